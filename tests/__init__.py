@@ -1,0 +1,1 @@
+"""The tests: one module per module of ``functionalize`` and ``passes``, in the same folders."""

@@ -1,0 +1,53 @@
+"""What every test gets: snapshots, hypothesis profiles, and a check that nothing stays patched.
+
+``--fuzz-long`` makes the property tests draw many more examples, at random; without it they draw
+the same ones every time.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import settings
+
+from tests.expect import OrphanCheck, Snapshots
+from tests.ranks import leftovers, restore
+
+_SNAPSHOTS = pytest.StashKey[Snapshots]()
+
+# No deadline: on a busy machine the first run of an op can take a second.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("long", max_examples=5000, deadline=None, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-long",
+        action="store_true",
+        help="property tests draw 5000 random examples each, instead of 100 fixed ones",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("long" if config.getoption("--fuzz-long") else "ci")
+    accept = bool(os.environ.get("EXPECTTEST_ACCEPT"))
+    config.stash[_SNAPSHOTS] = snapshots = Snapshots(config.rootpath, accept)
+    config.pluginmanager.register(OrphanCheck(config, snapshots), "orphan-snapshots")
+
+
+@pytest.fixture
+def expect(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``expect(case, text)``: compare ``text`` with the snapshot ``case`` of this test module."""
+    return functools.partial(request.config.stash[_SNAPSHOTS].expect, request)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves torch patched, a mode on, or gradients off, and clean up after it."""
+    yield
+    if problems := leftovers():
+        restore()
+        pytest.fail("the test left torch changed: " + "; ".join(problems), pytrace=False)

@@ -1,0 +1,337 @@
+"""Run a function on real ranks: persistent processes joined by gloo over loopback.
+
+    def loss_of(rank_seed):  # top level, so that the ranks can import it
+        ...
+        return loss.item()
+
+    first, second = run_on_ranks(loss_of, 7, world=2)
+
+The processes start on the first call and serve all later ones, so a call costs milliseconds.
+What that means for the function:
+
+- arguments and results travel by value (pickle): return plain or local tensors, not DTensors;
+- each call starts at ``torch.manual_seed(0)`` and ends with a barrier, so that ranks which issued
+  different collectives fail here and not in the next test;
+- caches (sharding propagation, dynamo) stay warm from call to call, as does a process group that
+  the function makes;
+- it must leave torch as it found it: see ``leftovers``.
+
+A failure is raised again here, the first one to arrive, with its rank and remote traceback. It
+costs the pool, as the ranks are no longer known to be in step: an error that is *expected* is
+cheaper to catch inside the function. A hang kills the pool and shows where each rank stood. The
+next call starts a fresh pool.
+
+Nothing here needs pytest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import operator
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import overrides as function_modes
+from torch.utils import _python_dispatch as dispatch_modes
+
+T = TypeVar("T")
+
+START_SECONDS = 120.0  # importing torch in four processes on a busy machine takes a while
+GRACE_SECONDS = 1.0  # after a failure, for the others to report theirs
+
+
+class RankError(RuntimeError):
+    """A rank failed in a way that has no exception to raise again here."""
+
+
+class RankTimeout(TimeoutError):
+    """Some rank did not return in time."""
+
+
+# ---- what a test must leave as it was ------------------------------------------------------------
+
+HOOK_POINTS: tuple[tuple[type, str], ...] = (
+    (torch.UntypedStorage, "resize_"),
+    (torch.TypedStorage, "resize_"),
+    (torch.TypedStorage, "_resize_"),
+    (dist.Work, "wait"),
+)
+_PRISTINE = [inspect.getattr_static(owner, name) for owner, name in HOOK_POINTS]
+
+
+def leftovers() -> list[str]:
+    """Return what is not as it was when this module was imported, in words."""
+    found = [
+        f"{owner.__name__}.{name} is still patched"
+        for (owner, name), pristine in zip(HOOK_POINTS, _PRISTINE, strict=True)
+        if inspect.getattr_static(owner, name) is not pristine
+    ]
+    modes = [
+        *dispatch_modes._get_current_dispatch_mode_stack(),
+        *function_modes._get_current_function_mode_stack(),
+    ]
+    found += [f"{type(mode).__name__} is still on" for mode in modes]
+    if not torch.is_grad_enabled():
+        found.append("gradients are still off")
+    return found
+
+
+def restore() -> None:
+    """Undo what ``leftovers`` reports, so that the next test is not blamed for it."""
+    for (owner, name), pristine in zip(HOOK_POINTS, _PRISTINE, strict=True):
+        if inspect.getattr_static(owner, name) is not pristine:
+            setattr(owner, name, pristine)
+    while modes := dispatch_modes._get_current_dispatch_mode_stack():
+        modes[-1].__exit__(None, None, None)
+    while modes := function_modes._get_current_function_mode_stack():
+        modes[-1].__exit__(None, None, None)
+    torch.set_grad_enabled(True)
+
+
+# ---- in the ranks --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    error: BaseException | None  # None: it died, or the exception cannot travel
+    summary: str
+    details: str  # the remote traceback
+
+    def raise_(self, world: int, others: Iterable[_Failure]) -> None:
+        error = self.error
+        if error is None:
+            error = RankError(self.summary)
+        error.add_note(f"On rank {self.rank} of {world}:\n{self.details.rstrip()}")
+        for other in others:
+            error.add_note(f"Rank {other.rank} failed too: {other.summary}")
+        raise error
+
+
+def _attempt(rank: int, thunk: Callable[[], object]) -> bytes:
+    """Return the pickled result of ``thunk``, or the pickled ``_Failure``."""
+    try:
+        return pickle.dumps(thunk())
+    except BaseException as error:  # SystemExit and pytest's outcomes are answers, too
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        details = traceback.format_exc()
+        travels: BaseException | None = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            travels = None
+        return pickle.dumps(_Failure(rank, travels, summary, details))
+
+
+def _call(message: bytes) -> object:
+    module, qualname, args = pickle.loads(message)
+    torch.manual_seed(0)
+    result = operator.attrgetter(qualname)(importlib.import_module(module))(*args)
+    if problems := leftovers():
+        raise RankError(f"{qualname} left torch changed: " + "; ".join(problems))
+    if not dist.is_initialized():
+        raise RankError(f"{qualname} destroyed the process group, which is the pool's")
+    dist.barrier()
+    return result
+
+
+def _join(rank: int, world: int, folder: str) -> None:
+    # Without it gloo looks up the host name, which need not resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10)
+    )
+
+
+def _serve(answers: Connection, rank: int, world: int, folder: str) -> None:
+    """What a rank runs: join the others, then answer calls until the parent hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with open(f"{folder}/stacks.{rank}", "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        answers.send_bytes(_attempt(rank, lambda: _join(rank, world, folder)))
+        while True:
+            try:
+                message = answers.recv_bytes()
+            except (EOFError, OSError):
+                break
+            answers.send_bytes(_attempt(rank, lambda: _call(message)))  # noqa: B023 - called at once
+            gc.collect()  # models are cycles; they must not die in the middle of the next test
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.disable()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+# ---- in the parent -------------------------------------------------------------------------------
+
+
+class RankPool:
+    """``world`` processes joined by gloo, each waiting for a call."""
+
+    def __init__(self, world: int) -> None:
+        """Start the processes and wait until they have joined."""
+        self.world = world
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._processes = []
+        self._pipes: list[Connection] = []
+        context = multiprocessing.get_context("spawn")
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world, self._folder.name), daemon=True
+            )
+            process.start()
+            theirs.close()  # so that the death of the rank closes the pipe
+            self._processes.append(process)
+            self._pipes.append(ours)
+        try:
+            self._collect("joining", START_SECONDS)
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def run(self, name: str, message: bytes, timeout: float) -> list[Any]:
+        """Send a pickled call to all ranks and return their results; ``name`` is for messages."""
+        for pipe in self._pipes:
+            try:
+                pipe.send_bytes(message)
+            except OSError:
+                pass  # it died since the last call; reading says so
+        return self._collect(name, timeout)
+
+    def close(self, kill: bool = False) -> None:
+        """Let the ranks end, or ``kill`` them."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            if not kill:
+                process.join(10)
+            process.kill()
+            process.join()
+            process.close()
+        self._folder.cleanup()
+
+    def _collect(self, name: str, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[_Failure] = []
+        deadline = time.monotonic() + timeout
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            seconds = max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(list(waiting), seconds)
+            if not ready:
+                break
+            for pipe in [pipe for pipe in waiting if pipe in ready]:  # in rank order
+                rank = waiting.pop(pipe)
+                answer = self._receive(pipe, rank, name)
+                if not isinstance(answer, _Failure):
+                    results[rank] = answer
+                    continue
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                failures.append(answer)
+        if failures:
+            # The death of one rank makes gloo raise on the others: it comes first.
+            first, *others = sorted(failures, key=lambda f: f.error is not None)
+            first.raise_(self.world, others)
+        if waiting:
+            self._hung(name, timeout, sorted(waiting.values()))
+        return [results[rank] for rank in range(self.world)]
+
+    def _receive(self, pipe: Connection, rank: int, name: str) -> object:
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(10)
+            code = process.exitcode
+            how = f"exit code {code}"
+            if code is not None and code < 0:
+                how = f"signal {signal.Signals(-code).name}"
+            summary = f"rank {rank} of {self.world} died of {how} in {name}"
+            return _Failure(rank, None, summary, self._stacks(rank))
+
+    def _hung(self, name: str, timeout: float, ranks: list[int]) -> None:
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            if pid is not None:
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)  # for faulthandler to write; it works while the rank hangs in C++
+        error = RankTimeout(
+            f"{name}: ranks {ranks} of {self.world} did not return within {timeout:g} s"
+        )
+        for rank in ranks:
+            error.add_note(f"Rank {rank} stood at:\n{self._stacks(rank)}")
+        raise error
+
+    def _stacks(self, rank: int) -> str:
+        file = Path(self._folder.name, f"stacks.{rank}")
+        return file.read_text(errors="replace").strip() if file.exists() else ""
+
+
+_pools: dict[int, RankPool] = {}  # by world size; processes outlive a call, hence a global
+
+
+def close_pools() -> None:
+    """End all ranks; the next call starts new ones."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+atexit.register(close_pools)
+
+
+def run_on_ranks(
+    fn: Callable[..., T], *args: object, world: int = 2, timeout: float = 120
+) -> list[T]:
+    """Call ``fn(*args)`` on each of ``world`` ranks and return the results in rank order.
+
+    Args:
+        fn: a function that can be imported by name; it finds its rank with ``dist.get_rank()``.
+        args: picklable.
+        world: the number of ranks.
+        timeout: seconds for the call, without the start of the processes.
+
+    Raises:
+        TypeError: ``fn`` is not at the top level of a module.
+        RankTimeout: a rank did not return; its notes show where each one stood.
+        RankError: a rank died, or raised what cannot be pickled, or left torch changed.
+        Exception: whatever ``fn`` raised, with a note that has the rank and its traceback.
+    """
+    name = f"{fn.__module__}.{fn.__qualname__}"
+    try:
+        importable = operator.attrgetter(fn.__qualname__)(sys.modules[fn.__module__]) is fn
+    except (AttributeError, KeyError):
+        importable = False
+    if not importable:
+        raise TypeError(f"{name}: the ranks import a function by name; put it at the top level")
+    message = pickle.dumps((fn.__module__, fn.__qualname__, args))
+    if world not in _pools:
+        _pools[world] = RankPool(world)
+    try:
+        return _pools[world].run(name, message, timeout)
+    except BaseException:  # also Ctrl-C: the ranks may be out of step
+        _pools.pop(world).close(kill=True)
+        raise

@@ -1,0 +1,140 @@
+"""Tests of the harness for real ranks: results, failures, hangs, deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, RankTimeout, run_on_ranks
+
+
+class Unpicklable(Exception):
+    """Cannot be made again from its ``args``."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def who() -> tuple[int, int, int]:
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def summed(start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    own = start + dist.get_rank()
+    dist.all_reduce(own)
+    return own, torch.rand(2)
+
+
+def raise_on(rank: int, error: BaseException) -> None:
+    if dist.get_rank() == rank:
+        raise error
+    dist.barrier()  # which the other rank never reaches
+
+
+def raise_unpicklable() -> None:
+    raise Unpicklable("first", "second")
+
+
+def return_a_lambda() -> object:
+    return lambda: None
+
+
+def sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def die_on(rank: int, signum: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signum)
+    dist.barrier()
+
+
+def leave_patched() -> None:
+    torch.UntypedStorage.resize_ = lambda self, size: None  # type: ignore[method-assign]
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(error.__notes__)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_answers(world: int) -> None:
+    assert run_on_ranks(who, world=world) == [(rank, world, 1) for rank in range(world)]
+
+
+def test_tensors_travel_and_reduce() -> None:
+    start = torch.arange(3.0)
+    for _ in range(2):  # the same random numbers on every call, on every rank
+        (first, drawn), (second, drawn_too) = run_on_ranks(summed, start)
+        assert torch.equal(first, 2 * start + 1)
+        assert torch.equal(first, second)
+        torch.manual_seed(0)
+        assert torch.equal(drawn, torch.rand(2))
+        assert torch.equal(drawn, drawn_too)
+
+
+def test_processes_are_reused() -> None:
+    first = run_on_ranks(pid)
+    assert run_on_ranks(pid) == first
+    assert os.getpid() not in first
+
+
+def test_failure_is_raised_again_with_rank_and_traceback() -> None:
+    before = run_on_ranks(pid)
+    with pytest.raises(KeyError, match="weight") as caught:
+        run_on_ranks(raise_on, 1, KeyError("weight"))
+    assert "On rank 1 of 2:" in notes(caught.value)
+    assert "in raise_on" in notes(caught.value)
+    assert not set(before) & set(run_on_ranks(pid)), "a fresh pool: the old one was out of step"
+
+
+def test_failure_of_all_ranks_that_cannot_travel() -> None:
+    with pytest.raises(RankError, match="Unpicklable: firstsecond") as caught:
+        run_on_ranks(raise_unpicklable)
+    assert "in raise_unpicklable" in notes(caught.value)
+    assert "failed too: tests.test_ranks.Unpicklable" in notes(caught.value)
+
+
+def test_result_that_cannot_travel() -> None:
+    with pytest.raises(Exception, match=r"return_a_lambda.<locals>.<lambda>"):
+        run_on_ranks(return_a_lambda)
+
+
+def test_hang_shows_where_it_stands_and_costs_the_pool() -> None:
+    before = run_on_ranks(pid)
+    with pytest.raises(
+        RankTimeout, match=r"tests.test_ranks.sleep_on: ranks \[0, 1\] of 2 did not return"
+    ) as caught:
+        run_on_ranks(sleep_on, 1, timeout=1)
+    assert "Rank 1 stood at:" in notes(caught.value)
+    assert "in sleep_on" in notes(caught.value)
+    assert "barrier" in notes(caught.value), "where rank 0 waits"
+    assert not set(before) & set(run_on_ranks(pid))
+
+
+def test_death_shows_the_signal_and_the_stack() -> None:
+    with pytest.raises(
+        RankError, match=r"rank 0 of 2 died of signal SIGSEGV in tests.test_ranks.die_on"
+    ) as caught:
+        run_on_ranks(die_on, 0, int(signal.SIGSEGV))
+    assert "in die_on" in notes(caught.value)
+
+
+def test_patched_torch_is_a_failure() -> None:
+    with pytest.raises(RankError, match=r"left torch changed: UntypedStorage.resize_ is still"):
+        run_on_ranks(leave_patched)
+
+
+def test_function_must_be_importable() -> None:
+    with pytest.raises(TypeError, match="put it at the top level"):
+        run_on_ranks(lambda: None)
