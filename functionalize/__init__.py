@@ -1,0 +1,7 @@
+"""Turn eager PyTorch training steps, FSDP2 ones above all, into one functional FX graph."""
+
+from functionalize.core.program import Program
+from functionalize.errors import FunctionalizeError
+from functionalize.transforms import trace
+
+__all__ = ["FunctionalizeError", "Program", "trace"]

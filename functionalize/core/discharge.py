@@ -1,0 +1,244 @@
+"""The only loop: op stream → storage SSA → values.
+
+For each op the engine does one of:
+
+    rule       the op has a meaning of its own (resize, copies, collectives, random): see `rules/`
+    view       its output shares a storage with an input: remember the step, emit nothing
+    mutation   emit the functional counterpart, write the result through the view
+    pure       read every tensor argument, emit the op, bind the outputs
+
+The same loop runs over a recorded op stream with graph nodes as values, and live with tensors as values.
+Work is O(1) amortised per op and per tensor argument. Named after JAX's state discharge.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from functionalize.core.ops import Geometry, OpRecord, TensorRef, iter_refs, map_refs
+from functionalize.core.resize import checked_nbytes, resize
+from functionalize.core.rules import RULES
+from functionalize.core.rules.layout import UNKNOWN, result_geometries
+from functionalize.core.rules.mutations import FunctionalForm, functional_form, is_mutating
+from functionalize.core.rules.views import step_of, straight
+from functionalize.core.storage import Emitter, FunctionalStorage, Value
+from functionalize.errors import ForeignStorageError, FunctionalizeError, InvariantError
+from functionalize.core.where import located
+
+aten = torch.ops.aten
+
+
+class Functionalizer:
+    """Storage SSA over one op stream. `emit` decides what a value is."""
+
+    def __init__(self, emit: Emitter) -> None:
+        self.emit = emit
+        self.storages: dict[int, FunctionalStorage] = {}
+
+    # -- storages ------------------------------------------------------------------------------
+
+    def declare(
+        self,
+        ref: TensorRef,
+        nbytes: int,
+        device: torch.device,
+        value: Value,
+        name: str,
+        external: bool = False,
+    ) -> FunctionalStorage:
+        """Bring in a storage whose contents are `value`, first seen as `ref`."""
+        record = FunctionalStorage(
+            ref.storage, ref.geometry, device, value, nbytes, name, straight, external
+        )
+        self.storages[ref.storage] = record
+        return record
+
+    def storage(self, serial: int) -> FunctionalStorage:
+        """The record of a storage of the program."""
+        found = self.storages.get(serial)
+        if found is None:
+            raise ForeignStorageError(
+                f"uses storage s{serial}, which belongs to no tensor of the program"
+            )
+        return found
+
+    def read(self, ref: TensorRef) -> Value:
+        """The value of a tensor now."""
+        return self.storage(ref.storage).read(ref.geometry, self.emit)
+
+    def write(self, ref: TensorRef, value: Value) -> None:
+        """Make `value` (of exactly `ref`'s size, stride and dtype) the contents of a tensor."""
+        self.storage(ref.storage).write(ref.geometry, value, self.emit)
+
+    def resize(self, serial: int, nbytes: Any) -> None:
+        """The resize rule on one storage."""
+        storage = self.storage(serial)
+        resize(storage, checked_nbytes(nbytes, storage.name))
+
+    def device_of(self, ref: TensorRef) -> torch.device:
+        """Where a tensor lives."""
+        return self.storage(ref.storage).device
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def run(self, record: OpRecord) -> None:
+        """Discharge one recorded op and bind what it returned."""
+        values = self.step(record)
+        self._bind(record, record.outputs, values)
+
+    def step(self, record: OpRecord) -> Any:
+        """Discharge one op; returns the values of its outputs, None for a tensor it was given."""
+        self.emit.now = record
+        try:
+            for serial, nbytes in record.resized:
+                self.resize(serial, nbytes)
+            special = RULES.get(record.target)
+            if special is not None:
+                return special(self, record)
+            if is_mutating(record.target):
+                return self._mutate(record)
+            if self._is_view(record):
+                return self._view(record)
+            return self.pure(record)
+        except FunctionalizeError as error:
+            raise located(error, record) from error.__cause__
+
+    def pure(self, record: OpRecord) -> Value:
+        """Read every tensor argument, emit the op."""
+        args = map_refs(self.read, record.args)
+        kwargs = map_refs(self.read, record.kwargs) if record.kwargs else {}
+        return self.emit.call(record.target, *args, **kwargs)
+
+    def _bind(self, record: OpRecord, outputs: Any, values: Value) -> None:
+        if type(outputs) is TensorRef:
+            if outputs.storage not in self.storages:
+                self.born(record, outputs, values)
+        elif isinstance(outputs, (list, tuple)):
+            for i, out in enumerate(outputs):
+                if any(ref.storage not in self.storages for ref in iter_refs(out)):
+                    each = (
+                        values[i]
+                        if isinstance(values, (list, tuple))
+                        else self.emit.call(operator.getitem, values, i)
+                    )
+                    self._bind(record, out, each)
+
+    def born(self, record: OpRecord, ref: TensorRef, value: Value) -> None:
+        """Declare a storage that the current op made."""
+        if value is None:
+            raise InvariantError(f"{record.target} gave no value for its output {ref}")
+        nbytes, device = record.meta["born"][ref.storage]
+        self.declare(ref, nbytes, device, value, f"output of {record.target}")
+
+    # -- views ---------------------------------------------------------------------------------
+
+    def _is_view(self, record: OpRecord) -> bool:
+        given = {ref.storage for ref in iter_refs(record.args)}
+        return any(ref.storage in given for ref in iter_refs(record.outputs))
+
+    def _view(self, record: OpRecord) -> Value:
+        outputs = record.outputs
+        if type(outputs) is TensorRef:
+            self.view(record, outputs, None)
+        else:
+            for i, out in enumerate(outputs):
+                if type(out) is TensorRef:
+                    self.view(record, out, i)
+        return None
+
+    def view(self, record: OpRecord, out: TensorRef, index: int | None) -> None:
+        """Remember how `out` is reached from the argument it aliases."""
+        parent = next((r for r in iter_refs(record.args) if r.storage == out.storage), None)
+        if parent is None:
+            raise InvariantError(
+                f"{record.target} returns {out}, which aliases none of its arguments"
+            )
+        if record.args and record.args[0] == parent:
+            step = step_of(record.target, record.args[1:], parent.geometry, out.geometry, index)
+            if step is not None:
+                self.storage(out.storage).add_view(parent.geometry, out.geometry, step)
+
+    # -- mutations -----------------------------------------------------------------------------
+
+    def _mutate(self, record: OpRecord) -> Any:
+        form = functional_form(record.target)
+        written = [
+            record.kwargs.get(name) if at is None or at >= len(record.args) else record.args[at]
+            for at, name in form.written
+        ]
+        for ref in iter_refs(written):
+            self.storage(ref.storage).check_writable(ref.geometry)
+        args, kwargs = self._functional_arguments(record, form, written)
+        have = result_geometries(form, args, kwargs, written)
+        results = self.emit.call(
+            form.target,
+            *map_refs(self.read, args),
+            **(map_refs(self.read, kwargs) if kwargs else {}),
+        )
+        for index, target in zip(form.results, written, strict=True):
+            value = results
+            if not form.single:
+                value = None if target is None else self.part(results, index)
+            self._write_result(target, value, have[index] if have else None)
+        if all(at is None for at in form.returned):
+            return None
+        return [None if at is None else self.part(results, at) for at in form.returned]
+
+    def part(self, values: Value, index: int) -> Value:
+        """One of several outputs."""
+        if isinstance(values, (list, tuple)):
+            return values[index]
+        return self.emit.call(operator.getitem, values, index)
+
+    def _functional_arguments(
+        self, record: OpRecord, form: FunctionalForm, written: list[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not form.dropped:
+            return record.args, record.kwargs
+        names = {name for _, name in form.written}
+        places = {at for at, _ in form.written if at is not None}
+        args = tuple(a for i, a in enumerate(record.args) if i not in places)
+        kwargs = {k: v for k, v in record.kwargs.items() if k not in names}
+        first = next(iter_refs(written))
+        if form.fills_dtype and kwargs.get("dtype") is None:
+            kwargs["dtype"] = first.geometry.dtype
+        if form.fills_device and kwargs.get("device") is None:
+            kwargs["device"] = self.device_of(first)
+        return args, kwargs
+
+    def _write_result(self, target: Any, value: Value, have: Any) -> None:
+        if target is None:
+            return
+        if type(target) is TensorRef:
+            self.write(target, self.fit(value, have, target))
+            return
+        for i, ref in enumerate(target):
+            each = have[i] if isinstance(have, list) else have
+            self._write_result(ref, self.part(value, i), each)
+
+    def fit(self, value: Value, have: Geometry | None, target: TensorRef) -> Value:
+        """`value` broadcast, cast and laid out as `target`; `have`: its geometry now, None if it fits."""
+        want = target.geometry
+        if have is None:
+            return value
+        if have is UNKNOWN:
+            empty = self.emit.empty(want, self.device_of(target))
+            return self.emit.call(aten.copy.default, empty, value)
+        if have.dtype != want.dtype:
+            value = self.emit.call(aten._to_copy.default, value, dtype=want.dtype)
+        if have.size != want.size:
+            value = self.emit.call(aten.expand.default, value, list(want.size))
+        elif have.stride == want.stride or (have.is_contiguous and want.is_contiguous):
+            return value
+        return self.laid_out(value, target)
+
+    def laid_out(self, value: Value, target: TensorRef) -> Value:
+        """A fresh copy of `value` (right size and dtype) with the strides of `target`."""
+        want = target.geometry
+        if want.is_contiguous:
+            return self.emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+        empty = self.emit.empty(want, self.device_of(target))
+        return self.emit.call(aten.copy.default, empty, value)

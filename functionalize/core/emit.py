@@ -1,0 +1,78 @@
+"""The two emitters: a value is a graph node, or a tensor.
+
+`GraphEmitter` writes `fx.Graph` nodes; nothing is executed. `TensorEmitter` executes each op on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functionalize.core.ops import Geometry, OpRecord
+from functionalize.core.storage import FunctionalStorage, Value
+
+aten = torch.ops.aten
+
+
+class GraphEmitter:
+    """Builds graph nodes directly (no tracing). `now` is the record that nodes are made for."""
+
+    def __init__(self, whole: Callable[[FunctionalStorage, Geometry], fx.Node]) -> None:
+        self.graph = fx.Graph()
+        self.now: OpRecord | None = None
+        self._whole = whole
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node; its meta keeps the record it was made for until somebody asks for the graph module."""
+        node = self.graph.create_node("call_function", target, args, kwargs, _name_of(target))
+        if self.now is not None:
+            node.meta["record"] = self.now
+        return node
+
+    def empty(self, geometry: Geometry, device: torch.device) -> fx.Node:
+        """`aten.empty_strided`."""
+        return self.call(
+            aten.empty_strided.default,
+            list(geometry.size),
+            list(geometry.stride),
+            dtype=geometry.dtype,
+            device=device,
+        )
+
+    def whole(self, storage: FunctionalStorage, flat: Geometry) -> fx.Node:
+        """A placeholder for an input's whole storage."""
+        return self._whole(storage, flat)
+
+
+class TensorEmitter:
+    """Executes ops on values; `original(storage)` is any tensor on an input's own storage."""
+
+    def __init__(self, original: Callable[[FunctionalStorage], Tensor]) -> None:
+        self.now: OpRecord | None = None
+        self._original = original
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
+        """The result of the op."""
+        return target(*args, **kwargs)
+
+    def empty(self, geometry: Geometry, device: torch.device) -> Tensor:
+        """`aten.empty_strided`."""
+        return aten.empty_strided.default(  # type: ignore[no-any-return]
+            geometry.size, geometry.stride, dtype=geometry.dtype, device=device
+        )
+
+    def whole(self, storage: FunctionalStorage, flat: Geometry) -> Tensor:
+        """The input's own storage as a flat tensor."""
+        return aten.as_strided.default(  # type: ignore[no-any-return]
+            self._original(storage), flat.size, flat.stride, 0
+        )
+
+
+@cache
+def _name_of(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    return str(target.__name__ if schema is None else schema.name.split("::")[-1])

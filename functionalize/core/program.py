@@ -1,0 +1,398 @@
+"""`Program`: a pure graph, where its inputs come from, where its outputs go, and what the caller still sees.
+
+    inputs ──sources──▶ guards ──▶ graph ──▶ value guards ──▶ epilogue ──▶ outputs
+
+Invariant: nothing of the caller's is changed before the last guard has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from functionalize._compat import FakeTensorMode
+from functionalize.core.epilogue import Action, apply_epilogue, window
+from functionalize.core.ops import Geometry, tensor_metadata
+from functionalize.core.where import stack_trace_of
+from functionalize.errors import GuardError
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Where an input's tensor is found at every call."""
+
+    def resolve(self, call: Call) -> Any:
+        """The tensor (or constant) now; raises `LookupError` if it is gone."""
+        ...
+
+
+@dataclass(slots=True)
+class Call:
+    """One replay: the flat leaves of the arguments, and the inputs resolved so far."""
+
+    leaves: Sequence[Any]
+    inputs: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A leaf of `(args, kwargs)`; `attributes` lead into a wrapper subclass (DTensor)."""
+
+    leaf: int
+    attributes: tuple[str, ...] = ()
+
+    def resolve(self, call: Call) -> Any:
+        value = call.leaves[self.leaf]
+        for name in self.attributes:
+            value = getattr(value, name)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStorage:
+    """The whole storage of another input, as one flat tensor."""
+
+    input: int
+    geometry: Geometry
+
+    def resolve(self, call: Call) -> Any:
+        return window(call.inputs[self.input], self.geometry)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """A tensor or object that the callable found by itself, held by the program."""
+
+    value: Any
+
+    def resolve(self, call: Call) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One placeholder. `nbytes`: bytes of its storage on entry."""
+
+    name: str
+    geometry: Geometry
+    nbytes: int
+    device: torch.device
+    source: Source
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the graph returns at `slot`, seen as `geometry` (None: as it is)."""
+
+    slot: int
+    geometry: Geometry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputView:
+    """A view of an input's storage."""
+
+    input: int
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class LeafItself:
+    """The object the caller passed as that leaf."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """An output that is no tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wrapped:
+    """A wrapper subclass around inner outputs."""
+
+    kind: type
+    inner: dict[str, Any]
+    context: Any
+    size: Any
+    stride: Any
+
+
+OutputRole = Result | InputView | LeafItself | Constant | Wrapped
+
+
+# -- guards ----------------------------------------------------------------------------------------
+
+
+class Guard(Protocol):
+    """A fact the capture relied on."""
+
+    def failure(self, call: Call) -> str | None:
+        """Why the fact no longer holds, or None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGuard:
+    """An input has the geometry, device and storage size it had."""
+
+    input: int
+    spec: InputSpec
+
+    def failure(self, call: Call) -> str | None:
+        from functionalize.core.ops import geometry_of
+
+        t, spec = call.inputs[self.input], self.spec
+        if not isinstance(t, Tensor):
+            return f"`{spec.name}` is {type(t).__name__}, was a tensor"
+        now = geometry_of(t)
+        if now != spec.geometry:
+            return f"`{spec.name}` is {now}, was {spec.geometry}"
+        if t.device != spec.device:
+            return f"`{spec.name}` is on {t.device}, was on {spec.device}"
+        nbytes = t.untyped_storage().nbytes()
+        if nbytes != spec.nbytes:
+            return f"the storage of `{spec.name}` holds {nbytes} bytes, held {spec.nbytes}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AliasGuard:
+    """Inputs share storages exactly as they did; `groups`: the storage each input was on."""
+
+    groups: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def failure(self, call: Call) -> str | None:
+        owner: dict[int, int] = {}
+        for index, group in enumerate(self.groups):
+            key = call.inputs[index].untyped_storage()._cdata
+            if owner.setdefault(key, group) != group:
+                return f"`{self.names[index]}` shares a storage with another input, it did not"
+        if len(owner) != len(set(self.groups)):
+            return "inputs that shared a storage no longer do"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantGuard:
+    """A leaf that is no tensor has the value it had."""
+
+    leaf: int
+    value: Any
+
+    def failure(self, call: Call) -> str | None:
+        now = call.leaves[self.leaf]
+        if type(now) is type(self.value) and (now is self.value or now == self.value):
+            return None
+        return f"argument leaf {self.leaf} is {now!r}, was {self.value!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueGuard:
+    """A number that Python read from a tensor (`.item()`) is what it was; known only after the graph ran."""
+
+    slot: int
+    value: Any
+    where: str
+
+    def failure_of(self, results: Sequence[Any]) -> str | None:
+        now = results[self.slot]
+        same = now == self.value or (now != now and self.value != self.value)
+        return (
+            None if same else f"a tensor's value read {self.where} is {now!r}, was {self.value!r}"
+        )
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Program:
+    """A captured callable as a value.
+
+    inputs: one per placeholder of the graph. outputs: one role per leaf of `out_spec`. epilogue: what the
+    caller still sees, in order. history: what each pass did, as `name{options}: rewrites`.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Any]
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputRole, ...]
+    epilogue: tuple[Action, ...]
+    guards: tuple[Guard, ...]
+    value_guards: tuple[ValueGuard, ...]
+    in_spec: pytree.TreeSpec | None
+    out_spec: pytree.TreeSpec
+    stage: str = "FUNCTIONAL"
+    history: tuple[str, ...] = ()
+    runner: Callable[[Program], Callable[[list[Any]], Sequence[Any]]] | None = None
+    _module: fx.GraphModule | None = field(default=None, repr=False)
+    _run: Callable[[list[Any]], Sequence[Any]] | None = field(default=None, repr=False)
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The pure graph; `node.meta` has `val`, `tensor_meta`, `stack_trace`, `seq_nr` where known.
+
+        Built on first access: symbolising stacks and making fake values costs as much as the capture.
+        """
+        if self._module is None:
+            root = torch.nn.Module()
+            for name, value in self.constants.items():
+                root.register_buffer(name, value)
+            self._module = fx.GraphModule(root, self.graph, "Program")
+            self.graph = self._module.graph
+            annotate(self)
+        return self._module
+
+    @graph_module.setter
+    def graph_module(self, module: fx.GraphModule) -> None:
+        self._module, self.graph, self._run = module, module.graph, None
+
+    def nodes(self) -> int:
+        """Ops in the graph, without placeholders and the output."""
+        return sum(n.op == "call_function" for n in self.graph.nodes)
+
+    def print_readable(self, print_output: bool = True) -> str:
+        """The graph, then the epilogue, as text; printed unless told not to."""
+        from functionalize.core.printer import program_text
+
+        text = program_text(self)
+        if print_output:
+            print(text)
+        return text
+
+    def lower(self) -> fx.GraphModule:
+        """A `GraphModule` over the tensor leaves of the arguments, with the epilogue as ops at its end."""
+        from functionalize.core.lower import lower
+
+        return lower(self)
+
+    # -- replay ----------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay: outputs as the callable returns them, inputs mutated as it would.
+
+        Runs below autograd: outputs carry no history (use `aot_function` for gradients). Raises
+        `GuardError`, with nothing changed, if the arguments are not what the capture saw.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if self.in_spec is not None and spec != self.in_spec:
+            raise GuardError(f"the arguments are {spec}, were {self.in_spec}")
+        failed = self.resolve(leaves)
+        if isinstance(failed, str):
+            raise GuardError(failed)
+        return self.replay(failed)
+
+    def resolve(self, leaves: Sequence[Any]) -> Call | str:
+        """The inputs now, or the first guard's failure. Changes nothing."""
+        call = Call(leaves, [])
+        for spec in self.inputs:
+            try:
+                call.inputs.append(spec.source.resolve(call))
+            except (LookupError, AttributeError, RuntimeError) as error:
+                return f"`{spec.name}` is not where it was: {error}"
+        for guard in self.guards:
+            failure = guard.failure(call)
+            if failure is not None:
+                return failure
+        return call
+
+    def replay(self, call: Call) -> Any:
+        """Run the graph on resolved inputs, then the epilogue; raises `GuardError` before the latter."""
+        if self._run is None:
+            self._run = self.runner(self) if self.runner else self._interpreted
+        with torch.no_grad():
+            results = self._run(list(call.inputs))
+            for guard in self.value_guards:
+                failure = guard.failure_of(results)
+                if failure is not None:
+                    raise GuardError(failure)
+            apply_epilogue(self.epilogue, call.inputs, results)
+        made: dict[Any, Any] = {}
+        outs = [self._output(role, call, results, made) for role in self.outputs]
+        return pytree.tree_unflatten(outs, self.out_spec)
+
+    def _interpreted(self, inputs: list[Any]) -> Sequence[Any]:
+        result: Sequence[Any] = fx.Interpreter(self.graph_module).run(*inputs)
+        return result
+
+    def _output(
+        self, role: OutputRole, call: Call, results: Sequence[Any], made: dict[Any, Any]
+    ) -> Any:
+        if isinstance(role, Constant):
+            return role.value
+        if isinstance(role, LeafItself):
+            return call.leaves[role.leaf]
+        if isinstance(role, Wrapped):
+            inner = {k: self._output(r, call, results, made) for k, r in role.inner.items()}
+            rebuild: Any = role.kind
+            return rebuild.__tensor_unflatten__(inner, role.context, role.size, role.stride)
+        if role not in made:
+            whole = call.inputs[role.input] if isinstance(role, InputView) else results[role.slot]
+            made[role] = whole if role.geometry is None else window(whole, role.geometry)
+        return made[role]
+
+
+def annotate(program: Program) -> None:
+    """Fill `node.meta` with what a pass can use: fake `val`, `tensor_meta`, the user's stack, sequence number."""
+    for node in program.graph.nodes:
+        record = node.meta.pop("record", None)
+        if record is not None:
+            trace = stack_trace_of(record.traceback)
+            if trace:
+                node.meta["stack_trace"] = trace
+            if record.seq_nr is not None:
+                node.meta["seq_nr"] = record.seq_nr
+            if record.autograd_node is not None:
+                node.meta["autograd_node"] = record.autograd_node
+            node.meta["original_aten"] = record.target
+    propagate(program)
+
+
+def propagate(program: Program) -> None:
+    """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes."""
+    module, mode = program.graph_module, FakeTensorMode(allow_non_fake_inputs=True)
+    specs = iter(program.inputs)
+    env: dict[fx.Node, Any] = {}
+    with mode, torch.no_grad():
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                value = fake_input(next(specs))
+            elif node.op == "get_attr":
+                value = mode.from_tensor(getattr(module, str(node.target)), static_shapes=True)
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                value = node.target(*args, **kwargs)
+            else:
+                continue
+            env[node] = value
+            node.meta["val"] = value
+            if isinstance(value, Tensor):
+                from functionalize.core.ops import geometry_of
+
+                node.meta["tensor_meta"] = tensor_metadata(geometry_of(value))
+
+
+def fake_input(spec: InputSpec) -> Any:
+    """A fake tensor like an input, its storage as large as on entry (made under a fake mode)."""
+    if not isinstance(spec.geometry, Geometry):
+        return spec.source
+    elements = spec.geometry.end // spec.geometry.dtype.itemsize
+    flat = torch.empty(elements, dtype=spec.geometry.dtype, device=spec.device)
+    value = flat.as_strided(spec.geometry.size, spec.geometry.stride, spec.geometry.offset)
+    if spec.nbytes == 0:
+        flat.untyped_storage().resize_(0)
+    return value

@@ -1,0 +1,91 @@
+"""Ops that overwrite a tensor without looking at what it held: `copy_`, `fill_`, `zero_` and their lists.
+
+    a.copy_(b)   ->  a' = aten.clone(b)                   (expanded and cast to what `a` is)
+    a.zero_()    ->  a' = aten.full(size, 0)
+
+Invariant: the old contents are never read, not even for their shape: `a` may be an empty input.
+The clone keeps every base a tensor of its own; `passes.elide_copies` removes it where that is not needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from functionalize.core.ops import OpRecord, TensorRef
+from functionalize.core.rules.registry import rule
+
+if TYPE_CHECKING:
+    from functionalize.core.discharge import Functionalizer
+
+aten = torch.ops.aten
+
+
+def copy_into(engine: Functionalizer, target: TensorRef, source: Any) -> None:
+    """Write the contents of `source` (a tensor) to `target`, broadcast and cast."""
+    engine.storage(target.storage).check_writable(target.geometry)
+    value, have, want = engine.read(source), source.geometry, target.geometry
+    device, kind = engine.device_of(target), {}
+    if have.dtype != want.dtype:
+        kind["dtype"] = want.dtype
+    if engine.device_of(source) != device:
+        kind["device"] = device
+    if have.size != want.size:
+        value = engine.emit.call(aten.expand.default, value, list(want.size))
+    if kind:
+        value = engine.emit.call(aten._to_copy.default, value, **kind)
+    same_layout = have.size == want.size and (
+        have.stride == want.stride or (have.is_contiguous and want.is_contiguous)
+    )
+    if not (kind and same_layout and have.is_dense):
+        value = engine.laid_out(value, target)
+    engine.write(target, value)
+
+
+def fill_with(engine: Functionalizer, target: TensorRef, number: Any) -> None:
+    """Write one number (or zero-dimensional tensor) to every element of `target`."""
+    engine.storage(target.storage).check_writable(target.geometry)
+    want, device = target.geometry, engine.device_of(target)
+    if type(number) is TensorRef:
+        empty = engine.emit.empty(want, device)
+        value = engine.emit.call(aten.fill.Tensor, empty, engine.read(number))
+    elif want.is_contiguous:
+        value = engine.emit.call(
+            aten.full.default, list(want.size), number, dtype=want.dtype, device=device
+        )
+    else:
+        value = engine.emit.call(aten.fill.Scalar, engine.emit.empty(want, device), number)
+    engine.write(target, value)
+
+
+@rule(aten.copy_.default)
+def copy_(engine: Functionalizer, record: OpRecord) -> None:
+    """`copy_(Tensor(a!) self, Tensor src, bool non_blocking=False)`."""
+    copy_into(engine, record.args[0], record.args[1])
+
+
+@rule(aten._foreach_copy_.default)
+def foreach_copy_(engine: Functionalizer, record: OpRecord) -> None:
+    """`_foreach_copy_(Tensor(a!)[] self, Tensor[] src, bool non_blocking=False)`."""
+    for target, source in zip(record.args[0], record.args[1], strict=True):
+        copy_into(engine, target, source)
+
+
+@rule(aten.fill_.Scalar, aten.fill_.Tensor)
+def fill_(engine: Functionalizer, record: OpRecord) -> None:
+    """`fill_(Tensor(a!) self, value)`."""
+    fill_with(engine, record.args[0], record.args[1])
+
+
+@rule(aten.zero_.default)
+def zero_(engine: Functionalizer, record: OpRecord) -> None:
+    """`zero_(Tensor(a!) self)`."""
+    fill_with(engine, record.args[0], 0)
+
+
+@rule(aten._foreach_zero_.default)
+def foreach_zero_(engine: Functionalizer, record: OpRecord) -> None:
+    """`_foreach_zero_(Tensor(a!)[] self)`."""
+    for target in record.args[0]:
+        fill_with(engine, target, 0)

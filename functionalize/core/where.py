@@ -1,0 +1,56 @@
+"""Where in the user's code an op came from: a traceback taken cheaply, read only when somebody asks.
+
+located(error, record)   'aten.sin.default reads `a` ...'  +  'at train.py:12, in step: out = a.sin()'
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from functionalize._compat import CapturedTraceback
+from functionalize.core.ops import OpRecord
+from functionalize.errors import FunctionalizeError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_INTERNAL = (
+    str(Path(torch.__file__).parent),
+    str(_ROOT / "functionalize"),
+    str(_ROOT / "passes"),
+    "<frozen",
+    "<string>",
+)
+
+
+def user_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The frames that are neither torch's nor this library's, outermost first."""
+    return [f for f in frames if not f.filename.startswith(_INTERNAL)]
+
+
+def stack_trace_of(captured: CapturedTraceback | None) -> str | None:
+    """The user's frames in the form FX keeps in `node.meta["stack_trace"]`."""
+    if captured is None:
+        return None
+    frames = user_frames(captured.summary())
+    return "".join(traceback.StackSummary.from_list(frames).format()) if frames else None
+
+
+def line_of(captured: CapturedTraceback | None) -> str:
+    """The innermost line of the user's code, as 'at file:line, in function: code'."""
+    frames = user_frames(captured.summary()) if captured is not None else []
+    if not frames:
+        return "at an unknown line (no user frame was on the stack, as in autograd's own threads)"
+    f = frames[-1]
+    return f"at {f.filename}:{f.lineno}, in {f.name}: {(f.line or '').strip()}"
+
+
+def located(error: FunctionalizeError, record: OpRecord) -> FunctionalizeError:
+    """`error` with the op before its message and the user's line after it."""
+    if getattr(error, "is_located", False):
+        return error
+    new = type(error)(f"{record.target} {error}\n  {line_of(record.traceback)}")
+    new.is_located = True  # type: ignore[attr-defined]
+    return new

@@ -1,0 +1,72 @@
+"""The whole exception tree.
+
+A user's mistake or an unsupported program raises a `FunctionalizeError` subclass whose message says what
+happened, to which tensor, where (the user's line), and what to do. A bug of ours raises `InvariantError`.
+`FunctionalizeError` is a `RuntimeError`, as the errors eager PyTorch raises for the same programs are.
+"""
+
+from __future__ import annotations
+
+
+class FunctionalizeError(RuntimeError):
+    """Base of every error a user can cause; names the op, the tensor, the sizes and the user's line."""
+
+
+class StorageError(FunctionalizeError):
+    """A program uses a storage in a way that its size or contents do not allow."""
+
+
+class EmptyStorageError(StorageError):
+    """Data is read or written while the storage holds 0 bytes."""
+
+
+class UndefinedContentsError(StorageError):
+    """Data is read after a storage was grown and before anything was written to it."""
+
+
+class OutOfBoundsError(StorageError):
+    """A tensor reaches past the end of its storage, for example after a shrink."""
+
+
+class ResizeError(StorageError):
+    """A resize to a size that is negative, not an integer, or of a storage that cannot be resized."""
+
+
+class ForeignStorageError(StorageError):
+    """A resize or mutation of a storage that no tensor of the program brought in."""
+
+
+class OverlappingMutationError(FunctionalizeError):
+    """A write through a view in which several elements share one memory location."""
+
+
+class UnsupportedOpError(FunctionalizeError):
+    """An op that mutates and has no functional form, or whose effect is not known."""
+
+
+class UnsupportedTensorError(FunctionalizeError):
+    """A tensor that has no storage of its own (sparse, nested, functorch wrappers)."""
+
+
+class UncapturableError(FunctionalizeError):
+    """A step does something that a program cannot hold, such as state that never settles."""
+
+
+class EagerError(FunctionalizeError):
+    """The program failed in eager PyTorch while it was recorded; `__cause__` is eager's own exception."""
+
+
+class GuardError(FunctionalizeError):
+    """A replay was refused because a fact the capture relied on no longer holds; nothing was changed."""
+
+
+class PassError(FunctionalizeError):
+    """A pass was applied at a stage, or with an option, that it does not accept."""
+
+
+class VerifyError(FunctionalizeError):
+    """A program breaks an invariant; the message lists every violation."""
+
+
+class InvariantError(AssertionError):
+    """A bug in this library, never the user's."""

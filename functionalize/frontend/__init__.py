@@ -1,0 +1,1 @@
+"""Front ends: run Python once while recording."""

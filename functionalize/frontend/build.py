@@ -1,0 +1,282 @@
+"""From a recording to a `Program`: discharge the op stream, decide the epilogue, give outputs their roles.
+
+Builder(recorder)
+  .add_inputs([...])     placeholders; aliasing inputs share one storage record
+  .discharge()           the engine over every record
+  .roles(leaves)         where each output comes from
+  .program(...)          epilogue, dead code, guards
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from functionalize._compat import is_traceable_wrapper_subclass
+from functionalize.core.discharge import Functionalizer
+from functionalize.core.emit import GraphEmitter
+from functionalize.core.epilogue import Action, Set, owed
+from functionalize.core.ops import Geometry, TensorRef
+from functionalize.core.program import (
+    Constant,
+    Guard,
+    InputSpec,
+    InputView,
+    LeafItself,
+    OutputRole,
+    Program,
+    Result,
+    Source,
+    ValueGuard,
+    WholeStorage,
+    Wrapped,
+)
+from functionalize.core.storage import FunctionalStorage, View
+from functionalize.core.where import line_of
+from functionalize.frontend.dispatch import Recorder
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class GivenInput:
+    """A tensor that becomes a placeholder."""
+
+    name: str
+    ref: TensorRef
+    source: Source
+
+
+class Builder:
+    """Discharges one recording into one program."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.emit = GraphEmitter(self._whole_storage)
+        self.engine = Functionalizer(self.emit)
+        self.inputs: list[InputSpec] = []
+        self.storage_of_input: list[int] = []
+        self.constants: dict[str, Tensor] = {}
+        self._home: dict[int, int] = {}  # storage -> the input that stands for it
+        self._nodes: list[fx.Node] = []
+        self._names: set[str] = set()
+        self._slots: dict[fx.Node, int] = {}
+        self._scalars: list[tuple[fx.Node, Any, str]] = []
+
+    # -- inputs --------------------------------------------------------------------------------
+
+    def add_inputs(self, given: Sequence[GivenInput]) -> None:
+        """One placeholder each. On every storage the widest dense input is the base."""
+        first = len(self.inputs)
+        for each in given:
+            info = self.recorder.infos[each.ref.storage]
+            spec = InputSpec(
+                self._unique(each.name),
+                each.ref.geometry,
+                info.original_nbytes,
+                info.device,
+                each.source,
+            )
+            self._placeholder(spec, each.ref.storage)
+        by_storage: dict[int, list[int]] = {}
+        for index, each in enumerate(given, first):
+            by_storage.setdefault(each.ref.storage, []).append(index)
+        for serial, indices in by_storage.items():
+            self._declare(serial, indices)
+
+    def _declare(self, serial: int, indices: list[int]) -> None:
+        def reach(index: int) -> tuple[bool, int]:
+            g = self.inputs[index].geometry
+            return g.is_dense and not g.conj and not g.neg, g.end - g.start
+
+        home = max(indices, key=reach)
+        spec = self.inputs[home]
+        self._home[serial] = home
+        ref = TensorRef(serial, spec.geometry)
+        storage = self.engine.declare(
+            ref, spec.nbytes, spec.device, self._nodes[home], spec.name, external=True
+        )
+        for index in indices:
+            g = self.inputs[index].geometry
+            if g not in storage.views:
+                version = storage.version if spec.nbytes else -1
+                storage.views[g] = View(g, None, None, self._nodes[index], version)
+
+    def _placeholder(self, spec: InputSpec, serial: int) -> fx.Node:
+        graph = self.emit.graph
+        if self._nodes:
+            with graph.inserting_after(self._nodes[-1]):
+                node = graph.placeholder(spec.name)
+        else:
+            node = graph.placeholder(spec.name)
+        self._nodes.append(node)
+        self.inputs.append(spec)
+        self.storage_of_input.append(serial)
+        return node
+
+    def add_constant(self, ref: TensorRef, tensor: Tensor) -> None:
+        """A tensor whose contents are baked into the program."""
+        info = self.recorder.infos[ref.storage]
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = tensor
+        node = self.emit.graph.create_node("get_attr", name)
+        self.engine.declare(ref, info.original_nbytes, info.device, node, name)
+
+    def _whole_storage(self, storage: FunctionalStorage, flat: Geometry) -> fx.Node:
+        index = self._home[storage.serial]
+        spec = InputSpec(
+            self._unique(f"{self.inputs[index].name}_storage"),
+            flat,
+            storage.original_nbytes,
+            storage.device,
+            WholeStorage(index, flat),
+        )
+        return self._placeholder(spec, storage.serial)
+
+    def _unique(self, name: str) -> str:
+        name = re.sub(r"\W+", "_", name).strip("_") or "arg"
+        if name[0].isdigit():
+            name = f"arg_{name}"
+        unique, n = name, 1
+        while unique in self._names:
+            unique, n = f"{name}_{n}", n + 1
+        self._names.add(unique)
+        return unique
+
+    # -- the op stream -------------------------------------------------------------------------
+
+    def discharge(self) -> None:
+        """Run the engine over every record."""
+        scalars = {id(s.record): s for s in self.recorder.scalars}
+        for record in self.recorder.records:
+            scalar = scalars.get(id(record))
+            if scalar is None:
+                self.engine.run(record)
+            else:
+                node = self.engine.step(record)
+                self._scalars.append((node, scalar.value, line_of(record.traceback)))
+        self.emit.now = None
+
+    # -- outputs -------------------------------------------------------------------------------
+
+    def slot(self, node: fx.Node) -> int:
+        """Where in the graph's results a node is returned."""
+        return self._slots.setdefault(node, len(self._slots))
+
+    def roles(self, leaves: Sequence[Any], given: Sequence[Any] = ()) -> list[OutputRole]:
+        """The role of each output leaf; outputs that share a storage keep sharing it."""
+        shared: dict[int, set[Geometry]] = {}
+        for leaf in leaves:
+            for t in inner_tensors(leaf):
+                ref = self.recorder.ref(t)
+                shared.setdefault(ref.storage, set()).add(ref.geometry)
+        places = {id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)}
+        return [
+            LeafItself(places[id(leaf)]) if id(leaf) in places else self._role(leaf, shared)
+            for leaf in leaves
+        ]
+
+    def _role(self, leaf: Any, shared: dict[int, set[Geometry]]) -> OutputRole:
+        if not isinstance(leaf, Tensor):
+            return Constant(leaf)
+        if is_traceable_wrapper_subclass(leaf):
+            names, context = leaf.__tensor_flatten__()
+            inner = {n: self._role(getattr(leaf, n), shared) for n in names}
+            return Wrapped(type(leaf), inner, context, leaf.shape, leaf.stride())
+        ref = self.recorder.ref(leaf)
+        if ref.storage in self._home:
+            return InputView(self._home[ref.storage], ref.geometry)
+        if len(shared[ref.storage]) == 1:
+            return Result(self.slot(self._owned(self.engine.read(ref))))
+        slot, geometry = self._in_base(ref)
+        return Result(slot, geometry)
+
+    def _in_base(self, ref: TensorRef) -> tuple[int, Geometry]:
+        """Where the base of a storage born inside is returned, and `ref` as a window on it."""
+        storage = self.engine.storage(ref.storage)
+        storage.read(ref.geometry, self.emit)
+        base = self._owned(self.engine.read(TensorRef(ref.storage, storage.root)))
+        shift = storage.root.offset if storage.fresh else 0
+        return self.slot(base), ref.geometry._replace(offset=ref.geometry.offset - shift)
+
+    def _owned(self, node: fx.Node) -> fx.Node:
+        """`node`, or a copy of it if it is a constant, which the caller must not be handed."""
+        return self.emit.call(aten.clone.default, node) if node.op == "get_attr" else node
+
+    def moved(self, index: int, tensor: Tensor) -> Set | None:
+        """What an input owes whose tensor ended on another storage or with another geometry."""
+        ref, spec = self.recorder.ref(tensor), self.inputs[index]
+        if ref.storage in self._home:
+            if ref == TensorRef(self.storage_of_input[index], spec.geometry):
+                return None
+            return Set(index, ref.geometry, self._home[ref.storage], None)
+        slot, geometry = self._in_base(ref)
+        return Set(index, geometry, None, slot)
+
+    def epilogue(self) -> list[Action]:
+        """What every input storage owes the caller."""
+        actions: list[Action] = []
+        for serial, index in self._home.items():
+            storage = self.engine.storages[serial]
+            actions += owed(storage, index, self.emit, self.slot)
+        return actions
+
+    # -- the program -----------------------------------------------------------------------------
+
+    def program(
+        self,
+        outputs: Sequence[OutputRole],
+        epilogue: Sequence[Action],
+        guards: Sequence[Guard],
+        in_spec: pytree.TreeSpec | None,
+        out_spec: pytree.TreeSpec,
+        runner: Callable[..., Any],
+    ) -> Program:
+        """Finish the graph (outputs, dead code) and wrap it up."""
+        value_guards = tuple(ValueGuard(self.slot(n), v, w) for n, v, w in self._scalars)
+        self.emit.graph.output(tuple(self._slots))
+        drop_dead_code(self.emit.graph)
+        return Program(
+            graph=self.emit.graph,
+            constants=dict(self.constants),
+            inputs=tuple(self.inputs),
+            outputs=tuple(outputs),
+            epilogue=tuple(epilogue),
+            guards=tuple(guards),
+            value_guards=value_guards,
+            in_spec=in_spec,
+            out_spec=out_spec,
+            runner=runner,
+        )
+
+
+def drop_dead_code(graph: fx.Graph) -> int:
+    """Erase nodes that nobody uses, in one backward sweep; random ops and collectives stay."""
+    erased = 0
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and not is_impure(node):
+            graph.erase_node(node)
+            erased += 1
+    return erased
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Whether a node does something beside its value: draws random numbers, talks to other ranks."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return True
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def inner_tensors(leaf: Any) -> list[Tensor]:
+    """The plain tensors inside a leaf: itself, or those of a wrapper subclass."""
+    if not isinstance(leaf, Tensor):
+        return []
+    if is_traceable_wrapper_subclass(leaf):
+        return [t for n in leaf.__tensor_flatten__()[0] for t in inner_tensors(getattr(leaf, n))]
+    return [leaf]

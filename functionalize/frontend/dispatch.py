@@ -1,0 +1,426 @@
+"""The recorder: every op below autograd, and every storage resize, as an op stream.
+
+    with Recorder() as recorder:      a dispatch mode; two methods of torch patched (see patches.py)
+        fn(*args)
+    recorder.records                  [OpRecord(aten.sin.default, ...), OpRecord(resize_storage_bytes_, ...)]
+
+Note [Hold tensors weakly]
+The recorder keeps no tensor that the program made: a strong reference would make AccumulateGrad copy a
+gradient it would have stolen, and would keep memory alive. Storages are known by address, with a weak
+reference that keeps the address from being reused. Tensors that come from outside are held: they were alive
+before, and their contents may be needed as constants.
+
+Invariant: leaving the context restores torch's methods and the mode stack, whatever happened.
+Refusals: tensors without a storage; resizes of storages that no tensor brought in; ops on data that is not
+there. All are raised before the op runs, so that nothing segfaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat import (
+    CapturedTraceback,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+)
+from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, iter_refs
+from functionalize.core.resize import checked_nbytes
+from functionalize.core.rules import RULES
+from functionalize.core.rules.collectives import check_known_collective
+from functionalize.core.rules.mutations import is_mutating, written_arguments
+from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
+from functionalize.core.storage import check_bounds, check_overlap
+from functionalize.core.where import located
+from functionalize.errors import (
+    ForeignStorageError,
+    FunctionalizeError,
+    UnsupportedTensorError,
+)
+from functionalize.frontend.patches import PATCHES
+
+aten = torch.ops.aten
+
+
+class StorageInfo:
+    """What the recorder knows of one storage. `resized`: its size is not to be trusted to fit its tensors."""
+
+    __slots__ = ("device", "name", "nbytes", "original_nbytes", "resized", "serial", "weak")
+
+    def __init__(self, serial: int, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self.serial = serial
+        self.weak = storage._weak_ref()
+        self.nbytes = self.original_nbytes = storage.nbytes()
+        self.device = tensor.device
+        self.name = "a temporary"
+        self.resized = self.nbytes == 0
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self.weak)
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything still holds the storage."""
+        return not torch.UntypedStorage._expired(self.weak)
+
+
+class External:
+    """A tensor from outside, as it was first seen; `literal`: made by Python during the run."""
+
+    __slots__ = ("info", "literal", "real", "ref", "tensor")
+
+    def __init__(self, info: StorageInfo, ref: TensorRef, tensor: Tensor, literal: bool) -> None:
+        self.info, self.ref, self.tensor, self.literal = info, ref, tensor, literal
+        self.real = tensor
+
+
+class Scalar:
+    """A number that Python read from a tensor."""
+
+    __slots__ = ("record", "value")
+
+    def __init__(self, record: OpRecord, value: Any) -> None:
+        self.record, self.value = record, value
+
+
+class Recorder(TorchDispatchMode):
+    """Records while active.
+
+    ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
+    convert: the fake mode that stands in for tensors from outside which are not fake yet.
+    """
+
+    def __init__(self, ignore_fake: bool = False, convert: FakeTensorMode | None = None) -> None:
+        super().__init__()
+        self._convert = convert
+        self.records: list[OpRecord] = []
+        self.externals: list[External] = []
+        self.scalars: list[Scalar] = []
+        self.infos: list[StorageInfo] = []
+        self.suspended = 0
+        self.failed: tuple[BaseException, OpRecord] | None = None
+        self._by_address: dict[int, StorageInfo] = {}
+        self._ignore_fake = ignore_fake
+        self._born: dict[int, tuple[int, torch.device]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that hides the handler from Dynamo costs as much as an op
+
+    def __enter__(self) -> Recorder:
+        PATCHES.install(Recorder)
+        try:
+            super().__enter__()
+        except BaseException:
+            PATCHES.remove()
+            raise
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            super().__exit__(*exc)
+        finally:
+            PATCHES.remove()
+
+    # -- storages ------------------------------------------------------------------------------
+
+    def info_of(self, tensor: Tensor) -> StorageInfo | None:
+        """What is known of a tensor's storage, None if it was never seen."""
+        return self._by_address.get(_storage_of(tensor)._cdata)
+
+    def _new(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
+        info = StorageInfo(len(self.infos), tensor, storage)
+        self._by_address[storage._cdata] = info
+        self.infos.append(info)
+        return info
+
+    def bring_in(self, tensor: Tensor, name: str, literal: bool = False) -> TensorRef:
+        """A tensor from outside; the first one on each storage names it and is kept."""
+        storage = _storage_of(tensor)
+        info = self._by_address.get(storage._cdata)
+        if info is not None:
+            return TensorRef(info.serial, geometry_of(tensor))
+        info = self._new(tensor, storage)
+        info.name = name
+        ref = TensorRef(info.serial, geometry_of(tensor))
+        held = tensor.detach()
+        self.externals.append(External(info, ref, held.clone() if literal else held, literal))
+        return ref
+
+    def ref(self, tensor: Tensor) -> TensorRef:
+        """A tensor that an op was given."""
+        info = self._by_address.get(_storage_of(tensor)._cdata)
+        if info is None:
+            with self.quiet():
+                return self.bring_in(tensor, f"captured_{len(self.externals)}")
+        return TensorRef(info.serial, geometry_of(tensor))
+
+    def _out_ref(self, tensor: Tensor) -> TensorRef:
+        storage = _storage_of(tensor)
+        info = self._by_address.get(storage._cdata)
+        if info is None:
+            info = self._new(tensor, storage)
+            self._born[info.serial] = (info.nbytes, info.device)
+        return TensorRef(info.serial, geometry_of(tensor))
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.suspended:
+            return func(*args, **kwargs)
+        for kind in types:
+            if kind is FakeTensor:
+                if self._ignore_fake:
+                    return func(*args, **kwargs)
+            elif is_traceable_wrapper_subclass_type(kind):
+                if func is RESIZE_STORAGE:
+                    return self._resize_inner(args[0], args[1])
+                return NotImplemented
+        if _is_metadata(func):
+            return func(*args, **kwargs)
+        if _is_composite(func):
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if self._convert is not None and func is not aten.lift_fresh.default:
+            args, kwargs = self._to_fake(args), self._to_fake(kwargs)
+        record = OpRecord(func, (), {}, None, (), CapturedTraceback.extract())
+        record.seq_nr = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        try:
+            if func is aten.lift_fresh.default and self.info_of(args[0]) is None:
+                name = f"constant_{len(self.externals)}"
+                with self.quiet():
+                    self.bring_in(args[0], name, literal=True)
+            record.args = tuple([self._map_in(a) for a in args])
+            if kwargs:
+                record.kwargs = {k: self._map_in(v) for k, v in kwargs.items()}
+            self._check(func, record)
+        except FunctionalizeError as error:
+            raise located(error, record) from None
+        try:
+            out = self._call(func, args, kwargs)
+        except BaseException as error:
+            self.failed = (error, record)
+            raise
+        self._finish(record, args, kwargs, out)
+        return out
+
+    def _to_fake(self, arg: Any) -> Any:
+        """`arg` with tensors from outside replaced by their fakes, each brought in by its own name."""
+        kind = type(arg)
+        if kind is list or kind is tuple:
+            return kind(self._to_fake(a) for a in arg)
+        if kind is dict:
+            return {k: self._to_fake(v) for k, v in arg.items()}
+        if not isinstance(arg, Tensor) or isinstance(arg, FakeTensor):
+            return arg
+        assert self._convert is not None
+        with self.quiet():
+            fake = self._convert.from_tensor(arg, static_shapes=True)
+            if self.info_of(fake) is None:
+                self.bring_in(fake, f"captured_{len(self.externals)}")
+                self.externals[-1].real = arg
+        return fake
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing is recorded inside."""
+        self.suspended += 1
+        try:
+            yield
+        finally:
+            self.suspended -= 1
+
+    def describe(self, record: OpRecord) -> str:
+        """The tensors an op was given, for messages."""
+        refs = list(iter_refs([record.args, record.kwargs]))
+        named = [f"`{self.infos[r.storage].name}` ({r.geometry})" for r in refs]
+        return ", ".join(named) or "no tensors"
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.suspended += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.suspended -= 1
+
+    def _map_in(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.ref(arg)
+        if isinstance(arg, (list, tuple)):
+            return [self._map_in(a) for a in arg]
+        return arg
+
+    def _map_out(self, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return self._out_ref(out)
+        if isinstance(out, (list, tuple)):
+            return [self._map_out(o) for o in out]
+        return None
+
+    def _check(self, func: Any, record: OpRecord) -> None:
+        """Refuse, before it runs, an op on data that is not there."""
+        if func is RESIZE_STORAGE:
+            checked_nbytes(record.args[1], self.infos[record.args[0].storage].name)
+            return
+        if func.namespace in ("c10d", "fsdp") and func not in RULES:
+            check_known_collective(func)
+        reads_data = not _only_looks(func)
+        for ref in iter_refs([record.args, record.kwargs] if record.kwargs else record.args):
+            info = self.infos[ref.storage]
+            if info.resized and reads_data:
+                check_bounds(info.name, ref.geometry, info.nbytes, info.original_nbytes, "uses")
+        if is_mutating(func) and reads_data:
+            for at, name in written_arguments(func):
+                inside = at is not None and at < len(record.args)
+                for ref in iter_refs(record.args[at] if inside else record.kwargs.get(name)):
+                    check_overlap(self.infos[ref.storage].name, ref.geometry)
+
+    def _finish(
+        self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        func = record.target
+        if func is RESIZE_STORAGE:
+            self._note_size(_storage_of(args[0]))
+        elif is_mutating(func):
+            self._after_mutation(record, args, kwargs)
+        self._born = {}
+        record.outputs = self._map_out(out)
+        if self._born:
+            record.meta["born"] = self._born
+        if func in _TO_PYTHON:
+            self.scalars.append(Scalar(record, out))
+        self.records.append(record)
+
+    def _note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
+        """The storage's new size, if it changed."""
+        info = self._by_address[storage._cdata]
+        nbytes = storage.nbytes()
+        if nbytes == info.nbytes:
+            return None
+        info.nbytes, info.resized = nbytes, True
+        return info.serial, nbytes
+
+    def _after_mutation(
+        self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """`out=` may have grown its tensor, `resize_` its storage, `set_` moved it: look again."""
+        changed = []
+        keep = is_inplace_view(record.target)
+        new_args, new_kwargs = list(record.args), record.kwargs
+        for at, name in written_arguments(record.target):
+            inside = at is not None and at < len(args)
+            given = args[at] if inside else kwargs.get(name)  # type: ignore[index]
+            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                if isinstance(tensor, Tensor):
+                    self.ref(tensor)
+                    size = self._note_size(_storage_of(tensor))
+                    if size is not None:
+                        changed.append(size)
+            if keep or given is None:
+                continue
+            if inside:
+                new_args[at] = self._map_in(given)  # type: ignore[index]
+            else:
+                new_kwargs[name] = self._map_in(given)
+        record.args, record.resized = tuple(new_args), tuple(changed)
+
+    # -- resizes -------------------------------------------------------------------------------
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
+        """`UntypedStorage.resize_` was called (it does not dispatch); `original` does it."""
+        record = OpRecord(RESIZE_STORAGE, (), {}, None, (), CapturedTraceback.extract())
+        info = self._by_address.get(storage._cdata)
+        try:
+            if info is None:
+                raise ForeignStorageError(
+                    f"resizes a storage of {storage.nbytes()} bytes to {size} that belongs to no tensor "
+                    "the program was given or has used: pass its tensor as an argument"
+                )
+            checked_nbytes(size, info.name)
+        except FunctionalizeError as error:
+            raise located(error, record) from None
+        result = original(storage, size)
+        self._note_size(storage)
+        empty = Geometry((0,), (1,), 0, torch.uint8)
+        record.args = (TensorRef(info.serial, empty), size)
+        self.records.append(record)
+        return result
+
+    def _resize_inner(self, tensor: Any, nbytes: int) -> None:
+        """A resize of a wrapper subclass is one of each inner tensor."""
+        for name in tensor.__tensor_flatten__()[0]:
+            torch.ops.inductor.resize_storage_bytes_(getattr(tensor, name), nbytes)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError) as error:
+        raise UnsupportedTensorError(
+            f"a tensor of type {type(tensor).__name__}, layout {tensor.layout} and size "
+            f"{list(tensor.shape)} has no storage of its own: only strided tensors can be functionalized"
+        ) from error
+
+
+@cache
+def _only_looks(func: Any) -> bool:
+    """Whether an op touches no data: views, in-place views, sizes."""
+    if is_inplace_view(func) or func in _SHAPE_ONLY:
+        return True
+    returns = func._schema.returns
+    if is_mutating(func) or not returns:
+        return False
+    return all(r.alias_info is not None for r in returns)
+
+
+_SHAPE_ONLY = frozenset(
+    {
+        aten.empty_like.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.rand_like.default,
+        aten.randn_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+    }
+)
+
+
+_TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default})
+
+
+@cache
+def _is_metadata(func: Any) -> bool:
+    """Whether an op only tells Python about a tensor's size, device, ...: not the program's."""
+    if is_mutating(func) or func in _TO_PYTHON or func is RESIZE_STORAGE:
+        return False
+    if func.namespace not in ("aten", "prim"):
+        return False
+    return not any("Tensor" in str(r.type) for r in func._schema.returns)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether an op reaches the mode only because autograd's keys are off (inference mode)."""
+    return func.namespace == "aten" and bool(func._can_decompose())

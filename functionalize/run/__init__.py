@@ -1,0 +1,1 @@
+"""Runners: what executes a program's graph."""

@@ -1,0 +1,88 @@
+"""The default runner: straight-line Python made from the graph, each value freed after its last use.
+
+    def run(inputs):
+        a, b = inputs; inputs.clear()
+        mul = op0(a, b); del a
+        return (mul,)
+
+Ops are called through their C++ handle, without the Python frame of `OpOverload.__call__`.
+Invariant: order of execution is the order of nodes; nothing else keeps a value alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from functionalize.core.program import Program
+
+Runner = Callable[[list[Any]], Sequence[Any]]
+
+
+def boxed(program: Program) -> Runner:
+    """A function from the list of inputs (emptied by the call) to the tuple of results."""
+    namespace: dict[str, Any] = {}
+    lines = ["def run(inputs):"]
+    names: dict[fx.Node, str] = {}
+    handles: dict[Any, str] = {}
+    nodes = list(program.graph.nodes)
+    last_use = _last_uses(nodes)
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for node, user in last_use.items():
+        dying.setdefault(user, []).append(node)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    for i, node in enumerate(nodes):
+        names[node] = f"v{i}"
+    if placeholders:
+        lines.append(f"    {', '.join(names[n] for n in placeholders)}, = inputs")
+    lines.append("    inputs.clear()")
+
+    def text(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return names[arg]
+        if isinstance(arg, (list, tuple)) and type(arg).__name__ != "Size":
+            inner = ", ".join(text(a) for a in arg)
+            if isinstance(arg, list):
+                return f"[{inner}]"
+            return f"({inner},)" if arg else "()"
+        if arg is None or type(arg) in (bool, int, str):
+            return repr(arg)
+        return _bind(namespace, "k", arg)
+
+    for node in nodes:
+        if node.op == "call_function":
+            handle = handles.get(node.target)
+            if handle is None:
+                handle = _bind(namespace, "op", getattr(node.target, "_op", node.target))
+                handles[node.target] = handle
+            parts = [text(a) for a in node.args]
+            parts += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+            lines.append(f"    {names[node]} = {handle}({', '.join(parts)})")
+        elif node.op == "get_attr":
+            constant = _bind(namespace, "c", program.constants[str(node.target)])
+            lines.append(f"    {names[node]} = {constant}")
+        elif node.op == "output":
+            lines.append(f"    return {text(tuple(node.args[0]))}")
+            break
+        dead = dying.get(node, []) + ([node] if node not in last_use else [])
+        if dead:
+            lines.append(f"    del {', '.join(names[n] for n in dead)}")
+    exec(compile("\n".join(lines), "<functionalize boxed program>", "exec"), namespace)
+    run: Runner = namespace["run"]
+    return run
+
+
+def _bind(namespace: dict[str, Any], prefix: str, value: Any) -> str:
+    name = f"{prefix}{len(namespace)}"
+    namespace[name] = value
+    return name
+
+
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        for used in node.all_input_nodes:
+            last[used] = node
+    return last
