@@ -1,0 +1,1 @@
+"""Measurements and comparisons against stock PyTorch; run with `python -m benchmarks.<name>`."""
