@@ -2,6 +2,7 @@
 
 from functionalize.core.program import Program
 from functionalize.errors import FunctionalizeError
+from functionalize.frontend.step import capture
 from functionalize.transforms import trace
 
-__all__ = ["FunctionalizeError", "Program", "trace"]
+__all__ = ["FunctionalizeError", "Program", "capture", "trace"]

@@ -52,3 +52,12 @@ def work_class() -> type | None:
     except ImportError:
         return None
     return Work
+
+
+def fsdp_state_of(module: object) -> Any:
+    """The FSDP2 state of a module that `fully_shard` was applied to, else None."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+    except ImportError:
+        return None
+    return _get_module_fsdp_state(module)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ Invariant: nothing of the caller's is changed before the last guard has passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -280,6 +280,25 @@ class Program:
 
         return lower(self)
 
+    def drop_unused_inputs(self) -> list[int]:
+        """Remove inputs that no node, output or action needs; returns the old indices of those kept."""
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        needed = {i for i, n in enumerate(placeholders) if n.users}
+        needed |= {i for x in (*self.outputs, *self.epilogue) for i in _inputs_of(x)}
+        for i in sorted(needed, reverse=True):
+            source = self.inputs[i].source
+            if isinstance(source, WholeStorage):
+                needed.add(source.input)
+        kept = sorted(needed)
+        new = {old: i for i, old in enumerate(kept)}
+        for i, node in enumerate(placeholders):
+            if i not in needed:
+                self.graph.erase_node(node)
+        self.inputs = tuple(_renumbered_source(self.inputs[i], new) for i in kept)
+        self.outputs = tuple(_renumbered(role, new) for role in self.outputs)
+        self.epilogue = tuple(_renumbered(action, new) for action in self.epilogue)
+        return kept
+
     # -- replay ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -344,6 +363,26 @@ class Program:
             whole = call.inputs[role.input] if isinstance(role, InputView) else results[role.slot]
             made[role] = whole if role.geometry is None else window(whole, role.geometry)
         return made[role]
+
+
+def _inputs_of(item: Any) -> list[int]:
+    """The inputs that an output role or an action names."""
+    if isinstance(item, Wrapped):
+        return [i for role in item.inner.values() for i in _inputs_of(role)]
+    return [i for name in ("input", "other") if (i := getattr(item, name, None)) is not None]
+
+
+def _renumbered(item: Any, new: dict[int, int]) -> Any:
+    if isinstance(item, Wrapped):
+        return replace(item, inner={k: _renumbered(r, new) for k, r in item.inner.items()})
+    names = [n for n in ("input", "other") if getattr(item, n, None) is not None]
+    return replace(item, **{n: new[getattr(item, n)] for n in names}) if names else item
+
+
+def _renumbered_source(spec: InputSpec, new: dict[int, int]) -> InputSpec:
+    if not isinstance(spec.source, WholeStorage):
+        return spec
+    return replace(spec, source=replace(spec.source, input=new[spec.source.input]))
 
 
 def annotate(program: Program) -> None:

@@ -53,10 +53,19 @@ aten = torch.ops.aten
 class StorageInfo:
     """What the recorder knows of one storage. `resized`: its size is not to be trusted to fit its tensors."""
 
-    __slots__ = ("device", "name", "nbytes", "original_nbytes", "resized", "serial", "weak")
+    __slots__ = (
+        "address",
+        "device",
+        "name",
+        "nbytes",
+        "original_nbytes",
+        "resized",
+        "serial",
+        "weak",
+    )
 
     def __init__(self, serial: int, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        self.serial = serial
+        self.serial, self.address = serial, storage._cdata
         self.weak = storage._weak_ref()
         self.nbytes = self.original_nbytes = storage.nbytes()
         self.device = tensor.device
