@@ -41,6 +41,7 @@ from functionalize.core.program import (
     TensorGuard,
 )
 from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.core.unused import drop_unused_inputs
 from functionalize.core.where import line_of
 from functionalize.errors import GuardError, UncapturableError
 from functionalize.frontend.build import Builder, GivenInput, inner_tensors
@@ -278,7 +279,7 @@ class Recording:
         outputs = builder.roles(self.exit.leaves, self.entry.leaves)
         epilogue = builder.epilogue()
         program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
-        kept = program.drop_unused_inputs()
+        kept = drop_unused_inputs(program)
         storages = tuple(builder.storage_of_input[i] for i in kept)
         program.guards = (*_input_guards(program, storages), *self.entry.guards)
         stats.ops = len(self.recorder.records)

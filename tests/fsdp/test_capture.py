@@ -1,0 +1,255 @@
+"""Whole FSDP2 training steps on two gloo ranks: captured once, replayed with other data, equal to eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import functionalize as fz
+from tests.fsdp.twins import Verdict, compare_twins, grown_storages, state_of
+from tests.ranks import run_on_ranks
+
+STEPS = 7
+
+
+def build_mlp(optimizer: str = "adamw", **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.Linear(8, 3))
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    if optimizer == "sgd":
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def build_llama() -> tuple[nn.Module, torch.optim.Optimizer]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=16,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def zero_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def zero_first(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    def step(x: Tensor, y: Tensor) -> Any:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.mse_loss(out, y)
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss.detach(), "out": out.detach(), "n": 1}
+
+    return step
+
+
+def llama_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def pairs(n: int = STEPS, rows: int = 4) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(dist.get_rank())
+    return [
+        (torch.randn(rows, 8, generator=g), torch.randn(rows, 3, generator=g)) for _ in range(n)
+    ]
+
+
+# -- on the ranks ----------------------------------------------------------------------------------
+
+
+def mlp_twins() -> Verdict:
+    return compare_twins(build_mlp, zero_last, pairs())
+
+
+def mlp_twins_keeping_gradients() -> Verdict:
+    return compare_twins(build_mlp, zero_first, pairs())
+
+
+def mlp_twins_with_sgd() -> Verdict:
+    return compare_twins(lambda: build_mlp("sgd"), zero_last, pairs())
+
+
+def mlp_twins_without_reshard() -> Verdict:
+    return compare_twins(lambda: build_mlp(reshard_after_forward=False), zero_last, pairs())
+
+
+def mlp_twins_through_passes() -> Verdict:
+    return compare_twins(build_mlp, zero_last, pairs(), passes="default")
+
+
+def llama_twins() -> Verdict:
+    g = torch.Generator().manual_seed(dist.get_rank())
+    batches = [(torch.randint(0, 64, (2, 8), generator=g),) for _ in range(STEPS)]
+    return compare_twins(build_llama, llama_step, batches, passes="default")
+
+
+def shapes_change() -> Verdict:
+    return compare_twins(build_mlp, zero_last, [*pairs(4), *pairs(2, rows=6), *pairs(2)])
+
+
+def rate_changes() -> tuple[list[str], int]:
+    model, optimizer = build_mlp()
+    step = fz.capture(zero_last(model, optimizer))
+    for batch in pairs(4):
+        step(*batch)
+    optimizer.param_groups[0]["lr"] = 0.5
+    step(*pairs(1)[0])
+    return step.stats.guard_failures, step.stats.captures
+
+
+def raises(where: str, at: int) -> tuple[list[str], list[str], bool]:
+    """Step `at` fails in both twins; both train on, and must stay equal."""
+
+    class Trap(torch.autograd.Function):
+        armed = False
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            if Trap.armed and where == "backward":
+                raise ValueError("trap in backward")
+            return g
+
+    def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.mse_loss(Trap.apply(model(x)), y)
+            if Trap.armed and where == "forward":
+                raise ValueError("trap in forward")
+            loss.backward()
+            if Trap.armed and where == "optimizer":
+                raise ValueError("trap in optimizer")
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    (model, optimizer), (twin, twin_optimizer) = build_mlp(), build_mlp()
+    eager, step = make_step(twin, twin_optimizer), fz.capture(make_step(model, optimizer))
+    messages, patched, found = [], False, []
+    for i, batch in enumerate(pairs()):
+        Trap.armed = i == at
+        for run in (eager, step):
+            try:
+                run(*batch)
+            except ValueError as error:
+                messages.append(str(error))
+                patched = patched or "resize_" in vars(torch.UntypedStorage)
+                optimizer.zero_grad()
+                twin_optimizer.zero_grad()
+        a, b = state_of(model, optimizer), state_of(twin, twin_optimizer)
+        found += [f"step {i}: {n}" for n in a if not torch.equal(a[n], b[n])]
+    assert step.stats.replays >= 2
+    return messages, found + grown_storages(model), patched
+
+
+# -- the tests -------------------------------------------------------------------------------------
+
+
+def check(verdicts: list[Verdict], captures: int = 1) -> None:
+    for verdict in verdicts:
+        assert verdict.differences == []
+        assert verdict.captures == captures
+        assert verdict.replays >= 3
+    assert verdicts[0].collectives == verdicts[1].collectives
+
+
+def test_mlp() -> None:
+    verdicts = run_on_ranks(mlp_twins)
+    check(verdicts)
+    first = verdicts[0]
+    assert first.collectives == {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 3}
+    assert first.resizes == 36
+    assert "resize" not in first.program
+    assert (first.warmups, first.replays) == (1, STEPS - 2)
+
+
+def test_gradients_are_kept() -> None:
+    check(run_on_ranks(mlp_twins_keeping_gradients))
+
+
+def test_sgd() -> None:
+    check(run_on_ranks(mlp_twins_with_sgd))
+
+
+def test_without_reshard_after_forward() -> None:
+    verdicts = run_on_ranks(mlp_twins_without_reshard)
+    check(verdicts)
+    assert verdicts[0].collectives["all_gather_into_tensor"] == 3
+
+
+def test_through_the_default_pipeline() -> None:
+    check(run_on_ranks(mlp_twins_through_passes))
+
+
+def test_llama() -> None:
+    check(run_on_ranks(llama_twins))
+
+
+def test_another_shape_recaptures() -> None:
+    verdicts = run_on_ranks(shapes_change)
+    check(verdicts, captures=3)
+    assert verdicts[0].guard_failures == [
+        "`args_0` is float32[6, 8], was float32[4, 8]",
+        "`args_0` is float32[4, 8], was float32[6, 8]",
+    ]
+
+
+def test_another_rate_recaptures() -> None:
+    for failures, captures in run_on_ranks(rate_changes):
+        assert failures == ["`optimizer` group 0 has lr = 0.5, had 0.01"]
+        assert captures == 2
+
+
+@pytest.mark.parametrize("where", ["forward", "optimizer"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_error_while_recording_leaves_the_model_as_eager_does(where: str, at: int) -> None:
+    for messages, found, patched in run_on_ranks(raises, where, at):
+        assert messages == [f"trap in {where}"] * 2
+        assert found == []
+        assert not patched
+
+
+def test_program_snapshot(expect: Any) -> None:
+    expect("mlp", run_on_ranks(mlp_twins_through_passes)[0].program)
