@@ -1,0 +1,134 @@
+"""Passes as text: named pipelines, and a syntax for passes with options.
+
+    "elide_copies{parts=true},recompute_views{outputs=3}"   <->   (ElideCopies(parts=True), ...)
+    "default"                                                  the named pipeline of that name
+
+Items are separated by commas, as are the options of one pass. Values follow the type of the field:
+`25`, `0.5`, `true`, `none`, a word, or words joined by `+`. `pipeline_text` prints what `parse`
+reads back.
+
+Invariant: the registries are filled at import and never change.
+Refusals (`PassError`): an unknown pass or option, a value that is not of the option's type, bad
+braces.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from functionalize.errors import PassError
+from passes.elide_copies import ElideCopies
+from passes.infra import Pass, option_text
+from passes.recompute_views import RecomputeViews
+from passes.verify import Verify
+
+PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
+    {each.name: each for each in (ElideCopies, RecomputeViews, Verify)}
+)
+
+# default: preserves every bit of every result, and never needs more memory.
+PIPELINES: Mapping[str, str] = types.MappingProxyType({"default": "elide_copies"})
+
+_ITEM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\{(?P<options>[^{}]*)\})?\s*(?P<end>,|$)")
+
+_WORDS: Mapping[Any, Mapping[str, Any]] = types.MappingProxyType(
+    {type(None): {"none": None}, bool: {"true": True, "false": False}}
+)
+
+
+def parse(text: str) -> tuple[Pass, ...]:
+    """The passes that `text` names; raises `PassError` for anything it cannot read."""
+    found: list[Pass] = []
+    at = 0
+    while at < len(text):
+        item = _ITEM.match(text, at)
+        if item is None or (item["end"] and item.end() == len(text)):
+            raise PassError(
+                f"pipeline {text!r}: cannot read {text[at:]!r}; write "
+                "`pass` or `pass{option=value}`, separated by commas"
+            )
+        at = item.end()
+        if item["options"] is None and item["name"] in PIPELINES:
+            found += parse(PIPELINES[item["name"]])
+        else:
+            found.append(_pass(item["name"], item["options"] or ""))
+    return tuple(found)
+
+
+def pipeline_text(passes: Iterable[Pass]) -> str:
+    """The text that `parse` turns into `passes`; options at their defaults are left out."""
+    return ",".join(str(each) for each in passes)
+
+
+def _pass(name: str, options: str) -> Pass:
+    if name in PIPELINES:
+        raise PassError(f"`{name}` is a pipeline, which has no options; it is {PIPELINES[name]!r}")
+    kind = PASSES.get(name)
+    if kind is None:
+        known = sorted({*PASSES, *PIPELINES})
+        raise PassError(f"no pass `{name}`{_closest(name, known)}; there are {', '.join(known)}")
+    hints = get_type_hints(kind)
+    known = [f.name for f in fields(kind)]
+    given: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in options.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise PassError(f"`{name}`: cannot read the option {item!r}; write `option=value`")
+        if key not in known:
+            there = f"it has {', '.join(known)}" if known else "it has none"
+            raise PassError(f"`{name}` has no option `{key}`{_closest(key, known)}; {there}")
+        if key in given:
+            raise PassError(f"`{name}`: the option `{key}` is given twice")
+        given[key] = _value(name, key, value, hints[key])
+    return kind(**given)
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+def _value(name: str, key: str, text: str, hint: Any) -> Any:
+    for kind in _alternatives(hint):
+        try:
+            value = _read(text, kind)
+        except ValueError:
+            continue
+        if option_text(value) == text or isinstance(value, float):
+            return value
+    wanted = " or ".join(_kind_text(kind) for kind in _alternatives(hint))
+    raise PassError(f"`{name}`: the option `{key}` is {wanted}, not {text!r}")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types that an option may have, the most particular first."""
+    union = get_origin(hint) in (Union, types.UnionType)
+    kinds = get_args(hint) if union else (hint,)
+    return tuple(sorted(kinds, key=lambda k: k is not type(None)))
+
+
+def _read(text: str, kind: Any) -> Any:
+    """`text` as a value of type `kind`; raises `ValueError` if it is none."""
+    if kind in _WORDS:
+        if text not in _WORDS[kind]:
+            raise ValueError(text)
+        return _WORDS[kind][text]
+    words = text.split("+") if get_origin(kind) is tuple else [text]
+    if not all(words):
+        raise ValueError(text)
+    return tuple(words) if get_origin(kind) is tuple else kind(text)
+
+
+def _kind_text(kind: Any) -> str:
+    if kind is type(None):
+        return "none"
+    if kind is bool:
+        return "true or false"
+    if get_origin(kind) is tuple:
+        return "words joined by +"
+    return {int: "an integer", float: "a number", str: "a word"}.get(kind, str(kind))

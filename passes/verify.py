@@ -1,0 +1,308 @@
+"""Check the invariants of a program; report every violation at once, with the graph around it.
+
+    > add_ = aten.add_.Tensor(a, 1)        `add_` writes its argument `self` (`a`): ...
+
+1. No node writes an argument (by its schema), no node is a resize; only until stage INPLACE.
+2. No node reads an input whose storage is empty on entry, not even through a view.
+3. Nothing of the caller's changes before the last guard, and nothing but what the epilogue names:
+   what epilogue, guards and outputs name exists and fits; what is handed out shares memory with
+   nothing else; what the epilogue copies is not overwritten by the epilogue itself.
+4. `val` and `tensor_meta` are there and agree with each other and with the inputs.
+
+Rewrites nothing. Linear in nodes and edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import Tensor, fx
+
+from functionalize.core.epilogue import Copy, Resize, Set
+from functionalize.core.ops import Geometry, geometry_of
+from functionalize.core.printer import window_text
+from functionalize.core.program import OutputRole, Program, Result, Wrapped
+from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.errors import VerifyError
+from passes.aliases import Aliases, is_view, results, storage_classes, written_nodes
+from passes.infra import INPLACE, STAGES, Pass, program_of
+
+Finding = tuple[fx.Node | None, str]  # where in the graph (None: not in the graph), and what
+
+
+@dataclass(frozen=True)
+class Verify(Pass):
+    """Raise `VerifyError` unless the program holds its invariants."""
+
+    name: ClassVar[str] = "verify"
+    accepts: ClassVar[tuple[str, ...]] = STAGES
+
+    def apply(self, program: Program) -> int:
+        check(program)
+        return 0
+
+
+def verify(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
+    """`gm`, if its graph holds what holds for the graph of a program; raises `VerifyError`.
+
+    A bare graph has no epilogue, and its outputs may alias what they like. Bytes in the storages of
+    inputs are those of their `val`.
+    """
+    check(replace(program_of(gm, example_inputs), outputs=()))
+    return gm
+
+
+def check(program: Program) -> None:
+    """Raise `VerifyError`, listing every violation, unless `program` holds its invariants."""
+    program.graph_module  # noqa: B018 (fills `node.meta`)
+    nodes = list(program.graph.nodes)
+    found = list(_structure(program, nodes))
+    if not found:  # the rest relies on it
+        found = [f for checks in _CHECKS for f in checks(program, nodes)]
+    if not found:
+        return
+    index = {node: i for i, node in enumerate(nodes)}
+    lines = [f"{len(found)} violation{'s' if len(found) > 1 else ''} in the program"]
+    for i, (node, text) in enumerate(found, 1):
+        lines.append(f"{i}. {text}")
+        if node is not None:
+            at = index[node]
+            around = window_text(nodes[max(0, at - 2) : at + 3], node)
+            lines += [f"     {line}" for line in around.splitlines()]
+    raise VerifyError("\n".join(lines))
+
+
+# -- the form of the graph and of its metadata -----------------------------------------------------
+
+
+def _structure(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+    if not nodes or nodes[-1].op != "output":
+        yield None, "the graph does not end with its output"
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    names, specs = [str(n.target) for n in placeholders], [s.name for s in program.inputs]
+    if names != specs:
+        yield None, f"the placeholders are {names}, the inputs are {specs}: one each, in this order"
+    for node in nodes:
+        if node.op not in ("placeholder", "get_attr", "call_function", "output"):
+            yield (
+                node,
+                f"`{node.name}` is a {node.op}: every value is an input, a constant or an op",
+            )
+        if node.op == "get_attr" and str(node.target) not in program.constants:
+            yield node, f"`{node.name}` reads the constant `{node.target}`, which does not exist"
+        if node.op != "output" and "val" not in node.meta:
+            yield node, f"`{node.name}` has no meta['val']: set it as `passes.infra.set_value` does"
+
+
+def _metadata(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+    for node in nodes:
+        value, described = node.meta.get("val"), node.meta.get("tensor_meta")
+        if not isinstance(value, Tensor):
+            continue
+        if described is None:
+            yield node, f"`{node.name}` has a tensor in meta['val'] and no meta['tensor_meta']"
+            continue
+        have = (tuple(value.shape), tuple(value.stride()), value.dtype)
+        told = (tuple(described.shape), tuple(described.stride), described.dtype)
+        if have != told:
+            yield (
+                node,
+                f"`{node.name}` is {_look(*have)} by meta['val'], "
+                f"{_look(*told)} by meta['tensor_meta']",
+            )
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, program.inputs, strict=True):
+        value = node.meta["val"]
+        if not isinstance(value, Tensor) or not isinstance(spec.geometry, Geometry):
+            continue
+        now = geometry_of(value)
+        if now != spec.geometry or value.device != spec.device:
+            yield (
+                node,
+                f"`{node.name}` is {now} on {value.device} by meta['val'], "
+                f"{spec.geometry} on {spec.device} as an input",
+            )
+        if (value.untyped_storage().nbytes() == 0) != (spec.nbytes == 0):
+            nbytes = value.untyped_storage().nbytes()
+            yield (
+                node,
+                f"the storage of `{node.name}` holds {nbytes} bytes by meta['val'], "
+                f"{spec.nbytes} as an input",
+            )
+
+
+def _look(size: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> str:
+    return str(Geometry(size, stride, 0, dtype))
+
+
+# -- purity ----------------------------------------------------------------------------------------
+
+
+def _purity(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+    if program.stage == INPLACE:
+        return
+    for node in nodes:
+        if node.target is RESIZE_STORAGE:
+            yield node, f"`{node.name}` is a resize: resizes belong to the epilogue"
+            continue
+        for name, written in written_nodes(node):
+            yield (
+                node,
+                f"`{node.name}` writes its argument `{name}` (`{written.name}`): use the "
+                f"functional form of {node.target}, and let the epilogue write inputs",
+            )
+
+
+def _empty_reads(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    empty: dict[fx.Node, str] = {}
+    for node, spec in zip(placeholders, program.inputs, strict=True):
+        if isinstance(spec.geometry, Geometry) and spec.geometry.end > spec.nbytes:
+            empty[node] = (
+                f"`{node.name}`, whose storage holds {spec.nbytes} bytes on entry and would need "
+                f"{spec.geometry.end}"
+            )
+    for node in nodes if empty else ():
+        read = [n for n in node.all_input_nodes if n in empty]
+        if read and is_view(node) and node.users:
+            empty[node] = f"`{node.name}`, a view of {empty[read[0]]}"
+            continue
+        for each in read:
+            verb = "returns" if node.op == "output" else f"`{node.name}` reads"
+            yield node, f"{verb} {empty[each]}"
+
+
+# -- what leaves the graph -------------------------------------------------------------------------
+
+
+def _outputs(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+    slots = results(program.graph)
+    aliases = Aliases(program.graph)
+    owner: dict[fx.Node, str] = {n: f"input `{n.name}`" for n in nodes if n.op == "placeholder"}
+    owner |= {n: f"constant `{n.target}`" for n in nodes if n.op == "get_attr"}
+    memory = {aliases.of(n): name for n, name in owner.items()}
+    handed_out = [(f"output {i}", r) for i, role in enumerate(program.outputs) for r in _flat(role)]
+    handed_out += [
+        (f"`set_` of input {a.input}", Result(a.slot, a.geometry))
+        for a in program.epilogue
+        if isinstance(a, Set) and a.slot is not None
+    ]
+    taken: dict[fx.Node, tuple[int, str]] = {}
+    for what, role in handed_out:
+        if not 0 <= role.slot < len(slots):
+            yield nodes[-1], f"{what} is result {role.slot} of {len(slots)}"
+            continue
+        node = slots[role.slot]
+        if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
+            continue
+        yield from _fits(what, role, node)
+        group = aliases.of(node)
+        if group in memory:
+            yield (
+                node,
+                f"{what} is `{node.name}`, which shares memory with {memory[group]}: copy it",
+            )
+        slot, other = taken.setdefault(group, (role.slot, what))
+        if slot != role.slot:
+            yield node, f"{what} is `{node.name}`, which shares memory with {other}: copy it"
+
+
+def _flat(role: OutputRole) -> Iterator[Result]:
+    if isinstance(role, Result):
+        yield role
+    elif isinstance(role, Wrapped):
+        for inner in role.inner.values():
+            yield from _flat(inner)
+
+
+def _fits(what: str, role: Result, node: fx.Node) -> Iterator[Finding]:
+    nbytes = node.meta["val"].untyped_storage().nbytes()
+    if role.geometry is not None and role.geometry.end > nbytes:
+        yield (
+            node,
+            f"{what} is `{node.name}` seen as {role.geometry}, which needs {role.geometry.end} "
+            f"bytes of {nbytes}",
+        )
+
+
+def _epilogue(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+    inputs, slots, classes = program.inputs, results(program.graph), storage_classes(program)
+    sizes = {c: spec.nbytes for c, spec in zip(classes, inputs, strict=True)}
+    resized: set[int] = set()
+    for action in program.epilogue:
+        kind = f"{type(action).__name__.lower()} in the epilogue"
+        named = [action.input, *([action.other] if isinstance(action, Set) else [])]
+        wrong = [i for i in named if i is not None and not 0 <= i < len(inputs)]
+        if wrong:
+            yield None, f"a {kind} names input {wrong[0]} of {len(inputs)}"
+            continue
+        home, name = classes[action.input], inputs[action.input].name
+        if isinstance(action, Resize):
+            if home in resized or action.nbytes < 0:
+                why = "which is negative" if action.nbytes < 0 else "resized before"
+                yield None, f"a {kind} makes `{name}` {action.nbytes} bytes, {why}"
+            resized.add(home)
+            sizes[home] = action.nbytes
+        elif isinstance(action, Copy):
+            yield from _copy(f"a {kind} of `{name}`", action, slots, nodes, sizes[home])
+    yield from _overwritten(program, slots, classes, nodes)
+
+
+def _copy(
+    what: str, action: Copy, slots: Sequence[Any], nodes: Sequence[fx.Node], nbytes: int
+) -> Iterator[Finding]:
+    if action.geometry.end > nbytes:
+        yield (
+            None,
+            f"{what} as {action.geometry} needs {action.geometry.end} bytes of a storage that "
+            f"holds {nbytes} then",
+        )
+    if not 0 <= action.slot < len(slots):
+        yield nodes[-1], f"{what} is from result {action.slot} of {len(slots)}"
+        return
+    value = slots[action.slot].meta["val"]
+    if tuple(value.shape) != tuple(action.geometry.size) or value.dtype != action.geometry.dtype:
+        yield (
+            slots[action.slot],
+            f"{what} as {action.geometry} is from `{slots[action.slot].name}`, which is "
+            f"{_look(tuple(value.shape), tuple(value.stride()), value.dtype)}",
+        )
+
+
+def _overwritten(
+    program: Program, slots: Sequence[Any], classes: Sequence[int], nodes: Sequence[fx.Node]
+) -> Iterator[Finding]:
+    """A copy must not read what the epilogue changes: what it reads would depend on the order."""
+    aliases = Aliases(program.graph)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    actions = [a for a in program.epilogue if 0 <= a.input < len(classes)]
+    touched = {classes[a.input] for a in actions if not isinstance(a, Set)}
+    memory = {
+        aliases.of(n): n for n, home in zip(placeholders, classes, strict=True) if home in touched
+    }
+    for action in actions:
+        if isinstance(action, Copy) and 0 <= action.slot < len(slots):
+            node = slots[action.slot]
+            source = memory.get(aliases.of(node))
+            if source is not None:
+                yield (
+                    node,
+                    f"the epilogue copies `{node.name}` to input {action.input}, but it shares "
+                    f"memory with `{source.name}`, which the epilogue changes: copy it first",
+                )
+
+
+def _guards(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+    slots = len(results(program.graph))
+    for guard in program.value_guards:
+        if not 0 <= guard.slot < slots:
+            yield nodes[-1], f"a guard on a value is of result {guard.slot} of {slots}"
+    for each in program.guards:
+        index = getattr(each, "input", None)
+        if isinstance(index, int) and not 0 <= index < len(program.inputs):
+            yield None, f"a {type(each).__name__} names input {index} of {len(program.inputs)}"
+
+
+_CHECKS = (_metadata, _purity, _empty_reads, _outputs, _epilogue, _guards)

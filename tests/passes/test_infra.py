@@ -1,0 +1,128 @@
+"""Running passes: order, history, what stays untouched, what is refused; and bare graph modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import functionalize as fz
+import passes
+from examples.resize_program import values
+from functionalize.errors import InvariantError, PassError
+from passes import ElideCopies, Pass, Verify
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Rename(Pass):
+    """Turns `sin` into `cos`; a pass with options and a stage of its own."""
+
+    name: ClassVar[str] = "rename"
+    produces: ClassVar[str | None] = "PARTITIONED"
+    times: int = 1
+    label: str = "x"
+
+    def apply(self, program: fz.Program) -> int:
+        found = program.graph.find_nodes(op="call_function", target=aten.sin.default)
+        for node in found:
+            node.target = aten.cos.default
+        return len(found)
+
+
+@dataclass(frozen=True)
+class Break(Pass):
+    """Makes a graph that `verify` refuses."""
+
+    name: ClassVar[str] = "break"
+
+    def apply(self, program: fz.Program) -> int:
+        for node in program.graph.nodes:
+            node.meta.pop("val", None)
+        return 1
+
+
+def program() -> fz.Program:
+    return fz.trace(lambda x: x.clone().sin(), values(4))
+
+
+def test_history_and_stage():
+    after = passes.run(program(), [ElideCopies(), Rename(times=2), Verify()])
+    assert after.history == ("elide_copies: 1", "rename{times=2}: 1", "verify: 0")
+    assert after.stage == "PARTITIONED"
+    assert torch.equal(after(values(4)), values(4).cos())
+    assert torch.equal(after.graph_module(values(4))[0], values(4).cos())
+
+
+def test_pipeline_text_is_accepted():
+    assert passes.run(program(), "default").history == ("elide_copies: 1",)
+
+
+def test_original_is_untouched():
+    before = program()
+    text = before.print_readable(False)
+    after = passes.run(before, [ElideCopies(), Rename()])
+    assert before.print_readable(False) == text and before.history == ()
+    assert before.stage == "FUNCTIONAL"
+    assert not set(before.graph.nodes) & set(after.graph.nodes)
+    assert torch.equal(before(values(4)), values(4).sin())
+
+
+def test_no_pass_is_a_copy():
+    before = program()
+    after = passes.run(before, [])
+    assert after is not before and after.print_readable(False) == before.print_readable(False)
+
+
+def test_stage_that_a_pass_does_not_accept():
+    partitioned = passes.run(program(), [Rename()])
+    with pytest.raises(PassError) as error:
+        passes.run(partitioned, [ElideCopies()])
+    assert str(error.value) == (
+        "`elide_copies` accepts a program at stage FUNCTIONAL, this one is at PARTITIONED"
+    )
+
+
+def test_stages_are_checked_before_anything_runs():
+    with pytest.raises(PassError) as error:
+        passes.run(program(), [Rename(), ElideCopies(parts=True)])
+    assert str(error.value) == (
+        "`elide_copies{parts=true}` accepts a program at stage FUNCTIONAL, this one is at "
+        "PARTITIONED, which `rename` leaves it at"
+    )
+
+
+def test_pass_that_breaks_the_program():
+    with pytest.raises(InvariantError, match="`break` left a broken program: 3 violations"):
+        passes.run(program(), [Break()])
+
+
+# -- graph modules ---------------------------------------------------------------------------------
+
+
+def test_adapter_has_the_form_of_a_graph_pass():
+    gm = make_fx(lambda x: x.clone().sin())(values(4))
+    each = passes.on_graph_module(ElideCopies())
+    assert each.__name__ == "elide_copies"
+    assert each(gm, [values(4)]) is gm
+    assert [n.name for n in gm.graph.nodes] == ["x_1", "sin", "output"]
+
+
+def test_adapter_needs_fake_values():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(aten.sin.default, (x,)),))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    with pytest.raises(PassError) as error:
+        passes.elide_copies(gm)
+    assert str(error.value) == (
+        "`x` has no fake value in its `meta['val']`, and a pass decides by size, stride and "
+        "memory: give example_inputs"
+    )
+    passes.elide_copies(gm, [values(4)])
+    assert all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
