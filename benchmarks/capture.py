@@ -81,27 +81,27 @@ class Subject:
         self.model = Transformer(layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
-        self.step()
+        self.step(self.tokens)
 
-    def step(self) -> Tensor:
-        loss = self.model(self.tokens)
+    def step(self, tokens: Tensor) -> Tensor:
+        loss = self.model(tokens)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
     def eager(self) -> int:
-        self.step()
+        self.step(self.tokens)
         return 0
 
     def floor(self) -> int:
         with Empty():
-            self.step()
+            self.step(self.tokens)
         return 0
 
     def capture(self) -> int:
         captured = fz.capture(self.step)
-        captured()
+        captured(self.tokens)
         assert captured.stats.captures == 1
         return int(captured.stats.nodes)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,27 +25,51 @@ from functionalize.frontend.fsdp import fsdp_tensors
 _MAX_OBJECTS = 20_000  # a bound on the search, far above what a training script reaches
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that Python holds: `container[key]` of a dict or list, or a closure's cell (`key` None)."""
+
+    container: Any
+    key: Any
+
+    def resolve(self, call: Call) -> Any:
+        return self.container.cell_contents if self.key is None else self.container[self.key]
+
+    @property
+    def place(self) -> tuple[int, Any]:
+        """What tells two places apart."""
+        return id(self.container), self.key
+
+
 @dataclass(slots=True)
 class Roots:
-    """The modules and optimizers a step works on, by the name it knows them by."""
+    """The modules, optimizers and other tensors that a step can reach, by the name it knows them by."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    tensors: list[tuple[str, Held, Tensor]] = field(default_factory=list)
+
+
+_Found = tuple[str, Any, Held | None]
 
 
 def reachable(fn: Callable[..., Any], args: Sequence[Any] = ()) -> Roots:
     """Search closures, defaults, bound objects, the globals that code names, and the arguments."""
     roots, seen = Roots(), set[int]()
-    queue: list[tuple[str, Any]] = [("", fn), *((f"args_{i}", a) for i, a in enumerate(args))]
+    queue: deque[_Found] = deque([("", fn, None)])
+    queue += [(f"args_{i}", a, None) for i, a in enumerate(args)]
     while queue and len(seen) < _MAX_OBJECTS:
-        name, value = queue.pop(0)
-        if id(value) in seen or isinstance(value, (Tensor, str, int, float, bytes, type(None))):
+        name, value, held = queue.popleft()
+        if id(value) in seen or isinstance(value, _ATOMS):
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
             roots.modules[name or "model"] = value
         elif isinstance(value, torch.optim.Optimizer):
             roots.optimizers[name or "optimizer"] = value
+        elif isinstance(value, Tensor):
+            if held is not None:
+                roots.tensors.append((name, held, value))
         else:
             queue += _inside(name, value)
     inner = {id(m) for root in roots.modules.values() for m in list(root.modules())[1:]}
@@ -52,44 +77,53 @@ def reachable(fn: Callable[..., Any], args: Sequence[Any] = ()) -> Roots:
     return roots
 
 
-def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+_ATOMS = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
+
+
+def _inside(name: str, value: Any) -> list[_Found]:
     if isinstance(value, functools.partial):
-        return [(name, value.func), *((name, a) for a in value.args), *value.keywords.items()]
+        bound = [(name, a, None) for a in value.args]
+        return [(name, value.func, None), *bound, *_items(value.keywords)]
     if isinstance(value, types.MethodType):
-        return [(name, value.__self__), (name, value.__func__)]
+        return [(name, value.__self__, None), (name, value.__func__, None)]
     if isinstance(value, types.FunctionType):
         return _inside_function(value)
     if isinstance(value, dict):
-        return [(str(k), v) for k, v in value.items()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(f"{name}_{i}", v) for i, v in enumerate(value)]
+        return _items(value)
+    if isinstance(value, list):
+        return [(f"{name}_{i}", v, Held(value, i)) for i, v in enumerate(value)]
+    if isinstance(value, (tuple, set, frozenset)):
+        return [(f"{name}_{i}", v, None) for i, v in enumerate(value)]
     if isinstance(value, (type, types.ModuleType)):
         return []
     if hasattr(value, "__wrapped__"):
-        return [(name, value.__wrapped__)]
+        return [(name, value.__wrapped__, None)]
     if type(value).__module__.partition(".")[0] in ("torch", "builtins"):
         return []
-    found = [(str(k), v) for k, v in getattr(value, "__dict__", {}).items()]
-    call = getattr(type(value), "__call__", None)
-    return [*found, (name, call)] if isinstance(call, types.FunctionType) else found
+    call = type(value).__call__ if callable(value) else None
+    found = _items(getattr(value, "__dict__", {}))
+    return [*found, (name, call, None)] if isinstance(call, types.FunctionType) else found
 
 
-def _inside_function(fn: types.FunctionType) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _items(table: dict[Any, Any]) -> list[_Found]:
+    return [(str(k), v, Held(table, k)) for k, v in table.items()]
+
+
+def _inside_function(fn: types.FunctionType) -> list[_Found]:
+    found: list[_Found] = []
     if fn.__module__ and fn.__module__.partition(".")[0] == "torch":
         return found
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
-            found.append((name, cell.cell_contents))
+            found.append((name, cell.cell_contents, Held(cell, None)))
         except ValueError:  # an empty cell
             continue
     for code in _codes(fn.__code__):
         for name in code.co_names:
             if name in fn.__globals__:
-                found.append((name, fn.__globals__[name]))
-    found += [("default", d) for d in fn.__defaults__ or ()]
-    found += list((fn.__kwdefaults__ or {}).items())
-    return found
+                found.append((name, fn.__globals__[name], Held(fn.__globals__, name)))
+    found += [("default", d, None) for d in fn.__defaults__ or ()]
+    return found + _items(fn.__kwdefaults__ or {})
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -211,3 +245,5 @@ def candidates(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
     for root_name, root in roots.modules.items():
         for name, kept in fsdp_tensors(root):
             yield f"{root_name}.{name}", kept, kept.resolve(empty)
+    for name, held, tensor in roots.tensors:
+        yield from unwrapped(name, held, tensor)

@@ -6,9 +6,11 @@
 
 Note [Steady state]
 The first step is not the one to keep: FSDP2 allocates where later steps resize, the optimizer makes its
-state. A recording is kept once it depends on nothing that an earlier step made and later steps will not
-find again: when no storage born in it outlives it (gradients and outputs apart), or when it read none of
-those that outlived the recording before.
+state. A recording is kept once it depends on nothing that later steps will not find again:
+- no storage born in it outlives it (gradients and outputs apart), or it read none of those that outlived the
+  recording before;
+- tensors it found outside every module, optimizer and argument were found in the same places by the recording
+  before, and tensors that Python made from numbers held the same numbers.
 
 Invariants: a step is never lost and never run twice. A guard that fails means that the call runs eagerly,
 recording; nothing was changed before. An exception passes through as eager raised it, and no program is kept.
@@ -29,7 +31,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from functionalize.core.ops import TensorRef
+from functionalize.core.ops import OpRecord, TensorRef, iter_refs
 from functionalize.core.program import (
     AliasGuard,
     Call,
@@ -45,7 +47,8 @@ from functionalize.core.unused import drop_unused_inputs
 from functionalize.core.where import line_of
 from functionalize.errors import GuardError, UncapturableError
 from functionalize.frontend.build import Builder, GivenInput, inner_tensors
-from functionalize.frontend.dispatch import Recorder, StorageInfo
+from functionalize.frontend.collector import only_young_collections
+from functionalize.frontend.dispatch import External, Recorder
 from functionalize.frontend.fsdp import FSDPStateGuard
 from functionalize.frontend.guards import (
     GradientGuard,
@@ -54,6 +57,7 @@ from functionalize.frontend.guards import (
     TrainingGuard,
 )
 from functionalize.frontend.sources import (
+    Held,
     ModuleTensor,
     Roots,
     candidates,
@@ -64,6 +68,7 @@ from functionalize.run.boxed import boxed
 
 log = logging.getLogger("functionalize")
 _MAX_WARMUPS = 5
+_FAILURES_KEPT = 100
 
 
 @dataclass(slots=True)
@@ -71,7 +76,7 @@ class Stats:
     """What happened so far, and what the current program was made from.
 
     calls = warmups + captures + replays (a warm-up ran eagerly and was not kept). ops, resizes: recorded.
-    nodes_recorded, nodes: in the graph before and after the passes.
+    guard_failures: the last hundred. nodes_recorded, nodes: in the graph before and after the passes.
     """
 
     warmups: int = 0
@@ -108,8 +113,9 @@ class CapturedStep:
         self.stats = Stats()
         self.program: Program | None = None
         self._fn, self._passes = train_step, passes
+        self._name = getattr(train_step, "__name__", type(train_step).__name__)
         self._gradients: list[ModuleTensor] = []
-        self._left: list[StorageInfo] = []
+        self._before: Recording | None = None
         self._attempts = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +125,8 @@ class CapturedStep:
             done, result = self._replay(self.program, leaves, in_spec)
             if done:
                 return result
-        return self._record(args, kwargs, leaves, in_spec)
+        with only_young_collections():
+            return self._record(args, kwargs, leaves, in_spec)
 
     def _replay(
         self, program: Program, leaves: Sequence[Any], in_spec: pytree.TreeSpec
@@ -137,9 +144,10 @@ class CapturedStep:
                     source.resolve(call).grad = gradient
                 self.stats.replays += 1
                 return True, result
-        log.info("recapturing %s: %s", self.__name__, call)
+        log.info("recapturing %s: %s", self._name, call)
         self.stats.guard_failures.append(call)
-        self.program, self._left, self._attempts = None, [], 0
+        del self.stats.guard_failures[:-_FAILURES_KEPT]
+        self.program, self._before, self._attempts = None, None, 0
         return False, None
 
     def _record(
@@ -155,18 +163,19 @@ class CapturedStep:
             result = self._fn(*args, **kwargs)
         with torch.no_grad(), recorder.quiet():
             taken = Recording(recorder, entry, Exit.now(entry, result))
-            unsettled = taken.unsettled(self._left)
+            unsettled = taken.unsettled(self._before)
             if unsettled is None:
                 self.program, self._gradients = taken.program(in_spec, self.stats), taken.assigned
                 self._run_passes()
+                self._before = None
                 self.stats.captures += 1
                 return result
-        self._left = taken.left
+        self._before = taken
         self._attempts += 1
         self.stats.warmups += 1
-        log.info("warming up %s: %s", self.__name__, unsettled)
+        log.info("warming up %s: %s", self._name, unsettled)
         if self._attempts >= _MAX_WARMUPS:
-            raise UncapturableError(unsettled)
+            raise UncapturableError(f"the step did not settle in {self._attempts} calls: {unsettled}")
         return result
 
     def _run_passes(self) -> None:
@@ -242,32 +251,66 @@ class Recording:
         self.recorder, self.entry, self.exit = recorder, entry, exit
         self.assigned = exit.assigned
         returned = {recorder.ref(t).storage for leaf in exit.leaves for t in inner_tensors(leaf)}
-        outside = {e.ref.storage for e in recorder.externals}
-        self.left = [i for i in recorder.infos if i.alive and i.serial not in outside | returned]
+        known = returned | {e.ref.storage for e in recorder.externals}
+        self.left = [i for i in recorder.infos if i.serial not in known and i.alive]
 
-    def unsettled(self, left_before: Sequence[StorageInfo]) -> str | None:
+        self.found = [e for e in recorder.externals if e.ref.geometry.numel and self._is_elsewhere(e)]
+        if any(not self._is_unknown(e) for e in self.found):
+            self.found = [e for e in self.found if e.ref.storage in self._used]
+        self.identities = [self._identity(e) for e in self.found]
+
+    @functools.cached_property
+    def _used(self) -> set[int]:
+        """The storages that an op was given."""
+        records = self.recorder.records
+        return {ref.storage for r in records for ref in iter_refs([r.args, r.kwargs])}
+
+    def _is_unknown(self, external: External) -> bool:
+        return external.ref.storage not in self.entry.places
+
+    def _is_elsewhere(self, external: External) -> bool:
+        """Whether a tensor comes from no argument, module or optimizer."""
+        return self._is_unknown(external) or isinstance(
+            self.entry.places[external.ref.storage][1], Held
+        )
+
+    def _identity(self, external: External) -> Any:
+        """What says whether the next step found the same tensor."""
+        if external.literal:
+            held = external.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            return external.ref.geometry, bytes(held.tolist())
+        if self._is_unknown(external):
+            return external.ref.geometry, external.info.address
+        _, source, ref = self.entry.places[external.ref.storage]
+        assert isinstance(source, Held)
+        return ref.geometry, source.place
+
+    def unsettled(self, before: Recording | None) -> str | None:
         """Why this is not the steady state yet, or None. See Note [Steady state]."""
-        if not self.left:
-            return None
-        if left_before:
-            read = [e for e in self.recorder.externals if self._same_storage(e.tensor, left_before)]
+        if self.found and (before is None or self.identities != before.identities):
+            first = self.found[0]
+            where = self._where(lambda r: any(x == first.ref for x in iter_refs(r.args)))
+            kind = "Python made from numbers" if first.literal else "no module or optimizer holds"
+            return (
+                f"reads a tensor ({first.ref.geometry}) that {kind}, and which may be another one at "
+                f"every step: pass it as an argument\n  first used by {where}"
+            )
+        if self.left and before is not None and before.left:
+            kept = {i.address for i in before.left}
+            outside = (e for e in self.recorder.externals if e.ref.storage in self._used)
+            read = [e for e in outside if e.info.address in kept]
             if not read:
                 return None
-            names = ", ".join(sorted({self._maker(e.tensor) for e in read})[:5])
-            return f"the step read what the step before had made and kept: {names}"
-        first = self.left[0]
-        return f"{len(self.left)} storages outlive the step, the first made by {self._made(first)}"
+            where = self._where(lambda r: any(x == read[0].ref for x in iter_refs(r.args)))
+            return f"reads what the step before had made and kept\n  first used by {where}"
+        if self.left:
+            where = self._where(lambda r: self.left[0].serial in r.meta.get("born", ()))
+            return f"makes {len(self.left)} storages that outlive it\n  the first made by {where}"
+        return None
 
-    def _same_storage(self, tensor: Tensor, infos: Sequence[StorageInfo]) -> bool:
-        address = tensor.untyped_storage()._cdata
-        return any(i.address == address for i in infos)
-
-    def _maker(self, tensor: Tensor) -> str:
-        return f"a tensor of size {list(tensor.shape)}"
-
-    def _made(self, info: StorageInfo) -> str:
+    def _where(self, wanted: Callable[[OpRecord], bool]) -> str:
         for record in self.recorder.records:
-            if info.serial in record.meta.get("born", ()):
+            if wanted(record):
                 return f"{record.target} {line_of(record.traceback)}"
         return "an unknown op"
 

@@ -233,6 +233,26 @@ def test_a_tensor_found_outside_is_read_at_every_call() -> None:
     assert (captured.stats.warmups, captured.stats.replays) == (1, 2)
 
 
+def test_an_attribute_is_looked_up_at_every_call() -> None:
+    class Trainer:
+        batch = None
+
+        def step(self) -> Tensor:
+            return self.batch * 2
+
+    trainer = Trainer()
+    captured = fz.capture(trainer.step)
+    for i in range(5):
+        trainer.batch = batch(i)
+        assert torch.equal(captured(), batch(i) * 2)
+    assert captured.stats.replays == 3
+
+
+def test_a_tensor_chosen_from_a_list_by_a_counter_is_refused() -> None:
+    batches, count = [batch(i) for i in range(10)], iter(range(10))
+    assert "no module or optimizer holds" in refused(lambda x: x + batches[next(count)])
+
+
 def test_a_literal_is_a_constant_once_it_is_seen_twice() -> None:
     captured = fz.capture(lambda x: x * torch.tensor([1.0, 2, 3, 4, 5, 6]))
     for i in range(4):
@@ -276,7 +296,8 @@ def test_state_made_anew_at_every_step_is_refused() -> None:
             return self.last.sum()
 
     message = refused(Keeper().step)
-    assert "reads a tensor (float32[6]) that no module or optimizer holds" in message
+    assert "reads what the step before had made and kept" in message
+    assert message.endswith("self.last = self.last * 0.5 + x.mean(0)")
 
 
 def test_tensors_kept_but_never_read_are_no_obstacle() -> None:
