@@ -6,15 +6,32 @@ imports a name with a leading underscore from torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._C import (  # a replay has no use for autograd's kernels, and they cost time
+    _AutoDispatchBelowAutograd as below_autograd,
+)
+from torch._higher_order_ops.auto_functionalize import (  # custom ops that only mutate
+    auto_functionalized,
+    can_auto_functionalize,
+)
 from torch._subclasses.fake_tensor import (  # fakes for `trace`; has no public home
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import (  # what AOTAutograd runs a function on
+    FunctionalTensor,
+)
 from torch.fx.passes.shape_prop import TensorMetadata  # the type of node.meta["tensor_meta"]
+from torch.utils._mode_utils import no_dispatch  # to change a wrapper, not what it wraps
 from torch.utils._python_dispatch import (  # the only hook below autograd
     TorchDispatchMode,
+    _disable_current_modes as disable_current_modes,  # to copy a constant for real inside a fake mode
     _get_current_dispatch_mode_stack as current_modes,  # which recorder is active in this thread
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
@@ -27,12 +44,24 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "TensorMetadata",
     "TorchDispatchMode",
+    "aot_autograd",
+    "auto_functionalized",
+    "below_autograd",
+    "below_functionalization",
+    "can_auto_functionalize",
     "current_modes",
+    "disable_current_modes",
+    "inductor",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
     "load_fsdp_ops",
+    "no_dispatch",
+    "proxy_mode",
+    "register_backend",
+    "untraced",
     "work_class",
 ]
 
@@ -61,3 +90,58 @@ def fsdp_state_of(module: object) -> Any:
     except ImportError:
         return None
     return _get_module_fsdp_state(module)  # type: ignore[arg-type]
+
+
+def aot_autograd(**options: Any) -> Any:
+    """A Dynamo backend out of compilers; `torch.compile` has no public way to put one together."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(**options)
+
+
+def inductor(gm: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
+    """Inductor as a backend that takes a graph; publicly it is a name only. Slow to import."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, **options)
+
+
+def register_backend(name: str, backend: Any) -> None:
+    """Make `torch.compile(backend=name)` known, unless an entry point has: that registers on first use."""
+    from torch._dynamo.backends.registry import _BACKENDS, register_backend
+
+    if name not in _BACKENDS:
+        register_backend(backend, name=name)
+
+
+def proxy_mode() -> object | None:
+    """The tracer that is recording in this thread, if any."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode()
+
+
+@contextmanager
+def _without_mode(key: Any) -> Iterator[None]:
+    from torch.utils._python_dispatch import _disable_infra_mode
+
+    with contextmanager(_disable_infra_mode)(key):
+        yield
+
+
+def untraced() -> AbstractContextManager[None]:
+    """Ops inside are not recorded by `make_fx`."""
+    return _without_mode(torch._C._TorchDispatchModeKey.PROXY)
+
+
+@contextmanager
+def below_functionalization() -> Iterator[None]:
+    """Ops inside reach the tracer as they are, and do not stand for the tensors that they write.
+
+    As AOTAutograd itself does for the input mutations that it keeps in the graph.
+    """
+    from torch.fx.experimental.proxy_tensor import _proxy_tensor_disable_update_tensor_tracker
+
+    functional = torch._C._TorchDispatchModeKey.FUNCTIONAL
+    with _without_mode(functional), _proxy_tensor_disable_update_tensor_tracker():
+        yield

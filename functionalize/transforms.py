@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from functionalize._compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
+    current_modes,
+    disable_current_modes,
     is_traceable_wrapper_subclass,
 )
 from functionalize.core.epilogue import Action
+from functionalize.core.ops import iter_refs
 from functionalize.core.program import (
     AliasGuard,
     Argument,
@@ -25,12 +27,14 @@ from functionalize.core.program import (
     ConstantGuard,
     Guard,
     Program,
+    Source,
     TensorGuard,
 )
 from functionalize.core.where import line_of
 from functionalize.errors import EagerError, FunctionalizeError, UncapturableError
 from functionalize.frontend.build import Builder, GivenInput
 from functionalize.frontend.dispatch import Recorder
+from functionalize.frontend.outsiders import Outsiders, fake_of, is_fake, names_of_outsiders
 from functionalize.run.boxed import boxed
 
 
@@ -43,41 +47,99 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
     Raises a `FunctionalizeError` that names the op, the tensor, the sizes and the user's line for a program
     that eager PyTorch cannot run, and for one that has no functional form.
     """
-    leaves, in_spec = pytree.tree_flatten((args, kwargs))
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-    fakes = [_fake(fake_mode, leaf) for leaf in leaves]
-    recorder = Recorder(convert=fake_mode)
-    given = _given_inputs(recorder, fn, fakes, in_spec)
-    fake_args, fake_kwargs = pytree.tree_unflatten(fakes, in_spec)
-    out = _run(recorder, fake_mode, lambda: fn(*fake_args, **fake_kwargs))
-    builder = Builder(recorder)
-    known = {g.ref.storage for g in given}
-    for external in recorder.externals:
-        if external.ref.storage in known:
-            continue
-        if external.literal:
-            builder.add_constant(external.ref, external.tensor)
-        else:
-            given.append(GivenInput(external.info.name, external.ref, Captured(external.real)))
-    builder.add_inputs(given)
-    builder.discharge()
-    out_leaves, out_spec = pytree.tree_flatten(out)
-    with recorder.quiet(), fake_mode:
-        outputs = builder.roles(out_leaves, fakes)
-        epilogue: list[Action] = builder.epilogue()
-        for index, each in enumerate(given):
-            if isinstance(each.source, Argument):
-                moved = builder.moved(index, _inner(fakes, each.source))
-                if moved is not None:
-                    epilogue.append(moved)
-    return builder.program(outputs, epilogue, _guards(builder, leaves), in_spec, out_spec, boxed)
+    with _own_modes():
+        return _Trace(fn, args, kwargs).program()
 
 
-def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    fake = mode.from_tensor(leaf, static_shapes=True)
-    return fake
+@contextmanager
+def _own_modes() -> Iterator[None]:
+    """A trace inside another, or under a fake mode, is no business of theirs."""
+    if any(isinstance(m, (FakeTensorMode, Recorder)) for m in current_modes()):
+        with disable_current_modes():
+            yield
+    else:
+        yield
+
+
+class _Trace:
+    """One run of a function on fakes."""
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.fn = fn
+        self.leaves, self.in_spec = pytree.tree_flatten((args, kwargs))
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+        self.mode.cache_enabled = False  # Note [Views of an emptied fake]
+        self.fakes = [fake_of(self.mode, x) if isinstance(x, Tensor) else x for x in self.leaves]
+        self.outsiders = Outsiders(self.mode, names_of_outsiders(fn))
+        self.recorder = Recorder(outsiders=self.outsiders)
+        self.given = _given_inputs(self.recorder, fn, self.fakes, self.in_spec)
+        self.grads = [g.ref.storage for g in self.given if _is_grad(g.source)]
+
+    def run(self) -> Any:
+        """What the function returns, given fakes."""
+        args, kwargs = pytree.tree_unflatten(self.fakes, self.in_spec)
+        before = [_grad(t) for t in self.fakes]
+        try:
+            out = _run(self.recorder, self.mode, lambda: self.fn(*args, **kwargs))
+        finally:
+            changed = self.outsiders.restore()
+        names = iter(_leaf_names(self.fn, self.fakes, self.in_spec))
+        for name, fake, grad in zip(names, self.fakes, before, strict=True):
+            changed = name if _grad(fake) is not grad else changed
+        if changed is not None:
+            raise UncapturableError(
+                f"sets the `.grad` of `{changed}`, which a program of `trace` cannot repeat: use `capture` "
+                "for a training step, or return torch.autograd.grad(...)"
+            )
+        self.outsiders.check(self.recorder)
+        return out
+
+    def program(self) -> Program:
+        """Run, discharge, decide what the caller still sees."""
+        out_leaves, out_spec = pytree.tree_flatten(self.run())
+        builder = Builder(self.recorder)
+        self._add_inputs(builder)
+        builder.discharge()
+        with self.recorder.quiet(), self.mode:
+            outside = {id(t) for t in out_leaves if isinstance(t, Tensor) and not is_fake(t)}
+            outputs = builder.roles(out_leaves, self.fakes, outside)
+            epilogue: list[Action] = builder.epilogue()
+            for index, each in enumerate(self.given):
+                if isinstance(each.source, Argument):
+                    moved = builder.moved(index, _inner(self.fakes, each.source))
+                    if moved is not None:
+                        epilogue.append(moved)
+        return builder.program(
+            outputs, epilogue, _guards(builder, self.leaves), self.in_spec, out_spec, boxed
+        )
+
+    def _add_inputs(self, builder: Builder) -> None:
+        """Arguments, gradients of arguments that were used, what the function found by itself, constants."""
+        used = {ref.storage for r in self.recorder.records for ref in iter_refs([r.args, r.kwargs])}
+        self.given = [
+            g for g in self.given if not _is_grad(g.source) or g.ref.storage in used
+        ]
+        for each in self.outsiders.found.values():
+            if each.ref is not None:
+                self.given.append(GivenInput(each.name, each.ref, Captured(each.real)))
+        known = {g.ref.storage for g in self.given}
+        for external in self.recorder.externals:
+            if external.literal:
+                builder.add_constant(external.ref, external.tensor)
+            elif external.ref.storage not in known and external.ref.storage in used:
+                raise UncapturableError(
+                    f"uses a fake tensor ({external.ref.geometry}) that it was not given: pass it as an "
+                    "argument"
+                )
+        builder.add_inputs(self.given)
+
+
+def _grad(value: Any) -> Tensor | None:
+    return value.grad if isinstance(value, Tensor) and value.is_leaf else None
+
+
+def _is_grad(source: Source) -> bool:
+    return isinstance(source, Argument) and source.attributes[-1:] == ("grad",)
 
 
 def _inner(leaves: Sequence[Any], source: Argument) -> Tensor:
@@ -101,6 +163,9 @@ def _given_inputs(
         elif isinstance(value, Tensor):
             ref = recorder.bring_in(value, name)
             given.append(GivenInput(name, ref, Argument(leaf, attributes)))
+            grad = _grad(value)
+            if grad is not None:
+                add(grad, f"{name}.grad", leaf, (*attributes, "grad"))
 
     for i, (leaf, name) in enumerate(zip(leaves, _leaf_names(fn, leaves, spec), strict=True)):
         add(leaf, name, i, ())

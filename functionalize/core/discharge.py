@@ -21,11 +21,17 @@ import torch
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, iter_refs, map_refs
 from functionalize.core.resize import checked_nbytes, resize
 from functionalize.core.rules import RULES
+from functionalize.core.rules.custom import needs_wrapper, wrapped
 from functionalize.core.rules.layout import UNKNOWN, result_geometries
-from functionalize.core.rules.mutations import FunctionalForm, functional_form, is_mutating
+from functionalize.core.rules.mutations import FunctionalForm, expands, functional_form, is_mutating
 from functionalize.core.rules.views import step_of, straight
 from functionalize.core.storage import Emitter, FunctionalStorage, Value
-from functionalize.errors import ForeignStorageError, FunctionalizeError, InvariantError
+from functionalize.errors import (
+    ForeignStorageError,
+    FunctionalizeError,
+    InvariantError,
+    UnsupportedOpError,
+)
 from functionalize.core.where import located
 
 aten = torch.ops.aten
@@ -99,7 +105,7 @@ class Functionalizer:
             if special is not None:
                 return special(self, record)
             if is_mutating(record.target):
-                return self._mutate(record)
+                return self.mutated(record)
             if self._is_view(record):
                 return self._view(record)
             return self.pure(record)
@@ -163,7 +169,10 @@ class Functionalizer:
 
     # -- mutations -----------------------------------------------------------------------------
 
-    def _mutate(self, record: OpRecord) -> Any:
+    def mutated(self, record: OpRecord) -> Any:
+        """Emit the functional counterpart, write the result through the view."""
+        if needs_wrapper(record.target):
+            return wrapped(self, record)
         form = functional_form(record.target)
         written = [
             record.kwargs.get(name) if at is None or at >= len(record.args) else record.args[at]
@@ -185,7 +194,8 @@ class Functionalizer:
             self._write_result(target, value, have[index] if have else None)
         if all(at is None for at in form.returned):
             return None
-        return [None if at is None else self.part(results, at) for at in form.returned]
+        returned = [None if at is None else self.part(results, at) for at in form.returned]
+        return returned if len(returned) > 1 else returned[0]
 
     def part(self, values: Value, index: int) -> Value:
         """One of several outputs."""
@@ -197,10 +207,10 @@ class Functionalizer:
         self, record: OpRecord, form: FunctionalForm, written: list[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not form.dropped:
-            return record.args, record.kwargs
+            return form.complete(record.args), record.kwargs
         names = {name for _, name in form.written}
         places = {at for at, _ in form.written if at is not None}
-        args = tuple(a for i, a in enumerate(record.args) if i not in places)
+        args = form.complete(tuple(a for i, a in enumerate(record.args) if i not in places))
         kwargs = {k: v for k, v in record.kwargs.items() if k not in names}
         first = next(iter_refs(written))
         if form.fills_dtype and kwargs.get("dtype") is None:
@@ -224,9 +234,14 @@ class Functionalizer:
         want = target.geometry
         if have is None:
             return value
-        if have is UNKNOWN:
+        if have is UNKNOWN and want.size != (0,):
             empty = self.emit.empty(want, self.device_of(target))
             return self.emit.call(aten.copy.default, empty, value)
+        if have is UNKNOWN or not expands(have.size, want.size):
+            raise UnsupportedOpError(
+                f"gives what fits no `out` of size {list(want.size)}, which eager resizes and torch's fake "
+                "kernel does not: give it an `out` of the right size"
+            )
         if have.dtype != want.dtype:
             value = self.emit.call(aten._to_copy.default, value, dtype=want.dtype)
         if have.size != want.size:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from functionalize.core.ops import Geometry, OpRecord
 from functionalize.core.storage import FunctionalStorage, Value
+from functionalize.errors import UnsupportedOpError
 
 aten = torch.ops.aten
 
@@ -28,7 +29,16 @@ class GraphEmitter:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node; its meta keeps the record it was made for until somebody asks for the graph module."""
-        node = self.graph.create_node("call_function", target, args, kwargs, _name_of(target))
+        if _takes_generator(target) and _given_generator(args, kwargs):
+            raise UnsupportedOpError(
+                "draws from a torch.Generator it was given, which a graph cannot hold: use the default "
+                "generator (torch.manual_seed), which replay draws from as eager does"
+            )
+        # Arguments are set apart: create_node would walk them for symbolic leaves, at twice the cost.
+        node = self.graph.create_node("call_function", target, (), {}, _name_of(target))
+        node.args = args
+        if kwargs:
+            node.kwargs = kwargs
         if self.now is not None:
             node.meta["record"] = self.now
         return node
@@ -76,3 +86,13 @@ class TensorEmitter:
 def _name_of(target: Any) -> str:
     schema = getattr(target, "_schema", None)
     return str(target.__name__ if schema is None else schema.name.split("::")[-1])
+
+
+@cache
+def _takes_generator(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any("Generator" in str(a.type) for a in schema.arguments)
+
+
+def _given_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values()))

@@ -46,7 +46,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """The input tensor becomes `geometry` of another input's storage, or of the result at `slot`."""
+    """The input tensor becomes `geometry` of another input's storage, or of the result at `slot`.
+
+    In a result, `geometry` counts from the first element.
+    """
 
     input: int
     geometry: Geometry
@@ -65,46 +68,85 @@ def owed(
     if storage.nbytes != storage.original_nbytes:
         actions.append(Resize(input, storage.nbytes))
     if storage.nbytes and storage.written and storage.valid.spans:
-        geometry = storage.root
-        if geometry.end > storage.nbytes:
-            itemsize = geometry.dtype.itemsize
-            elements = (storage.nbytes - geometry.start) // itemsize
-            geometry = contiguous_geometry((elements,), geometry.dtype, geometry.offset)
-        elif not storage.valid.covers(geometry.start, geometry.end):
-            elements = storage.valid.spans[0][1] // geometry.dtype.itemsize
-            if storage.valid.spans[0][0] == 0 and len(storage.valid.spans) == 1:
-                geometry = contiguous_geometry((elements,), geometry.dtype)
-        value = storage.base if geometry == storage.root else storage.read(geometry, emit)
+        geometry = _owed_window(storage)
+        if geometry is None:
+            return actions
+        value = storage.base if geometry == storage.root else storage.peek(geometry, emit)
         actions.append(Copy(input, geometry, slot_of(value)))
     return actions
 
 
+def _owed_window(storage: FunctionalStorage) -> Geometry | None:
+    """What is copied: the base, or its beginning if the storage or what is defined of it ends before."""
+    root = storage.root
+    end, size = min(storage.nbytes, storage.valid.spans[-1][1]), root.dtype.itemsize
+    if root.end <= end or (not root.is_dense and root.end <= storage.nbytes):
+        return root
+    if end <= root.start:
+        return None
+    if (end - root.start) % size == 0:
+        return contiguous_geometry(((end - root.start) // size,), root.dtype, root.offset)
+    return contiguous_geometry((end - root.start,), torch.uint8, root.start)
+
+
 def window(tensor: Tensor, geometry: Geometry) -> Tensor:
     """`tensor`'s storage seen as `geometry`; `tensor` itself if that is how it looks already."""
-    if geometry == geometry_of(tensor):
-        return tensor
-    plain = tensor.detach()
-    if geometry.dtype == tensor.dtype and not (geometry.conj or geometry.neg or tensor.is_conj()):
-        return plain.as_strided(geometry.size, geometry.stride, geometry.offset)
-    made = torch.empty(0, dtype=geometry.dtype, device=tensor.device)
-    made.set_(tensor.untyped_storage(), geometry.offset, geometry.size, geometry.stride)
-    if geometry.conj:
+    return tensor if geometry == geometry_of(tensor) else alias(tensor, geometry)
+
+
+def alias(tensor: Tensor, geometry: Geometry) -> Tensor:
+    """A new tensor on `tensor`'s storage, even where that is too small to hold it (freed meanwhile)."""
+    g, storage = geometry, tensor.untyped_storage()
+    special = g.conj or g.neg or tensor.is_conj() or tensor.is_neg()
+    nbytes = storage.nbytes()
+    if g.dtype == tensor.dtype and not special and g.end <= nbytes:
+        return tensor.detach().as_strided(g.size, g.stride, g.offset)
+    made = torch.empty(0, dtype=g.dtype, device=tensor.device)
+    made.set_(storage, g.offset, g.size, g.stride)
+    if storage.nbytes() != nbytes:  # `set_` grows a storage to fit
+        storage.resize_(nbytes)
+    if g.conj:
         made = torch._conj(made)
-    return torch._neg_view(made) if geometry.neg else made
+    return torch._neg_view(made) if g.neg else made
 
 
 def apply_epilogue(
     actions: Sequence[Action], inputs: Sequence[Tensor], results: Sequence[Any]
-) -> None:
-    """Pay every action, in order (under `no_grad`)."""
+) -> Sequence[Tensor]:
+    """Pay every action, in order (under `no_grad`); returns a tensor on each input's storage of entry."""
+    homes = inputs
+    moved = {a.input for a in actions if isinstance(a, Set)}
+    if moved:
+        homes = [t.detach() if i in moved else t for i, t in enumerate(inputs)]
     for action in actions:
-        target = inputs[action.input]
         if isinstance(action, Resize):
-            target.untyped_storage().resize_(action.nbytes)
+            homes[action.input].untyped_storage().resize_(action.nbytes)
         elif isinstance(action, Copy):
-            window(target, action.geometry).copy_(results[action.slot])
+            window(homes[action.input], action.geometry).copy_(results[action.slot])
         else:
-            source = results[action.slot] if action.slot is not None else inputs[action.other or 0]
-            g = action.geometry
-            target.data = window(source, g) if target.dtype != g.dtype else target.data
-            target.set_(source.untyped_storage(), g.offset, g.size, g.stride)
+            g, target = action.geometry, inputs[action.input]
+            if action.slot is None:
+                _move(target, homes[action.other or 0], g)
+            else:
+                _move(target, results[action.slot], placed(results[action.slot], g))
+    return homes
+
+
+def placed(whole: Tensor, geometry: Geometry) -> Geometry:
+    """`geometry`, which counts from the first element of `whole`, as it counts in the storage."""
+    at = whole.storage_offset() * whole.dtype.itemsize // geometry.dtype.itemsize
+    return geometry._replace(offset=geometry.offset + at)
+
+
+def _move(target: Tensor, source: Tensor, geometry: Geometry) -> None:
+    """Make `target` what `geometry` is on `source`'s storage, whose size stays."""
+    g, storage = geometry, source.untyped_storage()
+    if g.dtype != target.dtype or g.conj or g.neg or target.is_conj() or target.is_neg():
+        target.data = alias(source, g)  # `set_` changes none of these
+        return
+    nbytes = storage.nbytes()
+    if g.end > nbytes:  # freed since: `set_` would refuse, or grow it
+        storage.resize_(g.end)
+    target.set_(storage, g.offset, g.size, g.stride)
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)

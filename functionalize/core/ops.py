@@ -9,8 +9,11 @@ No tensor is kept alive by a record (see Note [Hold tensors weakly]).
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +34,7 @@ class Geometry(NamedTuple):
 
     @property
     def numel(self) -> int:
-        n = 1
-        for s in self.size:
-            n *= s
-        return n
+        return _layout(self.size, self.stride).numel
 
     @property
     def nbytes(self) -> int:
@@ -44,48 +44,40 @@ class Geometry(NamedTuple):
     @property
     def end(self) -> int:
         """Bytes from the start of the storage to past the last element; 0 when there is none."""
-        last = self.offset
-        for s, st in zip(self.size, self.stride, strict=True):
-            if s == 0:
-                return 0
-            last += (s - 1) * st
-        return (last + 1) * self.dtype.itemsize
+        span = _layout(self.size, self.stride).span
+        return (self.offset + span) * self.dtype.itemsize if span else 0
 
     @property
     def start(self) -> int:
         """Bytes from the start of the storage to the first element."""
         return self.offset * self.dtype.itemsize
 
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The bytes of the elements as [start, end) intervals: one per row, gaps left out."""
+        if not self.numel:
+            return
+        dims = sorted((st, s) for s, st in zip(self.size, self.stride, strict=True) if s != 1 and st)
+        length = 1
+        while dims and dims[0][0] == length:
+            length *= dims.pop(0)[1]
+        for index in itertools.product(*(range(s) for _, s in dims)):
+            at = self.offset + sum(i * st for i, (st, _) in zip(index, dims, strict=True))
+            yield at * self.dtype.itemsize, (at + length) * self.dtype.itemsize
+
     @property
     def is_contiguous(self) -> bool:
-        expected = 1
-        for s, st in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if s == 0:
-                return True
-            if s != 1:
-                if st != expected:
-                    return False
-                expected *= s
-        return True
+        return _layout(self.size, self.stride).contiguous
 
     @property
     def is_dense(self) -> bool:
         """Covers `end - start` bytes with no gap and no overlap, in any order of dimensions."""
-        return self.numel == 0 or (not self.overlaps and self.end - self.start == self.nbytes)
+        layout = _layout(self.size, self.stride)
+        return not layout.overlaps and layout.span == layout.numel
 
     @property
     def overlaps(self) -> bool:
-        """Whether two elements may share a memory location."""
-        if self.numel <= 1:
-            return False
-        reach = 0
-        for st, s in sorted(
-            (st, s) for s, st in zip(self.size, self.stride, strict=True) if s != 1
-        ):
-            if st <= reach:
-                return True
-            reach += (s - 1) * st
-        return False
+        """Whether two elements share a memory location."""
+        return _layout(self.size, self.stride).overlaps
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -97,22 +89,56 @@ class Geometry(NamedTuple):
         return text
 
 
+class _Layout(NamedTuple):
+    """What follows from a size and a stride alone; counts elements."""
+
+    numel: int
+    span: int
+    contiguous: bool
+    overlaps: bool
+
+
+@lru_cache(maxsize=2**16)
+def _layout(size: tuple[int, ...], stride: tuple[int, ...]) -> _Layout:
+    numel = math.prod(size)
+    if numel == 0:
+        return _Layout(0, 0, True, False)
+    dims = [(st, s) for s, st in zip(size, stride, strict=True) if s != 1]
+    span = 1 + sum((s - 1) * st for st, s in dims)
+    expected, contiguous = 1, True
+    for st, s in reversed(dims):
+        contiguous = contiguous and st == expected
+        expected *= s
+    return _Layout(numel, span, contiguous, not contiguous and _overlap(dims, numel, span))
+
+
+def _overlap(dims: list[tuple[int, int]], numel: int, span: int) -> bool:
+    """Whether two indices reach the same element. Exact for what is small, else may say yes too often."""
+    reach, nested = 0, True
+    for st, s in sorted(dims):
+        nested = nested and st > reach
+        reach += (s - 1) * st
+    if nested:
+        return False
+    if numel > span or numel > _ENUMERATED:
+        return True
+    places = {0}
+    for st, s in dims:
+        places = {at + i * st for at in places for i in range(s)}
+    return len(places) < numel
+
+
+_ENUMERATED = 2**14
 _NO_NEG = frozenset({torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """The geometry of a strided tensor. Negative and conjugate bits matter only where a dtype can have them."""
+    """The geometry of a strided tensor; asks for conjugate and negative bits where a dtype can have them."""
     dtype = tensor.dtype
-    if dtype in _NO_NEG:
-        return Geometry(tensor.shape, tensor.stride(), tensor.storage_offset(), dtype)
-    return Geometry(
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-        dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    neg = dtype not in _NO_NEG and tensor.is_neg()
+    conj = dtype.is_complex and tensor.is_conj()
+    values = (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, conj, neg)
+    return tuple.__new__(Geometry, values)  # half the time of calling the class
 
 
 def contiguous_geometry(size: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Geometry:

@@ -16,11 +16,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from functionalize.core.epilogue import Action, Copy, Resize, Set
 from functionalize.core.ops import Geometry
-from functionalize.core.program import Constant, InputView, LeafItself, Program, Result, Wrapped
+from functionalize.core.program import (
+    Captured,
+    Constant,
+    InputView,
+    LeafItself,
+    Program,
+    Result,
+    SameAs,
+    Wrapped,
+)
 
 
 def argument_text(arg: Any) -> str:
@@ -44,7 +53,8 @@ def node_text(node: fx.Node) -> str:
     if node.op == "get_attr":
         return f"{node.name} = constant {node.target}"
     if node.op == "output":
-        return f"return {argument_text(tuple(node.args[0]))}"  # type: ignore[arg-type]
+        returned = node.args[0]
+        return f"return {argument_text(tuple(returned) if isinstance(returned, list) else returned)}"
     if node.target is operator.getitem:
         return f"{node.name} = {argument_text(node.args[0])}[{node.args[1]}]"
     parts = [argument_text(a) for a in node.args]
@@ -88,11 +98,18 @@ def _output_text(role: Any, program: Program, slots: Sequence[Any]) -> str:
         return program.inputs[role.input].name + _as(role.geometry, None)
     if isinstance(role, LeafItself):
         return f"argument {role.leaf}"
+    if isinstance(role, SameAs):
+        return f"output {role.output}"
     if isinstance(role, Wrapped):
-        inner = ", ".join(_output_text(r, program, slots) for r in role.inner.values())
+        inner = ", ".join(_output_text(r, program, slots) for r in role.inner.values() if not isinstance(r, Constant))
         return f"{role.kind.__name__}({inner})"
     assert isinstance(role, Constant)
-    return repr(role.value)
+    if not isinstance(role.value, Tensor):
+        return repr(role.value)
+    for spec in program.inputs:
+        if isinstance(spec.source, Captured) and spec.source.value is role.value:
+            return spec.name
+    return f"a {type(role.value).__name__} of size {list(role.value.shape)}"
 
 
 def program_text(program: Program, keep: Callable[[fx.Node], bool] | None = None) -> str:

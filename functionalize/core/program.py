@@ -8,6 +8,7 @@ Invariant: nothing of the caller's is changed before the last guard has passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -15,9 +16,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from functionalize._compat import FakeTensorMode
-from functionalize.core.epilogue import Action, apply_epilogue, window
-from functionalize.core.ops import Geometry, tensor_metadata
+from functionalize._compat import FakeTensorMode, below_autograd
+from functionalize.core.epilogue import Action, alias, apply_epilogue, placed, window
+from functionalize.core.generators import generators_restored_on_error, is_random
+from functionalize.core.ops import Geometry, geometry_of, tensor_metadata
 from functionalize.core.where import stack_trace_of
 from functionalize.errors import GuardError
 
@@ -91,7 +93,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the graph returns at `slot`, seen as `geometry` (None: as it is)."""
+    """What the graph returns at `slot`, seen as `geometry`, which counts from its first element (None: as it is)."""
 
     slot: int
     geometry: Geometry | None = None
@@ -112,6 +114,13 @@ class LeafItself:
     leaf: int
 
 
+@dataclass(frozen=True, slots=True)
+class SameAs:
+    """The very object that an earlier output is."""
+
+    output: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
     """An output that is no tensor."""
@@ -130,7 +139,7 @@ class Wrapped:
     stride: Any
 
 
-OutputRole = Result | InputView | LeafItself | Constant | Wrapped
+OutputRole = Result | InputView | LeafItself | SameAs | Constant | Wrapped
 
 
 # -- guards ----------------------------------------------------------------------------------------
@@ -152,8 +161,6 @@ class TensorGuard:
     spec: InputSpec
 
     def failure(self, call: Call) -> str | None:
-        from functionalize.core.ops import geometry_of
-
         t, spec = call.inputs[self.input], self.spec
         if not isinstance(t, Tensor):
             return f"`{spec.name}` is {type(t).__name__}, was a tensor"
@@ -241,6 +248,7 @@ class Program:
     runner: Callable[[Program], Callable[[list[Any]], Sequence[Any]]] | None = None
     _module: fx.GraphModule | None = field(default=None, repr=False)
     _run: Callable[[list[Any]], Sequence[Any]] | None = field(default=None, repr=False)
+    _random: bool = field(default=True, repr=False)
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -249,10 +257,7 @@ class Program:
         Built on first access: symbolising stacks and making fake values costs as much as the capture.
         """
         if self._module is None:
-            root = torch.nn.Module()
-            for name, value in self.constants.items():
-                root.register_buffer(name, value)
-            self._module = fx.GraphModule(root, self.graph, "Program")
+            self._module = _module_of(self)
             self.graph = self._module.graph
             annotate(self)
         return self._module
@@ -264,6 +269,21 @@ class Program:
     def nodes(self) -> int:
         """Ops in the graph, without placeholders and the output."""
         return sum(n.op == "call_function" for n in self.graph.nodes)
+
+    def copy(self) -> Program:
+        """The same program around a graph of its own: a pass may rewrite one and leave the other alone.
+
+        Nodes keep their names; each has its own `meta` dict, whose fake values and whose constants are
+        shared and are never written to.
+        """
+        graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+        new = replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
+        if self._module is not None:
+            new.graph_module = _module_of(new)
+        return new
 
     def print_readable(self, print_output: bool = True) -> str:
         """The graph, then the epilogue, as text; printed unless told not to."""
@@ -279,25 +299,6 @@ class Program:
         from functionalize.core.lower import lower
 
         return lower(self)
-
-    def drop_unused_inputs(self) -> list[int]:
-        """Remove inputs that no node, output or action needs; returns the old indices of those kept."""
-        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        needed = {i for i, n in enumerate(placeholders) if n.users}
-        needed |= {i for x in (*self.outputs, *self.epilogue) for i in _inputs_of(x)}
-        for i in sorted(needed, reverse=True):
-            source = self.inputs[i].source
-            if isinstance(source, WholeStorage):
-                needed.add(source.input)
-        kept = sorted(needed)
-        new = {old: i for i, old in enumerate(kept)}
-        for i, node in enumerate(placeholders):
-            if i not in needed:
-                self.graph.erase_node(node)
-        self.inputs = tuple(_renumbered_source(self.inputs[i], new) for i in kept)
-        self.outputs = tuple(_renumbered(role, new) for role in self.outputs)
-        self.epilogue = tuple(_renumbered(action, new) for action in self.epilogue)
-        return kept
 
     # -- replay ----------------------------------------------------------------------------------
 
@@ -333,36 +334,63 @@ class Program:
         """Run the graph on resolved inputs, then the epilogue; raises `GuardError` before the latter."""
         if self._run is None:
             self._run = self.runner(self) if self.runner else self._interpreted
+            self._random = any(is_random(n) for n in self.graph.nodes)
         with torch.no_grad():
-            results = self._run(list(call.inputs))
-            for guard in self.value_guards:
-                failure = guard.failure_of(results)
-                if failure is not None:
-                    raise GuardError(failure)
-            apply_epilogue(self.epilogue, call.inputs, results)
-        made: dict[Any, Any] = {}
-        outs = [self._output(role, call, results, made) for role in self.outputs]
+            with generators_restored_on_error() if self._random else nullcontext():
+                results = self._results(call)
+            homes = apply_epilogue(self.epilogue, call.inputs, results)
+            outs: list[Any] = []
+            given: set[int] = set()
+            for role in self.outputs:
+                if isinstance(role, SameAs):
+                    outs.append(outs[role.output])
+                else:
+                    outs.append(output_of(role, call, homes, results, given))
         return pytree.tree_unflatten(outs, self.out_spec)
+
+    def _results(self, call: Call) -> Sequence[Any]:
+        assert self._run is not None
+        with below_autograd():
+            results = self._run(list(call.inputs))
+        for guard in self.value_guards:
+            failure = guard.failure_of(results)
+            if failure is not None:
+                raise GuardError(failure)
+        return results
 
     def _interpreted(self, inputs: list[Any]) -> Sequence[Any]:
         result: Sequence[Any] = fx.Interpreter(self.graph_module).run(*inputs)
         return result
 
-    def _output(
-        self, role: OutputRole, call: Call, results: Sequence[Any], made: dict[Any, Any]
-    ) -> Any:
-        if isinstance(role, Constant):
-            return role.value
-        if isinstance(role, LeafItself):
-            return call.leaves[role.leaf]
-        if isinstance(role, Wrapped):
-            inner = {k: self._output(r, call, results, made) for k, r in role.inner.items()}
-            rebuild: Any = role.kind
-            return rebuild.__tensor_unflatten__(inner, role.context, role.size, role.stride)
-        if role not in made:
-            whole = call.inputs[role.input] if isinstance(role, InputView) else results[role.slot]
-            made[role] = whole if role.geometry is None else window(whole, role.geometry)
-        return made[role]
+
+def output_of(
+    role: OutputRole,
+    call: Call,
+    homes: Sequence[Tensor],
+    results: Sequence[Any],
+    given: set[int],
+) -> Any:
+    """One output of a replay, always an object of its own; `given`: slots that were given out as they are."""
+    if isinstance(role, Constant):
+        return role.value
+    if isinstance(role, LeafItself):
+        return call.leaves[role.leaf]
+    if isinstance(role, Wrapped):
+        inner = {k: output_of(r, call, homes, results, given) for k, r in role.inner.items()}
+        rebuild: Any = role.kind
+        return rebuild.__tensor_unflatten__(inner, role.context, role.size, role.stride)
+    if isinstance(role, InputView):
+        return alias(homes[role.input], role.geometry)
+    assert isinstance(role, Result)
+    whole = results[role.slot]
+    if role.geometry is not None:
+        geometry = placed(whole, role.geometry)
+        if geometry != geometry_of(whole):
+            return alias(whole, geometry)
+    if role.slot in given:
+        return whole.detach()
+    given.add(role.slot)
+    return whole
 
 
 def _inputs_of(item: Any) -> list[int]:
@@ -383,6 +411,13 @@ def _renumbered_source(spec: InputSpec, new: dict[int, int]) -> InputSpec:
     if not isinstance(spec.source, WholeStorage):
         return spec
     return replace(spec, source=replace(spec.source, input=new[spec.source.input]))
+
+
+def _module_of(program: Program) -> fx.GraphModule:
+    root = torch.nn.Module()
+    for name, value in program.constants.items():
+        root.register_buffer(name, value)
+    return fx.GraphModule(root, program.graph, "Program")
 
 
 def annotate(program: Program) -> None:
@@ -420,8 +455,6 @@ def propagate(program: Program) -> None:
             env[node] = value
             node.meta["val"] = value
             if isinstance(value, Tensor):
-                from functionalize.core.ops import geometry_of
-
                 node.meta["tensor_meta"] = tensor_metadata(geometry_of(value))
 
 

@@ -54,13 +54,11 @@ class Emitter(Protocol):
 class Step(Protocol):
     """One view op between a parent and a child geometry."""
 
-    def forward(self, emit: Emitter, parent: Value, shift: int) -> Value:
-        """The child's value. `shift`: add it to an absolute storage offset to index `parent`'s own memory."""
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        """The child's value."""
         ...
 
-    def inverse(
-        self, emit: Emitter, child: Value, parent: Callable[[], Value], shift: int
-    ) -> Value:
+    def inverse(self, emit: Emitter, child: Value, parent: Callable[[], Value]) -> Value:
         """The parent's value after `child` was written; asks for the old `parent` only if part of it survives."""
         ...
 
@@ -103,6 +101,18 @@ class Extent:
         """Forget everything from `end` on."""
         self.spans = [(s, min(e, end)) for s, e in self.spans if s < end]
 
+    def add_view(self, geometry: Geometry) -> None:
+        """Mark the bytes of a geometry, gaps left out."""
+        if not self.covers(geometry.start, geometry.end):
+            for start, end in geometry.runs():
+                self.add(start, end)
+
+    def covers_view(self, geometry: Geometry) -> bool:
+        """Whether every byte of a geometry is marked, whatever is in its gaps."""
+        return self.covers(geometry.start, geometry.end) or all(
+            self.covers(start, end) for start, end in geometry.runs()
+        )
+
     def covers(self, start: int, end: int) -> bool:
         """Whether every byte of [start, end) is marked."""
         at = bisect_left(self.spans, (start + 1,)) - 1
@@ -140,7 +150,8 @@ class FunctionalStorage:
     original_base, original_nbytes: as on entry (of a storage born inside: as at birth).
     external: an input's storage, whose bytes around the root can be asked for.
     valid: which bytes may be read. written: whether the contents differ from entry.
-    fresh: whether the base starts at its own memory's offset 0, not at the root's absolute offset.
+    lost: whether the contents of entry were given up.
+    widened: the root is the whole storage, see Note [Widening the base].
     """
 
     serial: int
@@ -156,7 +167,7 @@ class FunctionalStorage:
     version: int = 0
     written: bool = False
     lost: bool = False
-    fresh: bool = False
+    widened: bool = False
     valid: Extent = field(default_factory=Extent)
     views: dict[Geometry, View] = field(default_factory=dict)
 
@@ -182,64 +193,77 @@ class FunctionalStorage:
             return self.views[view.parent], view.step
         return self.views[self.root], self.make_step(self.root, view.geometry)
 
-    @property
-    def _shift(self) -> int:
-        return -self.root.offset if self.fresh else 0
-
     def _reach(self, geometry: Geometry, emit: Emitter) -> View:
-        """The view of `geometry`, with a root that covers it."""
-        if geometry.numel and not (
-            self.root.start <= geometry.start and geometry.end <= self.root.end
-        ):
-            self._widen(emit)
+        """The view of `geometry`, with a root that holds it."""
+        if not self._holds(self.views.get(geometry) or View(geometry)):
+            self._widen(emit, geometry.dtype.itemsize)
         found = self.views.get(geometry)
         if found is None:
             found = self.views[geometry] = View(geometry)
         return found
 
-    def _widen(self, emit: Emitter) -> None:
+    def _holds(self, view: View) -> bool:
+        """Whether the way back from a view ends at the root, or at a window inside the root's memory."""
+        if self._is_uneven(view.geometry):
+            return False
+        while view.step is not None and view.parent is not None:
+            view = self.views[view.parent]
+        g, root = view.geometry, self.root
+        if g == root or not g.numel:
+            return True
+        inside = root.is_dense and root.start <= g.start and g.end <= root.end
+        return inside and root.start % max(g.dtype.itemsize, root.dtype.itemsize) == 0
+
+    def _is_uneven(self, geometry: Geometry) -> bool:
+        """Whether a storage of entry is no whole number of elements: torch's `*_scatter` refuse that."""
+        if self.widened or not self.external or geometry == self.root:
+            return False
+        sizes = (geometry.dtype.itemsize, self.root.dtype.itemsize)
+        return any(self.original_nbytes % size for size in sizes)
+
+    def _widen(self, emit: Emitter, itemsize: int) -> None:
         """Note [Widening the base]
 
         A storage's first root is the tensor it was first seen through, which may be a window on a larger
-        storage, or on one that has grown since. A view past that window makes the whole storage the root.
-        The bytes around the window are as on entry, because every write so far went through the window.
+        storage, have gaps, or be too short since the storage grew. A view past that window makes the whole
+        storage the root. The bytes around the window are as on entry: every write so far went through it.
+        The root may be a little longer than the storage, to be a whole number of elements of any dtype.
         """
-        dtype, itemsize = self.root.dtype, self.root.dtype.itemsize
-        flat = contiguous_geometry((self.nbytes // itemsize,), dtype)
         window = self.views[self.root]
-        has_base = window.version == self.version
-        if self.external and self.original_nbytes and not self.lost:
-            entry = contiguous_geometry((self.original_nbytes // itemsize,), dtype)
+        has_entry = bool(self.external and self.original_nbytes and not self.lost)
+        has_base = window.version == self.version and (self.written or not has_entry)
+        has_base = has_base and self.root.numel > 0
+        end = max(self.nbytes, self.root.end if has_base else 0, has_entry * self.original_nbytes)
+        dtype = self.root.dtype
+        unit = max(itemsize, *(g.dtype.itemsize for g in self.views))
+        uneven = end % unit != 0 or (has_entry and self.original_nbytes % unit != 0)
+        if uneven:
+            dtype = torch.uint8
+            end += -end % 16
+        flat = contiguous_geometry((end // dtype.itemsize,), dtype)
+        whole = None
+        if has_entry:
+            entry = contiguous_geometry((self.original_nbytes // dtype.itemsize,), dtype)
             whole = emit.whole(self, entry)
-            if entry != flat:
-                kept = contiguous_geometry((min(entry.size[0], flat.size[0]),), dtype)
-                part = (
-                    self.make_step(entry, kept).forward(emit, whole, 0) if kept != entry else whole
-                )
-                whole = part if kept == flat else self._paste(emit, flat, kept, part, None)
-            has_base = has_base and self.written
-        else:
-            whole = None
+            whole = whole if entry == flat else self._paste(emit, flat, entry, whole, None)
         if has_base:
-            part, old = self.base, self.root
-            if old.end > self.nbytes:
-                old = contiguous_geometry(
-                    ((self.nbytes - old.start) // itemsize,), dtype, old.offset
-                )
-                part = self.make_step(self.root, old).forward(emit, part, self._shift)
-            whole = self._paste(emit, flat, old, part, whole)
+            whole = self._paste(emit, flat, self.root, self.base, whole)
         elif whole is None:
             whole = emit.empty(flat, self.device)
-        self.root, self.base, self.fresh = flat, whole, True
+        self.root, self.base = flat, whole
+        if uneven:
+            for view in self.views.values():
+                view.version = -1
         self.views[flat] = View(flat, None, None, whole, self.version)
         window.parent = window.step = None
+        self.widened = True
 
     def _paste(
         self, emit: Emitter, flat: Geometry, window: Geometry, value: Value, onto: Value | None
     ) -> Value:
         """`onto` (or undefined contents) of geometry `flat` with `value` at `window`."""
         return self.make_step(flat, window).inverse(
-            emit, value, lambda: emit.empty(flat, self.device) if onto is None else onto, 0
+            emit, value, lambda: emit.empty(flat, self.device) if onto is None else onto
         )
 
     # -- reads ---------------------------------------------------------------------------------
@@ -254,16 +278,21 @@ class FunctionalStorage:
         holds the second all-gather.
         """
         found = self.views.get(geometry)
-        if found is not None and found.version == self.version:
-            return found.value
+        is_current = found is not None and found.version == self.version
+        if is_current and self.valid.covers(geometry.start, geometry.end):
+            return found.value  # type: ignore[union-attr]
         if geometry.numel == 0:
             return emit.empty(geometry, self.device)
         check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "reads")
-        if not self.valid.covers(geometry.start, geometry.end):
+        if not self.valid.covers_view(geometry):
             raise UndefinedContentsError(
                 f"reads `{self.name}` ({geometry}), whose storage was grown to {self.nbytes} bytes and "
                 "these bytes were not written since: their contents are undefined"
             )
+        return self.peek(geometry, emit)
+
+    def peek(self, geometry: Geometry, emit: Emitter) -> Value:
+        """The value of a view, bytes with undefined contents included."""
         return self._regenerate(self._reach(geometry, emit), emit)
 
     def _regenerate(self, view: View, emit: Emitter) -> Value:
@@ -276,7 +305,7 @@ class FunctionalStorage:
             view = parent
         value = view.value
         for child, step in reversed(chain):
-            value = child.value = step.forward(emit, value, self._shift)
+            value = child.value = step.forward(emit, value)
             child.version = self.version
         return value
 
@@ -294,18 +323,30 @@ class FunctionalStorage:
         from `empty`.
         """
         self.check_writable(geometry)
+        if not geometry.numel:
+            return
         view, new = self._reach(geometry, emit), value
+        if self._passes_overlap(view):  # no way back through a view that shows an element twice
+            view.parent = view.step = None
+            view = self._reach(geometry, emit)
         passed = [(view, new)]
         while view.geometry != self.root:
             view, step = self._link(view)
-            new = step.inverse(emit, new, partial(self._old, view, emit), self._shift)
+            new = step.inverse(emit, new, partial(self._old, view, emit))
             passed.append((view, new))
         self.base = new
         self.version += 1
-        self.written = self.fresh = True
-        self.valid.add(geometry.start, geometry.end)
+        self.written = True
+        self.valid.add_view(geometry)
         for view, new in passed:
             view.value, view.version = new, self.version
+
+    def _passes_overlap(self, view: View) -> bool:
+        while view.step is not None and view.parent is not None:
+            if view.parent.overlaps:
+                return True
+            view = self.views[view.parent]
+        return False
 
     def _old(self, view: View, emit: Emitter) -> Value:
         if self.valid.spans:
@@ -319,10 +360,12 @@ class FunctionalStorage:
         self.version += 1
         self.valid = Extent()
         self.lost = True
-        self.fresh = False
 
     def keep_prefix(self, nbytes: int) -> None:
         """Only the first `nbytes` bytes remain valid; the base's value is still right for those."""
+        root = self.views[self.root]
+        is_current = root.version == self.version
         self.version += 1
         self.valid.truncate(nbytes)
-        self.views[self.root].version = self.version
+        if is_current:
+            root.version = self.version

@@ -9,8 +9,9 @@ Builder(recorder)
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from functionalize._compat import is_traceable_wrapper_subclass
+from functionalize.core.dead_code import drop_dead_code
 from functionalize.core.discharge import Functionalizer
 from functionalize.core.emit import GraphEmitter
 from functionalize.core.epilogue import Action, Set, owed
@@ -32,6 +34,7 @@ from functionalize.core.program import (
     OutputRole,
     Program,
     Result,
+    SameAs,
     Source,
     ValueGuard,
     WholeStorage,
@@ -67,6 +70,8 @@ class Builder:
         self._nodes: list[fx.Node] = []
         self._names: set[str] = set()
         self._slots: dict[fx.Node, int] = {}
+        self._clones: dict[fx.Node, fx.Node] = {}
+        self._shared: set[int] = set()
         self._scalars: list[tuple[fx.Node, Any, str]] = []
 
     # -- inputs --------------------------------------------------------------------------------
@@ -110,11 +115,9 @@ class Builder:
 
     def _placeholder(self, spec: InputSpec, serial: int) -> fx.Node:
         graph = self.emit.graph
-        if self._nodes:
-            with graph.inserting_after(self._nodes[-1]):
-                node = graph.placeholder(spec.name)
-        else:
-            node = graph.placeholder(spec.name)
+        node = graph.create_node("placeholder", spec.name, name=spec.name)
+        if self._nodes and node.prev is not self._nodes[-1]:
+            self._nodes[-1].append(node)
         self._nodes.append(node)
         self.inputs.append(spec)
         self.storage_of_input.append(serial)
@@ -169,30 +172,44 @@ class Builder:
         """Where in the graph's results a node is returned."""
         return self._slots.setdefault(node, len(self._slots))
 
-    def roles(self, leaves: Sequence[Any], given: Sequence[Any] = ()) -> list[OutputRole]:
-        """The role of each output leaf; outputs that share a storage keep sharing it."""
-        shared: dict[int, set[Geometry]] = {}
-        for leaf in leaves:
-            for t in inner_tensors(leaf):
-                ref = self.recorder.ref(t)
-                shared.setdefault(ref.storage, set()).add(ref.geometry)
-        places = {id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)}
-        return [
-            LeafItself(places[id(leaf)]) if id(leaf) in places else self._role(leaf, shared)
-            for leaf in leaves
-        ]
+    def roles(
+        self, leaves: Sequence[Any], given: Sequence[Any] = (), outside: Container[int] = ()
+    ) -> list[OutputRole]:
+        """The role of each output leaf; outputs that share a storage keep sharing it.
 
-    def _role(self, leaf: Any, shared: dict[int, set[Geometry]]) -> OutputRole:
+        outside: ids of leaves that are the caller's own objects and returned as they are.
+        """
+        seen: dict[int, set[int]] = {}
+        for leaf in [*leaves, *given]:
+            for t in inner_tensors(leaf) if id(leaf) not in outside else []:
+                seen.setdefault(self.recorder.ref(t).storage, set()).add(id(t))
+        self._shared = {storage for storage, objects in seen.items() if len(objects) > 1}
+        places = {id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)}
+        roles: list[OutputRole] = []
+        first: dict[int, int] = {}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) in outside:
+                roles.append(Constant(leaf))
+            elif id(leaf) in places:
+                roles.append(LeafItself(places[id(leaf)]))
+            elif isinstance(leaf, Tensor) and id(leaf) in first:
+                roles.append(SameAs(first[id(leaf)]))
+            else:
+                roles.append(self._role(leaf))
+            first.setdefault(id(leaf), i)
+        return roles
+
+    def _role(self, leaf: Any) -> OutputRole:
         if not isinstance(leaf, Tensor):
             return Constant(leaf)
         if is_traceable_wrapper_subclass(leaf):
             names, context = leaf.__tensor_flatten__()
-            inner = {n: self._role(getattr(leaf, n), shared) for n in names}
+            inner = {n: self._role(getattr(leaf, n)) for n in names}
             return Wrapped(type(leaf), inner, context, leaf.shape, leaf.stride())
         ref = self.recorder.ref(leaf)
         if ref.storage in self._home:
             return InputView(self._home[ref.storage], ref.geometry)
-        if len(shared[ref.storage]) == 1:
+        if ref.storage not in self._shared and not (ref.geometry.conj or ref.geometry.neg):
             return Result(self.slot(self._owned(self.engine.read(ref))))
         slot, geometry = self._in_base(ref)
         return Result(slot, geometry)
@@ -201,13 +218,18 @@ class Builder:
         """Where the base of a storage born inside is returned, and `ref` as a window on it."""
         storage = self.engine.storage(ref.storage)
         storage.read(ref.geometry, self.emit)
-        base = self._owned(self.engine.read(TensorRef(ref.storage, storage.root)))
-        shift = storage.root.offset if storage.fresh else 0
-        return self.slot(base), ref.geometry._replace(offset=ref.geometry.offset - shift)
+        base = self._owned(storage.peek(storage.root, self.emit))
+        g, root = ref.geometry, storage.root
+        return self.slot(base), g._replace(offset=g.offset - root.start // g.dtype.itemsize)
 
     def _owned(self, node: fx.Node) -> fx.Node:
-        """`node`, or a copy of it if it is a constant, which the caller must not be handed."""
-        return self.emit.call(aten.clone.default, node) if node.op == "get_attr" else node
+        """`node`, or a copy of it if it is (a view of) a constant, which the caller must not be handed."""
+        origin = node
+        while origin.op == "call_function" and _is_view_call(origin):
+            origin = origin.args[0]  # type: ignore[assignment]
+        if origin.op != "get_attr":
+            return node
+        return self._clones.setdefault(node, self.emit.call(aten.clone.default, node))
 
     def moved(self, index: int, tensor: Tensor) -> Set | None:
         """What an input owes whose tensor ended on another storage or with another geometry."""
@@ -256,21 +278,12 @@ class Builder:
         )
 
 
-def drop_dead_code(graph: fx.Graph) -> int:
-    """Erase nodes that nobody uses, in one backward sweep; random ops and collectives stay."""
-    erased = 0
-    for node in reversed(graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and not is_impure(node):
-            graph.erase_node(node)
-            erased += 1
-    return erased
-
-
-def is_impure(node: fx.Node) -> bool:
-    """Whether a node does something beside its value: draws random numbers, talks to other ranks."""
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+def _is_view_call(node: fx.Node) -> bool:
+    """Whether a node's value is, or is a part of, a view of its first argument."""
+    if node.target is operator.getitem:
         return True
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
 
 
 def inner_tensors(leaf: Any) -> list[Tensor]:

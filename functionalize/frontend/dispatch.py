@@ -28,14 +28,15 @@ from torch import Tensor
 from functionalize._compat import (
     CapturedTraceback,
     FakeTensor,
-    FakeTensorMode,
     TorchDispatchMode,
+    disable_current_modes,
     is_traceable_wrapper_subclass_type,
 )
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, iter_refs
 from functionalize.core.resize import checked_nbytes
 from functionalize.core.rules import RULES
 from functionalize.core.rules.collectives import check_known_collective
+from functionalize.core.rules.factories import SHAPE_ONLY
 from functionalize.core.rules.mutations import is_mutating, written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.core.storage import check_bounds, check_overlap
@@ -45,6 +46,7 @@ from functionalize.errors import (
     FunctionalizeError,
     UnsupportedTensorError,
 )
+from functionalize.frontend.outsiders import Outsiders
 from functionalize.frontend.patches import PATCHES
 
 aten = torch.ops.aten
@@ -72,8 +74,8 @@ class StorageInfo:
         self.name = "a temporary"
         self.resized = self.nbytes == 0
 
-    def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self.weak)
+    def __del__(self, free: Any = torch.UntypedStorage._free_weak_ref) -> None:
+        free(self.weak)
 
     @property
     def alive(self) -> bool:
@@ -84,11 +86,10 @@ class StorageInfo:
 class External:
     """A tensor from outside, as it was first seen; `literal`: made by Python during the run."""
 
-    __slots__ = ("info", "literal", "real", "ref", "tensor")
+    __slots__ = ("info", "literal", "ref", "tensor")
 
     def __init__(self, info: StorageInfo, ref: TensorRef, tensor: Tensor, literal: bool) -> None:
         self.info, self.ref, self.tensor, self.literal = info, ref, tensor, literal
-        self.real = tensor
 
 
 class Scalar:
@@ -104,12 +105,12 @@ class Recorder(TorchDispatchMode):
     """Records while active.
 
     ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
-    convert: the fake mode that stands in for tensors from outside which are not fake yet.
+    outsiders: the fakes that stand in for tensors from outside, if the run is on fakes.
     """
 
-    def __init__(self, ignore_fake: bool = False, convert: FakeTensorMode | None = None) -> None:
+    def __init__(self, ignore_fake: bool = False, outsiders: Outsiders | None = None) -> None:
         super().__init__()
-        self._convert = convert
+        self._outsiders = outsiders
         self.records: list[OpRecord] = []
         self.externals: list[External] = []
         self.scalars: list[Scalar] = []
@@ -125,7 +126,7 @@ class Recorder(TorchDispatchMode):
         return False  # the wrapper that hides the handler from Dynamo costs as much as an op
 
     def __enter__(self) -> Recorder:
-        PATCHES.install(Recorder)
+        PATCHES.install()
         try:
             super().__enter__()
         except BaseException:
@@ -151,8 +152,11 @@ class Recorder(TorchDispatchMode):
         self.infos.append(info)
         return info
 
-    def bring_in(self, tensor: Tensor, name: str, literal: bool = False) -> TensorRef:
-        """A tensor from outside; the first one on each storage names it and is kept."""
+    def bring_in(self, tensor: Tensor, name: str, literal: Tensor | None = None) -> TensorRef:
+        """A tensor from outside; the first one on each storage names it and is kept.
+
+        literal: what it held, if Python made it during the run.
+        """
         storage = _storage_of(tensor)
         info = self._by_address.get(storage._cdata)
         if info is not None:
@@ -160,9 +164,20 @@ class Recorder(TorchDispatchMode):
         info = self._new(tensor, storage)
         info.name = name
         ref = TensorRef(info.serial, geometry_of(tensor))
-        held = tensor.detach()
-        self.externals.append(External(info, ref, held.clone() if literal else held, literal))
+        held = tensor.detach() if literal is None else literal
+        self._keep_size(info, storage)
+        self.externals.append(External(info, ref, held, literal is not None))
         return ref
+
+    def _keep_size(self, info: StorageInfo, storage: torch.UntypedStorage) -> None:
+        """Note [Views of an emptied fake]
+
+        A view op on fakes that is found in the fake mode's cache is made with `set_`, which grows the
+        storage to hold it. A view must not: eager leaves the storage empty.
+        """
+        if info.resized and storage.nbytes() != info.nbytes:
+            with self.quiet():
+                storage.resize_(info.nbytes)
 
     def ref(self, tensor: Tensor) -> TensorRef:
         """A tensor that an op was given."""
@@ -207,15 +222,13 @@ class Recorder(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if self._convert is not None and func is not aten.lift_fresh.default:
-            args, kwargs = self._to_fake(args), self._to_fake(kwargs)
         record = OpRecord(func, (), {}, None, (), CapturedTraceback.extract())
         record.seq_nr = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        if func is aten.lift_fresh.default and self.info_of(args[0]) is None:
+            return self._literal(args[0])
         try:
-            if func is aten.lift_fresh.default and self.info_of(args[0]) is None:
-                name = f"constant_{len(self.externals)}"
-                with self.quiet():
-                    self.bring_in(args[0], name, literal=True)
+            if self._outsiders is not None:
+                args, kwargs = self._to_fake(args), self._to_fake(kwargs)
             record.args = tuple([self._map_in(a) for a in args])
             if kwargs:
                 record.kwargs = {k: self._map_in(v) for k, v in kwargs.items()}
@@ -231,21 +244,25 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _to_fake(self, arg: Any) -> Any:
-        """`arg` with tensors from outside replaced by their fakes, each brought in by its own name."""
+        """`arg` with the fakes of tensors from outside in their place."""
         kind = type(arg)
         if kind is list or kind is tuple:
             return kind(self._to_fake(a) for a in arg)
         if kind is dict:
             return {k: self._to_fake(v) for k, v in arg.items()}
-        if not isinstance(arg, Tensor) or isinstance(arg, FakeTensor):
+        if self._outsiders is None or not isinstance(arg, Tensor) or isinstance(arg, FakeTensor):
             return arg
-        assert self._convert is not None
         with self.quiet():
-            fake = self._convert.from_tensor(arg, static_shapes=True)
-            if self.info_of(fake) is None:
-                self.bring_in(fake, f"captured_{len(self.externals)}")
-                self.externals[-1].real = arg
-        return fake
+            return self._outsiders.stand_in(arg, self)
+
+    def _literal(self, tensor: Tensor) -> Any:
+        """A tensor that Python made from numbers; the program keeps a copy of it."""
+        with disable_current_modes():
+            kept = tensor.detach().clone()
+        with self.quiet():
+            out = aten.lift_fresh.default(tensor)
+            self.bring_in(out, f"constant_{len(self.externals)}", literal=kept)
+        return out
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -290,6 +307,12 @@ class Recorder(TorchDispatchMode):
             return
         if func.namespace in ("c10d", "fsdp") and func not in RULES:
             check_known_collective(func)
+        if func in _SAME_REACH:
+            ref = record.args[0]
+            info = self.infos[ref.storage]
+            if info.resized and (len(ref.geometry.size) > 1 or func is not aten.t_.default):
+                nbytes = (info.nbytes, info.original_nbytes)
+                check_bounds(info.name, ref.geometry, *nbytes, "takes a view of")
         reads_data = not _only_looks(func)
         for ref in iter_refs([record.args, record.kwargs] if record.kwargs else record.args):
             info = self.infos[ref.storage]
@@ -305,6 +328,9 @@ class Recorder(TorchDispatchMode):
         self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         func = record.target
+        reshaped = func is aten.as_strided.default or func is aten.as_strided_.default
+        if reshaped or any(self.infos[ref.storage].resized for ref in iter_refs(record.args)):
+            self._after_look(record, args, out)
         if func is RESIZE_STORAGE:
             self._note_size(_storage_of(args[0]))
         elif is_mutating(func):
@@ -316,6 +342,25 @@ class Recorder(TorchDispatchMode):
         if func in _TO_PYTHON:
             self.scalars.append(Scalar(record, out))
         self.records.append(record)
+
+    def _after_look(self, record: OpRecord, args: tuple[Any, ...], out: Any) -> None:
+        """Views leave a storage's size alone, and most refuse to look past its end."""
+        func = record.target
+        if not _only_looks(func) or func in _MAY_GROW or func in _SAME_REACH:
+            return
+        for tensor in _tensors(args):
+            storage = _storage_of(tensor)
+            self._keep_size(self._by_address[storage._cdata], storage)
+        if func in _LOOKS_ANYWHERE or (func is aten.t.default and out.dim() < 2):
+            return
+        for tensor in _tensors(out):
+            info = self.info_of(tensor)
+            if info is not None:
+                try:
+                    g = geometry_of(tensor)
+                    check_bounds(info.name, g, info.nbytes, info.original_nbytes, "takes a view of")
+                except FunctionalizeError as error:
+                    raise located(error, record) from None
 
     def _note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
         """The storage's new size, if it changed."""
@@ -336,7 +381,11 @@ class Recorder(TorchDispatchMode):
         for at, name in written_arguments(record.target):
             inside = at is not None and at < len(args)
             given = args[at] if inside else kwargs.get(name)  # type: ignore[index]
+            if not keep and isinstance(given, FakeTensor):
+                self._keep_strides(record.args[at] if inside else record.kwargs[name], given)  # type: ignore[index]
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                if keep and isinstance(tensor, Tensor) and self.info_of(tensor) is None:
+                    continue  # `set_()` made a storage: it is an output
                 if isinstance(tensor, Tensor):
                     self.ref(tensor)
                     size = self._note_size(_storage_of(tensor))
@@ -349,6 +398,13 @@ class Recorder(TorchDispatchMode):
             else:
                 new_kwargs[name] = self._map_in(given)
         record.args, record.resized = tuple(new_args), tuple(changed)
+
+    def _keep_strides(self, before: TensorRef, fake: Tensor) -> None:
+        """Eager leaves an `out` of the right size as it is; some meta kernels (`sort`) restride it."""
+        g = before.geometry
+        if fake.shape == g.size and fake.stride() != g.stride:
+            with self.quiet():
+                fake.as_strided_(g.size, g.stride, g.offset)
 
     # -- resizes -------------------------------------------------------------------------------
 
@@ -391,7 +447,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
 @cache
 def _only_looks(func: Any) -> bool:
     """Whether an op touches no data: views, in-place views, sizes."""
-    if is_inplace_view(func) or func in _SHAPE_ONLY:
+    if is_inplace_view(func) or func in SHAPE_ONLY:
         return True
     returns = func._schema.returns
     if is_mutating(func) or not returns:
@@ -399,21 +455,54 @@ def _only_looks(func: Any) -> bool:
     return all(r.alias_info is not None for r in returns)
 
 
-_SHAPE_ONLY = frozenset(
+# In-place views that make the storage fit the tensor.
+_MAY_GROW = frozenset(
     {
-        aten.empty_like.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.rand_like.default,
-        aten.randn_like.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-        aten.new_zeros.default,
-        aten.new_ones.default,
-        aten.new_full.default,
+        aten.resize_.default,
+        aten.resize_as_.default,
+        aten.set_.source_Tensor,
+        aten.set_.source_Tensor_storage_offset,
+        aten.set_.source_Storage,
+        aten.set_.source_Storage_storage_offset,
+        aten.set_.default,
     }
 )
+
+# In-place views that eager refuses on a storage that is too small; fakes would log before they do.
+_SAME_REACH = frozenset(
+    {
+        aten.t_.default,
+        aten.transpose_.default,
+        aten.squeeze_.default,
+        aten.squeeze_.dim,
+        aten.squeeze_.dims,
+        aten.unsqueeze_.default,
+    }
+)
+
+# Views that eager makes of a tensor whose storage is too small for it; it refuses all others.
+_LOOKS_ANYWHERE = frozenset(
+    {
+        aten.view.default,
+        aten.view.dtype,
+        aten.detach.default,
+        aten.detach_.default,
+        aten.alias.default,
+        aten._reshape_alias.default,
+        aten.view_as_real.default,
+        aten.view_as_complex.default,
+        aten._conj.default,
+        aten._neg_view.default,
+    }
+)
+
+
+def _tensors(arg: Any) -> Iterator[Tensor]:
+    if isinstance(arg, Tensor):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for a in arg:
+            yield from _tensors(a)
 
 
 _TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default})
@@ -431,5 +520,12 @@ def _is_metadata(func: Any) -> bool:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Whether an op reaches the mode only because autograd's keys are off (inference mode)."""
-    return func.namespace == "aten" and bool(func._can_decompose())
+    """Whether an op reaches the mode only because autograd's keys are off (inference mode).
+
+    An op with a kernel of its own is not taken apart: `silu_backward` has both, and they round differently.
+    """
+    if func.namespace != "aten" or not func._can_decompose():
+        return False
+    name = func.name()
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not any(has(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))

@@ -1,39 +1,44 @@
-"""The two methods of torch that are replaced while a capture runs, and put back whatever happens.
+"""The methods of torch that are replaced while a capture runs, and put back whatever happens.
 
     torch.UntypedStorage.resize_     does not dispatch: told to the recorder of the current thread
     torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
+    torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
+    torch.UntypedStorage.size        the function has given its storage
 
-The replacements act only in a thread whose dispatch mode stack has a recorder on it; everywhere else they
-are the originals. They are shared by all captures that run at the same time, and the last one removes them.
+The replacements act only in a thread whose dispatch mode stack has a watcher on it (a mode with a method
+`resize_storage`); everywhere else they are the originals. They are shared by all captures that run at the
+same time, and the last one removes them.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from functionalize._compat import current_modes, work_class
 
+Patch = tuple[type, str, Any]
+
 
 class _Patches:
-    def __init__(self) -> None:
+    def __init__(self, patches: Callable[[], Iterator[Patch]]) -> None:
+        self._patches = patches
         self._lock = threading.Lock()
         self._users = 0
         self._saved: list[tuple[type, str, Any, bool]] = []
 
-    def install(self, watcher_type: type) -> None:
+    def install(self) -> None:
         """Replace the methods, once."""
         with self._lock:
             self._users += 1
             if self._users > 1:
                 return
             try:
-                self._replace(torch.UntypedStorage, "resize_", _watched_resize(watcher_type))
-                work = work_class()
-                if work is not None:
-                    self._replace(work, "wait", _unwatched_wait(watcher_type, work.wait))
+                for owner, name, new in self._patches():
+                    self._replace(owner, name, new)
             except BaseException:
                 self._users -= 1
                 self._restore()
@@ -60,21 +65,18 @@ class _Patches:
         self._saved.clear()
 
 
-PATCHES = _Patches()
-
-
-def _watcher(kind: type) -> Any:
+def _watcher() -> Any:
     for mode in reversed(current_modes()):
-        if isinstance(mode, kind):
+        if hasattr(mode, "resize_storage"):
             return mode
     return None
 
 
-def _watched_resize(kind: type) -> Any:
+def _watched_resize() -> Any:
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: Any) -> Any:
-        watcher = _watcher(kind)
+        watcher = _watcher()
         if watcher is None or watcher.suspended:
             return original(self, size)
         return watcher.resize_storage(self, size, original)
@@ -83,9 +85,19 @@ def _watched_resize(kind: type) -> Any:
     return resize_
 
 
-def _unwatched_wait(kind: type, original: Any) -> Any:
+def _watched_size(original: Any) -> Any:
+    def size(self: torch.UntypedStorage) -> int:
+        watcher = _watcher()
+        nbytes = getattr(watcher, "storage_nbytes", lambda storage: None)(self)
+        return original(self) if nbytes is None else nbytes
+
+    size.__doc__ = original.__doc__
+    return size
+
+
+def _unwatched_wait(original: Any) -> Any:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watcher = _watcher(kind)
+        watcher = _watcher()
         if watcher is None:
             return original(self, *args, **kwargs)
         watcher.suspended += 1
@@ -96,3 +108,19 @@ def _unwatched_wait(kind: type, original: Any) -> Any:
 
     wait.__doc__ = original.__doc__
     return wait
+
+
+def _of_captures() -> Iterator[Patch]:
+    yield torch.UntypedStorage, "resize_", _watched_resize()
+    work = work_class()
+    if work is not None:
+        yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)
+
+
+def _of_live_calls() -> Iterator[Patch]:
+    for name in ("nbytes", "size"):
+        yield torch.UntypedStorage, name, _watched_size(getattr(torch.UntypedStorage, name))
+
+
+PATCHES = _Patches(_of_captures)
+SIZE_PATCHES = _Patches(_of_live_calls)

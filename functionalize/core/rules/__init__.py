@@ -7,7 +7,10 @@ input, it mutates what its schema marks as written, else it is pure (see `discha
 from functionalize.core.rules import (  # noqa: F401  (importing registers)
     collectives,
     copies,
+    factories,
+    matmul,
     random,
+    reductions,
     resizes,
     undeclared,
 )

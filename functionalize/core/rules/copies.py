@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functionalize.core.ops import OpRecord, TensorRef
+from functionalize.core.ops import Geometry, OpRecord, TensorRef
 from functionalize.core.rules.registry import rule
 
 if TYPE_CHECKING:
@@ -48,15 +48,24 @@ def fill_with(engine: Functionalizer, target: TensorRef, number: Any) -> None:
     engine.storage(target.storage).check_writable(target.geometry)
     want, device = target.geometry, engine.device_of(target)
     if type(number) is TensorRef:
-        empty = engine.emit.empty(want, device)
-        value = engine.emit.call(aten.fill.Tensor, empty, engine.read(number))
-    elif want.is_contiguous:
-        value = engine.emit.call(
+        how = aten.fill.Tensor if want.is_dense else aten.copy.default  # `fill` leaves no gaps
+        value = engine.emit.call(how, engine.emit.empty(want, device), engine.read(number))
+    else:
+        value = filled(engine, want, device, number)
+    engine.write(target, value)
+
+
+def filled(engine: Functionalizer, want: Geometry, device: torch.device, number: Any) -> Any:
+    """A new value of that size, stride and dtype, every element of it `number`."""
+    if want.is_contiguous:
+        return engine.emit.call(
             aten.full.default, list(want.size), number, dtype=want.dtype, device=device
         )
-    else:
-        value = engine.emit.call(aten.fill.Scalar, engine.emit.empty(want, device), number)
-    engine.write(target, value)
+    empty = engine.emit.empty(want, device)
+    if want.is_dense:
+        return engine.emit.call(aten.fill.Scalar, empty, number)
+    one = engine.emit.call(aten.full.default, [], number, dtype=want.dtype, device=device)
+    return engine.emit.call(aten.copy.default, empty, one)
 
 
 @rule(aten.copy_.default)
@@ -82,6 +91,23 @@ def fill_(engine: Functionalizer, record: OpRecord) -> None:
 def zero_(engine: Functionalizer, record: OpRecord) -> None:
     """`zero_(Tensor(a!) self)`."""
     fill_with(engine, record.args[0], 0)
+
+
+@rule(aten.fill_diagonal_.default)
+def fill_diagonal_(engine: Functionalizer, record: OpRecord) -> None:
+    """`fill_diagonal_(Tensor(a!) self, Scalar fill_value, bool wrap=False)`: of all dimensions at once."""
+    target, number, *wrap = record.args
+    g: Geometry = target.geometry
+    height, width = g.size[:2]
+    step, length = sum(g.stride), min(height, width)
+
+    def fill(length: int, offset: int) -> None:
+        diagonal = g._replace(size=(length,), stride=(step,), offset=offset)
+        fill_with(engine, TensorRef(target.storage, diagonal), number)
+
+    fill(length, g.offset)
+    if wrap and wrap[0] and len(g.size) == 2 and height > width + 1:
+        fill(-(-g.numel // (width + 1)) - length, g.offset + g.stride[0] * (width + 1))
 
 
 @rule(aten._foreach_zero_.default)

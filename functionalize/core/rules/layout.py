@@ -23,17 +23,28 @@ def result_geometries(
     form: FunctionalForm, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
 ) -> list[Any] | None:
     """The geometry of every output of `form.target(*args, **kwargs)`; None when all fit what is written."""
-    if _all_alike(args, kwargs, written):
+    if torch.Tag.pointwise in form.target.tags and _all_alike(args, kwargs, written):
         return None
-    key = _freeze((form.target, args, kwargs))
+    return output_geometries(form.target, args, kwargs)
+
+
+def output_geometry(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Geometry:
+    """The geometry of the one tensor that `target(*args, **kwargs)` makes."""
+    geometry: Geometry = output_geometries(target, args, kwargs)[0]
+    return geometry
+
+
+def output_geometries(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The geometry of every output of `target(*args, **kwargs)`."""
+    key = _freeze((target, args, kwargs))
     try:
-        return _by_meta_kernel(_Key(key, form.target, args, kwargs))
+        return _by_meta_kernel(_Key(key, target, args, kwargs))
     except TypeError:  # an unhashable constant
-        return _run(form.target, args, kwargs)
+        return _run(target, args, kwargs)
 
 
 def _all_alike(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> bool:
-    """Every argument has the layout of the one dense tensor written: element-wise ops keep it."""
+    """Whether every argument has the layout of the one dense tensor written; element-wise ops keep it."""
     first = written[0] if type(written[0]) is TensorRef else None
     if first is None or len(written) != 1 or not first.geometry.is_dense:
         return False
@@ -78,23 +89,32 @@ def _by_meta_kernel(key: _Key) -> list[Any]:
     return _run(key.target, key.args, key.kwargs)
 
 
+# Their meta kernels do not know the strides that LAPACK and the FFT libraries leave.
+_UNTRUSTED = ("_fft", "fft_", "_linalg", "linalg_", "_cholesky", "cholesky", "geqrf", "lu_", "orgqr", "ormqr")
+_UNTRUSTED += ("_lu_", "triangular_solve")
+
+
 def _run(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     def meta(ref: TensorRef) -> torch.Tensor:
         g = ref.geometry
         return torch.empty_strided(g.size, g.stride, dtype=g.dtype, device="meta")
 
+    returns = len(target._schema.returns)
     kwargs = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items()}
     try:
         with torch.no_grad():
             out = target(*map_refs(meta, args), **map_refs(meta, kwargs))
     except Exception:  # no meta kernel, or one that needs data: assume nothing about the layout
-        return [UNKNOWN] * len(target._schema.returns)
-    return [_geometries(o) for o in out] if isinstance(out, (list, tuple)) else [_geometries(out)]
+        return [UNKNOWN] * returns
+    trusted = not target._schema.name.removeprefix("aten::").startswith(_UNTRUSTED)
+    found = _geometries(out, trusted)
+    return found if returns > 1 else [found]  # one output is a tensor, or one list of them
 
 
-def _geometries(out: Any) -> Any:
+def _geometries(out: Any, trusted: bool) -> Any:
     if isinstance(out, torch.Tensor):
-        return Geometry(out.shape, out.stride(), 0, out.dtype)
+        stride = out.stride() if trusted else (-1,) * out.dim()
+        return Geometry(out.shape, stride, 0, out.dtype)
     if isinstance(out, (list, tuple)):
-        return [_geometries(o) for o in out]
+        return [_geometries(o, trusted) for o in out]
     return None

@@ -26,6 +26,8 @@ class FunctionalForm:
     written: (position or None, name) of every argument the op writes, in schema order.
     dropped: whether the written arguments are not passed on (`out=`).
     results: index in the counterpart's returns of each written argument's new contents.
+    order: where each positional argument of the counterpart stands in the op, if elsewhere (`polygamma_`).
+    defaults: (position, value) of arguments that only the op has a default for (`bernoulli_`).
     fills_dtype / fills_device: the counterpart must be told what `out` decided.
     """
 
@@ -35,8 +37,17 @@ class FunctionalForm:
     returned: tuple[int | None, ...]
     results: tuple[int, ...]
     single: bool
+    order: tuple[int, ...]
+    defaults: tuple[tuple[int, Any], ...]
     fills_dtype: bool
     fills_device: bool
+
+    def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Positional arguments of the op, as its counterpart takes them."""
+        for at, value in self.defaults:
+            if len(args) == at:
+                args = (*args, value)
+        return tuple(args[i] for i in self.order) if self.order else args
 
 
 def is_mutating(target: Any) -> bool:
@@ -57,6 +68,12 @@ def _written(target: Any) -> tuple[tuple[int | None, str], ...]:
 def written_arguments(target: Any) -> tuple[tuple[int | None, str], ...]:
     """(position or None, name) of every argument that the schema of `target` marks as written."""
     return _written(target)
+
+
+def expands(have: tuple[int, ...], want: tuple[int, ...]) -> bool:
+    """Whether a tensor of size `have` broadcasts to `want`."""
+    pairs = zip(reversed(have), reversed(want), strict=False)
+    return len(have) <= len(want) and all(h in (1, w) for h, w in pairs)
 
 
 def _signature(arguments: Any) -> list[tuple[str, str, bool]]:
@@ -96,7 +113,7 @@ def functional_form(target: Any) -> FunctionalForm:
     keyword_out = all(position is None for position, _ in written)
     for candidate in _overloads(target):
         theirs = _signature(candidate._schema.arguments)
-        if not keyword_out and theirs == whole:
+        if not keyword_out and sorted(theirs) == sorted(whole):
             return _form(target, candidate, written, dropped=False, extra=())
         extra = _only_factory_arguments(theirs, kept)
         if extra is not None:
@@ -134,7 +151,8 @@ def _form(
     first = 0 if dropped else len(theirs) - len(written)
     if first < 0 or (not dropped and len(plain) != first):
         first = 0
-    has_dtype = any(a.name == "dtype" for a in candidate._schema.arguments)
+    ours = [a for a in target._schema.arguments if not (dropped and _is_write(a))]
+    has_dtype = any(a.name == "dtype" and a.kwarg_only for a in candidate._schema.arguments)
     returned: list[int | None] = [
         plain.index(i) if i in plain and first else None for i in range(len(returns))
     ]
@@ -145,6 +163,23 @@ def _form(
         returned=tuple(returned),
         results=tuple(range(first, first + len(written))),
         single=len(theirs) == 1,
+        order=_order(ours, candidate._schema.arguments),
+        defaults=_defaults(ours, candidate._schema.arguments),
         fills_dtype=dropped and has_dtype,
         fills_device="device" in extra,
+    )
+
+
+def _order(ours: list[Any], theirs: list[Any]) -> tuple[int, ...]:
+    names = [a.name for a in ours if not a.kwarg_only]
+    order = tuple(names.index(a.name) for a in theirs if a.name in names)
+    return () if order == tuple(range(len(names))) else order
+
+
+def _defaults(ours: list[Any], theirs: list[Any]) -> tuple[tuple[int, Any], ...]:
+    needed = {a.name for a in theirs if not a.has_default_value()}
+    return tuple(
+        (at, a.default_value)
+        for at, a in enumerate(ours)
+        if a.name in needed and a.has_default_value() and not a.kwarg_only
     )

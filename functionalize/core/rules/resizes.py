@@ -7,14 +7,15 @@ tensor to another storage or geometry, which the next record simply shows, since
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import inductor_prims  # noqa: F401  (registers the op)
 
-from functionalize.core.ops import OpRecord
+from functionalize.core.ops import OpRecord, TensorRef
 from functionalize.core.rules.mutations import is_mutating
 from functionalize.core.rules.registry import rule
+from functionalize.errors import ForeignStorageError
 
 if TYPE_CHECKING:
     from functionalize.core.discharge import Functionalizer
@@ -46,5 +47,15 @@ def _inplace_views() -> list[object]:
 
 
 @rule(*_inplace_views())
-def inplace_view(engine: Functionalizer, record: OpRecord) -> None:
+def inplace_view(engine: Functionalizer, record: OpRecord) -> Any:
     """The tensor's next record carries its new storage and geometry; storage growth is in `resized`."""
+    out = record.outputs
+    if type(out) is not TensorRef or out.storage in engine.storages:
+        return None
+    nbytes, device = record.meta["born"][out.storage]
+    if nbytes:
+        raise ForeignStorageError(
+            f"moves a tensor to a storage of {nbytes} bytes that belongs to no tensor the program was "
+            "given or has used: pass its tensor as an argument"
+        )
+    return engine.emit.empty(out.geometry, device)  # `set_()`

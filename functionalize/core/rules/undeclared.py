@@ -1,4 +1,4 @@
-"""Ops whose schema hides what they write: batch norm's running statistics.
+"""Ops whose schema is not the truth about what they write: batch norm's running statistics, streams.
 
 aten.native_batch_norm(x, w, b, mean, var, True, m, eps)
   ->  out, save_mean, save_invstd, mean', var' = aten._native_batch_norm_legit_functional(...)
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from functionalize.core.ops import OpRecord
+from functionalize.core.rules.layout import UNKNOWN, output_geometries
 from functionalize.core.rules.registry import rule
+from functionalize.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
     from functionalize.core.discharge import Functionalizer
@@ -25,10 +27,50 @@ def native_batch_norm(engine: Functionalizer, record: OpRecord) -> Any:
     x, weight, bias, mean, var, training, momentum, eps = record.args
     if not training or mean is None or var is None:
         return engine.pure(record)
+    target = aten._native_batch_norm_legit_functional.default
+    have = output_geometries(target, record.args, {})
     values = [None if t is None else engine.read(t) for t in (x, weight, bias, mean, var)]
-    out = engine.emit.call(
-        aten._native_batch_norm_legit_functional.default, *values, training, momentum, eps
-    )
-    engine.write(mean, engine.part(out, 3))
-    engine.write(var, engine.part(out, 4))
+    out = engine.emit.call(target, *values, training, momentum, eps)
+    for i, ref in ((3, mean), (4, var)):
+        engine.write(ref, engine.fit(engine.part(out, i), have[i], ref))
     return [engine.part(out, i) for i in range(3)]
+
+
+@rule(aten.native_batch_norm.out, aten._native_batch_norm_legit.out)
+def native_batch_norm_out(engine: Functionalizer, record: OpRecord) -> Any:
+    """The same into `out`, `save_mean` and `save_invstd`."""
+    x, weight, bias, mean, var, training, momentum, eps = record.args
+    outs = [record.kwargs[name] for name in ("out", "save_mean", "save_invstd")]
+    for ref in outs:
+        engine.storage(ref.storage).check_writable(ref.geometry)
+    if not training or mean is None or var is None:
+        target, stats = aten.native_batch_norm.default, []
+    else:
+        target, stats = aten._native_batch_norm_legit_functional.default, [mean, var]
+    have = output_geometries(target, record.args, {})
+    if not training:  # the others are then empty on some devices
+        have = [have[0], UNKNOWN, UNKNOWN]
+    values = [None if t is None else engine.read(t) for t in (x, weight, bias, mean, var)]
+    result = engine.emit.call(target, *values, training, momentum, eps)
+    for i, ref in enumerate([*outs, *stats]):
+        if ref.geometry.numel or have[i] is not UNKNOWN:
+            engine.write(ref, engine.fit(engine.part(result, i), have[i], ref))
+    return [None, None, None]
+
+
+@rule(aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
+def vendor_batch_norm(engine: Functionalizer, record: OpRecord) -> Any:
+    """`(input, weight, bias, running_mean, running_var, training, factor, epsilon)`; no functional form."""
+    mean, var, training = record.args[3:6]
+    if training and (mean is not None or var is not None):
+        raise UnsupportedOpError(
+            "updates `running_mean` and `running_var` although its schema does not say so, and has no "
+            "functional form: turn the vendor's kernel off (torch.backends.cudnn.flags(enabled=False)), "
+            "or use BatchNorm with track_running_stats=False"
+        )
+    return engine.pure(record)
+
+
+@rule(aten.record_stream.default)
+def record_stream(engine: Functionalizer, record: OpRecord) -> None:
+    """`record_stream(Tensor(a!) self, Stream s)` tells the allocator; it writes nothing."""

@@ -34,10 +34,10 @@ class Reshape:
     args: tuple[Any, ...]
     parent: Geometry
 
-    def forward(self, emit: Emitter, parent: Value, shift: int) -> Value:
+    def forward(self, emit: Emitter, parent: Value) -> Value:
         return emit.call(self.target, parent, *self.args)
 
-    def inverse(self, emit: Emitter, child: Value, parent: Old, shift: int) -> Value:
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
         return emit.call(aten.view.default, child, list(self.parent.size))
 
 
@@ -50,10 +50,10 @@ class Bijection:
     back: Any
     back_args: tuple[Any, ...]
 
-    def forward(self, emit: Emitter, parent: Value, shift: int) -> Value:
+    def forward(self, emit: Emitter, parent: Value) -> Value:
         return emit.call(self.target, parent, *self.args)
 
-    def inverse(self, emit: Emitter, child: Value, parent: Old, shift: int) -> Value:
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
         return emit.call(self.back, child, *self.back_args)
 
 
@@ -71,11 +71,11 @@ class Part:
     scatter_args: tuple[Any, ...]
     covers: bool
 
-    def forward(self, emit: Emitter, parent: Value, shift: int) -> Value:
+    def forward(self, emit: Emitter, parent: Value) -> Value:
         out = emit.call(self.target, parent, *self.args)
         return out if self.index is None else emit.call(operator.getitem, out, self.index)
 
-    def inverse(self, emit: Emitter, child: Value, parent: Old, shift: int) -> Value:
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
         if self.covers:
             return child
         return emit.call(self.scatter, parent(), child, *self.scatter_args)
@@ -83,29 +83,82 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """Straight from the root by memory position, whatever ops led there."""
+    """From a dense geometry to any other of the same dtype inside it, whatever ops led there.
+
+    Note [Positions are relative]
+    Where a value lies in its own memory is not known: `slice_scatter` keeps the storage offset of what it was
+    given. So positions count from the value's first element, and `as_strided` is given no offset.
+    """
 
     parent: Geometry
     child: Geometry
 
-    def forward(self, emit: Emitter, parent: Value, shift: int) -> Value:
-        c = self.child
-        return emit.call(
-            aten.as_strided.default, parent, list(c.size), list(c.stride), c.offset + shift
-        )
-
-    def inverse(self, emit: Emitter, child: Value, parent: Old, shift: int) -> Value:
+    @property
+    def _window(self) -> tuple[int, int]:
+        """The elements of the flattened parent that the child reaches over."""
         p, c = self.parent, self.child
-        if c.numel == p.numel and c.is_dense and p.is_dense and c.start == p.start:
-            return emit.call(aten.as_strided.default, child, list(p.size), list(p.stride), 0)
-        return emit.call(
-            aten.as_strided_scatter.default,
-            parent(),
-            child,
-            list(c.size),
-            list(c.stride),
-            c.offset + shift,
-        )
+        return c.offset - p.offset, c.end // c.dtype.itemsize - p.offset
+
+    @property
+    def _same_elements(self) -> bool:
+        return self.child.is_dense and self.child.numel == self.parent.numel
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        p, c = self.parent, self.child
+        if self._same_elements:
+            return _laid(emit, parent, p, c)
+        start, end = self._window
+        part = _sliced(emit, _flat(emit, parent, p), p.numel, start, end)
+        return _laid(emit, part, contiguous_geometry((end - start,), c.dtype, c.offset), c)
+
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+        p, c = self.parent, self.child
+        if self._same_elements:
+            return _laid(emit, child, c, p)
+        flat, (start, end) = _flat(emit, parent(), p), self._window
+        if c.is_dense:
+            part = _flat(emit, child, c)
+        else:
+            part = _sliced(emit, flat, p.numel, start, end)
+            to = (list(c.size), list(c.stride))
+            part = emit.call(aten.as_strided_scatter.default, part, child, *to)
+        if end - start != p.numel:
+            part = emit.call(aten.slice_scatter.default, flat, part, 0, start, end)
+        return _laid(emit, part, contiguous_geometry((p.numel,), p.dtype, p.offset), p)
+
+
+def _laid(emit: Emitter, value: Value, have: Geometry, want: Geometry) -> Value:
+    """The memory of `value` in another size and stride; without `as_strided` where it is a permutation."""
+    if have.size == want.size and have.stride == want.stride:
+        return value
+    before, after = _by_stride(have), _by_stride(want)
+    sizes = [want.size[d] for d in after]
+    dense = have.is_dense and want.is_dense and have.numel == want.numel
+    if not dense or (before == after and list(have.size) == sizes):  # unusual strides in size 1
+        return emit.call(aten.as_strided.default, value, list(want.size), list(want.stride))
+    if before != sorted(before):
+        value = emit.call(aten.permute.default, value, before)
+    if sizes != [have.size[d] for d in before]:
+        value = emit.call(aten.view.default, value, sizes)
+    if after != sorted(after):
+        value = emit.call(aten.permute.default, value, [after.index(d) for d in range(len(after))])
+    return value
+
+
+def _by_stride(geometry: Geometry) -> list[int]:
+    """The dimensions from the outermost in memory to the innermost; those of size 1 stay in place."""
+    if geometry.is_contiguous:
+        return list(range(len(geometry.size)))
+    return sorted(range(len(geometry.size)), key=lambda d: -geometry.stride[d])
+
+
+def _flat(emit: Emitter, value: Value, have: Geometry) -> Value:
+    """A dense value in the order of its memory."""
+    return _laid(emit, value, have, contiguous_geometry((have.numel,), have.dtype, have.offset))
+
+
+def _sliced(emit: Emitter, flat: Value, numel: int, start: int, end: int) -> Value:
+    return flat if end - start == numel else emit.call(aten.slice.Tensor, flat, 0, start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,75 +167,70 @@ class Chain:
 
     steps: tuple[Step, ...]
 
-    def forward(self, emit: Emitter, parent: Value, shift: int) -> Value:
-        for i, step in enumerate(self.steps):
-            parent = step.forward(emit, parent, shift if i == 0 else 0)
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        for step in self.steps:
+            parent = step.forward(emit, parent)
         return parent
 
-    def inverse(self, emit: Emitter, child: Value, parent: Old, shift: int) -> Value:
-        return self._back(emit, child, parent, shift, len(self.steps) - 1)
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+        return self._back(emit, child, parent, len(self.steps) - 1)
 
-    def _back(self, emit: Emitter, child: Value, parent: Old, shift: int, at: int) -> Value:
+    def _back(self, emit: Emitter, child: Value, parent: Old, at: int) -> Value:
         if at < 0:
             return child
 
         def middle() -> Value:
             value = parent()
-            for i, step in enumerate(self.steps[:at]):
-                value = step.forward(emit, value, shift if i == 0 else 0)
+            for step in self.steps[:at]:
+                value = step.forward(emit, value)
             return value
 
-        value = self.steps[at].inverse(emit, child, middle, shift if at == 0 else 0)
-        return self._back(emit, value, parent, shift, at - 1)
+        value = self.steps[at].inverse(emit, child, middle)
+        return self._back(emit, value, parent, at - 1)
+
+
+# Back by the op that computes: a base must have no lazy bit of its own, which many ops refuse.
+_CONJUGATED = Bijection(aten._conj.default, (), aten._conj_physical.default, ())
+_NEGATED = Bijection(aten._neg_view.default, (), aten.neg.default, ())
 
 
 def straight(parent: Geometry, child: Geometry) -> Step:
     """The step from a root to a geometry that no op was seen to make."""
     steps: list[Step] = []
     if child.neg:
-        steps.append(Bijection(aten._neg_view.default, (), aten._neg_view.default, ()))
+        steps.append(_NEGATED)
     if child.conj:
-        steps.append(Bijection(aten._conj.default, (), aten._conj.default, ()))
+        steps.append(_CONJUGATED)
     child = child._replace(conj=False, neg=False)
     if parent.neg or parent.conj:
-        undo = aten._conj.default if parent.conj else aten._neg_view.default
+        undo = _CONJUGATED if parent.conj else _NEGATED
         return Chain(
             (
-                Bijection(undo, (), undo, ()),
+                undo,
                 straight(parent._replace(conj=False, neg=False), child),
                 *reversed(steps),
             )
         )
-    if parent.dtype == child.dtype:
-        return _chained([_same_dtype(parent, child), *reversed(steps)])
-    flat = contiguous_geometry(
-        ((parent.end - parent.start) // parent.dtype.itemsize,), parent.dtype, parent.offset
-    )
-    cast_start = parent.start // child.dtype.itemsize
-    cast = contiguous_geometry((parent.nbytes // child.dtype.itemsize,), child.dtype, cast_start)
-    first: list[Step] = [] if flat == parent else [_same_dtype(parent, flat)]
-    first += _between_dtypes(flat.dtype, cast.dtype)
-    if cast != child:
-        relative = child._replace(offset=child.offset - cast.offset)
-        first.append(_same_dtype(cast._replace(offset=0), relative))
-    return _chained([*first, *reversed(steps)])
-
-
-def _between_dtypes(old: torch.dtype, new: torch.dtype) -> list[Step]:
-    if old == new:
-        return []
-    return [Bijection(aten.view.dtype, (new,), aten.view.dtype, (old,))]
-
-
-def _same_dtype(parent: Geometry, child: Geometry) -> Step:
-    if parent.numel == child.numel and parent.start == child.start:
-        if parent.is_contiguous and child.is_contiguous:
-            return Reshape(aten.view.default, (list(child.size),), parent)
-    return Strided(parent, child)
-
-
-def _chained(steps: list[Step]) -> Step:
+    steps = [*_between_dtypes(parent, child), *reversed(steps)]
     return steps[0] if len(steps) == 1 else Chain(tuple(steps))
+
+
+def _between_dtypes(parent: Geometry, child: Geometry) -> list[Step]:
+    """Through the smallest run of whole elements of both dtypes that holds the child."""
+    old, new = parent.dtype, child.dtype
+    if old == new:
+        return [Strided(parent, child)]
+    cast = Bijection(aten.view.dtype, (new,), aten.view.dtype, (old,))
+    if old.itemsize == new.itemsize:
+        same = parent._replace(dtype=new)
+        return [cast] if same == child else [cast, Strided(same, child)]
+    unit = max(old.itemsize, new.itemsize)
+    start, end = child.start // unit * unit, -(-child.end // unit) * unit
+    before = contiguous_geometry(((end - start) // old.itemsize,), old, start // old.itemsize)
+    after = contiguous_geometry(((end - start) // new.itemsize,), new, start // new.itemsize)
+    first: list[Step] = [] if before == parent else [Strided(parent, before)]
+    last: list[Step] = [] if after == child else [Strided(after, child)]
+    return [*first, cast, *last]
 
 
 # -- from ops ------------------------------------------------------------------------------------
@@ -274,8 +322,8 @@ _STEPS: dict[Any, Callable[..., Step]] = {
     aten.permute.default: _permute,
     aten.transpose.int: _own_inverse,
     aten.t.default: _own_inverse,
-    aten._conj.default: _own_inverse,
-    aten._neg_view.default: _own_inverse,
+    aten._conj.default: lambda t, a, p, c, i: _CONJUGATED,
+    aten._neg_view.default: lambda t, a, p, c, i: _NEGATED,
     aten.view.dtype: _view_dtype,
     aten.view_as_real.default: _view_as_real,
     aten.view_as_complex.default: _view_as_complex,
@@ -284,5 +332,7 @@ _STEPS: dict[Any, Callable[..., Step]] = {
     aten.diagonal.default: _part(aten.diagonal_scatter.default),
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
+    aten.unsafe_split.Tensor: _split,
+    aten.unsafe_split_with_sizes.default: _split,
     aten.unbind.int: _unbind,
 }

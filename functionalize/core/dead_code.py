@@ -1,0 +1,28 @@
+"""Which nodes of a pure graph may go: those whose value nobody uses and that do nothing else.
+
+Invariant: a random op stays, so that replay consumes the generator as eager does; a collective
+stays, so that every rank issues the same ones.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from functionalize.core.generators import is_random
+
+
+def drop_dead_code(graph: fx.Graph) -> int:
+    """Erase nodes that nobody uses, in one backward sweep; random ops and collectives stay."""
+    erased = 0
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and not is_impure(node):
+            graph.erase_node(node)
+            erased += 1
+    return erased
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Whether a node does more than make its value: draws random numbers, talks to other ranks."""
+    if is_random(node):
+        return True
+    return getattr(node.target, "namespace", "") == "_c10d_functional"

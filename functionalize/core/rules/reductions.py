@@ -1,0 +1,74 @@
+"""Reductions whose `out=` decides in which type they compute, and that have no `dtype=` to say so.
+
+    torch.std(a, out=o)        ->  o' = aten.std.correction(aten._to_copy(a, dtype=o.dtype))
+    torch.logsumexp(a, out=o)  ->  exp in a's type, sum and log in o's
+
+Where the types are equal, the plain functional form is taken.
+Refusal: `std` and `var` of all elements, which have a kernel of their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from functionalize.core.ops import OpRecord, TensorRef
+from functionalize.core.rules.layout import output_geometry
+from functionalize.core.rules.mutations import functional_form
+from functionalize.core.rules.registry import rule
+from functionalize.errors import UnsupportedOpError
+
+if TYPE_CHECKING:
+    from functionalize.core.discharge import Functionalizer
+
+aten = torch.ops.aten
+
+
+@rule(aten.std.out, aten.std.correction_out, aten.var.out, aten.var.correction_out)
+def spread_out(engine: Functionalizer, record: OpRecord) -> Any:
+    """`var.correction_out(Tensor self, int[1]? dim=None, *, correction=None, keepdim=False, out)`."""
+    source, out = record.args[0], record.kwargs["out"]
+    want = out.geometry.dtype
+    if source.geometry.dtype == want:
+        return engine.mutated(record)
+    engine.storage(out.storage).check_writable(out.geometry)
+    if not (len(record.args) > 1 and record.args[1]):
+        raise UnsupportedOpError(
+            f"reduces {source.geometry.dtype} to one number in an `out` of {want}, which eager computes in "
+            "float64: reduce without out=, then copy_()"
+        )
+    target = functional_form(record.target).target
+    kwargs = {k: v for k, v in record.kwargs.items() if k != "out"}
+    cast = source._replace(geometry=source.geometry._replace(dtype=want))
+    have = output_geometry(target, (cast, *record.args[1:]), kwargs)
+    value = engine.emit.call(aten._to_copy.default, engine.read(source), dtype=want)
+    value = engine.emit.call(target, value, *record.args[1:], **kwargs)
+    engine.write(out, engine.fit(value, have, out))
+    return None
+
+
+@rule(aten.logsumexp.out)
+def logsumexp_out(engine: Functionalizer, record: OpRecord) -> Any:
+    """`logsumexp.out(Tensor self, int[1] dim, bool keepdim=False, *, out)`, as ATen's kernel goes."""
+    (source, dims), keep, out = record.args[:2], record.args[2:] == (True,), record.kwargs["out"]
+    inside, want = source.geometry.dtype, out.geometry.dtype
+    if not inside.is_floating_point and not inside.is_complex:
+        inside = torch.get_default_dtype()
+    if inside == want or inside.is_complex or not source.geometry.numel:
+        return engine.mutated(record)
+    engine.storage(out.storage).check_writable(out.geometry)
+    call, value = engine.emit.call, engine.read(source)
+    if source.geometry.dtype != inside:
+        value = call(aten._to_copy.default, value, dtype=inside)
+    top = call(aten.amax.default, value, dims, True)
+    infinite = call(aten.eq.Scalar, call(aten.abs.default, top), float("inf"))
+    top = call(aten.masked_fill.Scalar, top, infinite, 0)
+    power = call(aten.exp.default, call(aten.sub.Tensor, value, top))
+    total = call(aten.sum.dim_IntList, power, dims, keep, dtype=want)
+    top = top if keep else call(aten.squeeze.dims, top, dims)
+    value = call(aten.add.Tensor, call(aten.log.default, total), top)
+    if torch.promote_types(inside, want) != want:
+        value = call(aten._to_copy.default, value, dtype=want)
+    engine.write(out, engine.laid_out(value, out))
+    return None
