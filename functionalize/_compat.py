@@ -57,6 +57,7 @@ __all__ = [
     "inductor",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
+    "last_traced",
     "load_fsdp_ops",
     "no_dispatch",
     "proxy_mode",
@@ -119,6 +120,12 @@ def proxy_mode() -> object | None:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode()
+
+
+def last_traced() -> torch.fx.Node:
+    """The node that the tracer of this thread made last."""
+    graph: torch.fx.Graph = proxy_mode().tracer.graph  # type: ignore[attr-defined]
+    return next(iter(reversed(graph.nodes)))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from functionalize._compat import FakeTensor, aot_autograd, inductor, register_backend
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import UncapturableError
-from functionalize.frontend.owing import EntrySizes
+from functionalize.frontend.owing import UNCOUNTED, EntrySizes
 from functionalize.frontend.substitute import Substitution
 from functionalize.transforms import _leaf_names
 
@@ -101,10 +101,12 @@ def aot_function(
     from functorch.compile import aot_function as stock_aot_function  # type: ignore[import-untyped]
 
     kw.setdefault("keep_inference_input_mutations", True)
+    if kw.get("inference_compiler") is not None:
+        kw["inference_compiler"] = _keeping_versions(kw["inference_compiler"])
     return stock_aot_function(
         functionalize_storage(fn),
-        fw_compiler,
-        bw_compiler,
+        _keeping_versions(fw_compiler),
+        bw_compiler or fw_compiler,
         partition_fn=_partition(partition_fn),
         **kw,
     )
@@ -129,6 +131,36 @@ def _partition(given: Callable[..., Any] | None) -> Callable[..., Any]:
     return partition
 
 
+def _keeping_versions(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiler`, whose forward leaves alone the version counters that the function left alone.
+
+    FSDP fills a parameter again between forward and backward, unseen by autograd; a `copy_` in a graph
+    would be seen.
+    """
+
+    @functools.wraps(compiler)
+    def compile(gm: fx.GraphModule, inputs: Any) -> Any:
+        compiled = compiler(gm, inputs)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        places = [
+            i for i, n in enumerate(placeholders) if any(u.meta.get(UNCOUNTED) for u in n.users)
+        ]
+        if not places:
+            return compiled
+        boxed = getattr(compiled, "_boxed_call", False)
+
+        def run(*args: Any) -> Any:
+            given = args[0] if boxed else args
+            kept = tuple(given[i] for i in places)
+            with torch.autograd._unsafe_preserve_version_counter(kept):
+                return compiled(*args)
+
+        run._boxed_call = boxed  # type: ignore[attr-defined]
+        return run
+
+    return compile
+
+
 # -- torch.compile ---------------------------------------------------------------------------------
 
 
@@ -141,7 +173,10 @@ def functionalize_backend(
     def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
         return make_boxed_func(module.forward)
 
-    return compile_with(gm, example_inputs, fw_compiler=as_it_is, **options)
+    fw_compiler = _keeping_versions(as_it_is)
+    return compile_with(
+        gm, example_inputs, fw_compiler=fw_compiler, bw_compiler=as_it_is, **options
+    )
 
 
 def functionalize_inductor_backend(

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functionalize._compat import FunctionalTensor, below_functionalization, no_dispatch, proxy_mode
+from functionalize._compat import (
+    FunctionalTensor,
+    below_functionalization,
+    last_traced,
+    no_dispatch,
+    proxy_mode,
+)
 from functionalize.core.epilogue import Copy, Resize, owed, window
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.rules.resizes import RESIZE_STORAGE
@@ -25,6 +31,8 @@ from functionalize.core.storage import Emitter, Extent, FunctionalStorage
 from functionalize.errors import UnsupportedOpError
 
 aten = torch.ops.aten
+# In the meta of a `copy_` of the epilogue: whether it must leave the version counter of its target alone.
+UNCOUNTED = "functionalize_uncounted"
 
 
 def is_functional(tensor: Tensor) -> bool:
@@ -97,12 +105,20 @@ class Debtor:
         self.device, self.is_input = device, is_input
         self.tensors: list[Tensor] = []
         self.insides: list[Tensor | None] = []
+        self._versions: list[int] = []
 
     def add(self, tensor: Tensor) -> None:
         """One more tensor on this storage."""
         if not any(tensor is t for t in self.tensors):
             self.tensors.append(tensor)
             self.insides.append(inner(tensor) if is_functional(tensor) else None)
+            self._versions.append(0 if tensor.is_inference() else tensor._version)
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether the function left the version counters alone, as FSDP does when it fills a parameter."""
+        now = (0 if t.is_inference() else t._version for t in self.tensors)
+        return all(a == b for a, b in zip(now, self._versions, strict=True))
 
     @property
     def mixed(self) -> bool:
@@ -219,6 +235,7 @@ def _pay_inside(debtor: Debtor, storage: FunctionalStorage, emit: Emitter) -> No
                 RESIZE_STORAGE(home, action.nbytes)
         for to, value in copies:
             aten.copy_.default(to, value)
+            last_traced().meta[UNCOUNTED] = debtor.uncounted
 
 
 def _undo(tensor: Tensor, inside: Tensor | None) -> None:

@@ -1,0 +1,46 @@
+"""FX graphs as text for snapshots, and compilers that keep the graphs AOTAutograd gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+from torch import fx
+
+from functionalize.core.printer import node_text
+
+
+def graph_text(name: str, graph: fx.Graph) -> str:
+    """`name(its inputs):` and a line per node."""
+    inputs = ", ".join(n.name for n in graph.find_nodes(op="placeholder"))
+    lines = [node_text(n) for n in graph.nodes if n.op != "placeholder"]
+    return "\n    ".join([f"{name}({inputs}):", *lines])
+
+
+class Kept:
+    """Pass-through compilers; `forward` and `backward` are the graphs that they were given."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[str, fx.Graph] = {}
+
+    def compiler(self, name: str) -> Callable[..., Any]:
+        """A compiler that keeps its graph under `name` and runs it as it is."""
+
+        def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+            self.graphs[name] = gm.graph
+            return make_boxed_func(gm.forward)
+
+        return keep
+
+    def options(self) -> dict[str, Any]:
+        """What `aot_function` is given."""
+        return {"fw_compiler": self.compiler("forward"), "bw_compiler": self.compiler("backward")}
+
+    def __str__(self) -> str:
+        return "\n".join(graph_text(name, graph) for name, graph in self.graphs.items())
+
+    def saved(self, outputs: int) -> list[fx.Node]:
+        """What the forward graph returns for the backward, after its own `outputs`."""
+        (end,) = self.graphs["forward"].find_nodes(op="output")
+        return list(end.args[0][outputs:])
