@@ -30,8 +30,13 @@ from functionalize.core.program import (
     Source,
     TensorGuard,
 )
-from functionalize.core.where import line_of
-from functionalize.errors import EagerError, FunctionalizeError, UncapturableError
+from functionalize.core.where import line_of, line_of_traceback
+from functionalize.errors import (
+    EagerError,
+    FunctionalizeError,
+    ResizeError,
+    UncapturableError,
+)
 from functionalize.frontend.build import Builder, GivenInput
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.outsiders import Outsiders, fake_of, is_fake, names_of_outsiders
@@ -72,8 +77,8 @@ class _Trace:
         self.fakes = [fake_of(self.mode, x) if isinstance(x, Tensor) else x for x in self.leaves]
         self.outsiders = Outsiders(self.mode, names_of_outsiders(fn))
         self.recorder = Recorder(outsiders=self.outsiders)
-        self.given = _given_inputs(self.recorder, fn, self.fakes, self.in_spec)
-        self.grads = [g.ref.storage for g in self.given if _is_grad(g.source)]
+        self.names = _leaf_names(fn, self.fakes, self.in_spec)
+        self.given = _given_inputs(self.recorder, self.fakes, self.names)
 
     def run(self) -> Any:
         """What the function returns, given fakes."""
@@ -83,8 +88,7 @@ class _Trace:
             out = _run(self.recorder, self.mode, lambda: self.fn(*args, **kwargs))
         finally:
             changed = self.outsiders.restore()
-        names = iter(_leaf_names(self.fn, self.fakes, self.in_spec))
-        for name, fake, grad in zip(names, self.fakes, before, strict=True):
+        for name, fake, grad in zip(self.names, self.fakes, before, strict=True):
             changed = name if _grad(fake) is not grad else changed
         if changed is not None:
             raise UncapturableError(
@@ -110,15 +114,13 @@ class _Trace:
                     if moved is not None:
                         epilogue.append(moved)
         return builder.program(
-            outputs, epilogue, _guards(builder, self.leaves), self.in_spec, out_spec, boxed
+            outputs, epilogue, self._guards(builder), self.in_spec, out_spec, boxed
         )
 
     def _add_inputs(self, builder: Builder) -> None:
         """Arguments, gradients of arguments that were used, what the function found by itself, constants."""
         used = {ref.storage for r in self.recorder.records for ref in iter_refs([r.args, r.kwargs])}
-        self.given = [
-            g for g in self.given if not _is_grad(g.source) or g.ref.storage in used
-        ]
+        self.given = [g for g in self.given if not _is_grad(g.source) or g.ref.storage in used]
         for each in self.outsiders.found.values():
             if each.ref is not None:
                 self.given.append(GivenInput(each.name, each.ref, Captured(each.real)))
@@ -132,6 +134,18 @@ class _Trace:
                     "argument"
                 )
         builder.add_inputs(self.given)
+
+    def _guards(self, builder: Builder) -> list[Guard]:
+        guards: list[Guard] = [
+            ConstantGuard(i, leaf, self.names[i])
+            for i, leaf in enumerate(self.leaves)
+            if not isinstance(leaf, Tensor)
+        ]
+        guards += [TensorGuard(i, spec) for i, spec in enumerate(builder.inputs)]
+        if builder.inputs:
+            names = tuple(spec.name for spec in builder.inputs)
+            guards.append(AliasGuard(tuple(builder.storage_of_input), names))
+        return guards
 
 
 def _grad(value: Any) -> Tensor | None:
@@ -151,7 +165,7 @@ def _inner(leaves: Sequence[Any], source: Argument) -> Tensor:
 
 
 def _given_inputs(
-    recorder: Recorder, fn: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec
+    recorder: Recorder, leaves: Sequence[Any], names: Sequence[str]
 ) -> list[GivenInput]:
     given: list[GivenInput] = []
 
@@ -167,7 +181,7 @@ def _given_inputs(
             if grad is not None:
                 add(grad, f"{name}.grad", leaf, (*attributes, "grad"))
 
-    for i, (leaf, name) in enumerate(zip(leaves, _leaf_names(fn, leaves, spec), strict=True)):
+    for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
         add(leaf, name, i, ())
     return given
 
@@ -181,7 +195,10 @@ def _leaf_names(fn: Callable[..., Any], leaves: Sequence[Any], spec: pytree.Tree
         signature = []
     names = []
     for path, _ in pytree.tree_flatten_with_path(tree)[0]:
-        kind, *rest = [getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in path]
+        keys: list[Any] = [
+            getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in path
+        ]
+        kind, *rest = keys
         if kind == 0 and rest:
             at, *rest = rest
             positional = [p for p in signature if p.kind is not p.KEYWORD_ONLY]
@@ -207,10 +224,15 @@ def _run(recorder: Recorder, mode: FakeTensorMode, call: Callable[[], Any]) -> A
         record = recorder.failed[1] if recorder.failed else None
         where = line_of(record.traceback) if record else ""
         raise UncapturableError(
-            f"{error.func} gives Python a number, or a size, that depends on data; "
-            f"on fakes there is no data\n  {where}"
+            f"{error.func} gives Python a number, or a size, that depends on data, and `trace` runs on "
+            f"fakes, which have none: pass it as an argument, or use `capture`\n  {where}"
         ) from error
     except Exception as error:
+        if str(error).startswith("inductor::resize_storage_bytes_()"):
+            raise ResizeError(
+                f"inductor.resize_storage_bytes_.default was given a size that is no integer: sizes are "
+                f"whole bytes\n  {line_of_traceback(error.__traceback__)}"
+            ) from error
         if recorder.failed is None or recorder.failed[0] is not error:
             raise
         record = recorder.failed[1]
@@ -218,14 +240,3 @@ def _run(recorder: Recorder, mode: FakeTensorMode, call: Callable[[], Any]) -> A
             f"{record.target} failed on {recorder.describe(record)}: {error}\n"
             f"  {line_of(record.traceback)}"
         ) from error
-
-
-def _guards(builder: Builder, leaves: Sequence[Any]) -> list[Guard]:
-    guards: list[Guard] = [
-        ConstantGuard(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)
-    ]
-    guards += [TensorGuard(i, spec) for i, spec in enumerate(builder.inputs)]
-    if builder.inputs:
-        names = tuple(spec.name for spec in builder.inputs)
-        guards.append(AliasGuard(tuple(builder.storage_of_input), names))
-    return guards

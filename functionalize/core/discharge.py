@@ -26,13 +26,13 @@ from functionalize.core.rules.layout import UNKNOWN, result_geometries
 from functionalize.core.rules.mutations import FunctionalForm, expands, functional_form, is_mutating
 from functionalize.core.rules.views import step_of, straight
 from functionalize.core.storage import Emitter, FunctionalStorage, Value
+from functionalize.core.where import located
 from functionalize.errors import (
     ForeignStorageError,
     FunctionalizeError,
     InvariantError,
     UnsupportedOpError,
 )
-from functionalize.core.where import located
 
 aten = torch.ops.aten
 
@@ -194,8 +194,20 @@ class Functionalizer:
             self._write_result(target, value, have[index] if have else None)
         if all(at is None for at in form.returned):
             return None
-        returned = [None if at is None else self.part(results, at) for at in form.returned]
-        return returned if len(returned) > 1 else returned[0]
+        single = len(form.returned) == 1
+        outputs = [record.outputs] if single else record.outputs or [None] * len(form.returned)
+        returned = [
+            None if at is None else self._as_eager(self.part(results, at), have and have[at], out)
+            for at, out in zip(form.returned, outputs, strict=True)
+        ]
+        return returned[0] if single else returned
+
+    def _as_eager(self, value: Value, have: Any, out: Any) -> Value:
+        """A returned value in the strides that eager gave it (`rrelu_with_noise` makes rows of columns)."""
+        known = type(out) is TensorRef and have and have is not UNKNOWN
+        if known and out.geometry.is_contiguous and not have.is_contiguous:
+            return self.emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+        return value
 
     def part(self, values: Value, index: int) -> Value:
         """One of several outputs."""
@@ -223,11 +235,25 @@ class Functionalizer:
         if target is None:
             return
         if type(target) is TensorRef:
-            self.write(target, self.fit(value, have, target))
+            self.put(target, value, have)
             return
         for i, ref in enumerate(target):
             each = have[i] if isinstance(have, list) else have
             self._write_result(ref, self.part(value, i), each)
+
+    def put(self, target: TensorRef, value: Value, have: Geometry | None) -> None:
+        """Write `value` cast, and broadcast and laid out as `target` if nothing on the way does that."""
+        storage, want = self.storage(target.storage), target.geometry
+        plain = have is not None and have is not UNKNOWN and expands(have.size, want.size)
+        if not plain or have.stride == want.stride or not storage.scatters(want):  # type: ignore[union-attr]
+            self.write(target, self.fit(value, have, target))
+            return
+        assert have is not None
+        if have.dtype != want.dtype:
+            value = self.emit.call(aten._to_copy.default, value, dtype=want.dtype)
+        if have.size != want.size:
+            value = self.emit.call(aten.expand.default, value, list(want.size))
+        storage.write(want, value, self.emit, exact=False)
 
     def fit(self, value: Value, have: Geometry | None, target: TensorRef) -> Value:
         """`value` broadcast, cast and laid out as `target`; `have`: its geometry now, None if it fits."""

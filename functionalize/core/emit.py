@@ -71,15 +71,13 @@ class TensorEmitter:
 
     def empty(self, geometry: Geometry, device: torch.device) -> Tensor:
         """`aten.empty_strided`."""
-        return aten.empty_strided.default(  # type: ignore[no-any-return]
+        return aten.empty_strided.default(
             geometry.size, geometry.stride, dtype=geometry.dtype, device=device
         )
 
     def whole(self, storage: FunctionalStorage, flat: Geometry) -> Tensor:
         """The input's own storage as a flat tensor."""
-        return aten.as_strided.default(  # type: ignore[no-any-return]
-            self._original(storage), flat.size, flat.stride, 0
-        )
+        return aten.as_strided.default(self._original(storage), flat.size, flat.stride, 0)
 
 
 @cache

@@ -63,7 +63,7 @@ Action = Resize | Copy | Set
 def owed(
     storage: FunctionalStorage, input: int, emit: Emitter, slot_of: Callable[[Value], int]
 ) -> list[Action]:
-    """The actions of one input storage; `input`: an input on it, `slot_of`: returns a value from the graph."""
+    """The actions of one input storage. `input`: one on it; `slot_of`: returns a value from the graph."""
     actions: list[Action] = []
     if storage.nbytes != storage.original_nbytes:
         actions.append(Resize(input, storage.nbytes))

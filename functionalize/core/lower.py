@@ -17,7 +17,8 @@ Refusal: an input that is found another way (a training step's), and a window th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -138,8 +139,9 @@ class _Lowering:
             if isinstance(action, Resize):
                 self._resize(i, home, action.nbytes)
             elif isinstance(action, Copy):
-                target = self._window(i, home, action.geometry)
-                self.call(aten.copy_.default, target, self.results[action.slot])
+                with self._room(i, home, action.geometry):
+                    target = self._window(i, home, action.geometry)
+                    self.call(aten.copy_.default, target, self.results[action.slot])
             else:
                 self._set(action, homes)
         return homes
@@ -155,12 +157,8 @@ class _Lowering:
             self._move(target, own, source, g)
             return
         other, g = action.other or 0, action.geometry
-        nbytes = self.sizes[other]
-        if g.end > nbytes:  # freed since: grown for a moment, as `set_` would refuse it
-            self._resize(other, homes[other], g.end)
-        self._move(target, own, self._window(other, homes[other], g), g)
-        if g.end > nbytes:
-            self._resize(other, homes[other], nbytes)
+        with self._room(other, homes[other], g):
+            self._move(target, own, self._window(other, homes[other], g), g)
 
     def _move(self, target: fx.Node, own: Geometry, source: fx.Node, g: Geometry) -> None:
         plain = not (g.conj or g.neg or own.conj or own.neg)
@@ -174,6 +172,17 @@ class _Lowering:
         own = self.program.inputs[index].geometry
         return node if g == own else self._seen(node, own, g)
 
+    @contextmanager
+    def _room(self, index: int, home: fx.Node, g: Geometry) -> Iterator[None]:
+        """The storage is grown for a moment if it is too small to take this window on it (freed since)."""
+        own, nbytes = self.program.inputs[index].geometry.dtype.itemsize, self.sizes[index]
+        needed = -(-g.end // own) * own
+        if needed > nbytes:
+            self._resize(index, home, needed)
+        yield
+        if needed > nbytes:
+            self._resize(index, home, nbytes)
+
     def _seen(self, node: fx.Node, own: Geometry, g: Geometry) -> fx.Node:
         if own.neg:
             node = self.call(aten._neg_view.default, node)
@@ -183,7 +192,7 @@ class _Lowering:
             unit = max(own.dtype.itemsize, g.dtype.itemsize)
             start, end = g.start // unit * unit, -(-g.end // unit) * unit
             size = own.dtype.itemsize
-            flat = ([(end - start) // size], [1], start // size)
+            flat = ([max(end - start, 0) // size], [1], start // size)
             node = self.call(aten.as_strided.default, node, *flat)
             node = self.call(aten.view.dtype, node, g.dtype)
         node = self.call(aten.as_strided.default, node, list(g.size), list(g.stride), g.offset)
@@ -234,15 +243,11 @@ class _Lowering:
 
     def _input_view(self, role: InputView, homes: list[fx.Node]) -> fx.Node:
         index, g = role.input, role.geometry
-        home, nbytes = homes[index], self.sizes[index]
+        home = homes[index]
         if g == self.program.inputs[index].geometry:
             return self.call(aten.alias.default, home)
-        if g.end > nbytes:
-            self._resize(index, home, g.end)
-        node = self._window(index, home, g)
-        if g.end > nbytes:
-            self._resize(index, home, nbytes)
-        return node
+        with self._room(index, home, g):
+            return self._window(index, home, g)
 
 
 def _offset_of(node: Any) -> Geometry:
@@ -250,4 +255,6 @@ def _offset_of(node: Any) -> Geometry:
     from functionalize.core.ops import geometry_of
 
     value = node.meta["val"] if isinstance(node, fx.Node) else None
-    return geometry_of(value) if isinstance(value, torch.Tensor) else Geometry((), (), 0, torch.uint8)
+    return (
+        geometry_of(value) if isinstance(value, torch.Tensor) else Geometry((), (), 0, torch.uint8)
+    )

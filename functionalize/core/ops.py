@@ -56,7 +56,8 @@ class Geometry(NamedTuple):
         """The bytes of the elements as [start, end) intervals: one per row, gaps left out."""
         if not self.numel:
             return
-        dims = sorted((st, s) for s, st in zip(self.size, self.stride, strict=True) if s != 1 and st)
+        pairs = zip(self.stride, self.size, strict=True)
+        dims = sorted((st, s) for st, s in pairs if s != 1 and st)
         length = 1
         while dims and dims[0][0] == length:
             length *= dims.pop(0)[1]

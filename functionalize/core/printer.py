@@ -45,6 +45,8 @@ def argument_text(arg: Any) -> str:
         return str(arg).removeprefix("torch.")
     if isinstance(arg, torch.device):
         return str(arg)
+    if hasattr(arg, "_schema"):  # an op, as torch's wrapper of custom ops is given it
+        return str(arg)
     return repr(arg)
 
 
@@ -101,7 +103,8 @@ def _output_text(role: Any, program: Program, slots: Sequence[Any]) -> str:
     if isinstance(role, SameAs):
         return f"output {role.output}"
     if isinstance(role, Wrapped):
-        inner = ", ".join(_output_text(r, program, slots) for r in role.inner.values() if not isinstance(r, Constant))
+        parts = [r for r in role.inner.values() if not isinstance(r, Constant)]
+        inner = ", ".join(_output_text(r, program, slots) for r in parts)
         return f"{role.kind.__name__}({inner})"
     assert isinstance(role, Constant)
     if not isinstance(role.value, Tensor):
@@ -125,7 +128,7 @@ def program_text(program: Program, keep: Callable[[fx.Node], bool] | None = None
         if node.op == "placeholder":
             continue
         if node.op == "output":
-            slots = tuple(node.args[0])  # type: ignore[arg-type]
+            slots = tuple(node.args[0])
             continue
         if keep is None or keep(node):
             lines.append(f"    {node_text(node)}")

@@ -16,11 +16,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from functionalize._compat import FakeTensorMode, below_autograd
+from functionalize._compat import below_autograd
 from functionalize.core.epilogue import Action, alias, apply_epilogue, placed, window
 from functionalize.core.generators import generators_restored_on_error, is_random
-from functionalize.core.ops import Geometry, geometry_of, tensor_metadata
-from functionalize.core.where import stack_trace_of
+from functionalize.core.metas import annotate
+from functionalize.core.ops import Geometry, geometry_of
 from functionalize.errors import GuardError
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the graph returns at `slot`, seen as `geometry`, which counts from its first element (None: as it is)."""
+    """What the graph returns at `slot`, as it is, or as `geometry`, which counts from its first element."""
 
     slot: int
     geometry: Geometry | None = None
@@ -193,18 +193,25 @@ class AliasGuard:
         return None
 
 
+def _brief(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+
+
 @dataclass(frozen=True, slots=True)
 class ConstantGuard:
     """A leaf that is no tensor has the value it had."""
 
     leaf: int
     value: Any
+    name: str = ""
 
     def failure(self, call: Call) -> str | None:
         now = call.leaves[self.leaf]
         if type(now) is type(self.value) and (now is self.value or now == self.value):
             return None
-        return f"argument leaf {self.leaf} is {now!r}, was {self.value!r}"
+        if not self.name:
+            return f"argument leaf {self.leaf} is {_brief(now)}, was {_brief(self.value)}"
+        return f"`{self.name}` is {_brief(now)}, was {_brief(self.value)}, which is part of the program"
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,10 +317,11 @@ class Program:
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if self.in_spec is not None and spec != self.in_spec:
-            raise GuardError(f"the arguments are {spec}, were {self.in_spec}")
+            was = tree_text(self.in_spec)
+            raise GuardError(f"the arguments are {tree_text(spec)}, were {was}{_ADVICE}")
         failed = self.resolve(leaves)
         if isinstance(failed, str):
-            raise GuardError(failed)
+            raise GuardError(failed + _ADVICE)
         return self.replay(failed)
 
     def resolve(self, leaves: Sequence[Any]) -> Call | str:
@@ -370,7 +378,7 @@ def output_of(
     results: Sequence[Any],
     given: set[int],
 ) -> Any:
-    """One output of a replay, always an object of its own; `given`: slots that were given out as they are."""
+    """One output of a replay, an object of its own; `given`: slots that were given out as they are."""
     if isinstance(role, Constant):
         return role.value
     if isinstance(role, LeafItself):
@@ -393,26 +401,6 @@ def output_of(
     return whole
 
 
-def _inputs_of(item: Any) -> list[int]:
-    """The inputs that an output role or an action names."""
-    if isinstance(item, Wrapped):
-        return [i for role in item.inner.values() for i in _inputs_of(role)]
-    return [i for name in ("input", "other") if (i := getattr(item, name, None)) is not None]
-
-
-def _renumbered(item: Any, new: dict[int, int]) -> Any:
-    if isinstance(item, Wrapped):
-        return replace(item, inner={k: _renumbered(r, new) for k, r in item.inner.items()})
-    names = [n for n in ("input", "other") if getattr(item, n, None) is not None]
-    return replace(item, **{n: new[getattr(item, n)] for n in names}) if names else item
-
-
-def _renumbered_source(spec: InputSpec, new: dict[int, int]) -> InputSpec:
-    if not isinstance(spec.source, WholeStorage):
-        return spec
-    return replace(spec, source=replace(spec.source, input=new[spec.source.input]))
-
-
 def _module_of(program: Program) -> fx.GraphModule:
     root = torch.nn.Module()
     for name, value in program.constants.items():
@@ -420,51 +408,11 @@ def _module_of(program: Program) -> fx.GraphModule:
     return fx.GraphModule(root, program.graph, "Program")
 
 
-def annotate(program: Program) -> None:
-    """Fill `node.meta` with what a pass can use: fake `val`, `tensor_meta`, the user's stack, sequence number."""
-    for node in program.graph.nodes:
-        record = node.meta.pop("record", None)
-        if record is not None:
-            trace = stack_trace_of(record.traceback)
-            if trace:
-                node.meta["stack_trace"] = trace
-            if record.seq_nr is not None:
-                node.meta["seq_nr"] = record.seq_nr
-            if record.autograd_node is not None:
-                node.meta["autograd_node"] = record.autograd_node
-            node.meta["original_aten"] = record.target
-    propagate(program)
+_ADVICE = ". Nothing was changed: trace again for arguments like these"
 
 
-def propagate(program: Program) -> None:
-    """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes."""
-    module, mode = program.graph_module, FakeTensorMode(allow_non_fake_inputs=True)
-    specs = iter(program.inputs)
-    env: dict[fx.Node, Any] = {}
-    with mode, torch.no_grad():
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                value = fake_input(next(specs))
-            elif node.op == "get_attr":
-                value = mode.from_tensor(getattr(module, str(node.target)), static_shapes=True)
-            elif node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-                value = node.target(*args, **kwargs)
-            else:
-                continue
-            env[node] = value
-            node.meta["val"] = value
-            if isinstance(value, Tensor):
-                node.meta["tensor_meta"] = tensor_metadata(geometry_of(value))
-
-
-def fake_input(spec: InputSpec) -> Any:
-    """A fake tensor like an input, its storage as large as on entry (made under a fake mode)."""
-    if not isinstance(spec.geometry, Geometry):
-        return spec.source
-    elements = spec.geometry.end // spec.geometry.dtype.itemsize
-    flat = torch.empty(elements, dtype=spec.geometry.dtype, device=spec.device)
-    value = flat.as_strided(spec.geometry.size, spec.geometry.stride, spec.geometry.offset)
-    if spec.nbytes == 0:
-        flat.untyped_storage().resize_(0)
-    return value
+def tree_text(spec: pytree.TreeSpec) -> str:
+    """The arguments' structure, `*` for each leaf."""
+    args, kwargs = pytree.tree_unflatten(["*"] * spec.num_leaves, spec)
+    parts = [*map(str, args), *(f"{k}={v}" for k, v in kwargs.items())]
+    return f"({', '.join(parts)})".replace("'*'", "*")

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from functionalize.core.storage import FunctionalStorage
 from functionalize.errors import ResizeError
 
@@ -23,8 +25,9 @@ from functionalize.errors import ResizeError
 def checked_nbytes(nbytes: Any, name: str) -> int:
     """`nbytes` as a size in bytes; raises `ResizeError` for anything but a non-negative integer."""
     if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+        text = "a tensor" if isinstance(nbytes, Tensor) else repr(nbytes)
         raise ResizeError(
-            f"resizes the storage of `{name}` to {nbytes!r}, which is no integer: sizes are whole bytes"
+            f"resizes the storage of `{name}` to {text}, which is no integer: sizes are whole bytes"
         )
     if nbytes < 0:
         raise ResizeError(f"resizes the storage of `{name}` to {nbytes} bytes, a negative size")

@@ -59,7 +59,7 @@ class Step(Protocol):
         ...
 
     def inverse(self, emit: Emitter, child: Value, parent: Callable[[], Value]) -> Value:
-        """The parent's value after `child` was written; asks for the old `parent` only if part of it survives."""
+        """The parent after `child` was written; asks for the old `parent` only if part of it survives."""
         ...
 
 
@@ -130,7 +130,7 @@ def check_bounds(name: str, geometry: Geometry, nbytes: int, original: int, verb
         )
     raise OutOfBoundsError(
         f"{verb} `{name}` ({geometry}), which reaches to byte {geometry.end} of a storage that holds "
-        f"{nbytes} bytes here (it held {original} on entry)"
+        f"{nbytes} bytes here (it held {original} on entry): grow it first, or look at what is left"
     )
 
 
@@ -195,11 +195,14 @@ class FunctionalStorage:
 
     def _reach(self, geometry: Geometry, emit: Emitter) -> View:
         """The view of `geometry`, with a root that holds it."""
-        if not self._holds(self.views.get(geometry) or View(geometry)):
+        is_whole = self.widened and self.root.end >= self.nbytes
+        if not is_whole and not self._holds(self.views.get(geometry) or View(geometry)):
             self._widen(emit, geometry.dtype.itemsize)
         found = self.views.get(geometry)
         if found is None:
             found = self.views[geometry] = View(geometry)
+        if not self._holds(found):  # seen through a view that reaches past the end: go straight
+            found.parent = found.step = None
         return found
 
     def _holds(self, view: View) -> bool:
@@ -287,7 +290,7 @@ class FunctionalStorage:
         if not self.valid.covers_view(geometry):
             raise UndefinedContentsError(
                 f"reads `{self.name}` ({geometry}), whose storage was grown to {self.nbytes} bytes and "
-                "these bytes were not written since: their contents are undefined"
+                "some of these bytes were not written since: write to all of them first"
             )
         return self.peek(geometry, emit)
 
@@ -299,7 +302,10 @@ class FunctionalStorage:
         chain: list[tuple[View, Step]] = []
         while view.version != self.version:
             if view.geometry == self.root:
-                raise InvariantError(f"`{self.name}`: the base is older than the storage")
+                if self.valid.spans:
+                    raise InvariantError(f"`{self.name}`: the base is older than the storage")
+                view.value, view.version = emit.empty(self.root, self.device), self.version
+                break
             parent, step = self._link(view)
             chain.append((view, step))
             view = parent
@@ -316,11 +322,18 @@ class FunctionalStorage:
         check_overlap(self.name, geometry)
         check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "writes")
 
-    def write(self, geometry: Geometry, value: Value, emit: Emitter) -> None:
+    def scatters(self, geometry: Geometry) -> bool:
+        """Whether a write of `geometry` is copied into its parent, so that it may have any strides."""
+        view = self.views.get(geometry)
+        if view is None or not getattr(view.step, "scatters", False):
+            return False
+        return self._holds(view) and not self._passes_overlap(view)
+
+    def write(self, geometry: Geometry, value: Value, emit: Emitter, exact: bool = True) -> None:
         """Make `value` what `geometry` holds; the base becomes the inverse of the chain of views.
 
         A write that covers the base never reads the old one. A partial write of undefined contents starts
-        from `empty`.
+        from `empty`. exact: whether `value` has the strides of `geometry`; needed unless that `scatters`.
         """
         self.check_writable(geometry)
         if not geometry.numel:
@@ -329,7 +342,7 @@ class FunctionalStorage:
         if self._passes_overlap(view):  # no way back through a view that shows an element twice
             view.parent = view.step = None
             view = self._reach(geometry, emit)
-        passed = [(view, new)]
+        passed = [(view, new)] if exact else []
         while view.geometry != self.root:
             view, step = self._link(view)
             new = step.inverse(emit, new, partial(self._old, view, emit))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -40,7 +41,16 @@ def stack_trace_of(captured: CapturedTraceback | None) -> str | None:
 
 def line_of(captured: CapturedTraceback | None) -> str:
     """The innermost line of the user's code, as 'at file:line, in function: code'."""
-    frames = user_frames(captured.summary()) if captured is not None else []
+    return _innermost(captured.summary() if captured is not None else [])
+
+
+def line_of_traceback(found: TracebackType | None) -> str:
+    """The same for an exception's traceback."""
+    return _innermost(traceback.extract_tb(found))
+
+
+def _innermost(all_frames: Iterable[traceback.FrameSummary]) -> str:
+    frames = user_frames(all_frames)
     if not frames:
         return "at an unknown line (no user frame was on the stack, as in autograd's own threads)"
     f = frames[-1]

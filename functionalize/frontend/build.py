@@ -42,6 +42,7 @@ from functionalize.core.program import (
 )
 from functionalize.core.storage import FunctionalStorage, View
 from functionalize.core.where import line_of
+from functionalize.errors import FunctionalizeError
 from functionalize.frontend.dispatch import Recorder
 
 aten = torch.ops.aten
@@ -195,7 +196,11 @@ class Builder:
             elif isinstance(leaf, Tensor) and id(leaf) in first:
                 roles.append(SameAs(first[id(leaf)]))
             else:
-                roles.append(self._role(leaf))
+                try:
+                    roles.append(self._role(leaf))
+                except FunctionalizeError as error:
+                    text = f"to return leaf {i} of its result, the program {error}"
+                    raise type(error)(text) from None
             first.setdefault(id(leaf), i)
         return roles
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, i
 from functionalize.core.resize import checked_nbytes
 from functionalize.core.rules import RULES
 from functionalize.core.rules.collectives import check_known_collective
-from functionalize.core.rules.factories import SHAPE_ONLY
 from functionalize.core.rules.mutations import is_mutating, written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.core.storage import check_bounds, check_overlap
@@ -44,7 +42,17 @@ from functionalize.core.where import located
 from functionalize.errors import (
     ForeignStorageError,
     FunctionalizeError,
-    UnsupportedTensorError,
+)
+from functionalize.frontend.op_kinds import (
+    LOOKS_ANYWHERE,
+    MAY_GROW,
+    SAME_REACH,
+    TO_PYTHON,
+    is_composite,
+    is_metadata,
+    only_looks,
+    storage_of,
+    tensors_in,
 )
 from functionalize.frontend.outsiders import Outsiders
 from functionalize.frontend.patches import PATCHES
@@ -144,7 +152,7 @@ class Recorder(TorchDispatchMode):
 
     def info_of(self, tensor: Tensor) -> StorageInfo | None:
         """What is known of a tensor's storage, None if it was never seen."""
-        return self._by_address.get(_storage_of(tensor)._cdata)
+        return self._by_address.get(storage_of(tensor)._cdata)
 
     def _new(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
         info = StorageInfo(len(self.infos), tensor, storage)
@@ -157,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
         literal: what it held, if Python made it during the run.
         """
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         info = self._by_address.get(storage._cdata)
         if info is not None:
             return TensorRef(info.serial, geometry_of(tensor))
@@ -181,14 +189,14 @@ class Recorder(TorchDispatchMode):
 
     def ref(self, tensor: Tensor) -> TensorRef:
         """A tensor that an op was given."""
-        info = self._by_address.get(_storage_of(tensor)._cdata)
+        info = self._by_address.get(storage_of(tensor)._cdata)
         if info is None:
             with self.quiet():
                 return self.bring_in(tensor, f"captured_{len(self.externals)}")
         return TensorRef(info.serial, geometry_of(tensor))
 
     def _out_ref(self, tensor: Tensor) -> TensorRef:
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         info = self._by_address.get(storage._cdata)
         if info is None:
             info = self._new(tensor, storage)
@@ -215,15 +223,15 @@ class Recorder(TorchDispatchMode):
                 if func is RESIZE_STORAGE:
                     return self._resize_inner(args[0], args[1])
                 return NotImplemented
-        if _is_metadata(func):
+        if is_metadata(func):
             return func(*args, **kwargs)
-        if _is_composite(func):
+        if is_composite(func):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         record = OpRecord(func, (), {}, None, (), CapturedTraceback.extract())
-        record.seq_nr = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        record.seq_nr = torch.autograd._get_sequence_nr()
         if func is aten.lift_fresh.default and self.info_of(args[0]) is None:
             return self._literal(args[0])
         try:
@@ -307,13 +315,13 @@ class Recorder(TorchDispatchMode):
             return
         if func.namespace in ("c10d", "fsdp") and func not in RULES:
             check_known_collective(func)
-        if func in _SAME_REACH:
+        if func in SAME_REACH:
             ref = record.args[0]
             info = self.infos[ref.storage]
             if info.resized and (len(ref.geometry.size) > 1 or func is not aten.t_.default):
                 nbytes = (info.nbytes, info.original_nbytes)
                 check_bounds(info.name, ref.geometry, *nbytes, "takes a view of")
-        reads_data = not _only_looks(func)
+        reads_data = not only_looks(func)
         for ref in iter_refs([record.args, record.kwargs] if record.kwargs else record.args):
             info = self.infos[ref.storage]
             if info.resized and reads_data:
@@ -321,7 +329,8 @@ class Recorder(TorchDispatchMode):
         if is_mutating(func) and reads_data:
             for at, name in written_arguments(func):
                 inside = at is not None and at < len(record.args)
-                for ref in iter_refs(record.args[at] if inside else record.kwargs.get(name)):
+                written = record.args[at or 0] if inside else record.kwargs.get(name)
+                for ref in iter_refs(written):
                     check_overlap(self.infos[ref.storage].name, ref.geometry)
 
     def _finish(
@@ -332,28 +341,28 @@ class Recorder(TorchDispatchMode):
         if reshaped or any(self.infos[ref.storage].resized for ref in iter_refs(record.args)):
             self._after_look(record, args, out)
         if func is RESIZE_STORAGE:
-            self._note_size(_storage_of(args[0]))
+            self._note_size(storage_of(args[0]))
         elif is_mutating(func):
             self._after_mutation(record, args, kwargs)
         self._born = {}
         record.outputs = self._map_out(out)
         if self._born:
             record.meta["born"] = self._born
-        if func in _TO_PYTHON:
+        if func in TO_PYTHON:
             self.scalars.append(Scalar(record, out))
         self.records.append(record)
 
     def _after_look(self, record: OpRecord, args: tuple[Any, ...], out: Any) -> None:
         """Views leave a storage's size alone, and most refuse to look past its end."""
         func = record.target
-        if not _only_looks(func) or func in _MAY_GROW or func in _SAME_REACH:
+        if not only_looks(func) or func in MAY_GROW or func in SAME_REACH:
             return
-        for tensor in _tensors(args):
-            storage = _storage_of(tensor)
+        for tensor in tensors_in(args):
+            storage = storage_of(tensor)
             self._keep_size(self._by_address[storage._cdata], storage)
-        if func in _LOOKS_ANYWHERE or (func is aten.t.default and out.dim() < 2):
+        if func in LOOKS_ANYWHERE or (func is aten.t.default and out.dim() < 2):
             return
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             info = self.info_of(tensor)
             if info is not None:
                 try:
@@ -382,13 +391,14 @@ class Recorder(TorchDispatchMode):
             inside = at is not None and at < len(args)
             given = args[at] if inside else kwargs.get(name)  # type: ignore[index]
             if not keep and isinstance(given, FakeTensor):
-                self._keep_strides(record.args[at] if inside else record.kwargs[name], given)  # type: ignore[index]
+                before = record.args[at] if inside else record.kwargs[name]  # type: ignore[index]
+                self._keep_strides(before, given)
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
                 if keep and isinstance(tensor, Tensor) and self.info_of(tensor) is None:
                     continue  # `set_()` made a storage: it is an output
                 if isinstance(tensor, Tensor):
                     self.ref(tensor)
-                    size = self._note_size(_storage_of(tensor))
+                    size = self._note_size(storage_of(tensor))
                     if size is not None:
                         changed.append(size)
             if keep or given is None:
@@ -415,8 +425,8 @@ class Recorder(TorchDispatchMode):
         try:
             if info is None:
                 raise ForeignStorageError(
-                    f"resizes a storage of {storage.nbytes()} bytes to {size} that belongs to no tensor "
-                    "the program was given or has used: pass its tensor as an argument"
+                    f"resizes a storage of {storage.nbytes()} bytes to {size}, which belongs to no "
+                    "tensor the program was given or made: pass its tensor as an argument"
                 )
             checked_nbytes(size, info.name)
         except FunctionalizeError as error:
@@ -432,100 +442,3 @@ class Recorder(TorchDispatchMode):
         """A resize of a wrapper subclass is one of each inner tensor."""
         for name in tensor.__tensor_flatten__()[0]:
             torch.ops.inductor.resize_storage_bytes_(getattr(tensor, name), nbytes)
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError) as error:
-        raise UnsupportedTensorError(
-            f"a tensor of type {type(tensor).__name__}, layout {tensor.layout} and size "
-            f"{list(tensor.shape)} has no storage of its own: only strided tensors can be functionalized"
-        ) from error
-
-
-@cache
-def _only_looks(func: Any) -> bool:
-    """Whether an op touches no data: views, in-place views, sizes."""
-    if is_inplace_view(func) or func in SHAPE_ONLY:
-        return True
-    returns = func._schema.returns
-    if is_mutating(func) or not returns:
-        return False
-    return all(r.alias_info is not None for r in returns)
-
-
-# In-place views that make the storage fit the tensor.
-_MAY_GROW = frozenset(
-    {
-        aten.resize_.default,
-        aten.resize_as_.default,
-        aten.set_.source_Tensor,
-        aten.set_.source_Tensor_storage_offset,
-        aten.set_.source_Storage,
-        aten.set_.source_Storage_storage_offset,
-        aten.set_.default,
-    }
-)
-
-# In-place views that eager refuses on a storage that is too small; fakes would log before they do.
-_SAME_REACH = frozenset(
-    {
-        aten.t_.default,
-        aten.transpose_.default,
-        aten.squeeze_.default,
-        aten.squeeze_.dim,
-        aten.squeeze_.dims,
-        aten.unsqueeze_.default,
-    }
-)
-
-# Views that eager makes of a tensor whose storage is too small for it; it refuses all others.
-_LOOKS_ANYWHERE = frozenset(
-    {
-        aten.view.default,
-        aten.view.dtype,
-        aten.detach.default,
-        aten.detach_.default,
-        aten.alias.default,
-        aten._reshape_alias.default,
-        aten.view_as_real.default,
-        aten.view_as_complex.default,
-        aten._conj.default,
-        aten._neg_view.default,
-    }
-)
-
-
-def _tensors(arg: Any) -> Iterator[Tensor]:
-    if isinstance(arg, Tensor):
-        yield arg
-    elif isinstance(arg, (list, tuple)):
-        for a in arg:
-            yield from _tensors(a)
-
-
-_TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default})
-
-
-@cache
-def _is_metadata(func: Any) -> bool:
-    """Whether an op only tells Python about a tensor's size, device, ...: not the program's."""
-    if is_mutating(func) or func in _TO_PYTHON or func is RESIZE_STORAGE:
-        return False
-    if func.namespace not in ("aten", "prim"):
-        return False
-    return not any("Tensor" in str(r.type) for r in func._schema.returns)
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    """Whether an op reaches the mode only because autograd's keys are off (inference mode).
-
-    An op with a kernel of its own is not taken apart: `silu_backward` has both, and they round differently.
-    """
-    if func.namespace != "aten" or not func._can_decompose():
-        return False
-    name = func.name()
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return not any(has(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))

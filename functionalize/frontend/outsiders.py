@@ -23,6 +23,7 @@ from torch import Tensor
 from functionalize._compat import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
 from functionalize.core.ops import TensorRef, geometry_of
 from functionalize.errors import UncapturableError
+from functionalize.frontend.op_kinds import storage_of
 
 if TYPE_CHECKING:
     from functionalize.frontend.dispatch import Recorder
@@ -32,9 +33,9 @@ def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A fake of a tensor, with as many bytes under it: `from_tensor` makes only what the tensor reaches."""
     fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
     for made, real in zip(_plain(fake), _plain(tensor), strict=True):
-        nbytes = real.untyped_storage().nbytes()
-        if made.untyped_storage().nbytes() != nbytes:
-            made.untyped_storage().resize_(nbytes)
+        nbytes = storage_of(real).nbytes()
+        if storage_of(made).nbytes() != nbytes:
+            storage_of(made).resize_(nbytes)
     return fake
 
 

@@ -50,7 +50,7 @@ from functionalize.core.storage import FunctionalStorage, View
 from functionalize.core.where import located
 from functionalize.errors import ForeignStorageError, FunctionalizeError, UnsupportedOpError
 from functionalize.frontend.calls import map_tensors, on_original, plain_int, returned, tensors_in
-from functionalize.frontend.dispatch import _is_composite, _is_metadata, _only_looks
+from functionalize.frontend.op_kinds import is_composite, is_metadata, only_looks
 from functionalize.frontend.owing import (
     Debtor,
     EntrySizes,
@@ -186,9 +186,9 @@ class Substitution(TorchDispatchMode):
             self._debtor_of(t) for t in tensors_in((args, kwargs))
         ):
             return func(*args, **kwargs)
-        if _is_metadata(func) or func.name() in _ABOUT_VERSIONS:
+        if is_metadata(func) or func.name() in _ABOUT_VERSIONS:
             return func(*args, **kwargs)
-        if not resizes and _is_composite(func):
+        if not resizes and is_composite(func):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -208,7 +208,7 @@ class Substitution(TorchDispatchMode):
             return self._move(func, args, kwargs)
         if func in RULES or is_mutating(func):
             return self._step(record, args, kwargs)
-        if _only_looks(func):
+        if only_looks(func):
             return self._view(record, args, kwargs)
         return func(*map_tensors(self._value, args), **map_tensors(self._value, kwargs))
 

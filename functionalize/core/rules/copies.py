@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functionalize.core.ops import Geometry, OpRecord, TensorRef
+from functionalize.core.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
 from functionalize.core.rules.registry import rule
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def copy_into(engine: Functionalizer, target: TensorRef, source: Any) -> None:
     """Write the contents of `source` (a tensor) to `target`, broadcast and cast."""
     engine.storage(target.storage).check_writable(target.geometry)
     value, have, want = engine.read(source), source.geometry, target.geometry
-    device, kind = engine.device_of(target), {}
+    device = engine.device_of(target)
+    kind: dict[str, Any] = {}
     if have.dtype != want.dtype:
         kind["dtype"] = want.dtype
     if engine.device_of(source) != device:
@@ -35,6 +36,8 @@ def copy_into(engine: Functionalizer, target: TensorRef, source: Any) -> None:
         value = engine.emit.call(aten.expand.default, value, list(want.size))
     if kind:
         value = engine.emit.call(aten._to_copy.default, value, **kind)
+    if _scattered(engine, target, value):
+        return
     same_layout = have.size == want.size and (
         have.stride == want.stride or (have.is_contiguous and want.is_contiguous)
     )
@@ -47,12 +50,24 @@ def fill_with(engine: Functionalizer, target: TensorRef, number: Any) -> None:
     """Write one number (or zero-dimensional tensor) to every element of `target`."""
     engine.storage(target.storage).check_writable(target.geometry)
     want, device = target.geometry, engine.device_of(target)
+    if engine.storage(target.storage).scatters(want):
+        want = contiguous_geometry(want.size, want.dtype)
     if type(number) is TensorRef:
         how = aten.fill.Tensor if want.is_dense else aten.copy.default  # `fill` leaves no gaps
         value = engine.emit.call(how, engine.emit.empty(want, device), engine.read(number))
     else:
         value = filled(engine, want, device, number)
-    engine.write(target, value)
+    if not _scattered(engine, target, value):
+        engine.write(target, value)
+
+
+def _scattered(engine: Functionalizer, target: TensorRef, value: Any) -> bool:
+    """Write `value`, of any strides, if `target` is a part with gaps, which is copied into its parent."""
+    storage, want = engine.storage(target.storage), target.geometry
+    if want.is_contiguous or not storage.scatters(want):
+        return False
+    storage.write(want, value, engine.emit, exact=False)
+    return True
 
 
 def filled(engine: Functionalizer, want: Geometry, device: torch.device, number: Any) -> Any:

@@ -75,9 +75,7 @@ def random(engine: Functionalizer, record: OpRecord) -> Any:
     geometry, device = _made(engine, record)
     from_size = _RANDOM[record.target]
     if from_size is not None and geometry.is_contiguous and not record.kwargs.get("pin_memory"):
-        return engine.emit.call(
-            from_size, list(geometry.size), dtype=geometry.dtype, device=device
-        )
+        return engine.emit.call(from_size, list(geometry.size), dtype=geometry.dtype, device=device)
     given = record.args[0]
     shape = engine.emit.empty(given.geometry, engine.device_of(given))
     return engine.emit.call(record.target, shape, *record.args[1:], **record.kwargs)

@@ -89,9 +89,11 @@ def _by_meta_kernel(key: _Key) -> list[Any]:
     return _run(key.target, key.args, key.kwargs)
 
 
-# Their meta kernels do not know the strides that LAPACK and the FFT libraries leave.
-_UNTRUSTED = ("_fft", "fft_", "_linalg", "linalg_", "_cholesky", "cholesky", "geqrf", "lu_", "orgqr", "ormqr")
-_UNTRUSTED += ("_lu_", "triangular_solve")
+# Their meta kernels do not know the strides that LAPACK, the FFT libraries and others leave.
+_UNTRUSTED = (
+    *("_fft", "fft_", "_linalg", "linalg_", "_cholesky", "cholesky", "_lu_", "lu_", "geqrf"),
+    *("orgqr", "ormqr", "triangular_solve", "rrelu_with_noise"),
+)
 
 
 def _run(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -2,8 +2,8 @@
 
     torch.mm(a, b, out=o.t())  ->  o' = aten.mm(b.t(), a.t())
 
-A product into columns is another call of the BLAS than one into rows, and may round differently. The functional
-ops make rows; their product of the transposes makes the same call as eager does.
+A product into columns is another call of the BLAS than one into rows, and may round differently. The
+functional ops make rows; their product of the transposes makes the same call as eager does.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def matrix_product(engine: Functionalizer, record: OpRecord) -> Any:
     *added, left, right = record.args
     target = functional_form(record.target).target
     scales = {k: v for k, v in record.kwargs.items() if k != "out"}
-    product = engine.emit.call(
-        target, *(turned(ref) for ref in (*added, right, left)), **scales
-    )
+    product = engine.emit.call(target, *(turned(ref) for ref in (*added, right, left)), **scales)
     value = engine.emit.call(aten.t.default, product)
     have = contiguous_geometry((want.size[1], want.size[0]), left.geometry.dtype)
     have = have._replace(size=want.size, stride=have.stride[::-1])

@@ -76,11 +76,10 @@ def overwrite_with_random(engine: Functionalizer, record: OpRecord) -> None:
 def normal_(engine: Functionalizer, record: OpRecord) -> None:
     """`normal_(Tensor(a!) self, float mean=0, float std=1, *, Generator? generator=None)`."""
     target = record.args[0]
-    mean, std = (*record.args[1:], *(0.0, 1.0)[len(record.args) - 1 :])
+    mean = record.args[1] if len(record.args) > 1 else 0.0
+    std = record.args[2] if len(record.args) > 2 else 1.0
     value = _normal(engine, target, mean, std, record.kwargs)
-    engine.write(
-        target, value if target.geometry.is_dense else engine.laid_out(value, target)
-    )
+    engine.write(target, value if target.geometry.is_dense else engine.laid_out(value, target))
 
 
 def _normal(

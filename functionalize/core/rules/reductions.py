@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functionalize.core.ops import OpRecord, TensorRef
+from functionalize.core.ops import OpRecord
 from functionalize.core.rules.layout import output_geometry
 from functionalize.core.rules.mutations import functional_form
 from functionalize.core.rules.registry import rule

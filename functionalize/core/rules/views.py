@@ -71,6 +71,11 @@ class Part:
     scatter_args: tuple[Any, ...]
     covers: bool
 
+    @property
+    def scatters(self) -> bool:
+        """Whether `inverse` copies the child, whatever its strides."""
+        return not self.covers
+
     def forward(self, emit: Emitter, parent: Value) -> Value:
         out = emit.call(self.target, parent, *self.args)
         return out if self.index is None else emit.call(operator.getitem, out, self.index)

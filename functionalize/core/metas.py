@@ -1,0 +1,73 @@
+"""What a pass can read in `node.meta`, filled in when somebody first asks for the graph module.
+
+val            a fake tensor like the node's value
+tensor_meta    its size, stride and dtype, as FX passes read them
+stack_trace    the user's frames; seq_nr, autograd_node: where autograd had it from
+original_aten  the op that was recorded, where the node is its functional counterpart
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from functionalize._compat import FakeTensorMode, disable_current_modes
+from functionalize.core.ops import Geometry, geometry_of, tensor_metadata
+from functionalize.core.where import stack_trace_of
+
+if TYPE_CHECKING:
+    from functionalize.core.program import InputSpec, Program
+
+
+def annotate(program: Program) -> None:
+    """Fill the `meta` of every node."""
+    for node in program.graph.nodes:
+        record = node.meta.pop("record", None)
+        if record is not None:
+            trace = stack_trace_of(record.traceback)
+            if trace:
+                node.meta["stack_trace"] = trace
+            if record.seq_nr is not None:
+                node.meta["seq_nr"] = record.seq_nr
+            if record.autograd_node is not None:
+                node.meta["autograd_node"] = record.autograd_node
+            node.meta["original_aten"] = record.target
+    propagate(program)
+
+
+def propagate(program: Program) -> None:
+    """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes."""
+    module, mode = program.graph_module, FakeTensorMode(allow_non_fake_inputs=True)
+    specs = iter(program.inputs)
+    env: dict[fx.Node, Any] = {}
+    with disable_current_modes(), mode, torch.no_grad():
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                value = fake_input(next(specs))
+            elif node.op == "get_attr":
+                value = mode.from_tensor(getattr(module, str(node.target)), static_shapes=True)
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                value = node.target(*args, **kwargs)
+            else:
+                continue
+            env[node] = value
+            node.meta["val"] = value
+            if isinstance(value, Tensor):
+                node.meta["tensor_meta"] = tensor_metadata(geometry_of(value))
+
+
+def fake_input(spec: InputSpec) -> Any:
+    """A fake tensor like an input, its storage as large as on entry (made under a fake mode)."""
+    if not isinstance(spec.geometry, Geometry):
+        return spec.source
+    elements = spec.geometry.end // spec.geometry.dtype.itemsize
+    flat = torch.empty(elements, dtype=spec.geometry.dtype, device=spec.device)
+    value = flat.as_strided(spec.geometry.size, spec.geometry.stride, spec.geometry.offset)
+    if spec.nbytes == 0:
+        flat.untyped_storage().resize_(0)
+    if spec.geometry.conj:
+        value = torch._conj(value)
+    return torch._neg_view(value) if spec.geometry.neg else value

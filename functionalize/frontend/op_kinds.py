@@ -1,0 +1,122 @@
+"""What the recorder must know of an op before it runs it: whether it touches data, and what eager allows.
+
+only_looks(aten.view)       no data is touched: fine on an empty storage
+is_metadata(prim.device)    tells Python about a tensor: not part of the program
+is_composite(aten.matmul)   made of other ops, which are recorded instead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize.core.rules.factories import SHAPE_ONLY
+from functionalize.core.rules.mutations import is_mutating
+from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
+from functionalize.errors import UnsupportedTensorError
+
+aten = torch.ops.aten
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor; raises `UnsupportedTensorError` for one that has none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError) as error:
+        raise UnsupportedTensorError(
+            f"a tensor of type {type(tensor).__name__}, layout {tensor.layout} and size "
+            f"{list(tensor.shape)} has no storage of its own: only strided tensors can be functionalized"
+        ) from error
+
+
+@cache
+def only_looks(func: Any) -> bool:
+    """Whether an op touches no data: views, in-place views, sizes."""
+    if is_inplace_view(func) or func in SHAPE_ONLY:
+        return True
+    returns = func._schema.returns
+    if is_mutating(func) or not returns:
+        return False
+    return all(r.alias_info is not None for r in returns)
+
+
+# In-place views that make the storage fit the tensor.
+MAY_GROW = frozenset(
+    {
+        aten.resize_.default,
+        aten.resize_as_.default,
+        aten.set_.source_Tensor,
+        aten.set_.source_Tensor_storage_offset,
+        aten.set_.source_Storage,
+        aten.set_.source_Storage_storage_offset,
+        aten.set_.default,
+    }
+)
+
+# In-place views that eager refuses on a storage that is too small; fakes would log before they do.
+SAME_REACH = frozenset(
+    {
+        aten.t_.default,
+        aten.transpose_.default,
+        aten.squeeze_.default,
+        aten.squeeze_.dim,
+        aten.squeeze_.dims,
+        aten.unsqueeze_.default,
+    }
+)
+
+# Views that eager makes of a tensor whose storage is too small for it; it refuses all others.
+LOOKS_ANYWHERE = frozenset(
+    {
+        aten.view.default,
+        aten.view.dtype,
+        aten.detach.default,
+        aten.detach_.default,
+        aten.alias.default,
+        aten._reshape_alias.default,
+        aten.view_as_real.default,
+        aten.view_as_complex.default,
+        aten._conj.default,
+        aten._neg_view.default,
+    }
+)
+
+
+def tensors_in(arg: Any) -> Iterator[Tensor]:
+    """The tensors in lists and tuples."""
+    if isinstance(arg, Tensor):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for a in arg:
+            yield from tensors_in(a)
+
+
+# Ops that give Python a value.
+TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default})
+
+
+@cache
+def is_metadata(func: Any) -> bool:
+    """Whether an op only tells Python about a tensor's size, device, ...: not the program's."""
+    if is_mutating(func) or func in TO_PYTHON or func is RESIZE_STORAGE:
+        return False
+    if func.namespace not in ("aten", "prim"):
+        return False
+    return not any("Tensor" in str(r.type) for r in func._schema.returns)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether an op reaches the mode only because autograd's keys are off (inference mode).
+
+    An op with a kernel of its own is not taken apart: `silu_backward` has both, and they round differently.
+    """
+    if func.namespace != "aten" or not func._can_decompose():
+        return False
+    name = func.name()
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not any(has(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
