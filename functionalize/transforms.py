@@ -19,7 +19,7 @@ from functionalize._compat import (
     is_traceable_wrapper_subclass,
 )
 from functionalize.core.epilogue import Action
-from functionalize.core.ops import iter_refs
+from functionalize.core.ops import refs_in
 from functionalize.core.program import (
     AliasGuard,
     Argument,
@@ -119,7 +119,7 @@ class _Trace:
 
     def _add_inputs(self, builder: Builder) -> None:
         """Arguments, gradients of arguments that were used, what the function found by itself, constants."""
-        used = {ref.storage for r in self.recorder.records for ref in iter_refs([r.args, r.kwargs])}
+        used = {ref.storage for r in self.recorder.records for ref in refs_in([r.args, r.kwargs])}
         self.given = [g for g in self.given if not _is_grad(g.source) or g.ref.storage in used]
         for each in self.outsiders.found.values():
             if each.ref is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from functionalize.core.ops import Geometry, OpRecord, TensorRef, iter_refs, map_refs
+from functionalize.core.ops import Geometry, OpRecord, TensorRef, refs_in, map_refs
 from functionalize.core.resize import checked_nbytes, resize
 from functionalize.core.rules import RULES
 from functionalize.core.rules.custom import needs_wrapper, wrapped
@@ -124,7 +124,7 @@ class Functionalizer:
                 self.born(record, outputs, values)
         elif isinstance(outputs, (list, tuple)):
             for i, out in enumerate(outputs):
-                if any(ref.storage not in self.storages for ref in iter_refs(out)):
+                if any(ref.storage not in self.storages for ref in refs_in(out)):
                     each = (
                         values[i]
                         if isinstance(values, (list, tuple))
@@ -142,8 +142,11 @@ class Functionalizer:
     # -- views ---------------------------------------------------------------------------------
 
     def _is_view(self, record: OpRecord) -> bool:
-        given = {ref.storage for ref in iter_refs(record.args)}
-        return any(ref.storage in given for ref in iter_refs(record.outputs))
+        outputs = record.outputs
+        if type(outputs) is TensorRef and outputs.storage in record.meta.get("born", ()):
+            return False
+        given = {ref.storage for ref in refs_in(record.args)}
+        return any(ref.storage in given for ref in refs_in(outputs))
 
     def _view(self, record: OpRecord) -> Value:
         outputs = record.outputs
@@ -157,7 +160,7 @@ class Functionalizer:
 
     def view(self, record: OpRecord, out: TensorRef, index: int | None) -> None:
         """Remember how `out` is reached from the argument it aliases."""
-        parent = next((r for r in iter_refs(record.args) if r.storage == out.storage), None)
+        parent = next((r for r in refs_in(record.args) if r.storage == out.storage), None)
         if parent is None:
             raise InvariantError(
                 f"{record.target} returns {out}, which aliases none of its arguments"
@@ -178,7 +181,7 @@ class Functionalizer:
             record.kwargs.get(name) if at is None or at >= len(record.args) else record.args[at]
             for at, name in form.written
         ]
-        for ref in iter_refs(written):
+        for ref in refs_in(written):
             self.storage(ref.storage).check_writable(ref.geometry)
         args, kwargs = self._functional_arguments(record, form, written)
         have = result_geometries(form, args, kwargs, written)
@@ -224,7 +227,7 @@ class Functionalizer:
         places = {at for at, _ in form.written if at is not None}
         args = form.complete(tuple(a for i, a in enumerate(record.args) if i not in places))
         kwargs = {k: v for k, v in record.kwargs.items() if k not in names}
-        first = next(iter_refs(written))
+        first = refs_in(written)[0]
         if form.fills_dtype and kwargs.get("dtype") is None:
             kwargs["dtype"] = first.geometry.dtype
         if form.fills_device and kwargs.get("device") is None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functionalize._compat import append_node
 from functionalize.core.ops import Geometry, OpRecord
 from functionalize.core.storage import FunctionalStorage, Value
 from functionalize.errors import UnsupportedOpError
@@ -34,11 +35,7 @@ class GraphEmitter:
                 "draws from a torch.Generator it was given, which a graph cannot hold: use the default "
                 "generator (torch.manual_seed), which replay draws from as eager does"
             )
-        # Arguments are set apart: create_node would walk them for symbolic leaves, at twice the cost.
-        node = self.graph.create_node("call_function", target, (), {}, _name_of(target))
-        node.args = args
-        if kwargs:
-            node.kwargs = kwargs
+        node = append_node(self.graph, target, args, kwargs, _name_of(target))
         if self.now is not None:
             node.meta["record"] = self.now
         return node

@@ -176,17 +176,26 @@ def map_refs(fn: Callable[[TensorRef], Any], arg: Any) -> Any:
     return arg
 
 
-def iter_refs(arg: Any) -> Iterator[TensorRef]:
+def refs_in(arg: Any) -> list[TensorRef]:
     """Every `TensorRef` inside `arg`, in order."""
+    found: list[TensorRef] = []
+    _collect(arg, found)
+    return found
+
+
+def _collect(arg: Any, found: list[TensorRef]) -> None:
     kind = type(arg)
     if kind is TensorRef:
-        yield arg
+        found.append(arg)
     elif kind is list or kind is tuple:
         for a in arg:
-            yield from iter_refs(a)
+            if type(a) is TensorRef:
+                found.append(a)
+            else:
+                _collect(a, found)
     elif kind is dict:
         for a in arg.values():
-            yield from iter_refs(a)
+            _collect(a, found)
 
 
 @dataclass(slots=True)

@@ -144,9 +144,10 @@ class Builder:
         return self._placeholder(spec, storage.serial)
 
     def _unique(self, name: str) -> str:
-        name = re.sub(r"\W+", "_", name).strip("_") or "arg"
-        if name[0].isdigit():
-            name = f"arg_{name}"
+        name = name.replace(".", "_")
+        if not name.isidentifier():
+            name = re.sub(r"\W+", "_", name).strip("_") or "arg"
+            name = f"arg_{name}" if name[0].isdigit() else name
         unique, n = name, 1
         while unique in self._names:
             unique, n = f"{name}_{n}", n + 1

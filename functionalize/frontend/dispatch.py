@@ -28,10 +28,11 @@ from functionalize._compat import (
     CapturedTraceback,
     FakeTensor,
     TorchDispatchMode,
+    autograd_position,
     disable_current_modes,
     is_traceable_wrapper_subclass_type,
 )
-from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, iter_refs
+from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, refs_in
 from functionalize.core.resize import checked_nbytes
 from functionalize.core.rules import RULES
 from functionalize.core.rules.collectives import check_known_collective
@@ -128,6 +129,7 @@ class Recorder(TorchDispatchMode):
         self._by_address: dict[int, StorageInfo] = {}
         self._ignore_fake = ignore_fake
         self._born: dict[int, tuple[int, torch.device]] = {}
+        self._near_resize = False  # whether the op at hand is given a storage that was resized
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -192,7 +194,9 @@ class Recorder(TorchDispatchMode):
         info = self._by_address.get(storage_of(tensor)._cdata)
         if info is None:
             with self.quiet():
-                return self.bring_in(tensor, f"captured_{len(self.externals)}")
+                ref = self.bring_in(tensor, f"captured_{len(self.externals)}")
+            info = self.infos[ref.storage]
+        self._near_resize = self._near_resize or info.resized
         return TensorRef(info.serial, geometry_of(tensor))
 
     def _out_ref(self, tensor: Tensor) -> TensorRef:
@@ -231,10 +235,11 @@ class Recorder(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         record = OpRecord(func, (), {}, None, (), CapturedTraceback.extract())
-        record.seq_nr = torch.autograd._get_sequence_nr()
+        record.seq_nr, record.autograd_node = autograd_position()
         if func is aten.lift_fresh.default and self.info_of(args[0]) is None:
             return self._literal(args[0])
         try:
+            self._near_resize = False
             if self._outsiders is not None:
                 args, kwargs = self._to_fake(args), self._to_fake(kwargs)
             record.args = tuple([self._map_in(a) for a in args])
@@ -283,7 +288,7 @@ class Recorder(TorchDispatchMode):
 
     def describe(self, record: OpRecord) -> str:
         """The tensors an op was given, for messages."""
-        refs = list(iter_refs([record.args, record.kwargs]))
+        refs = list(refs_in([record.args, record.kwargs]))
         named = [f"`{self.infos[r.storage].name}` ({r.geometry})" for r in refs]
         return ", ".join(named) or "no tensors"
 
@@ -322,15 +327,17 @@ class Recorder(TorchDispatchMode):
                 nbytes = (info.nbytes, info.original_nbytes)
                 check_bounds(info.name, ref.geometry, *nbytes, "takes a view of")
         reads_data = not only_looks(func)
-        for ref in iter_refs([record.args, record.kwargs] if record.kwargs else record.args):
-            info = self.infos[ref.storage]
-            if info.resized and reads_data:
-                check_bounds(info.name, ref.geometry, info.nbytes, info.original_nbytes, "uses")
+        if self._near_resize and reads_data:
+            for ref in refs_in([record.args, record.kwargs]):
+                info = self.infos[ref.storage]
+                if info.resized:
+                    sizes = (info.nbytes, info.original_nbytes)
+                    check_bounds(info.name, ref.geometry, *sizes, "uses")
         if is_mutating(func) and reads_data:
             for at, name in written_arguments(func):
                 inside = at is not None and at < len(record.args)
                 written = record.args[at or 0] if inside else record.kwargs.get(name)
-                for ref in iter_refs(written):
+                for ref in refs_in(written):
                     check_overlap(self.infos[ref.storage].name, ref.geometry)
 
     def _finish(
@@ -338,7 +345,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         func = record.target
         reshaped = func is aten.as_strided.default or func is aten.as_strided_.default
-        if reshaped or any(self.infos[ref.storage].resized for ref in iter_refs(record.args)):
+        if reshaped or self._near_resize:
             self._after_look(record, args, out)
         if func is RESIZE_STORAGE:
             self._note_size(storage_of(args[0]))

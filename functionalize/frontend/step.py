@@ -31,7 +31,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from functionalize.core.ops import OpRecord, TensorRef, iter_refs
+from functionalize.core.ops import OpRecord, TensorRef, refs_in
 from functionalize.core.program import (
     AliasGuard,
     Call,
@@ -263,7 +263,7 @@ class Recording:
     def _used(self) -> set[int]:
         """The storages that an op was given."""
         records = self.recorder.records
-        return {ref.storage for r in records for ref in iter_refs([r.args, r.kwargs])}
+        return {ref.storage for r in records for ref in refs_in([r.args, r.kwargs])}
 
     def _is_unknown(self, external: External) -> bool:
         return external.ref.storage not in self.entry.places
@@ -289,7 +289,7 @@ class Recording:
         """Why this is not the steady state yet, or None. See Note [Steady state]."""
         if self.found and (before is None or self.identities != before.identities):
             first = self.found[0]
-            where = self._where(lambda r: any(x == first.ref for x in iter_refs(r.args)))
+            where = self._where(lambda r: any(x == first.ref for x in refs_in(r.args)))
             kind = "Python made from numbers" if first.literal else "no module or optimizer holds"
             return (
                 f"reads a tensor ({first.ref.geometry}) that {kind}, and which may be another one at "
@@ -301,7 +301,7 @@ class Recording:
             read = [e for e in outside if e.info.address in kept]
             if not read:
                 return None
-            where = self._where(lambda r: any(x == read[0].ref for x in iter_refs(r.args)))
+            where = self._where(lambda r: any(x == read[0].ref for x in refs_in(r.args)))
             return f"reads what the step before had made and kept\n  first used by {where}"
         if self.left:
             where = self._where(lambda r: self.left[0].serial in r.meta.get("born", ()))

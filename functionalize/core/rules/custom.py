@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from functionalize._compat import auto_functionalized, can_auto_functionalize
-from functionalize.core.ops import OpRecord, TensorRef, iter_refs, map_refs
+from functionalize.core.ops import OpRecord, TensorRef, refs_in, map_refs
 from functionalize.core.rules.mutations import functional_form, written_arguments
 from functionalize.errors import UnsupportedOpError
 
@@ -42,9 +42,9 @@ def wrapped(engine: Functionalizer, record: OpRecord) -> Any:
         if a.name not in given:
             given[a.name] = a.default_value
     written = [given[name] for _, name in written_arguments(record.target)]
-    for ref in iter_refs(written):
+    for ref in refs_in(written):
         engine.storage(ref.storage).check_writable(ref.geometry)
-    _check_apart(list(iter_refs(written)), list(iter_refs(list(given.values()))))
+    _check_apart(list(refs_in(written)), list(refs_in(list(given.values()))))
 
     def value_of(ref: TensorRef) -> Any:
         storage = engine.storage(ref.storage)

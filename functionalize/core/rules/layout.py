@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from functionalize.core.ops import Geometry, TensorRef, iter_refs, map_refs
+from functionalize.core.ops import Geometry, TensorRef, refs_in, map_refs
 from functionalize.core.rules.mutations import FunctionalForm
 
 # The layout of a result that has no meta kernel: it is laid out anew, whatever it is.
@@ -49,7 +49,7 @@ def _all_alike(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
     if first is None or len(written) != 1 or not first.geometry.is_dense:
         return False
     g = first.geometry
-    for ref in iter_refs([args, kwargs]):
+    for ref in refs_in([args, kwargs]):
         other = ref.geometry
         if other.size != g.size or other.stride != g.stride or other.dtype != g.dtype:
             return False

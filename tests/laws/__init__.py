@@ -1,0 +1,1 @@
+"""Laws: what must hold for every program, tried on many random ones."""

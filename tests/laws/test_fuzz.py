@@ -1,0 +1,157 @@
+"""Differential fuzz: random programs of views, writes, resizes and reads, eager against trace and replay.
+
+Every example is one program of `tests.laws.programs`. Those that eager may run are compared bit for bit;
+those that eager must not run (they read freed or undefined memory) must be refused by `trace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import functionalize as fz
+from functionalize.core.program import Program
+from functionalize.errors import EagerError, OverlappingMutationError, StorageError
+from tests.laws.programs import Example, examples
+
+REFUSALS: dict[str, tuple[type[Exception], ...]] = {
+    "storage": (StorageError,),
+    "overlap": (OverlappingMutationError,),
+    "view": (StorageError, EagerError),
+}
+
+
+def check(example: Example) -> None:
+    """Assert what must hold for one program."""
+    args = example.make_args()
+    storages = example.storages_of(args)
+    before = seen_by_caller(args, storages)
+    program = trace_or_refusal(example, args)
+    assert seen_by_caller(args, storages) == before, "the arguments were touched by trace"
+    if program is None:
+        return
+    check_invariants(program)
+    for seed in (0, 1):
+        expected = outcome(example, example.run, seed)
+        actual = outcome(example, program, seed)
+        for e, a in zip(expected, actual, strict=True):
+            assert a == e, f"replay on inputs {seed} differs: {a}, expected {e}"
+
+
+def trace_or_refusal(example: Example, args: list[Tensor]) -> Program | None:
+    """The program of an example that may run, None for one that was refused as it must be."""
+    if example.error is None:
+        return fz.trace(example.run, *args)
+    if example.error == "view":  # eager refuses it too, and cleanly
+        with pytest.raises(RuntimeError):
+            example.run(*example.make_args())
+    with pytest.raises(REFUSALS[example.error]) as refused:
+        fz.trace(example.run, *args)
+    if example.lines and example.returned == "None":
+        assert "<example>" in str(refused.value), f"no line in: {refused.value}"
+    return None
+
+
+def check_invariants(program: Program) -> None:
+    """Invariants 1 and 2: no node mutates or resizes, none reads an input that is empty on entry."""
+    inputs = iter(program.inputs)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = next(inputs)
+            if spec.nbytes == 0 and spec.geometry.numel:
+                assert all(u.op == "output" for u in node.users) or not node.users, (
+                    f"{node} is read"
+                )
+        elif node.op == "call_function":
+            schema = getattr(node.target, "_schema", None)
+            assert schema is None or not schema.is_mutable, f"{node.target} mutates"
+
+
+def outcome(example: Example, fn: Any, seed: int) -> list[Any]:
+    """What one run leaves behind."""
+    args = example.make_args(seed)
+    storages = example.storages_of(args)
+    out = fn(*args)
+    outputs = out if isinstance(out, tuple) else (out,)
+    return seen_by_caller([*args, *outputs], storages, example.final)
+
+
+def seen_by_caller(
+    values: Sequence[Any], storages: Sequence[torch.UntypedStorage], valid: Sequence[int] = ()
+) -> list[Any]:
+    """What can be told apart: identity, aliasing, geometry, contents; of input storages size and bytes.
+
+    valid: which bytes of each input storage to look at, all by default.
+    """
+    groups = {storage._cdata: i for i, storage in enumerate(storages)}
+    objects: dict[int, int] = {}
+    found: list[Any] = []
+    for i, t in enumerate(values):
+        if not isinstance(t, Tensor):
+            found.append(t)
+            continue
+        storage = t.untyped_storage()
+        group = groups.setdefault(storage._cdata, len(groups))
+        stride = [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1 and t.numel()]
+        same = objects.setdefault(id(t), i)
+        found.append((i, same, group, t.dtype, list(t.shape), stride, t.is_conj(), t.is_neg()))
+        found.append(t.storage_offset() if group < len(storages) else bits(t))
+    for i, storage in enumerate(storages):
+        held = bytes(torch.empty(0, dtype=torch.uint8).set_(storage).tolist())
+        mask = valid[i] if valid else -1
+        found.append((i, storage.nbytes(), [b for j, b in enumerate(held) if mask >> j & 1]))
+    return found
+
+
+def bits(t: Tensor) -> list[int]:
+    """The contents, as bytes."""
+    plain = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    found: list[int] = plain.reshape(-1).view(torch.uint8).tolist() if t.numel() else []
+    return found
+
+
+def check_lowered(example: Example) -> None:
+    """Assert that a lowered program leaves the same behind."""
+    if example.error is not None or any(nbytes % 8 for nbytes, _ in example.storages):
+        return
+    module = fz.trace(example.run, *example.make_args()).lower()
+    expected = outcome(example, example.run, 0)
+    with torch.no_grad():
+        actual = outcome(example, module, 0)
+    for e, a in zip(expected, actual, strict=True):
+        assert a == e, f"lowered, it differs: {a}, expected {e}"
+
+
+def times(fixed: int) -> settings:
+    """So many fixed examples, or what the long profile says."""
+    return settings(max_examples=max(fixed, settings().max_examples))
+
+
+@given(examples())
+@times(2500)
+def test_programs(example: Example) -> None:
+    check(example)
+
+
+@given(examples(max_lines=30))
+@times(400)
+def test_long_programs(example: Example) -> None:
+    check(example)
+
+
+@given(examples(max_lines=5))
+@times(400)
+def test_short_programs(example: Example) -> None:
+    """Among few lines, a larger part is of the kind that must be refused."""
+    check(example)
+
+
+@given(examples())
+@times(300)
+def test_lowered(example: Example) -> None:
+    check_lowered(example)
