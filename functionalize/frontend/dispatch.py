@@ -4,12 +4,6 @@
         fn(*args)
     recorder.records                  [OpRecord(aten.sin.default, ...), OpRecord(resize_storage_bytes_, ...)]
 
-Note [Hold tensors weakly]
-The recorder keeps no tensor that the program made: a strong reference would make AccumulateGrad copy a
-gradient it would have stolen, and would keep memory alive. Storages are known by address, with a weak
-reference that keeps the address from being reused. Tensors that come from outside are held: they were alive
-before, and their contents may be needed as constants.
-
 Invariant: leaving the context restores torch's methods and the mode stack, whatever happened.
 Refusals: tensors without a storage; resizes of storages that no tensor brought in; ops on data that is not
 there. All are raised before the op runs, so that nothing segfaults.
@@ -17,8 +11,6 @@ there. All are raised before the op runs, so that nothing segfaults.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +28,7 @@ from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, r
 from functionalize.core.resize import checked_nbytes
 from functionalize.core.rules import RULES
 from functionalize.core.rules.collectives import check_known_collective
-from functionalize.core.rules.mutations import is_mutating, written_arguments
+from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.core.storage import check_bounds, check_overlap
 from functionalize.core.where import located
@@ -44,13 +36,13 @@ from functionalize.errors import (
     ForeignStorageError,
     FunctionalizeError,
 )
+from functionalize.frontend.known_storages import KnownStorages
 from functionalize.frontend.op_kinds import (
     LOOKS_ANYWHERE,
     MAY_GROW,
     SAME_REACH,
-    TO_PYTHON,
-    is_composite,
-    is_metadata,
+    OpKind,
+    kind_of,
     only_looks,
     storage_of,
     tensors_in,
@@ -59,46 +51,6 @@ from functionalize.frontend.outsiders import Outsiders
 from functionalize.frontend.patches import PATCHES
 
 aten = torch.ops.aten
-
-
-class StorageInfo:
-    """What the recorder knows of one storage. `resized`: its size is not to be trusted to fit its tensors."""
-
-    __slots__ = (
-        "address",
-        "device",
-        "name",
-        "nbytes",
-        "original_nbytes",
-        "resized",
-        "serial",
-        "weak",
-    )
-
-    def __init__(self, serial: int, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        self.serial, self.address = serial, storage._cdata
-        self.weak = storage._weak_ref()
-        self.nbytes = self.original_nbytes = storage.nbytes()
-        self.device = tensor.device
-        self.name = "a temporary"
-        self.resized = self.nbytes == 0
-
-    def __del__(self, free: Any = torch.UntypedStorage._free_weak_ref) -> None:
-        free(self.weak)
-
-    @property
-    def alive(self) -> bool:
-        """Whether anything still holds the storage."""
-        return not torch.UntypedStorage._expired(self.weak)
-
-
-class External:
-    """A tensor from outside, as it was first seen; `literal`: made by Python during the run."""
-
-    __slots__ = ("info", "literal", "ref", "tensor")
-
-    def __init__(self, info: StorageInfo, ref: TensorRef, tensor: Tensor, literal: bool) -> None:
-        self.info, self.ref, self.tensor, self.literal = info, ref, tensor, literal
 
 
 class Scalar:
@@ -110,7 +62,7 @@ class Scalar:
         self.record, self.value = record, value
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(KnownStorages, TorchDispatchMode):
     """Records while active.
 
     ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
@@ -119,17 +71,10 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, ignore_fake: bool = False, outsiders: Outsiders | None = None) -> None:
         super().__init__()
-        self._outsiders = outsiders
         self.records: list[OpRecord] = []
-        self.externals: list[External] = []
         self.scalars: list[Scalar] = []
-        self.infos: list[StorageInfo] = []
-        self.suspended = 0
         self.failed: tuple[BaseException, OpRecord] | None = None
-        self._by_address: dict[int, StorageInfo] = {}
-        self._ignore_fake = ignore_fake
-        self._born: dict[int, tuple[int, torch.device]] = {}
-        self._near_resize = False  # whether the op at hand is given a storage that was resized
+        self._ignore_fake, self._outsiders = ignore_fake, outsiders
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -149,63 +94,6 @@ class Recorder(TorchDispatchMode):
             super().__exit__(*exc)
         finally:
             PATCHES.remove()
-
-    # -- storages ------------------------------------------------------------------------------
-
-    def info_of(self, tensor: Tensor) -> StorageInfo | None:
-        """What is known of a tensor's storage, None if it was never seen."""
-        return self._by_address.get(storage_of(tensor)._cdata)
-
-    def _new(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
-        info = StorageInfo(len(self.infos), tensor, storage)
-        self._by_address[storage._cdata] = info
-        self.infos.append(info)
-        return info
-
-    def bring_in(self, tensor: Tensor, name: str, literal: Tensor | None = None) -> TensorRef:
-        """A tensor from outside; the first one on each storage names it and is kept.
-
-        literal: what it held, if Python made it during the run.
-        """
-        storage = storage_of(tensor)
-        info = self._by_address.get(storage._cdata)
-        if info is not None:
-            return TensorRef(info.serial, geometry_of(tensor))
-        info = self._new(tensor, storage)
-        info.name = name
-        ref = TensorRef(info.serial, geometry_of(tensor))
-        held = tensor.detach() if literal is None else literal
-        self._keep_size(info, storage)
-        self.externals.append(External(info, ref, held, literal is not None))
-        return ref
-
-    def _keep_size(self, info: StorageInfo, storage: torch.UntypedStorage) -> None:
-        """Note [Views of an emptied fake]
-
-        A view op on fakes that is found in the fake mode's cache is made with `set_`, which grows the
-        storage to hold it. A view must not: eager leaves the storage empty.
-        """
-        if info.resized and storage.nbytes() != info.nbytes:
-            with self.quiet():
-                storage.resize_(info.nbytes)
-
-    def ref(self, tensor: Tensor) -> TensorRef:
-        """A tensor that an op was given."""
-        info = self._by_address.get(storage_of(tensor)._cdata)
-        if info is None:
-            with self.quiet():
-                ref = self.bring_in(tensor, f"captured_{len(self.externals)}")
-            info = self.infos[ref.storage]
-        self._near_resize = self._near_resize or info.resized
-        return TensorRef(info.serial, geometry_of(tensor))
-
-    def _out_ref(self, tensor: Tensor) -> TensorRef:
-        storage = storage_of(tensor)
-        info = self._by_address.get(storage._cdata)
-        if info is None:
-            info = self._new(tensor, storage)
-            self._born[info.serial] = (info.nbytes, info.device)
-        return TensorRef(info.serial, geometry_of(tensor))
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -227,9 +115,10 @@ class Recorder(TorchDispatchMode):
                 if func is RESIZE_STORAGE:
                     return self._resize_inner(args[0], args[1])
                 return NotImplemented
-        if is_metadata(func):
+        op = kind_of(func)
+        if op.metadata:
             return func(*args, **kwargs)
-        if is_composite(func):
+        if op.composite:
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -245,7 +134,7 @@ class Recorder(TorchDispatchMode):
             record.args = tuple([self._map_in(a) for a in args])
             if kwargs:
                 record.kwargs = {k: self._map_in(v) for k, v in kwargs.items()}
-            self._check(func, record)
+            self._check(op, record)
         except FunctionalizeError as error:
             raise located(error, record) from None
         try:
@@ -253,7 +142,7 @@ class Recorder(TorchDispatchMode):
         except BaseException as error:
             self.failed = (error, record)
             raise
-        self._finish(record, args, kwargs, out)
+        self._finish(op, record, args, kwargs, out)
         return out
 
     def _to_fake(self, arg: Any) -> Any:
@@ -277,15 +166,6 @@ class Recorder(TorchDispatchMode):
             self.bring_in(out, f"constant_{len(self.externals)}", literal=kept)
         return out
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Nothing is recorded inside."""
-        self.suspended += 1
-        try:
-            yield
-        finally:
-            self.suspended -= 1
-
     def describe(self, record: OpRecord) -> str:
         """The tensors an op was given, for messages."""
         refs = list(refs_in([record.args, record.kwargs]))
@@ -308,54 +188,57 @@ class Recorder(TorchDispatchMode):
 
     def _map_out(self, out: Any) -> Any:
         if isinstance(out, Tensor):
-            return self._out_ref(out)
+            return self.out_ref(out)
         if isinstance(out, (list, tuple)):
             return [self._map_out(o) for o in out]
         return None
 
-    def _check(self, func: Any, record: OpRecord) -> None:
+    def _check(self, op: OpKind, record: OpRecord) -> None:
         """Refuse, before it runs, an op on data that is not there."""
+        func = record.target
         if func is RESIZE_STORAGE:
             checked_nbytes(record.args[1], self.infos[record.args[0].storage].name)
             return
-        if func.namespace in ("c10d", "fsdp") and func not in RULES:
+        if op.communicates and func not in RULES:
             check_known_collective(func)
-        if func in SAME_REACH:
+        if op.same_reach:
             ref = record.args[0]
-            info = self.infos[ref.storage]
-            if info.resized and (len(ref.geometry.size) > 1 or func is not aten.t_.default):
-                nbytes = (info.nbytes, info.original_nbytes)
-                check_bounds(info.name, ref.geometry, *nbytes, "takes a view of")
-        reads_data = not only_looks(func)
-        if self._near_resize and reads_data:
+            if len(ref.geometry.size) > 1 or func is not aten.t_.default:
+                self._check_bounds(ref, "takes a view of")
+        if self._near_resize and not op.looks:
             for ref in refs_in([record.args, record.kwargs]):
-                info = self.infos[ref.storage]
-                if info.resized:
-                    sizes = (info.nbytes, info.original_nbytes)
-                    check_bounds(info.name, ref.geometry, *sizes, "uses")
-        if is_mutating(func) and reads_data:
+                self._check_bounds(ref, "uses")
+        if op.mutating and not op.looks:
             for at, name in written_arguments(func):
                 inside = at is not None and at < len(record.args)
                 written = record.args[at or 0] if inside else record.kwargs.get(name)
                 for ref in refs_in(written):
                     check_overlap(self.infos[ref.storage].name, ref.geometry)
 
+    def _check_bounds(self, ref: TensorRef, verb: str) -> None:
+        info = self.infos[ref.storage]
+        if info.resized:
+            check_bounds(info.name, ref.geometry, info.nbytes, info.original_nbytes, verb)
+
     def _finish(
-        self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self,
+        op: OpKind,
+        record: OpRecord,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
     ) -> None:
-        func = record.target
-        reshaped = func is aten.as_strided.default or func is aten.as_strided_.default
-        if reshaped or self._near_resize:
+        if op.restrides or self._near_resize:
             self._after_look(record, args, out)
-        if func is RESIZE_STORAGE:
-            self._note_size(storage_of(args[0]))
-        elif is_mutating(func):
+        if record.target is RESIZE_STORAGE:
+            self.note_size(storage_of(args[0]))
+        elif op.mutating:
             self._after_mutation(record, args, kwargs)
         self._born = {}
         record.outputs = self._map_out(out)
         if self._born:
             record.meta["born"] = self._born
-        if func in TO_PYTHON:
+        if op.to_python:
             self.scalars.append(Scalar(record, out))
         self.records.append(record)
 
@@ -366,7 +249,7 @@ class Recorder(TorchDispatchMode):
             return
         for tensor in tensors_in(args):
             storage = storage_of(tensor)
-            self._keep_size(self._by_address[storage._cdata], storage)
+            self.keep_size(self._by_address[storage._cdata], storage)
         if func in LOOKS_ANYWHERE or (func is aten.t.default and out.dim() < 2):
             return
         for tensor in tensors_in(out):
@@ -377,15 +260,6 @@ class Recorder(TorchDispatchMode):
                     check_bounds(info.name, g, info.nbytes, info.original_nbytes, "takes a view of")
                 except FunctionalizeError as error:
                     raise located(error, record) from None
-
-    def _note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
-        """The storage's new size, if it changed."""
-        info = self._by_address[storage._cdata]
-        nbytes = storage.nbytes()
-        if nbytes == info.nbytes:
-            return None
-        info.nbytes, info.resized = nbytes, True
-        return info.serial, nbytes
 
     def _after_mutation(
         self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -405,7 +279,7 @@ class Recorder(TorchDispatchMode):
                     continue  # `set_()` made a storage: it is an output
                 if isinstance(tensor, Tensor):
                     self.ref(tensor)
-                    size = self._note_size(storage_of(tensor))
+                    size = self.note_size(storage_of(tensor))
                     if size is not None:
                         changed.append(size)
             if keep or given is None:
@@ -439,7 +313,7 @@ class Recorder(TorchDispatchMode):
         except FunctionalizeError as error:
             raise located(error, record) from None
         result = original(storage, size)
-        self._note_size(storage)
+        self.note_size(storage)
         empty = Geometry((0,), (1,), 0, torch.uint8)
         record.args = (TensorRef(info.serial, empty), size)
         self.records.append(record)

@@ -8,6 +8,7 @@ is_composite(aten.matmul)   made of other ops, which are recorded instead
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -120,3 +121,34 @@ def is_composite(func: Any) -> bool:
     name = func.name()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return not any(has(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
+
+
+@dataclass(frozen=True, slots=True)
+class OpKind:
+    """All of the above for one op, so that the recorder looks it up once."""
+
+    looks: bool
+    metadata: bool
+    composite: bool
+    mutating: bool
+    inplace_view: bool
+    to_python: bool
+    communicates: bool
+    same_reach: bool
+    restrides: bool
+
+
+@cache
+def kind_of(func: Any) -> OpKind:
+    """What kind of op `func` is."""
+    return OpKind(
+        looks=only_looks(func),
+        metadata=is_metadata(func),
+        composite=is_composite(func),
+        mutating=is_mutating(func),
+        inplace_view=is_inplace_view(func),
+        to_python=func in TO_PYTHON,
+        communicates=func.namespace in ("c10d", "fsdp"),
+        same_reach=func in SAME_REACH,
+        restrides=func in (aten.as_strided.default, aten.as_strided_.default),
+    )

@@ -48,7 +48,7 @@ from functionalize.core.where import line_of
 from functionalize.errors import GuardError, UncapturableError
 from functionalize.frontend.build import Builder, GivenInput, inner_tensors
 from functionalize.frontend.collector import only_young_collections
-from functionalize.frontend.dispatch import External, Recorder
+from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.fsdp import FSDPStateGuard
 from functionalize.frontend.guards import (
     GradientGuard,
@@ -56,6 +56,7 @@ from functionalize.frontend.guards import (
     ModeGuard,
     TrainingGuard,
 )
+from functionalize.frontend.known_storages import External
 from functionalize.frontend.sources import (
     Held,
     ModuleTensor,
@@ -175,7 +176,9 @@ class CapturedStep:
         self.stats.warmups += 1
         log.info("warming up %s: %s", self._name, unsettled)
         if self._attempts >= _MAX_WARMUPS:
-            raise UncapturableError(f"the step did not settle in {self._attempts} calls: {unsettled}")
+            raise UncapturableError(
+                f"the step did not settle in {self._attempts} calls: {unsettled}"
+            )
         return result
 
     def _run_passes(self) -> None:
@@ -254,7 +257,9 @@ class Recording:
         known = returned | {e.ref.storage for e in recorder.externals}
         self.left = [i for i in recorder.infos if i.serial not in known and i.alive]
 
-        self.found = [e for e in recorder.externals if e.ref.geometry.numel and self._is_elsewhere(e)]
+        self.found = [
+            e for e in recorder.externals if e.ref.geometry.numel and self._is_elsewhere(e)
+        ]
         if any(not self._is_unknown(e) for e in self.found):
             self.found = [e for e in self.found if e.ref.storage in self._used]
         self.identities = [self._identity(e) for e in self.found]
