@@ -67,9 +67,7 @@ class Transformer(nn.Module):
 class Empty(TorchDispatchMode):
     """The floor: sees every op, does nothing."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
@@ -188,7 +186,9 @@ def table(results: dict[int, dict[str, tuple[float, int]]]) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", action="store_true")

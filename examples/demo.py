@@ -207,7 +207,9 @@ def run(rank: int, rendezvous: str, options: Options) -> None:
 
 def main() -> None:
     """Parse the options and start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     for name, default in vars(Options()).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     options = Options(**vars(parser.parse_args()))

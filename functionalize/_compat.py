@@ -6,11 +6,14 @@ imports a name with a leading underscore from torch.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C import (  # a replay has no use for autograd's kernels, and they cost time
     _AutoDispatchBelowAutograd as below_autograd,
 )
@@ -27,15 +30,18 @@ from torch._subclasses.fake_tensor import (  # fakes for `trace`; has no public 
 from torch._subclasses.functional_tensor import (  # what AOTAutograd runs a function on
     FunctionalTensor,
 )
-from torch import fx
 from torch.fx.passes.shape_prop import TensorMetadata  # the type of node.meta["tensor_meta"]
 from torch.utils._mode_utils import no_dispatch  # to change a wrapper, not what it wraps
 from torch.utils._python_dispatch import (  # the only hook below autograd
     TorchDispatchMode,
-    _disable_current_modes as disable_current_modes,  # to copy a constant for real inside a fake mode
-    _get_current_dispatch_mode_stack as current_modes,  # which recorder is active in this thread
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
+)
+from torch.utils._python_dispatch import (
+    _disable_current_modes as disable_current_modes,  # to copy a constant for real inside a fake mode
+)
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack as current_modes,  # which recorder is active in this thread
 )
 from torch.utils._traceback import CapturedTraceback  # lazily symbolised stack, about 1.5 us
 
@@ -101,10 +107,8 @@ def append_node(
 
 def load_fsdp_ops() -> None:
     """Register the `fsdp::*` and `c10d::*` ops; a build without distributed has neither."""
-    try:
-        import torch.distributed.fsdp._fully_shard._fsdp_collectives
-    except ImportError:
-        return
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 
 
 def work_class() -> type | None:

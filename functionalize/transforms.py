@@ -19,17 +19,10 @@ from functionalize._compat import (
     is_traceable_wrapper_subclass,
 )
 from functionalize.core.epilogue import Action
+from functionalize.core.guards import AliasGuard, ConstantGuard, Guard, TensorGuard
+from functionalize.core.inputs import Argument, Captured, Source
 from functionalize.core.ops import refs_in
-from functionalize.core.program import (
-    AliasGuard,
-    Argument,
-    Captured,
-    ConstantGuard,
-    Guard,
-    Program,
-    Source,
-    TensorGuard,
-)
+from functionalize.core.program import Program
 from functionalize.core.where import line_of, line_of_traceback
 from functionalize.errors import (
     EagerError,

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from functionalize.core.program import AliasGuard, Program
+from functionalize.core.guards import AliasGuard
+from functionalize.core.program import Program
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from functionalize.core.ops import Geometry, OpRecord, TensorRef, refs_in, map_refs
+from functionalize.core.ops import Geometry, OpRecord, TensorRef, map_refs, refs_in
 from functionalize.core.resize import checked_nbytes, resize
 from functionalize.core.rules import RULES
 from functionalize.core.rules.custom import needs_wrapper, wrapped

@@ -25,10 +25,9 @@ import torch
 from torch import fx
 
 from functionalize.core.epilogue import Copy, Resize, Set
+from functionalize.core.inputs import Argument, Captured, WholeStorage
 from functionalize.core.ops import Geometry
 from functionalize.core.program import (
-    Argument,
-    Captured,
     Constant,
     InputView,
     LeafItself,
@@ -36,7 +35,6 @@ from functionalize.core.program import (
     Program,
     Result,
     SameAs,
-    WholeStorage,
     Wrapped,
 )
 from functionalize.errors import UncapturableError

@@ -18,7 +18,8 @@ from functionalize.core.ops import Geometry, geometry_of, tensor_metadata
 from functionalize.core.where import stack_trace_of
 
 if TYPE_CHECKING:
-    from functionalize.core.program import InputSpec, Program
+    from functionalize.core.inputs import InputSpec
+    from functionalize.core.program import Program
 
 
 def annotate(program: Program) -> None:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from functionalize.core.epilogue import Action, Copy, Resize, Set
+from functionalize.core.inputs import Captured
 from functionalize.core.ops import Geometry
 from functionalize.core.program import (
-    Captured,
     Constant,
     InputView,
     LeafItself,
@@ -56,7 +56,9 @@ def node_text(node: fx.Node) -> str:
         return f"{node.name} = constant {node.target}"
     if node.op == "output":
         returned = node.args[0]
-        return f"return {argument_text(tuple(returned) if isinstance(returned, list) else returned)}"
+        return (
+            f"return {argument_text(tuple(returned) if isinstance(returned, list) else returned)}"
+        )
     if node.target is operator.getitem:
         return f"{node.name} = {argument_text(node.args[0])}[{node.args[1]}]"
     parts = [argument_text(a) for a in node.args]

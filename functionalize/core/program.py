@@ -10,83 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from functionalize._compat import below_autograd
-from functionalize.core.epilogue import Action, alias, apply_epilogue, placed, window
+from functionalize.core.epilogue import Action, alias, apply_epilogue, placed
 from functionalize.core.generators import generators_restored_on_error, is_random
+from functionalize.core.guards import Guard, ValueGuard
+from functionalize.core.inputs import Call, InputSpec
 from functionalize.core.metas import annotate
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.errors import GuardError
-
-# -- inputs ----------------------------------------------------------------------------------------
-
-
-class Source(Protocol):
-    """Where an input's tensor is found at every call."""
-
-    def resolve(self, call: Call) -> Any:
-        """The tensor (or constant) now; raises `LookupError` if it is gone."""
-        ...
-
-
-@dataclass(slots=True)
-class Call:
-    """One replay: the flat leaves of the arguments, and the inputs resolved so far."""
-
-    leaves: Sequence[Any]
-    inputs: list[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A leaf of `(args, kwargs)`; `attributes` lead into a wrapper subclass (DTensor)."""
-
-    leaf: int
-    attributes: tuple[str, ...] = ()
-
-    def resolve(self, call: Call) -> Any:
-        value = call.leaves[self.leaf]
-        for name in self.attributes:
-            value = getattr(value, name)
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class WholeStorage:
-    """The whole storage of another input, as one flat tensor."""
-
-    input: int
-    geometry: Geometry
-
-    def resolve(self, call: Call) -> Any:
-        return window(call.inputs[self.input], self.geometry)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Captured:
-    """A tensor or object that the callable found by itself, held by the program."""
-
-    value: Any
-
-    def resolve(self, call: Call) -> Any:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True)
-class InputSpec:
-    """One placeholder. `nbytes`: bytes of its storage on entry."""
-
-    name: str
-    geometry: Geometry
-    nbytes: int
-    device: torch.device
-    source: Source
-
 
 # -- outputs ---------------------------------------------------------------------------------------
 
@@ -140,94 +77,6 @@ class Wrapped:
 
 
 OutputRole = Result | InputView | LeafItself | SameAs | Constant | Wrapped
-
-
-# -- guards ----------------------------------------------------------------------------------------
-
-
-class Guard(Protocol):
-    """A fact the capture relied on."""
-
-    def failure(self, call: Call) -> str | None:
-        """Why the fact no longer holds, or None."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGuard:
-    """An input has the geometry, device and storage size it had."""
-
-    input: int
-    spec: InputSpec
-
-    def failure(self, call: Call) -> str | None:
-        t, spec = call.inputs[self.input], self.spec
-        if not isinstance(t, Tensor):
-            return f"`{spec.name}` is {type(t).__name__}, was a tensor"
-        now = geometry_of(t)
-        if now != spec.geometry:
-            return f"`{spec.name}` is {now}, was {spec.geometry}"
-        if t.device != spec.device:
-            return f"`{spec.name}` is on {t.device}, was on {spec.device}"
-        nbytes = t.untyped_storage().nbytes()
-        if nbytes != spec.nbytes:
-            return f"the storage of `{spec.name}` holds {nbytes} bytes, held {spec.nbytes}"
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class AliasGuard:
-    """Inputs share storages exactly as they did; `groups`: the storage each input was on."""
-
-    groups: tuple[int, ...]
-    names: tuple[str, ...]
-
-    def failure(self, call: Call) -> str | None:
-        owner: dict[int, int] = {}
-        for index, group in enumerate(self.groups):
-            key = call.inputs[index].untyped_storage()._cdata
-            if owner.setdefault(key, group) != group:
-                return f"`{self.names[index]}` shares a storage with another input, it did not"
-        if len(owner) != len(set(self.groups)):
-            return "inputs that shared a storage no longer do"
-        return None
-
-
-def _brief(value: Any) -> str:
-    return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantGuard:
-    """A leaf that is no tensor has the value it had."""
-
-    leaf: int
-    value: Any
-    name: str = ""
-
-    def failure(self, call: Call) -> str | None:
-        now = call.leaves[self.leaf]
-        if type(now) is type(self.value) and (now is self.value or now == self.value):
-            return None
-        if not self.name:
-            return f"argument leaf {self.leaf} is {_brief(now)}, was {_brief(self.value)}"
-        return f"`{self.name}` is {_brief(now)}, was {_brief(self.value)}, which is part of the program"
-
-
-@dataclass(frozen=True, slots=True)
-class ValueGuard:
-    """A number that Python read from a tensor (`.item()`) is what it was; known only after the graph ran."""
-
-    slot: int
-    value: Any
-    where: str
-
-    def failure_of(self, results: Sequence[Any]) -> str | None:
-        now = results[self.slot]
-        same = now == self.value or (now != now and self.value != self.value)
-        return (
-            None if same else f"a tensor's value read {self.where} is {now!r}, was {self.value!r}"
-        )
 
 
 # -- the program -----------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from functionalize.core.program import InputSpec, Program, WholeStorage, Wrapped
+from functionalize.core.inputs import InputSpec, WholeStorage
+from functionalize.core.program import Program, Wrapped
 
 
 def drop_unused_inputs(program: Program) -> list[int]:

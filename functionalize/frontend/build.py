@@ -24,20 +24,17 @@ from functionalize.core.dead_code import drop_dead_code
 from functionalize.core.discharge import Functionalizer
 from functionalize.core.emit import GraphEmitter
 from functionalize.core.epilogue import Action, Set, owed
+from functionalize.core.guards import Guard, ValueGuard
+from functionalize.core.inputs import InputSpec, Source, WholeStorage
 from functionalize.core.ops import Geometry, TensorRef
 from functionalize.core.program import (
     Constant,
-    Guard,
-    InputSpec,
     InputView,
     LeafItself,
     OutputRole,
     Program,
     Result,
     SameAs,
-    Source,
-    ValueGuard,
-    WholeStorage,
     Wrapped,
 )
 from functionalize.core.storage import FunctionalStorage, View

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from functionalize._compat import fsdp_state_of
-from functionalize.core.program import Call
+from functionalize.core.inputs import Call
 
 _GROUP_FLAGS = (
     "_training_state",
@@ -66,7 +66,7 @@ class FSDPTensor:
 
 
 def fsdp_tensors(module: nn.Module) -> Iterator[tuple[str, FSDPTensor]]:
-    """Where FSDP2 keeps tensors beside `parameters()`: padded shards, unsharded storages, accumulated grads."""
+    """Tensors FSDP2 keeps beside `parameters()`: padded shards, unsharded storages, accumulated grads."""
     for fqn, param in fsdp_params(module):
         for attribute in ("_sharded_param_data", "unsharded_accumulated_grad"):
             if isinstance(getattr(param, attribute, None), Tensor):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functionalize.core.program import Call
+from functionalize.core.inputs import Call
 from functionalize.frontend.sources import ModuleTensor, Roots
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,31 +66,36 @@ class _Patches:
         self._saved.clear()
 
 
-def _watcher() -> Any:
-    for mode in reversed(current_modes()):
-        if hasattr(mode, "resize_storage"):
-            return mode
-    return None
+def _watchers() -> list[Any]:
+    """The recorders active in this thread, innermost first: a capture may run inside another."""
+    return [mode for mode in reversed(current_modes()) if hasattr(mode, "resize_storage")]
 
 
 def _watched_resize() -> Any:
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: Any) -> Any:
-        watcher = _watcher()
-        if watcher is None or watcher.suspended:
-            return original(self, size)
-        return watcher.resize_storage(self, size, original)
+        resize = original
+        for watcher in reversed(_watchers()):
+            if not watcher.suspended:
+                resize = partial(_told, watcher, resize)
+        return resize(self, size)
 
     resize_.__doc__ = original.__doc__
     return resize_
 
 
+def _told(watcher: Any, resize: Any, storage: torch.UntypedStorage, size: Any) -> Any:
+    return watcher.resize_storage(storage, size, resize)
+
+
 def _watched_size(original: Any) -> Any:
     def size(self: torch.UntypedStorage) -> int:
-        watcher = _watcher()
-        nbytes = getattr(watcher, "storage_nbytes", lambda storage: None)(self)
-        return original(self) if nbytes is None else nbytes
+        for watcher in _watchers():
+            nbytes = getattr(watcher, "storage_nbytes", lambda storage: None)(self)
+            if nbytes is not None:
+                return int(nbytes)
+        return int(original(self))
 
     size.__doc__ = original.__doc__
     return size
@@ -97,14 +103,14 @@ def _watched_size(original: Any) -> Any:
 
 def _unwatched_wait(original: Any) -> Any:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watcher = _watcher()
-        if watcher is None:
-            return original(self, *args, **kwargs)
-        watcher.suspended += 1
+        watchers = _watchers()
+        for watcher in watchers:
+            watcher.suspended += 1
         try:
             return original(self, *args, **kwargs)
         finally:
-            watcher.suspended -= 1
+            for watcher in watchers:
+                watcher.suspended -= 1
 
     wait.__doc__ = original.__doc__
     return wait

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from functionalize._compat import is_traceable_wrapper_subclass
-from functionalize.core.program import Argument, Call, Source
+from functionalize.core.inputs import Argument, Call, Source
 from functionalize.frontend.fsdp import fsdp_tensors
 
 _MAX_OBJECTS = 20_000  # a bound on the search, far above what a training script reaches

@@ -31,17 +31,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from functionalize.core.guards import AliasGuard, ConstantGuard, Guard, TensorGuard
+from functionalize.core.inputs import Call, Captured, Source
 from functionalize.core.ops import OpRecord, TensorRef, refs_in
-from functionalize.core.program import (
-    AliasGuard,
-    Call,
-    Captured,
-    ConstantGuard,
-    Guard,
-    Program,
-    Source,
-    TensorGuard,
-)
+from functionalize.core.program import Program
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.core.unused import drop_unused_inputs
 from functionalize.core.where import line_of

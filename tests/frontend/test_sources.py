@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from functionalize.core.program import Call
+from functionalize.core.inputs import Call
 from functionalize.frontend.sources import candidates, reachable
 
 MODEL = nn.Linear(2, 2)

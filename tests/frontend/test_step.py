@@ -382,3 +382,22 @@ def test_storage_resizes_of_a_captured_tensor() -> None:
         assert p.untyped_storage().nbytes() == 0
     assert captured.stats.replays == 3
     assert [s.name for s in captured.program.inputs] == ["args_1"]
+
+
+def test_a_resize_inside_a_capture_inside_a_capture() -> None:
+    def resizing(p: Tensor, x: Tensor) -> Tensor:
+        p.untyped_storage().resize_(24)
+        p.copy_(x)
+        out = p * 2
+        p.untyped_storage().resize_(0)
+        return out
+
+    inner = fz.capture(resizing)
+    outer = fz.capture(lambda p, x: inner(p, x) + 1)
+    p = torch.empty(6)
+    p.untyped_storage().resize_(0)
+    for i in range(4):
+        x = batch(i)[0]
+        assert torch.equal(outer(p, x), x * 2 + 1)
+        assert p.untyped_storage().nbytes() == 0
+    assert outer.stats.replays >= 2

@@ -96,9 +96,7 @@ def compare_twins(
         torch.manual_seed(i)
         actual = flat(captured(*batch))
         found += differences(i, actual, expected)
-        found += differences(
-            i, state_of(model, optimizer), state_of(eager_model, eager_optimizer)
-        )
+        found += differences(i, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
         found += differences(i, {"rng": torch.get_rng_state()}, {"rng": after})
         if grown_storages(model) != grown_storages(eager_model):
             found.append(f"step {i}: left grown {grown_storages(model)}")

@@ -15,8 +15,9 @@ import passes
 from examples.programs import PROGRAMS
 from examples.resize_program import R, values, z
 from functionalize.core.epilogue import Copy, Resize, Set
+from functionalize.core.guards import TensorGuard, ValueGuard
 from functionalize.core.ops import contiguous_geometry
-from functionalize.core.program import Result, TensorGuard, ValueGuard
+from functionalize.core.program import Result
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import VerifyError
 from passes.verify import check

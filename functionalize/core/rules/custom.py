@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from functionalize._compat import auto_functionalized, can_auto_functionalize
-from functionalize.core.ops import OpRecord, TensorRef, refs_in, map_refs
+from functionalize.core.ops import OpRecord, TensorRef, map_refs, refs_in
 from functionalize.core.rules.mutations import functional_form, written_arguments
 from functionalize.errors import UnsupportedOpError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from functionalize.core.ops import Geometry, TensorRef, refs_in, map_refs
+from functionalize.core.ops import Geometry, TensorRef, map_refs, refs_in
 from functionalize.core.rules.mutations import FunctionalForm
 
 # The layout of a result that has no meta kernel: it is laid out anew, whatever it is.

@@ -1,0 +1,97 @@
+"""Facts a program relies on, checked at every call before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from functionalize.core.inputs import Call, InputSpec
+from functionalize.core.ops import geometry_of
+
+
+class Guard(Protocol):
+    """A fact the capture relied on."""
+
+    def failure(self, call: Call) -> str | None:
+        """Why the fact no longer holds, or None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGuard:
+    """An input has the geometry, device and storage size it had."""
+
+    input: int
+    spec: InputSpec
+
+    def failure(self, call: Call) -> str | None:
+        t, spec = call.inputs[self.input], self.spec
+        if not isinstance(t, Tensor):
+            return f"`{spec.name}` is {type(t).__name__}, was a tensor"
+        now = geometry_of(t)
+        if now != spec.geometry:
+            return f"`{spec.name}` is {now}, was {spec.geometry}"
+        if t.device != spec.device:
+            return f"`{spec.name}` is on {t.device}, was on {spec.device}"
+        nbytes = t.untyped_storage().nbytes()
+        if nbytes != spec.nbytes:
+            return f"the storage of `{spec.name}` holds {nbytes} bytes, held {spec.nbytes}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AliasGuard:
+    """Inputs share storages exactly as they did; `groups`: the storage each input was on."""
+
+    groups: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def failure(self, call: Call) -> str | None:
+        owner: dict[int, int] = {}
+        for index, group in enumerate(self.groups):
+            key = call.inputs[index].untyped_storage()._cdata
+            if owner.setdefault(key, group) != group:
+                return f"`{self.names[index]}` shares a storage with another input, it did not"
+        if len(owner) != len(set(self.groups)):
+            return "inputs that shared a storage no longer do"
+        return None
+
+
+def _brief(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantGuard:
+    """A leaf that is no tensor has the value it had."""
+
+    leaf: int
+    value: Any
+    name: str = ""
+
+    def failure(self, call: Call) -> str | None:
+        now = call.leaves[self.leaf]
+        if type(now) is type(self.value) and (now is self.value or now == self.value):
+            return None
+        if not self.name:
+            return f"argument leaf {self.leaf} is {_brief(now)}, was {_brief(self.value)}"
+        return f"`{self.name}` is {_brief(now)}, was {_brief(self.value)}, which is part of the program"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueGuard:
+    """A number that Python read from a tensor (`.item()`) is what it was; known only after the graph ran."""
+
+    slot: int
+    value: Any
+    where: str
+
+    def failure_of(self, results: Sequence[Any]) -> str | None:
+        now = results[self.slot]
+        same = now == self.value or (now != now and self.value != self.value)
+        return (
+            None if same else f"a tensor's value read {self.where} is {now!r}, was {self.value!r}"
+        )
