@@ -30,12 +30,13 @@ class GraphEmitter:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node; its meta keeps the record it was made for until somebody asks for the graph module."""
-        if _takes_generator(target) and _given_generator(args, kwargs):
+        name, draws = _traits(target)
+        if draws and _given_generator(args, kwargs):
             raise UnsupportedOpError(
                 "draws from a torch.Generator it was given, which a graph cannot hold: use the default "
                 "generator (torch.manual_seed), which replay draws from as eager does"
             )
-        node = append_node(self.graph, target, args, kwargs, _name_of(target))
+        node = append_node(self.graph, target, args, kwargs, name)
         if self.now is not None:
             node.meta["record"] = self.now
         return node
@@ -78,15 +79,13 @@ class TensorEmitter:
 
 
 @cache
-def _name_of(target: Any) -> str:
+def _traits(target: Any) -> tuple[str, bool]:
+    """What a node of `target` is called, and whether it may be given a generator."""
     schema = getattr(target, "_schema", None)
-    return str(target.__name__ if schema is None else schema.name.split("::")[-1])
-
-
-@cache
-def _takes_generator(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any("Generator" in str(a.type) for a in schema.arguments)
+    if schema is None:
+        return str(target.__name__), False
+    draws = any("Generator" in str(a.type) for a in schema.arguments)
+    return schema.name.split("::")[-1], draws
 
 
 def _given_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

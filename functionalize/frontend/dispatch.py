@@ -232,7 +232,7 @@ class Recorder(KnownStorages, TorchDispatchMode):
             self._after_look(record, args, out)
         if record.target is RESIZE_STORAGE:
             self.note_size(storage_of(args[0]))
-        elif op.mutating:
+        elif op.moves:
             self._after_mutation(record, args, kwargs)
         self._born = {}
         record.outputs = self._map_out(out)

@@ -124,7 +124,10 @@ class KnownStorages:
 
     def ref(self, tensor: Tensor) -> TensorRef:
         """A tensor that an op was given."""
-        info = self._by_address.get(storage_of(tensor)._cdata)
+        try:
+            info = self._by_address.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            info = self._by_address.get(storage_of(tensor)._cdata)
         if info is None:
             with self.quiet():
                 ref = self.bring_in(tensor, f"captured_{len(self.externals)}")

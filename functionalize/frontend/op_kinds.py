@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from functionalize.core.rules.factories import SHAPE_ONLY
-from functionalize.core.rules.mutations import is_mutating
+from functionalize.core.rules.mutations import is_mutating, written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import UnsupportedTensorError
 
@@ -123,6 +123,13 @@ def is_composite(func: Any) -> bool:
     return not any(has(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
 
 
+def _may_move(func: Any) -> bool:
+    """Whether an op may change the size of a storage it writes, or how a tensor looks at it."""
+    if is_inplace_view(func) or func in MAY_GROW or func.namespace != "aten":
+        return is_mutating(func)
+    return any(at is None for at, _ in written_arguments(func))  # `out=`
+
+
 @dataclass(frozen=True, slots=True)
 class OpKind:
     """All of the above for one op, so that the recorder looks it up once."""
@@ -131,7 +138,7 @@ class OpKind:
     metadata: bool
     composite: bool
     mutating: bool
-    inplace_view: bool
+    moves: bool
     to_python: bool
     communicates: bool
     same_reach: bool
@@ -146,7 +153,7 @@ def kind_of(func: Any) -> OpKind:
         metadata=is_metadata(func),
         composite=is_composite(func),
         mutating=is_mutating(func),
-        inplace_view=is_inplace_view(func),
+        moves=_may_move(func),
         to_python=func in TO_PYTHON,
         communicates=func.namespace in ("c10d", "fsdp"),
         same_reach=func in SAME_REACH,
