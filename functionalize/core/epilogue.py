@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -118,18 +119,27 @@ def apply_epilogue(
     moved = {a.input for a in actions if isinstance(a, Set)}
     if moved:
         homes = [t.detach() if i in moved else t for i, t in enumerate(inputs)]
-    for action in actions:
-        if isinstance(action, Resize):
-            homes[action.input].untyped_storage().resize_(action.nbytes)
-        elif isinstance(action, Copy):
-            window(homes[action.input], action.geometry).copy_(results[action.slot])
-        else:
+    for kind, group in groupby(actions, type):
+        if kind is Copy:
+            _copy_all(list(group), homes, results)  # type: ignore[arg-type]
+            continue
+        for action in group:
+            if isinstance(action, Resize):
+                homes[action.input].untyped_storage().resize_(action.nbytes)
+                continue
+            assert isinstance(action, Set)
             g, target = action.geometry, inputs[action.input]
             if action.slot is None:
                 _move(target, homes[action.other or 0], g)
             else:
                 _move(target, results[action.slot], placed(results[action.slot], g))
     return homes
+
+
+def _copy_all(copies: Sequence[Copy], homes: Sequence[Tensor], results: Sequence[Any]) -> None:
+    """Several copies in one call: a step writes hundreds of parameters and states."""
+    targets = [window(homes[c.input], c.geometry) for c in copies]
+    torch._foreach_copy_(targets, [results[c.slot] for c in copies])
 
 
 def placed(whole: Tensor, geometry: Geometry) -> Geometry:
