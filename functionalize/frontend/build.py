@@ -38,6 +38,7 @@ from functionalize.core.program import (
     Wrapped,
 )
 from functionalize.core.storage import FunctionalStorage, View
+from functionalize.core.waits import sink_waits
 from functionalize.core.where import line_of
 from functionalize.errors import FunctionalizeError
 from functionalize.frontend.dispatch import Recorder
@@ -267,6 +268,7 @@ class Builder:
         value_guards = tuple(ValueGuard(self.slot(n), v, w) for n, v, w in self._scalars)
         self.emit.graph.output(tuple(self._slots))
         drop_dead_code(self.emit.graph)
+        sink_waits(self.emit.graph)
         return Program(
             graph=self.emit.graph,
             constants=dict(self.constants),

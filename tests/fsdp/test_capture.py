@@ -31,6 +31,24 @@ def build_mlp(optimizer: str = "adamw", **options: Any) -> tuple[nn.Module, torc
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+def build_nested() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Odd sizes (uneven shards), a wrapped module inside a wrapped one, and one that is not wrapped."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 8))
+    model = nn.Sequential(nn.Sequential(inner, nn.Linear(8, 8)), nn.Linear(8, 7), nn.Linear(7, 3))
+    fully_shard(inner[0])
+    fully_shard(model[0])
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def build_root_only() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Dropout(0.2), nn.Linear(16, 3))
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
 def build_llama() -> tuple[nn.Module, torch.optim.Optimizer]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -109,6 +127,14 @@ def mlp_twins_with_sgd() -> Verdict:
 
 def mlp_twins_without_reshard() -> Verdict:
     return compare_twins(lambda: build_mlp(reshard_after_forward=False), zero_last, pairs())
+
+
+def nested_twins() -> Verdict:
+    return compare_twins(build_nested, zero_last, pairs())
+
+
+def root_only_twins() -> Verdict:
+    return compare_twins(build_root_only, zero_first, pairs())
 
 
 def mlp_twins_through_passes() -> Verdict:
@@ -217,6 +243,14 @@ def test_without_reshard_after_forward() -> None:
     verdicts = run_on_ranks(mlp_twins_without_reshard)
     check(verdicts)
     assert verdicts[0].collectives["all_gather_into_tensor"] == 3
+
+
+def test_nested_and_uneven() -> None:
+    check(run_on_ranks(nested_twins))
+
+
+def test_root_only_with_dropout() -> None:
+    check(run_on_ranks(root_only_twins))
 
 
 def test_through_the_default_pipeline() -> None:

@@ -1,0 +1,41 @@
+"""`sink_waits`: a collective is waited for where its result is first read."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from functionalize.core.printer import node_text
+from functionalize.core.waits import sink_waits
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+def two_gathers() -> fx.Graph:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    waits = []
+    for _ in range(2):
+        gather = graph.call_function(c10d.all_gather_into_tensor.default, (x, 2, "0"))
+        waits.append(graph.call_function(c10d.wait_tensor.default, (gather,)))
+    sin = graph.call_function(aten.sin.default, (x,))
+    graph.output((graph.call_function(aten.mm.default, (waits[1], sin)), waits[0]))
+    return graph
+
+
+def test_waits_move_to_their_first_user_and_collectives_stay(expect) -> None:
+    graph = two_gathers()
+    assert sink_waits(graph) == 2
+    graph.lint()
+    expect("two_gathers", "\n".join(node_text(n) for n in graph.nodes if n.op != "placeholder"))
+    assert sink_waits(graph) == 0
+
+
+def test_a_wait_that_nobody_reads_stays() -> None:
+    graph = fx.Graph()
+    gather = graph.call_function(
+        c10d.all_gather_into_tensor.default, (graph.placeholder("x"), 2, "0")
+    )
+    graph.call_function(c10d.wait_tensor.default, (gather,))
+    graph.output(())
+    assert sink_waits(graph) == 0
