@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +173,9 @@ def report(captured: Any, options: Options, say: Callable[[str], None]) -> None:
     for line in program.history:
         say(f"  pass                   {line}")
     say(f"  collectives            {kinds}")
-    say(f"  inputs, guards         {stats.inputs}, {stats.guards}")
+    say(f"  inputs                 {stats.inputs}, found again at every call by where they live")
+    guards = Counter(type(guard).__name__ for guard in program.guards)
+    say(f"  guards                 {', '.join(f'{n} {kind}' for kind, n in guards.items())}")
     say(f"  epilogue               {len(program.epilogue)} actions")
     if dist.get_rank() == 0:
         path = Path(options.out)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree  # the public spelling has fewer functions
 from torch import fx
 from torch._C import (  # a replay has no use for autograd's kernels, and they cost time
     _AutoDispatchBelowAutograd as below_autograd,
@@ -54,24 +55,82 @@ __all__ = [
     "FunctionalTensor",
     "TensorMetadata",
     "TorchDispatchMode",
+    "_without_mode",
+    "all_op_names",
     "aot_autograd",
+    "append_node",
     "auto_functionalized",
+    "autograd_position",
     "below_autograd",
     "below_functionalization",
     "can_auto_functionalize",
     "current_modes",
     "disable_current_modes",
+    "fsdp_state_of",
+    "functional_inside",
+    "functional_put_inside",
+    "functional_sync",
+    "functional_was_written",
+    "has_kernel",
     "inductor",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
     "last_traced",
     "load_fsdp_ops",
+    "load_resize_op",
     "no_dispatch",
+    "plain_resize",
     "proxy_mode",
+    "pytree",
     "register_backend",
     "untraced",
     "work_class",
 ]
+
+
+# What lies inside AOTAutograd's FunctionalTensor, whose own methods give no way to it.
+
+
+def functional_sync(tensor: Any) -> None:
+    """Apply pending writes."""
+    torch._sync(tensor)
+
+
+def functional_inside(tensor: Any) -> torch.Tensor:
+    """The tensor inside the wrapper."""
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def functional_was_written(tensor: Any) -> bool:
+    """Whether AOTAutograd saw a write to the storage."""
+    return bool(torch._functionalize_has_data_mutation(tensor.elem))  # type: ignore[attr-defined]
+
+
+def functional_put_inside(tensor: Any, inside: torch.Tensor) -> None:
+    """Replace the tensor inside, as if nothing had been written since."""
+    torch._functionalize_replace(tensor.elem, inside)
+    torch._functionalize_commit_update(tensor.elem)
+    torch._functionalize_sync(tensor.elem)
+
+
+def plain_resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """`storage.resize_(nbytes)` by the base class's method, which no capture patches."""
+    torch._C.StorageBase.resize_(storage, nbytes)  # type: ignore[attr-defined]
+
+
+def all_op_names() -> list[str]:
+    """`namespace::op.overload` of every op of the dispatcher."""
+    return list(torch._C._dispatch_get_all_op_names())
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an op has a kernel of its own for a dispatch key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def load_resize_op() -> None:
+    """Register `inductor::resize_storage_bytes_`."""
+    importlib.import_module("torch._inductor.inductor_prims")
 
 
 def autograd_position() -> tuple[int, str | None]:

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from functionalize._compat import FakeTensor, aot_autograd, inductor, register_backend
+from functionalize._compat import FakeTensor, aot_autograd, inductor, pytree, register_backend
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import UncapturableError
 from functionalize.frontend.owing import UNCOUNTED, EntrySizes

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from functionalize._compat import (
@@ -17,6 +16,7 @@ from functionalize._compat import (
     current_modes,
     disable_current_modes,
     is_traceable_wrapper_subclass,
+    pytree,
 )
 from functionalize.core.epilogue import Action
 from functionalize.core.guards import AliasGuard, ConstantGuard, Guard, TensorGuard

@@ -23,11 +23,10 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from functionalize._compat import FakeTensor, FakeTensorMode
+from functionalize._compat import FakeTensor, FakeTensorMode, pytree
 from functionalize.core.inputs import Argument, InputSpec
 from functionalize.core.metas import fake_input
 from functionalize.core.ops import geometry_of, tensor_metadata

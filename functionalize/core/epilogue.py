@@ -11,6 +11,9 @@ Per input storage (`w`: contents differ from entry):
 
 One resize per storage, however many inputs alias it. An input tensor that ends on another storage or with
 another geometry (`set_`, `resize_`, `t_`) gets a `Set`, after the copies.
+aten = torch.ops.aten
+
+
 Invariant: actions run only after every guard has passed.
 """
 
@@ -26,6 +29,8 @@ from torch import Tensor
 
 from functionalize.core.ops import Geometry, contiguous_geometry, geometry_of
 from functionalize.core.storage import Emitter, FunctionalStorage, Value
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +112,8 @@ def alias(tensor: Tensor, geometry: Geometry) -> Tensor:
     if storage.nbytes() != nbytes:  # `set_` grows a storage to fit
         storage.resize_(nbytes)
     if g.conj:
-        made = torch._conj(made)
-    return torch._neg_view(made) if g.neg else made
+        made = aten._conj.default(made)
+    return aten._neg_view.default(made) if g.neg else made
 
 
 def apply_epilogue(

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from functionalize.core.program import Program
 
 
+aten = torch.ops.aten
+
+
 def annotate(program: Program) -> None:
     """Fill the `meta` of every node."""
     for node in program.graph.nodes:
@@ -70,5 +73,5 @@ def fake_input(spec: InputSpec) -> Any:
     if spec.nbytes == 0:
         flat.untyped_storage().resize_(0)
     if spec.geometry.conj:
-        value = torch._conj(value)
-    return torch._neg_view(value) if spec.geometry.neg else value
+        value = aten._conj.default(value)
+    return aten._neg_view.default(value) if spec.geometry.neg else value

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from functionalize._compat import below_autograd
+from functionalize._compat import below_autograd, pytree
 from functionalize.core.epilogue import Action, alias, apply_epilogue, placed
 from functionalize.core.generators import generators_restored_on_error, is_random
 from functionalize.core.guards import Guard, ValueGuard

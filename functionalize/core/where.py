@@ -5,6 +5,7 @@ located(error, record)   'aten.sin.default reads `a` ...'  +  'at train.py:12, i
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,10 +18,9 @@ from functionalize.core.ops import OpRecord
 from functionalize.errors import FunctionalizeError
 
 _ROOT = Path(__file__).resolve().parents[2]
+_FOLDERS = (Path(torch.__file__).parent, _ROOT / "functionalize", _ROOT / "passes")
 _INTERNAL = (
-    str(Path(torch.__file__).parent),
-    str(_ROOT / "functionalize"),
-    str(_ROOT / "passes"),
+    *(f"{folder}{os.sep}" for folder in _FOLDERS),
     "<frozen",
     "<string>",
 )

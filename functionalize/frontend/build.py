@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from functionalize._compat import is_traceable_wrapper_subclass
+from functionalize._compat import is_traceable_wrapper_subclass, pytree
 from functionalize.core.dead_code import drop_dead_code
 from functionalize.core.discharge import Functionalizer
 from functionalize.core.emit import GraphEmitter

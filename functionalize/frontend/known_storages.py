@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from functionalize.core.ops import TensorRef, geometry_of
 from functionalize.frontend.op_kinds import storage_of
@@ -38,19 +38,16 @@ class StorageInfo:
 
     def __init__(self, serial: int, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.serial, self.address = serial, storage._cdata
-        self.weak = storage._weak_ref()
+        self.weak = StorageWeakRef(storage)
         self.nbytes = self.original_nbytes = storage.nbytes()
         self.device = tensor.device
         self.name = "a temporary"
         self.resized = self.nbytes == 0
 
-    def __del__(self, free: Any = torch.UntypedStorage._free_weak_ref) -> None:
-        free(self.weak)
-
     @property
     def alive(self) -> bool:
         """Whether anything still holds the storage."""
-        return not torch.UntypedStorage._expired(self.weak)
+        return not self.weak.expired()
 
 
 class External:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functionalize._compat import has_kernel
 from functionalize.core.rules.factories import SHAPE_ONLY
 from functionalize.core.rules.mutations import is_mutating, written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
@@ -119,8 +120,7 @@ def is_composite(func: Any) -> bool:
     if func.namespace != "aten" or not func._can_decompose():
         return False
     name = func.name()
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return not any(has(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
+    return not any(has_kernel(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
 
 
 def _may_move(func: Any) -> bool:

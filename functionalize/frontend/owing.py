@@ -20,8 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from functionalize._compat import (
     FunctionalTensor,
     below_functionalization,
+    functional_inside,
+    functional_put_inside,
+    functional_sync,
+    functional_was_written,
     last_traced,
     no_dispatch,
+    plain_resize,
     proxy_mode,
 )
 from functionalize.core.epilogue import Copy, Resize, owed, window
@@ -42,19 +47,19 @@ def is_functional(tensor: Tensor) -> bool:
 
 def inner(tensor: Tensor) -> Tensor:
     """The tensor inside AOTAutograd's wrapper, with every pending write applied."""
-    torch._sync(tensor)
-    return torch._from_functional_tensor(tensor.elem)  # type: ignore[attr-defined]
+    functional_sync(tensor)
+    return functional_inside(tensor)
 
 
 def was_written(tensor: Tensor) -> bool:
     """Whether AOTAutograd saw a write to a functional tensor's storage."""
-    return bool(torch._functionalize_has_data_mutation(tensor.elem))  # type: ignore[attr-defined]
+    return functional_was_written(tensor)
 
 
 def nbytes_of(tensor: Tensor) -> int:
     """The size of a tensor's storage in bytes; a wrapper's own storage does not tell."""
     if is_functional(tensor):
-        tensor = torch._from_functional_tensor(tensor.elem)  # type: ignore[attr-defined]
+        tensor = functional_inside(tensor)
     return int(tensor.untyped_storage().nbytes())
 
 
@@ -72,7 +77,7 @@ class EntrySizes:
         """The size on entry of a tensor's storage, in bytes."""
         if not is_functional(tensor):
             return nbytes_of(tensor)
-        storage = torch._from_functional_tensor(tensor.elem).untyped_storage()  # type: ignore[attr-defined]
+        storage = functional_inside(tensor).untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None or known[0].expired():
             known = StorageWeakRef(storage), int(storage.nbytes())
@@ -82,7 +87,7 @@ class EntrySizes:
 
 def resize_for_real(storage: torch.UntypedStorage, nbytes: int) -> None:
     """`storage.resize_(nbytes)`, seen by no recorder."""
-    torch._C.StorageBase.resize_(storage, nbytes)  # type: ignore[attr-defined]
+    plain_resize(storage, nbytes)
 
 
 def geometry(tensor: Tensor) -> Geometry:
@@ -241,9 +246,7 @@ def _pay_inside(debtor: Debtor, storage: FunctionalStorage, emit: Emitter) -> No
 def _undo(tensor: Tensor, inside: Tensor | None) -> None:
     """Make AOTAutograd believe that an input was never written: what is to be written, the epilogue has."""
     if inside is not None and was_written(tensor):
-        torch._functionalize_replace(tensor.elem, inside)  # type: ignore[attr-defined]
-        torch._functionalize_commit_update(tensor.elem)  # type: ignore[attr-defined]
-        torch._functionalize_sync(tensor.elem)  # type: ignore[attr-defined]
+        functional_put_inside(tensor, inside)
 
 
 def _copies(

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
+from functionalize._compat import pytree
 from functionalize.core.guards import AliasGuard, ConstantGuard, Guard, TensorGuard
 from functionalize.core.inputs import Call, Captured, Source
 from functionalize.core.ops import OpRecord, TensorRef, refs_in

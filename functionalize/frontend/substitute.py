@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from functionalize._compat import (
@@ -38,6 +37,7 @@ from functionalize._compat import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
     proxy_mode,
+    pytree,
 )
 from functionalize.core.discharge import Functionalizer
 from functionalize.core.emit import TensorEmitter

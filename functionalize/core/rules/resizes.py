@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._inductor import inductor_prims  # noqa: F401  (registers the op)
 
+from functionalize._compat import all_op_names, load_resize_op
 from functionalize.core.ops import OpRecord, TensorRef
 from functionalize.core.rules.mutations import is_mutating
 from functionalize.core.rules.registry import rule
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from functionalize.core.discharge import Functionalizer
 
 aten = torch.ops.aten
+load_resize_op()
 RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_.default
 
 
@@ -36,7 +37,7 @@ def is_inplace_view(target: object) -> bool:
 
 
 def _inplace_views() -> list[object]:
-    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    names = [n for n in all_op_names() if n.startswith("aten::")]
     found = []
     for full in names:
         packet, _, overload = full.removeprefix("aten::").partition(".")
