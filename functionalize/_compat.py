@@ -68,9 +68,12 @@ __all__ = [
     "disable_current_modes",
     "fsdp_state_of",
     "functional_inside",
+    "functional_needs_storage",
     "functional_put_inside",
+    "functional_remake",
     "functional_sync",
     "functional_was_written",
+    "group_of_name",
     "has_kernel",
     "inductor",
     "is_traceable_wrapper_subclass",
@@ -113,6 +116,27 @@ def functional_put_inside(tensor: Any, inside: torch.Tensor) -> None:
     torch._functionalize_sync(tensor.elem)
 
 
+_VIEWS_OF_NOTHING = {"view_ViewMeta", "detach_ViewMeta", "alias_ViewMeta"}
+
+
+def functional_needs_storage(view: Any) -> bool:
+    """Whether a view can be taken of a full storage only: most view ops check its bounds."""
+    from torch._C import _functionalization
+
+    steps = _functionalization.get_view_meta_sequence(view.elem)
+    return any(type(step).__name__ not in _VIEWS_OF_NOTHING for step in steps)
+
+
+def functional_remake(view: Any, base: torch.Tensor) -> None:
+    """Put inside a view what its view ops, run now, make of `base`, the tensor inside its base."""
+    from torch._C import _functionalization
+
+    steps = _functionalization.get_view_meta_sequence(view.elem)
+    torch._functionalize_replace(
+        view.elem, _functionalization.apply_view_meta_sequence(base, steps)
+    )
+
+
 def plain_resize(storage: torch.UntypedStorage, nbytes: int) -> None:
     """`storage.resize_(nbytes)` by the base class's method, which no capture patches."""
     torch._C.StorageBase.resize_(storage, nbytes)  # type: ignore[attr-defined]
@@ -134,10 +158,13 @@ def load_resize_op() -> None:
 
 
 def autograd_position() -> tuple[int, str | None]:
-    """Autograd's sequence number here, and the name of the node that runs in a backward (else None)."""
+    """The sequence number of autograd's node for the op at hand, and its name if it runs in a backward.
+
+    In a forward the node was made just before the op is dispatched, and the counter stands one further.
+    """
     node = torch._C._current_autograd_node()
     if node is None:
-        return torch.autograd._get_sequence_nr(), None
+        return torch.autograd._get_sequence_nr() - 1, None
     return node._sequence_nr(), node.name()
 
 
@@ -168,6 +195,13 @@ def load_fsdp_ops() -> None:
     """Register the `fsdp::*` and `c10d::*` ops; a build without distributed has neither."""
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+
+
+def group_of_name(name: str) -> Any:
+    """The process group that a functional collective names."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def work_class() -> type | None:

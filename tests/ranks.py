@@ -74,6 +74,8 @@ HOOK_POINTS: tuple[tuple[type, str], ...] = (
     (torch.TypedStorage, "resize_"),
     (torch.TypedStorage, "_resize_"),
     (dist.Work, "wait"),
+    (torch.Tensor, "numpy"),
+    (torch.Tensor, "tolist"),
 )
 _PRISTINE = [inspect.getattr_static(owner, name) for owner, name in HOOK_POINTS]
 

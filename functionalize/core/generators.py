@@ -14,11 +14,16 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def generator_states() -> tuple[torch.Tensor, ...]:
+    """The states of the default generators: CPU, and every CUDA device if CUDA is in use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return (torch.get_rng_state(), *cuda)
+
+
 @contextmanager
 def generators_restored_on_error() -> Iterator[None]:
     """Put the default generators (CPU, and CUDA if it is in use) back if the body raises."""
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cpu, *cuda = generator_states()
     try:
         yield
     except BaseException:

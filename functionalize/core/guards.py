@@ -60,6 +60,27 @@ class AliasGuard:
         return None
 
 
+def same_constant(now: Any, was: Any) -> bool:
+    """Whether two values that are no tensors are the same: -0.0 is not 0.0, an array is what it holds."""
+    if type(now) is not type(was):
+        return False
+    if isinstance(now, (float, complex)):
+        return repr(now) == repr(was)
+    if _is_array(now):
+        same = now.dtype == was.dtype and now.shape == was.shape
+        return same and bool(now.tobytes() == was.tobytes())
+    return now is was or bool(now == was)
+
+
+def frozen_constant(value: Any) -> Any:
+    """`value`, or a copy of it if it is an array, which the caller may change."""
+    return value.copy() if _is_array(value) else value
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
 def _brief(value: Any) -> str:
     return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
 
@@ -74,7 +95,7 @@ class ConstantGuard:
 
     def failure(self, call: Call) -> str | None:
         now = call.leaves[self.leaf]
-        if type(now) is type(self.value) and (now is self.value or now == self.value):
+        if same_constant(now, self.value):
             return None
         if not self.name:
             return f"argument leaf {self.leaf} is {_brief(now)}, was {_brief(self.value)}"
@@ -91,7 +112,7 @@ class ValueGuard:
 
     def failure_of(self, results: Sequence[Any]) -> str | None:
         now = results[self.slot]
-        same = now == self.value or (now != now and self.value != self.value)
+        same = same_constant(now, self.value)
         return (
             None if same else f"a tensor's value read {self.where} is {now!r}, was {self.value!r}"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -79,6 +79,14 @@ OutputRole = Result | InputView | LeafItself | SameAs | Constant | Wrapped
 
 
 # -- the program -----------------------------------------------------------------------------------
+
+
+class Vote(Protocol):
+    """How the ranks agree, see `frontend/agreement.py`."""
+
+    def any_failed(self, failed: bool) -> bool:
+        """Whether any rank says so."""
+        ...
 
 
 @dataclass(eq=False)
@@ -186,14 +194,17 @@ class Program:
                 return failure
         return call
 
-    def replay(self, call: Call) -> Any:
-        """Run the graph on resolved inputs, then the epilogue; raises `GuardError` before the latter."""
+    def replay(self, call: Call, vote: Vote | None = None) -> Any:
+        """Run the graph on resolved inputs, then the epilogue; raises `GuardError` before the latter.
+
+        vote: asks the other ranks whether a guard failed there.
+        """
         if self._run is None:
             self._run = self.runner(self) if self.runner else self._interpreted
             self._random = any(is_random(n) for n in self.graph.nodes)
         with torch.no_grad():
             with generators_restored_on_error() if self._random else nullcontext():
-                results = self._results(call)
+                results = self._results(call, vote)
             homes = apply_epilogue(self.epilogue, call.inputs, results)
             outs: list[Any] = []
             given: set[int] = set()
@@ -204,14 +215,16 @@ class Program:
                     outs.append(output_of(role, call, homes, results, given))
         return pytree.tree_unflatten(outs, self.out_spec)
 
-    def _results(self, call: Call) -> Sequence[Any]:
+    def _results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
         assert self._run is not None
         with below_autograd():
             results = self._run(list(call.inputs))
-        for guard in self.value_guards:
-            failure = guard.failure_of(results)
-            if failure is not None:
-                raise GuardError(failure)
+        failures = (guard.failure_of(results) for guard in self.value_guards)
+        failure = next((f for f in failures if f is not None), None)
+        if vote is not None and vote.any_failed(failure is not None):
+            failure = failure or "a number that Python reads differs on another rank"
+        if failure is not None:
+            raise GuardError(failure)
         return results
 
     def _interpreted(self, inputs: list[Any]) -> Sequence[Any]:

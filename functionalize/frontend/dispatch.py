@@ -24,6 +24,7 @@ from functionalize._compat import (
     disable_current_modes,
     is_traceable_wrapper_subclass_type,
 )
+from functionalize.core.generators import generator_states
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, refs_in
 from functionalize.core.resize import checked_nbytes
 from functionalize.core.rules import RULES
@@ -31,7 +32,7 @@ from functionalize.core.rules.collectives import check_known_collective
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.core.storage import check_bounds, check_overlap
-from functionalize.core.where import located
+from functionalize.core.where import line_of, located
 from functionalize.errors import (
     ForeignStorageError,
     FunctionalizeError,
@@ -51,6 +52,7 @@ from functionalize.frontend.outsiders import Outsiders
 from functionalize.frontend.patches import PATCHES
 
 aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
 
 
 class Scalar:
@@ -74,6 +76,8 @@ class Recorder(KnownStorages, TorchDispatchMode):
         self.records: list[OpRecord] = []
         self.scalars: list[Scalar] = []
         self.failed: tuple[BaseException, OpRecord] | None = None
+        self.unfaithful: list[str] = []  # what ran that a replay could not repeat
+        self._drawn: tuple[Tensor, ...] | None = None  # the generators after the last random op
         self._ignore_fake, self._outsiders = ignore_fake, outsiders
 
     @classmethod
@@ -81,6 +85,8 @@ class Recorder(KnownStorages, TorchDispatchMode):
         return False  # the wrapper that hides the handler from Dynamo costs as much as an op
 
     def __enter__(self) -> Recorder:
+        if self._ignore_fake and self._drawn is None:
+            self._drawn = generator_states()
         PATCHES.install()
         try:
             super().__enter__()
@@ -137,13 +143,44 @@ class Recorder(KnownStorages, TorchDispatchMode):
             self._check(op, record)
         except FunctionalizeError as error:
             raise located(error, record) from None
+        if self._ignore_fake and (op.random or op.sized_by_data):
+            self._check_repeatable(op, record)
         try:
             out = self._call(func, args, kwargs)
         except BaseException as error:
             self.failed = (error, record)
             raise
+        if self._ignore_fake and op.random:
+            self._drawn = generator_states()
         self._finish(op, record, args, kwargs, out)
         return out
+
+    # -- what a replay could not repeat -----------------------------------------------------------
+
+    def _check_repeatable(self, op: OpKind, record: OpRecord) -> None:
+        if op.random:
+            self.check_generators(f"before {record.target} {line_of(record.traceback)}")
+        masks = [r for r in refs_in(record.args)[1:] if r.geometry.dtype in _MASKS]
+        if op.sized_by_data and (record.target is not aten.index.Tensor or masks):
+            self.unfaithful.append(
+                f"{record.target} gives a result whose size depends on data {line_of(record.traceback)}"
+            )
+
+    def check_generators(self, where: str) -> None:
+        """Note a generator that was set since the last random op: no op says so, a replay would not."""
+        now = generator_states()
+        if self._drawn is not None and not all(map(torch.equal, now, self._drawn)):
+            self.unfaithful.append(
+                f"a random generator is set inside the step, {where}: activation checkpointing with "
+                "dropout does this, and so do fork_rng and manual_seed"
+            )
+        self._drawn = now
+
+    def read_by_python(self, tensor: Tensor, how: str) -> None:
+        """`tensor.numpy()` or `.tolist()` was called: Python sees numbers that no guard knows."""
+        if not self.suspended and not isinstance(tensor, FakeTensor):
+            where = line_of(CapturedTraceback.extract())
+            self.unfaithful.append(f"Python reads a tensor by .{how}() {where}: use .item()")
 
     def _to_fake(self, arg: Any) -> Any:
         """`arg` with the fakes of tensors from outside in their place."""

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functionalize.core.inputs import Call
-from functionalize.frontend.sources import ModuleTensor, Roots
+from functionalize.core.guards import same_constant
+from functionalize.core.inputs import Call, Source
+from functionalize.frontend.reach import NUMBERS, Held, Roots
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +37,135 @@ def _modes() -> tuple[tuple[str, Any], ...]:
         ("inference mode", torch.is_inference_mode_enabled()),
         ("CPU autocast", torch.is_autocast_enabled("cpu")),
         ("CUDA autocast", torch.is_autocast_enabled("cuda")),
+        ("the autocast dtype", torch.get_autocast_dtype("cpu")),
         ("the default dtype", torch.get_default_dtype()),
+        ("deterministic mode", torch.are_deterministic_algorithms_enabled()),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TrainingGuard:
-    """Every module is in the mode (training or evaluation) it was in."""
+class ModuleGuard:
+    """Every module is as it was: mode, children, registered names, hooks, and the numbers it keeps."""
 
     modules: tuple[nn.Module, ...]
-    training: tuple[bool, ...]
+    names: tuple[str, ...]
+    facts: tuple[dict[str, Any], ...]
 
     @staticmethod
-    def of(roots: Roots) -> TrainingGuard:
+    def of(roots: Roots) -> ModuleGuard:
         """The guard for every module under `roots`."""
-        modules = tuple(m for root in roots.modules.values() for m in root.modules())
-        return TrainingGuard(modules, tuple([m.training for m in modules]))
+        found = [
+            (module, ".".join(part for part in (name, fqn) if part))
+            for name, root in roots.modules.items()
+            for fqn, module in root.named_modules()
+        ]
+        modules = tuple(m for m, _ in found)
+        return ModuleGuard(modules, tuple(n for _, n in found), tuple(map(_facts, modules)))
 
     def failure(self, call: Call) -> str | None:
-        if tuple([m.training for m in self.modules]) == self.training:
-            return None
-        for module, was in zip(self.modules, self.training, strict=True):
-            if module.training != was:
-                mode = "training" if module.training else "evaluation"
-                return f"a {type(module).__name__} is in {mode} mode, was not"
+        for module, name, was in zip(self.modules, self.names, self.facts, strict=True):
+            now = _facts(module)
+            if now != was:
+                return f"`{name}` has {_changed(now, was)}"
+        return None
+
+
+def _facts(module: nn.Module) -> dict[str, Any]:
+    """What of a module shapes the ops it runs; equal dicts mean the same ops."""
+    found: dict[str, Any] = {}
+    for key, value in vars(module).items():
+        if type(value) in _PLAIN:
+            found[key] = value
+        elif key == "_modules":
+            found["children"] = [id(child) for child in value.values()]
+        elif isinstance(value, dict) and key in _REGISTRIES:
+            found[key] = list(value)
+    return found
+
+
+_PLAIN = frozenset(NUMBERS)
+_REGISTRIES = frozenset(
+    {
+        "_parameters",
+        "_buffers",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    }
+)
+
+
+def _changed(now: dict[str, Any], was: dict[str, Any]) -> str:
+    for key in (*was, *now):
+        if now.get(key) != was.get(key):
+            new, old = now.get(key), was.get(key)
+            if key == "children":
+                return "other children than it had"
+            return f"{key} = {new!r}, had {old!r}"
+    return "changed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaceGuard:
+    """What Python holds where the step looks is the same: objects are the same ones, numbers equal."""
+
+    places: tuple[tuple[str, Held, Any], ...]
+    objects: tuple[tuple[str, dict[str, Any], frozenset[str]], ...]
+    named: frozenset[Any]
+
+    @staticmethod
+    def of(roots: Roots) -> PlaceGuard:
+        """The guard for every place that holds a module, an optimizer or a number."""
+        named = frozenset(roots.named)
+        objects = tuple((name, table, named & table.keys()) for name, table in roots.objects)
+        places = tuple(h for h in roots.held if not isinstance(h[2], Tensor))
+        return PlaceGuard(places, objects, named)
+
+    def failure(self, call: Call) -> str | None:
+        for name, table, were in self.objects:
+            if self.named & table.keys() != were:
+                changed = ", ".join(sorted((self.named & table.keys()) ^ were))
+                return f"`{name}` has other attributes: {changed}"
+        for name, held, was in self.places:
+            try:
+                now = held.resolve()
+            except (LookupError, ValueError):
+                return f"`{name}` is gone"
+            if now is not was and not (type(was) in _PLAIN and same_constant(now, was)):
+                if type(was) in _PLAIN:
+                    return f"`{name}` is {now!r}, was {was!r}"
+                return f"`{name}` is another {type(now).__name__}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterGuard:
+    """Parameters are the same objects; they, and tensors among the arguments, require gradients as before."""
+
+    sources: tuple[Source, ...]
+    names: tuple[str, ...]
+    facts: tuple[tuple[bool, Tensor | None], ...]
+
+    @staticmethod
+    def of(found: list[tuple[str, Source, Tensor]]) -> ParameterGuard:
+        """The guard for these tensors as they are."""
+        return ParameterGuard(
+            tuple(source for _, source, _ in found),
+            tuple(name for name, _, _ in found),
+            tuple(
+                (value.requires_grad, value if isinstance(value, nn.Parameter) else None)
+                for _, _, value in found
+            ),
+        )
+
+    def failure(self, call: Call) -> str | None:
+        for source, name, (was, same) in zip(self.sources, self.names, self.facts, strict=True):
+            now = source.resolve(call)
+            if same is not None and now is not same:
+                return f"`{name}` is another parameter"
+            if now.requires_grad != was:
+                return f"`{name}` {'no longer requires' if was else 'now requires'} a gradient"
         return None
 
 
@@ -82,6 +188,8 @@ class HyperparameterGuard:
             return None
         for i, (new, old) in enumerate(zip(now, self.facts, strict=False)):
             for (key, value), (_, was) in zip(new, old, strict=False):
+                if value != was and key == "params":
+                    return f"`{self.name}` group {i} has other parameters"
                 if value != was:
                     return f"`{self.name}` group {i} has {key} = {value!r}, had {was!r}"
         return f"`{self.name}` has other parameter groups"
@@ -92,7 +200,7 @@ def _hyperparameters(
 ) -> tuple[tuple[tuple[str, Any], ...], ...]:
     return tuple(
         tuple(
-            (key, len(value) if key == "params" else value)
+            (key, tuple(map(id, value)) if key == "params" else value)
             for key, value in group.items()
             if not isinstance(value, Tensor)
         )
@@ -104,12 +212,12 @@ def _hyperparameters(
 class GradientGuard:
     """Parameters enter the step with or without a gradient as they did."""
 
-    sources: tuple[ModuleTensor, ...]
+    sources: tuple[Source, ...]
     names: tuple[str, ...]
     present: tuple[bool, ...]
 
     @staticmethod
-    def of(parameters: list[tuple[str, ModuleTensor, Any]]) -> GradientGuard:
+    def of(parameters: list[tuple[str, Source, Tensor]]) -> GradientGuard:
         """The guard for these parameters as they are."""
         return GradientGuard(
             tuple(source for _, source, _ in parameters),

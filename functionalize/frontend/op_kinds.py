@@ -89,22 +89,25 @@ LOOKS_ANYWHERE = frozenset(
 
 
 def tensors_in(arg: Any) -> Iterator[Tensor]:
-    """The tensors in lists and tuples."""
+    """Every tensor inside `arg`, in order."""
     if isinstance(arg, Tensor):
         yield arg
     elif isinstance(arg, (list, tuple)):
         for a in arg:
             yield from tensors_in(a)
+    elif isinstance(arg, dict):
+        for a in arg.values():
+            yield from tensors_in(a)
 
 
 # Ops that give Python a value.
-TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default})
+TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
 
 
 @cache
 def is_metadata(func: Any) -> bool:
     """Whether an op only tells Python about a tensor's size, device, ...: not the program's."""
-    if is_mutating(func) or func in TO_PYTHON or func is RESIZE_STORAGE:
+    if is_mutating(func) or func in TO_PYTHON or func is RESIZE_STORAGE or is_composite(func):
         return False
     if func.namespace not in ("aten", "prim"):
         return False
@@ -143,6 +146,8 @@ class OpKind:
     communicates: bool
     same_reach: bool
     restrides: bool
+    random: bool
+    sized_by_data: bool
 
 
 @cache
@@ -158,4 +163,6 @@ def kind_of(func: Any) -> OpKind:
         communicates=func.namespace in ("c10d", "fsdp"),
         same_reach=func in SAME_REACH,
         restrides=func in (aten.as_strided.default, aten.as_strided_.default),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
     )

@@ -1,6 +1,7 @@
 """The methods of torch that are replaced while a capture runs, and put back whatever happens.
 
     torch.UntypedStorage.resize_     does not dispatch: told to the recorder of the current thread
+    torch.Tensor.numpy, .tolist      Python reads numbers that no op tells of
     torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
     torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
     torch.UntypedStorage.size        the function has given its storage
@@ -101,6 +102,19 @@ def _watched_size(original: Any) -> Any:
     return size
 
 
+def _watched_read(name: str) -> Any:
+    original = getattr(torch.Tensor, name)
+
+    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for watcher in _watchers():
+            if hasattr(watcher, "read_by_python"):
+                watcher.read_by_python(self, name)
+        return original(self, *args, **kwargs)
+
+    read.__doc__ = original.__doc__
+    return read
+
+
 def _unwatched_wait(original: Any) -> Any:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         watchers = _watchers()
@@ -118,6 +132,8 @@ def _unwatched_wait(original: Any) -> Any:
 
 def _of_captures() -> Iterator[Patch]:
     yield torch.UntypedStorage, "resize_", _watched_resize()
+    for name in ("numpy", "tolist"):
+        yield torch.Tensor, name, _watched_read(name)
     work = work_class()
     if work is not None:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)

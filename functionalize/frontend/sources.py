@@ -1,18 +1,14 @@
-"""Where a step's tensors live: the modules and optimizers a callable can reach, and a source for each tensor.
+"""Where a step's tensors live: a source for each tensor that a step may read.
 
-    reachable(train_step, args)   ->  Roots(modules={"model": ...}, optimizers={"optimizer": ...})
-    candidates(roots, leaves)     ->  every (name, source) whose tensor a step may read
+    candidates(roots, leaves)     ->  every (name, source, tensor)
 
 A source is resolved at every call, so a replaced parameter or a loaded optimizer state is noticed.
 """
 
 from __future__ import annotations
 
-import functools
-import types
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,119 +17,7 @@ from torch import Tensor, nn
 from functionalize._compat import is_traceable_wrapper_subclass
 from functionalize.core.inputs import Argument, Call, Source
 from functionalize.frontend.fsdp import fsdp_tensors
-
-_MAX_OBJECTS = 20_000  # a bound on the search, far above what a training script reaches
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor that Python holds: `container[key]` of a dict or list, or a closure's cell (`key` None)."""
-
-    container: Any
-    key: Any
-
-    def resolve(self, call: Call) -> Any:
-        return self.container.cell_contents if self.key is None else self.container[self.key]
-
-    @property
-    def place(self) -> tuple[int, Any]:
-        """What tells two places apart."""
-        return id(self.container), self.key
-
-
-@dataclass(slots=True)
-class Roots:
-    """The modules, optimizers and other tensors that a step can reach, by the name it knows them by."""
-
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    tensors: list[tuple[str, Held, Tensor]] = field(default_factory=list)
-
-
-_Found = tuple[str, Any, Held | None]
-
-
-def reachable(fn: Callable[..., Any], args: Sequence[Any] = ()) -> Roots:
-    """Search closures, defaults, bound objects, the globals that code names, and the arguments."""
-    roots, seen = Roots(), set[int]()
-    queue: deque[_Found] = deque([("", fn, None)])
-    queue += [(f"args_{i}", a, None) for i, a in enumerate(args)]
-    while queue and len(seen) < _MAX_OBJECTS:
-        name, value, held = queue.popleft()
-        if id(value) in seen or isinstance(value, _ATOMS):
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            roots.modules[name or "model"] = value
-        elif isinstance(value, torch.optim.Optimizer):
-            roots.optimizers[name or "optimizer"] = value
-        elif isinstance(value, Tensor):
-            if held is not None:
-                roots.tensors.append((name, held, value))
-        else:
-            queue += _inside(name, value)
-    inner = {id(m) for root in roots.modules.values() for m in list(root.modules())[1:]}
-    roots.modules = {n: m for n, m in roots.modules.items() if id(m) not in inner}
-    return roots
-
-
-_ATOMS = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
-
-
-def _inside(name: str, value: Any) -> list[_Found]:
-    if isinstance(value, functools.partial):
-        bound = [(name, a, None) for a in value.args]
-        return [(name, value.func, None), *bound, *_items(value.keywords)]
-    if isinstance(value, types.MethodType):
-        return [(name, value.__self__, None), (name, value.__func__, None)]
-    if isinstance(value, types.FunctionType):
-        return _inside_function(value)
-    if isinstance(value, dict):
-        return _items(value)
-    if isinstance(value, list):
-        return [(f"{name}_{i}", v, Held(value, i)) for i, v in enumerate(value)]
-    if isinstance(value, (tuple, set, frozenset)):
-        return [(f"{name}_{i}", v, None) for i, v in enumerate(value)]
-    if isinstance(value, (type, types.ModuleType)):
-        return []
-    if hasattr(value, "__wrapped__"):
-        return [(name, value.__wrapped__, None)]
-    if type(value).__module__.partition(".")[0] in ("torch", "builtins"):
-        return []
-    call = type(value).__call__ if callable(value) else None
-    found = _items(getattr(value, "__dict__", {}))
-    return [*found, (name, call, None)] if isinstance(call, types.FunctionType) else found
-
-
-def _items(table: dict[Any, Any]) -> list[_Found]:
-    return [(str(k), v, Held(table, k)) for k, v in table.items()]
-
-
-def _inside_function(fn: types.FunctionType) -> list[_Found]:
-    found: list[_Found] = []
-    if fn.__module__ and fn.__module__.partition(".")[0] == "torch":
-        return found
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            found.append((name, cell.cell_contents, Held(cell, None)))
-        except ValueError:  # an empty cell
-            continue
-    for code in _codes(fn.__code__):
-        for name in code.co_names:
-            if name in fn.__globals__:
-                found.append((name, fn.__globals__[name], Held(fn.__globals__, name)))
-    found += [("default", d, None) for d in fn.__defaults__ or ()]
-    return found + _items(fn.__kwdefaults__ or {})
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-# -- sources ---------------------------------------------------------------------------------------
+from functionalize.frontend.reach import Held, Roots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +54,18 @@ class OptimizerState:
     def resolve(self, call: Call) -> Any:
         param = self.optimizer.param_groups[self.group]["params"][self.index]
         return self.optimizer.state[param][self.key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerParameter:
+    """Parameter `index` of group `group`, whatever module holds it."""
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    index: int
+
+    def resolve(self, call: Call) -> Any:
+        return self.optimizer.param_groups[self.group]["params"][self.index]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,6 +113,21 @@ def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
                         yield full, ModuleTensor(module, table, name), value
 
 
+def _plain_attributes(roots: Roots) -> Iterator[tuple[str, Held, Tensor]]:
+    """Tensors that a module keeps as plain attributes."""
+    for root_name, root in roots.modules.items():
+        for fqn, module in root.named_modules(remove_duplicate=True):
+            for name, value in vars(module).items():
+                full = ".".join(part for part in (root_name, fqn, name) if part)
+                if isinstance(value, Tensor):
+                    yield full, Held(vars(module), name), value
+                elif isinstance(value, (list, tuple)):
+                    place = Held(vars(module), name)
+                    for i, each in enumerate(value):
+                        if isinstance(each, Tensor):
+                            yield f"{full}_{i}", Held(place, i), each
+
+
 def _optimizer_tensors(
     name: str, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Source, Any]]:
@@ -228,6 +139,32 @@ def _optimizer_tensors(
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     yield f"{name}.{g}.{i}.{key}", OptimizerState(optimizer, g, i, key), value
+
+
+def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Source, Tensor]]:
+    """Every leaf of autograd whose `.grad` a step may assign, each once."""
+    seen: set[int] = set()
+    found: list[tuple[str, Source, Any]] = list(module_tensors(roots))
+    for name, optimizer in roots.optimizers.items():
+        found += _loose_parameters(name, optimizer)
+    found += [(f"args_{i}", Argument(i), leaf) for i, leaf in enumerate(leaves)]
+    found += roots.tensors
+    for name, source, value in found:
+        if isinstance(value, Tensor) and id(value) not in seen and _may_have_grad(source, value):
+            seen.add(id(value))
+            yield name, source, value
+
+
+def _may_have_grad(source: Source, value: Tensor) -> bool:
+    return value.is_leaf and (value.requires_grad or isinstance(value, nn.Parameter))
+
+
+def _loose_parameters(
+    name: str, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Source, Tensor]]:
+    for g, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            yield f"{name}.{g}.{i}", OptimizerParameter(optimizer, g, i), param
 
 
 def candidates(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Source, Tensor]]:
@@ -245,5 +182,8 @@ def candidates(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
     for root_name, root in roots.modules.items():
         for name, kept in fsdp_tensors(root):
             yield f"{root_name}.{name}", kept, kept.resolve(empty)
-    for name, held, tensor in roots.tensors:
+    for name, optimizer in roots.optimizers.items():
+        for full, loose, value in _loose_parameters(name, optimizer):
+            yield from unwrapped(full, loose, value)
+    for name, held, tensor in (*_plain_attributes(roots), *roots.tensors):
         yield from unwrapped(name, held, tensor)

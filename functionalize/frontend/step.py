@@ -14,51 +14,31 @@ state. A recording is kept once it depends on nothing that later steps will not 
 
 Invariants: a step is never lost and never run twice. A guard that fails means that the call runs eagerly,
 recording; nothing was changed before. An exception passes through as eager raised it, and no program is kept.
-Refusals: state that is made anew at every step and read by the next one (`UncapturableError`).
+Refusals (see `recording.py`): what a replay could not repeat, and state that never settles. The step that was
+recorded is returned; the next call raises `UncapturableError` before it runs anything.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from functionalize._compat import pytree
-from functionalize.core.guards import AliasGuard, ConstantGuard, Guard, TensorGuard
-from functionalize.core.inputs import Call, Captured, Source
-from functionalize.core.ops import OpRecord, TensorRef, refs_in
+from functionalize.core.inputs import Call, Source
 from functionalize.core.program import Program
 from functionalize.core.rules.resizes import RESIZE_STORAGE
-from functionalize.core.unused import drop_unused_inputs
-from functionalize.core.where import line_of
-from functionalize.errors import GuardError, UncapturableError
-from functionalize.frontend.build import Builder, GivenInput, inner_tensors
+from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
+from functionalize.frontend.agreement import Vote, collectives
 from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.fsdp import FSDPStateGuard
-from functionalize.frontend.guards import (
-    GradientGuard,
-    HyperparameterGuard,
-    ModeGuard,
-    TrainingGuard,
-)
-from functionalize.frontend.known_storages import External
-from functionalize.frontend.sources import (
-    Held,
-    ModuleTensor,
-    Roots,
-    candidates,
-    module_tensors,
-    reachable,
-)
-from functionalize.run.boxed import boxed
+from functionalize.frontend.history import without_history
+from functionalize.frontend.recording import Entry, Exit, Recording
 
 log = logging.getLogger("functionalize")
 _MAX_WARMUPS = 5
@@ -92,7 +72,8 @@ def capture(
     """Record `train_step` (any callable; also a decorator) and replay it from then on.
 
     passes: a pipeline for the program: its text (`"elide_copies"`) or `Pass` objects, see `docs/passes.md`.
-    Raises `UncapturableError` for a step that never settles; whatever the step itself raises passes through.
+    A step that cannot be captured runs, and its next call raises `UncapturableError` before anything ran;
+    whatever the step itself raises passes through.
     """
     if train_step is None:
         return functools.partial(capture, passes=passes)
@@ -106,14 +87,19 @@ class CapturedStep:
         functools.update_wrapper(self, train_step)
         self.stats = Stats()
         self.program: Program | None = None
-        self._fn, self._passes = train_step, passes
+        self._fn, self._passes = train_step, _parsed(passes)
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
-        self._gradients: list[ModuleTensor] = []
+        self._gradients: list[Source] = []
+        self._history: list[bool] = []
+        self._vote: Vote | None = None
         self._before: Recording | None = None
         self._attempts = 0
+        self._refused: FunctionalizeError | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: a replay if every guard holds, else for real, recording."""
+        if self._refused is not None:
+            raise self._refused
         leaves, in_spec = pytree.tree_flatten((args, kwargs))
         if self.program is not None:
             done, result = self._replay(self.program, leaves, in_spec)
@@ -122,27 +108,33 @@ class CapturedStep:
         with only_young_collections():
             return self._record(args, kwargs, leaves, in_spec)
 
+    # -- replay --------------------------------------------------------------------------------
+
     def _replay(
         self, program: Program, leaves: Sequence[Any], in_spec: pytree.TreeSpec
     ) -> tuple[bool, Any]:
         call: Call | str = "the structure of the arguments changed"
         if in_spec == program.in_spec:
             call = program.resolve(leaves)
+        if self._vote is not None and self._vote.any_failed(isinstance(call, str)):
+            call = call if isinstance(call, str) else "a guard failed on another rank"
         if isinstance(call, Call):
             try:
-                result, gradients = program.replay(call)
+                result, gradients = program.replay(call, self._vote)
             except GuardError as error:
                 call = str(error)
             else:
                 for source, gradient in zip(self._gradients, gradients, strict=True):
                     source.resolve(call).grad = gradient
                 self.stats.replays += 1
-                return True, result
+                return True, without_history(result, self._history)
         log.info("recapturing %s: %s", self._name, call)
         self.stats.guard_failures.append(call)
         del self.stats.guard_failures[:-_FAILURES_KEPT]
         self.program, self._before, self._attempts = None, None, 0
         return False, None
+
+    # -- record --------------------------------------------------------------------------------
 
     def _record(
         self,
@@ -155,15 +147,28 @@ class CapturedStep:
         entry = Entry.now(self._fn, leaves, recorder)
         with recorder:
             result = self._fn(*args, **kwargs)
-        with torch.no_grad(), recorder.quiet():
-            taken = Recording(recorder, entry, Exit.now(entry, result))
-            unsettled = taken.unsettled(self._before)
-            if unsettled is None:
-                self.program, self._gradients = taken.program(in_spec, self.stats), taken.assigned
-                self._run_passes()
-                self._before = None
-                self.stats.captures += 1
-                return result
+        after = Exit.now(entry, result)
+        try:
+            with torch.no_grad(), recorder.quiet():
+                self._take(Recording(recorder, entry, after), in_spec)
+        except FunctionalizeError as error:
+            self._refused, self._before = error, None
+            log.warning("%s cannot be captured, its next call will raise: %s", self._name, error)
+        self._history = [
+            isinstance(x, torch.Tensor) and x.requires_grad and x.grad_fn is not None
+            for x in pytree.tree_leaves(result)
+        ]
+        return result
+
+    def _take(self, taken: Recording, in_spec: pytree.TreeSpec) -> None:
+        """Keep the recording if it is the steady state; raises if it never will be."""
+        refused = taken.refused()
+        if refused is not None:
+            raise UncapturableError(refused)
+        unsettled = taken.unsettled(self._before)
+        if unsettled is None:
+            self._keep(taken, in_spec)
+            return
         self._before = taken
         self._attempts += 1
         self.stats.warmups += 1
@@ -172,187 +177,28 @@ class CapturedStep:
             raise UncapturableError(
                 f"the step did not settle in {self._attempts} calls: {unsettled}"
             )
-        return result
 
-    def _run_passes(self) -> None:
-        assert self.program is not None
-        self.stats.nodes_recorded = self.program.nodes()
+    def _keep(self, taken: Recording, in_spec: pytree.TreeSpec) -> None:
+        program, stats = taken.program(in_spec), self.stats
+        stats.nodes_recorded = program.nodes()
         if self._passes:
             import passes  # the arrow of imports points from passes to here
 
-            self.program = passes.run(self.program, self._passes)
-        self.stats.nodes = self.program.nodes()
-
-
-# -- before and after the step -----------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Entry:
-    """What holds when the step begins."""
-
-    roots: Roots
-    leaves: Sequence[Any]
-    parameters: list[tuple[str, ModuleTensor, Tensor]]
-    gradients: list[weakref.ref[Tensor] | None]
-    guards: list[Guard]
-    places: dict[int, tuple[str, Source, TensorRef]]
-
-    @staticmethod
-    def now(fn: Callable[..., Any], leaves: Sequence[Any], recorder: Recorder) -> Entry:
-        """Look at everything `fn` can reach; each storage is known by the widest tensor on it."""
-        roots = reachable(fn, leaves)
-        places: dict[int, tuple[str, Source, TensorRef]] = {}
-        for name, source, tensor in candidates(roots, leaves):
-            ref = recorder.bring_in(tensor, name)
-            known = places.get(ref.storage)
-            if known is None or ref.geometry.end > known[2].geometry.end:
-                places[ref.storage] = (name, source, ref)
-        parameters = [p for p in module_tensors(roots) if p[1].table == "_parameters"]
-        guards: list[Guard] = [
-            ConstantGuard(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)
-        ]
-        guards += [ModeGuard.now(), TrainingGuard.of(roots)]
-        guards += [HyperparameterGuard.of(n, o) for n, o in roots.optimizers.items()]
-        guards += [GradientGuard.of(parameters), FSDPStateGuard.of(list(roots.modules.values()))]
-        gradients = [None if p.grad is None else weakref.ref(p.grad) for _, _, p in parameters]
-        return Entry(roots, leaves, parameters, gradients, guards, places)
-
-
-@dataclass(slots=True)
-class Exit:
-    """What the step returned, and the gradients it assigned (None: it took the gradient away)."""
-
-    leaves: list[Any]
-    spec: pytree.TreeSpec
-    assigned: list[ModuleTensor]
-
-    @staticmethod
-    def now(entry: Entry, result: Any) -> Exit:
-        """Compare every `.grad` with what it was."""
-        assigned, gradients = [], []
-        for (_, source, _), before in zip(entry.parameters, entry.gradients, strict=True):
-            now = source.resolve(Call((), [])).grad
-            if now is not (before() if before is not None else None):
-                assigned.append(source)
-                gradients.append(now)
-        leaves, spec = pytree.tree_flatten((result, gradients), is_leaf=lambda x: x is None)
-        return Exit(leaves, spec, assigned)
-
-
-class Recording:
-    """One recorded step, before it is known whether it is kept."""
-
-    def __init__(self, recorder: Recorder, entry: Entry, exit: Exit) -> None:
-        self.recorder, self.entry, self.exit = recorder, entry, exit
-        self.assigned = exit.assigned
-        returned = {recorder.ref(t).storage for leaf in exit.leaves for t in inner_tensors(leaf)}
-        known = returned | {e.ref.storage for e in recorder.externals}
-        self.left = [i for i in recorder.infos if i.serial not in known and i.alive]
-
-        self.found = [
-            e for e in recorder.externals if e.ref.geometry.numel and self._is_elsewhere(e)
-        ]
-        if any(not self._is_unknown(e) for e in self.found):
-            self.found = [e for e in self.found if e.ref.storage in self._used]
-        self.identities = [self._identity(e) for e in self.found]
-
-    @functools.cached_property
-    def _used(self) -> set[int]:
-        """The storages that an op was given."""
-        records = self.recorder.records
-        return {ref.storage for r in records for ref in refs_in([r.args, r.kwargs])}
-
-    def _is_unknown(self, external: External) -> bool:
-        return external.ref.storage not in self.entry.places
-
-    def _is_elsewhere(self, external: External) -> bool:
-        """Whether a tensor comes from no argument, module or optimizer."""
-        return self._is_unknown(external) or isinstance(
-            self.entry.places[external.ref.storage][1], Held
-        )
-
-    def _identity(self, external: External) -> Any:
-        """What says whether the next step found the same tensor."""
-        if external.literal:
-            held = external.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return external.ref.geometry, bytes(held.tolist())
-        if self._is_unknown(external):
-            return external.ref.geometry, external.info.address
-        _, source, ref = self.entry.places[external.ref.storage]
-        assert isinstance(source, Held)
-        return ref.geometry, source.place
-
-    def unsettled(self, before: Recording | None) -> str | None:
-        """Why this is not the steady state yet, or None. See Note [Steady state]."""
-        if self.found and (before is None or self.identities != before.identities):
-            first = self.found[0]
-            where = self._where(lambda r: any(x == first.ref for x in refs_in(r.args)))
-            kind = "Python made from numbers" if first.literal else "no module or optimizer holds"
-            return (
-                f"reads a tensor ({first.ref.geometry}) that {kind}, and which may be another one at "
-                f"every step: pass it as an argument\n  first used by {where}"
-            )
-        if self.left and before is not None and before.left:
-            kept = {i.address for i in before.left}
-            outside = (e for e in self.recorder.externals if e.ref.storage in self._used)
-            read = [e for e in outside if e.info.address in kept]
-            if not read:
-                return None
-            where = self._where(lambda r: any(x == read[0].ref for x in refs_in(r.args)))
-            return f"reads what the step before had made and kept\n  first used by {where}"
-        if self.left:
-            where = self._where(lambda r: self.left[0].serial in r.meta.get("born", ()))
-            return f"makes {len(self.left)} storages that outlive it\n  the first made by {where}"
-        return None
-
-    def _where(self, wanted: Callable[[OpRecord], bool]) -> str:
-        for record in self.recorder.records:
-            if wanted(record):
-                return f"{record.target} {line_of(record.traceback)}"
-        return "an unknown op"
-
-    def program(self, in_spec: pytree.TreeSpec, stats: Stats) -> Program:
-        """Discharge the recording."""
-        builder = Builder(self.recorder)
-        builder.add_inputs(list(self._inputs(builder)))
-        builder.discharge()
-        outputs = builder.roles(self.exit.leaves, self.entry.leaves)
-        epilogue = builder.epilogue()
-        program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
-        kept = drop_unused_inputs(program)
-        storages = tuple(builder.storage_of_input[i] for i in kept)
-        program.guards = (*_input_guards(program, storages), *self.entry.guards)
-        stats.ops = len(self.recorder.records)
-        stats.resizes = sum(r.target is RESIZE_STORAGE for r in self.recorder.records)
+            program = passes.run(program, self._passes)
+        records = taken.recorder.records
+        stats.ops, stats.nodes = len(records), program.nodes()
+        stats.resizes = sum(r.target is RESIZE_STORAGE for r in records)
         stats.collectives = collectives(program)
         stats.inputs, stats.guards = len(program.inputs), len(program.guards)
-        return program
-
-    def _inputs(self, builder: Builder) -> Iterator[GivenInput]:
-        """One input per storage that came from outside."""
-        for external in self.recorder.externals:
-            place = self.entry.places.get(external.ref.storage)
-            if external.literal:
-                builder.add_constant(external.ref, external.tensor)
-            elif place is not None:
-                name, source, ref = place
-                yield GivenInput(name, ref, source)
-            else:
-                yield GivenInput(external.info.name, external.ref, Captured(external.tensor))
+        stats.captures += 1
+        self.program, self._gradients, self._before = program, taken.assigned, None
+        self._vote = Vote.of(program)
 
 
-def _input_guards(program: Program, storages: tuple[int, ...]) -> list[Guard]:
-    guards: list[Guard] = [TensorGuard(i, spec) for i, spec in enumerate(program.inputs)]
-    names = tuple(spec.name for spec in program.inputs)
-    return [*guards, AliasGuard(storages, names)] if names else guards
+def _parsed(pipeline: Sequence[Any] | str) -> Sequence[Any]:
+    """The passes of a pipeline; a mistake in its text is told before any step runs."""
+    if not isinstance(pipeline, str):
+        return pipeline
+    import passes
 
-
-def collectives(program: Program) -> Counter[str]:
-    """How many collectives of each kind the graph issues."""
-    return Counter(
-        str(n.target).split(".")[1]
-        for n in program.graph.nodes
-        if getattr(n.target, "namespace", "") == "_c10d_functional"
-        and "wait_tensor" not in str(n.target)
-    )
+    return passes.parse(pipeline)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from functionalize.core.inputs import Call
-from functionalize.frontend.sources import candidates, reachable
+from functionalize.frontend.reach import reachable
+from functionalize.frontend.sources import candidates
 
 MODEL = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)

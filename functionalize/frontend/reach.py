@@ -1,0 +1,211 @@
+"""What a callable can reach: modules, optimizers, tensors and numbers, each with the place it is held at.
+
+    reachable(train_step, args)   ->  Roots(modules={"model": ...}, optimizers={"optimizer": ...}, ...)
+
+Closures, defaults, bound objects, the globals that code names and the arguments are searched. Of an object, a
+class or a Python module, what counts is what the code found so far names.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from functionalize.core.inputs import Call
+
+_MAX_OBJECTS = 20_000  # a bound on the search, far above what a training script reaches
+NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_ATOMS = (*NUMBERS, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What Python holds somewhere: `container[key]`, an attribute, or a closure's cell (`key` None).
+
+    The container of a tuple's element is the place of the tuple, which is replaced as a whole.
+    """
+
+    container: Any
+    key: Any
+
+    def resolve(self, call: Call | None = None) -> Any:
+        container = self.container
+        if isinstance(container, Held):
+            container = container.resolve()
+        if self.key is None:
+            return container.cell_contents
+        if isinstance(container, (dict, list, tuple)):
+            return container[self.key]
+        return getattr(container, self.key)
+
+    @property
+    def place(self) -> tuple[Any, Any]:
+        """What tells two places apart."""
+        inner = self.container
+        return (inner.place if isinstance(inner, Held) else id(inner)), self.key
+
+
+@dataclass(slots=True)
+class Roots:
+    """What a step can reach.
+
+    held: the place of every module, optimizer, tensor and number that has one. objects: the attributes of
+    every other object. named: the attributes and globals that the code uses.
+    """
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    tensors: list[tuple[str, Held, Tensor]] = field(default_factory=list)
+    held: list[tuple[str, Held, Any]] = field(default_factory=list)
+    objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    named: set[Any] = field(default_factory=set)
+
+
+_Found = tuple[str, Any, Held | None]
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.roots, self.seen = Roots(), set[int]()
+        self.named: set[Any] = set()  # attributes and globals that the code found so far names
+        self.queue: deque[_Found] = deque()
+        self.tables: list[
+            tuple[Any, set[str]]
+        ] = []  # looked at for what code names, and what was taken
+
+    def run(self) -> Roots:
+        roots = self.roots
+        while self.queue and len(self.seen) < _MAX_OBJECTS:
+            self._look(*self.queue.popleft())
+            if not self.queue:
+                self.queue += self._named_since()
+        used = (h for h in roots.held if h[1].key is None or h[1].key in self.named)
+        roots.held, roots.named = list(used), self.named
+        inner = {id(m) for root in roots.modules.values() for m in list(root.modules())[1:]}
+        roots.modules = {n: m for n, m in roots.modules.items() if id(m) not in inner}
+        return roots
+
+    def _look(self, name: str, value: Any, held: Held | None) -> None:
+        if isinstance(value, NUMBERS):
+            if held is not None:
+                self.roots.held.append((name, held, value))
+        elif id(value) not in self.seen and not isinstance(value, _ATOMS):
+            self.seen.add(id(value))
+            if isinstance(value, (nn.Module, torch.optim.Optimizer, Tensor)):
+                self._keep(name, value, held)
+            else:
+                self.queue += self._inside(name, value, held)
+
+    def _named_since(self) -> list[_Found]:
+        """What classes and Python modules hold under names that code was found to use."""
+        found: list[_Found] = []
+        for owner, taken in self.tables:
+            table = vars(owner)
+            new = [k for k in table if k in self.named and k not in taken]
+            taken.update(new)
+            found += [(k, table[k], Held(owner, k)) for k in new]
+        return found
+
+    def _keep(self, name: str, value: Any, held: Held | None) -> None:
+        roots = self.roots
+        if held is not None:
+            roots.held.append((name, held, value))
+        if isinstance(value, nn.Module):
+            roots.modules[_free(name or "model", roots.modules)] = value
+        elif isinstance(value, torch.optim.Optimizer):
+            roots.optimizers[_free(name or "optimizer", roots.optimizers)] = value
+        elif held is not None:
+            roots.tensors.append((name, held, value))
+
+    def _inside(self, name: str, value: Any, held: Held | None) -> list[_Found]:
+        if isinstance(value, functools.partial):
+            bound = [(name, a, None) for a in value.args]
+            return [(name, value.func, None), *bound, *_items(value.keywords)]
+        if isinstance(value, types.MethodType):
+            return [(name, value.__func__, None), (name, value.__self__, None)]
+        if isinstance(value, types.FunctionType):
+            return self._inside_function(value)
+        if isinstance(value, dict):
+            return _items(value)
+        if isinstance(value, list):
+            return [(f"{name}_{i}", v, Held(value, i)) for i, v in enumerate(value)]
+        if isinstance(value, tuple):
+            places = (None if held is None else Held(held, i) for i in range(len(value)))
+            return [
+                (f"{name}_{i}", v, p) for i, (v, p) in enumerate(zip(value, places, strict=True))
+            ]
+        if isinstance(value, (set, frozenset)):
+            return [(f"{name}_{i}", v, None) for i, v in enumerate(value)]
+        if isinstance(value, LRScheduler):
+            self.named.update(k for k, v in vars(value).items() if isinstance(v, NUMBERS))
+            return _items(vars(value))
+        if hasattr(value, "__wrapped__"):
+            return [(name, value.__wrapped__, None)]
+        is_class, is_module = isinstance(value, type), isinstance(value, types.ModuleType)
+        owner = value if is_class else type(value)
+        package = value.__name__ if is_module else owner.__module__
+        if package.partition(".")[0] in ("torch", "builtins"):
+            return []
+        if is_class or is_module:
+            self.tables.append((value, set()))
+            return []
+        self.tables.append((owner, set()))
+        call = vars(owner).get("__call__")
+        attributes = getattr(value, "__dict__", {})
+        self.roots.objects.append((name or owner.__name__, attributes))
+        found = _items(attributes)
+        slots = (n for n in getattr(owner, "__slots__", ()) if hasattr(value, n))
+        found += [(n, getattr(value, n), Held(value, n)) for n in slots]
+        return [*found, (name, call, None)] if isinstance(call, types.FunctionType) else found
+
+    def _inside_function(self, fn: types.FunctionType) -> list[_Found]:
+        found: list[_Found] = []
+        if fn.__module__ and fn.__module__.partition(".")[0] == "torch":
+            return found
+        for code in _codes(fn.__code__):
+            self.named.update(code.co_names)
+            for name in code.co_names:
+                if name in fn.__globals__:
+                    found.append((name, fn.__globals__[name], Held(fn.__globals__, name)))
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                found.append((name, cell.cell_contents, Held(cell, None)))
+            except ValueError:  # an empty cell
+                continue
+        found += [("default", d, None) for d in fn.__defaults__ or ()]
+        return found + _items(fn.__kwdefaults__ or {})
+
+
+def reachable(fn: Callable[..., Any], args: Sequence[Any] = ()) -> Roots:
+    """Search `fn` and `args`, breadth first."""
+    search = _Search()
+    search.queue.append(("", fn, None))
+    search.queue += [(f"args_{i}", a, None) for i, a in enumerate(args) if not _is_number(a)]
+    return search.run()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _ATOMS)
+
+
+def _free(name: str, taken: dict[str, Any]) -> str:
+    return name if name not in taken else _free(f"{name}_", taken)
+
+
+def _items(table: dict[Any, Any]) -> list[_Found]:
+    return [(str(k), v, Held(table, k)) for k, v in table.items()]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)

@@ -1,0 +1,336 @@
+"""`capture` replays nothing that eager would not do: changes are seen, what cannot be repeated is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import functionalize as fz
+from functionalize.errors import UncapturableError
+
+STEPS = 9
+
+
+def batch(i: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 2)
+        self.scale, self.drop, self.mask = 1.0, nn.Dropout(0.2), torch.ones(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.drop(torch.tanh(self.a(x))) * self.mask) * self.scale
+
+
+class World:
+    """A model with an optimizer; `change` does to it what the test is about."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.factor = 1.0
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean() * self.factor
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def freeze(world: World) -> None:
+    world.model.a.weight.requires_grad_(False)
+
+
+def replace_optimizer(world: World) -> None:
+    world.optimizer = torch.optim.SGD(world.model.parameters(), lr=0.01)
+
+
+def replace_model(world: World) -> None:
+    world.model = Net()
+    world.optimizer = torch.optim.SGD(world.model.parameters(), lr=0.1)
+
+
+def replace_submodule(world: World) -> None:
+    torch.manual_seed(5)
+    world.model.b = nn.Linear(5, 2)
+
+
+def replace_parameter(world: World) -> None:
+    world.model.b.bias = nn.Parameter(torch.ones(2))
+
+
+def other_dropout(world: World) -> None:
+    world.model.drop.p = 0.5
+
+
+def module_number(world: World) -> None:
+    world.model.scale = 2.0
+
+
+def other_number(world: World) -> None:
+    world.factor = 3.0
+
+
+def add_hook(world: World) -> None:
+    world.model.a.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def replace_plain_tensor(world: World) -> None:
+    world.model.mask = torch.tensor([1.0, 0, 1, 0, 1])
+
+
+def load(world: World) -> None:
+    torch.manual_seed(9)
+    world.model.load_state_dict(Net().state_dict())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        freeze,
+        replace_optimizer,
+        replace_model,
+        replace_submodule,
+        replace_parameter,
+        other_dropout,
+        module_number,
+        other_number,
+        add_hook,
+        replace_plain_tensor,
+        load,
+    ],
+)
+def test_a_change_between_steps_is_seen(change: Callable[[World], None]) -> None:
+    eager, ours = World(), World()
+    step = fz.capture(ours.step)
+    for i in range(STEPS):
+        if i == 4:
+            torch.manual_seed(1)
+            change(eager)
+            torch.manual_seed(1)
+            change(ours)
+        torch.manual_seed(i)
+        expected = eager.step(batch(i))
+        torch.manual_seed(i)
+        assert torch.equal(step(batch(i)), expected), (i, step.stats)
+        for a, b in zip(eager.model.parameters(), ours.model.parameters(), strict=True):
+            assert torch.equal(a, b), (i, step.stats)
+    assert step.stats.replays >= 3
+
+
+def refusal(step: Callable[..., Any], calls: int = 8) -> str:
+    """The error of a step that is refused; no call of it may have been replayed."""
+    captured = fz.capture(step)
+    with pytest.raises(UncapturableError) as raised:
+        for i in range(calls):
+            captured(batch(i))
+    assert captured.stats.replays == 0
+    return str(raised.value)
+
+
+def test_the_recorded_step_is_returned_and_the_next_call_raises() -> None:
+    seen = []
+    captured = fz.capture(lambda x: (seen.append(1), x[x > 0].sum())[1])
+    assert torch.equal(captured(batch(0)), batch(0)[batch(0) > 0].sum())
+    with pytest.raises(UncapturableError, match="size depends on data"):
+        captured(batch(1))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("select", [torch.nonzero, torch.unique])
+def test_sizes_that_depend_on_data_are_refused(select: Any) -> None:
+    assert "gives a result whose size depends on data at " in refusal(
+        lambda x: select(x > 0).numel() + x
+    )
+
+
+def test_an_index_of_integers_is_not() -> None:
+    captured = fz.capture(lambda x, i: x[i])
+    for i in range(3):
+        at = torch.tensor([i, 0])
+        assert torch.equal(captured(batch(i), at), batch(i)[at])
+    assert captured.stats.replays == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_dropout_is_refused(reentrant: bool) -> None:
+    layer = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+
+    def step(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+        return x.detach()
+
+    assert "a random generator is set inside the step" in refusal(step)
+
+
+def test_checkpointing_without_dropout_is_captured() -> None:
+    world, twin = World(), World()
+    for w in (world, twin):
+        w.model.drop.p = 0.0
+        w.model.eval()
+
+    def make(w: World) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            loss = checkpoint(w.model, x, use_reentrant=False, preserve_rng_state=False)
+            loss.square().mean().backward()
+            w.optimizer.step()
+            w.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    eager, captured = make(twin), fz.capture(make(world))
+    for i in range(STEPS):
+        assert torch.equal(captured(batch(i)), eager(batch(i)))
+    assert captured.stats.replays >= 3
+
+
+def test_a_seed_set_inside_is_refused() -> None:
+    def step(x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return x + torch.rand(6)
+
+    assert "a random generator is set inside the step, before aten.rand.default at " in refusal(
+        step
+    )
+
+
+@pytest.mark.parametrize("how", ["numpy", "tolist"])
+def test_numbers_read_past_the_dispatcher_are_refused(how: str) -> None:
+    message = refusal(lambda x: x * float(np.sum(getattr(x, how)())))
+    assert f"Python reads a tensor by .{how}() at " in message
+    assert message.endswith("use .item()")
+
+
+def test_counters_of_python_are_refused() -> None:
+    class Counting:
+        n = 0
+
+        def step(self, x: Tensor) -> Tensor:
+            self.n += 1
+            return x * self.n
+
+    message = refusal(Counting().step)
+    assert "changes what it is guarded by: `n` is 5, was 4" in message
+
+
+def test_a_scheduler_inside_the_step_is_refused() -> None:
+    world = World()
+    scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, 4)
+
+    def step(x: Tensor) -> Tensor:
+        loss = world.step(x)
+        scheduler.step()
+        return loss
+
+    assert "`last_epoch` is " in refusal(step)
+
+
+def test_a_scheduler_outside_the_step_recaptures() -> None:
+    eager, ours = World(), World()
+    schedulers = [torch.optim.lr_scheduler.StepLR(w.optimizer, 4) for w in (eager, ours)]
+    step = fz.capture(ours.step)
+    for i in range(12):
+        torch.manual_seed(i)
+        expected = eager.step(batch(i))
+        torch.manual_seed(i)
+        assert torch.equal(step(batch(i)), expected)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert step.stats.replays >= 4
+    assert step.stats.guard_failures[-1].startswith("`optimizer` group 0 has lr = ")
+
+
+def test_numbers_under_inference_mode_are_guarded() -> None:
+    captured = fz.capture(lambda x: x + 1 if bool((x > 5).any()) else x - 1)
+    with torch.inference_mode():
+        for x in (batch(0), batch(1), batch(2) + 9, batch(3)):
+            assert torch.equal(captured(x), x + 1 if (x > 5).any() else x - 1)
+    assert len(captured.stats.guard_failures) == 2
+
+
+def test_arrays_among_the_arguments_are_compared_by_contents() -> None:
+    captured = fz.capture(lambda x, scale: x * torch.from_numpy(scale).sum().item())
+    scale = np.ones(3, dtype=np.float32)
+    for i in range(3):
+        assert torch.equal(captured(batch(i), scale), batch(i) * 3)
+    scale[0] = 4
+    assert torch.equal(captured(batch(5), scale), batch(5) * 6)
+
+
+def test_gradients_of_arguments_are_assigned() -> None:
+    def step(x: Tensor) -> Tensor:
+        x.grad = None
+        loss = x.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    captured = fz.capture(step)
+    for i in range(4):
+        x = batch(i).requires_grad_()
+        captured(x)
+        assert torch.equal(x.grad, 2 * x.detach())
+    assert captured.stats.replays >= 2
+
+
+def test_loose_parameters_train() -> None:
+    def make() -> tuple[list[Tensor], torch.optim.Optimizer]:
+        weights = [torch.ones(6, requires_grad=True)]
+        return weights, torch.optim.SGD(weights, lr=0.1)
+
+    def step_of(weights: list[Tensor], optimizer: torch.optim.Optimizer) -> Any:
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = (x * weights[0]).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    (a, opt_a), (b, opt_b) = make(), make()
+    eager, captured = step_of(a, opt_a), fz.capture(step_of(b, opt_b))
+    for i in range(6):
+        assert torch.equal(captured(batch(i)), eager(batch(i)))
+        assert torch.equal(a[0].grad, b[0].grad)
+        assert torch.equal(a[0], b[0])
+    assert captured.stats.replays >= 3
+
+
+def test_going_backward_from_a_replayed_output_is_refused() -> None:
+    model = nn.Linear(6, 2)
+    captured = fz.capture(lambda x: F.relu(model(x)).sum())
+    for i in range(2):
+        captured(batch(i)).backward()
+        model.zero_grad()
+    loss = captured(batch(2))
+    assert loss.requires_grad
+    assert captured.stats.replays == 1
+    with pytest.raises(UncapturableError, match="call backward inside the step"):
+        loss.backward()
+
+
+def test_random_numbers_of_python_are_baked_in_and_documented() -> None:
+    """Not detectable: a number drawn by `random` is a constant of the program. The docs say so."""
+    captured = fz.capture(lambda x: x * random.random())
+    first = captured(torch.ones(2))
+    assert torch.equal(captured(torch.ones(2)), first)
+
+
+def test_a_pipeline_that_is_misspelt_is_told_at_once() -> None:
+    with pytest.raises(fz.FunctionalizeError, match="nonsense"):
+        fz.capture(lambda x: x, passes="nonsense")
