@@ -25,7 +25,8 @@ def collectives(program: Program) -> Counter[str]:
     return Counter(
         str(n.target).split(".")[1]
         for n in program.graph.nodes
-        if getattr(n.target, "namespace", "") == _NAMESPACE and "wait_tensor" not in str(n.target)
+        if getattr(n.target, "namespace", "") == _NAMESPACE
+        and not str(n.target).split(".")[1].startswith(("wait_tensor", "_wrap"))
     )
 
 

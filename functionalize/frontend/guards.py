@@ -175,7 +175,7 @@ class HyperparameterGuard:
 
     optimizer: torch.optim.Optimizer
     name: str
-    facts: tuple[tuple[tuple[str, Any], ...], ...]
+    facts: tuple[dict[str, Any], ...]
 
     @staticmethod
     def of(name: str, optimizer: torch.optim.Optimizer) -> HyperparameterGuard:
@@ -186,24 +186,23 @@ class HyperparameterGuard:
         now = _hyperparameters(self.optimizer)
         if now == self.facts:
             return None
-        for i, (new, old) in enumerate(zip(now, self.facts, strict=False)):
-            for (key, value), (_, was) in zip(new, old, strict=False):
-                if value != was and key == "params":
-                    return f"`{self.name}` group {i} has other parameters"
-                if value != was:
-                    return f"`{self.name}` group {i} has {key} = {value!r}, had {was!r}"
-        return f"`{self.name}` has other parameter groups"
+        if len(now) != len(self.facts):
+            return f"`{self.name}` has {len(now)} parameter groups, had {len(self.facts)}"
+        for i, (new, old) in enumerate(zip(now, self.facts, strict=True)):
+            if new != old and new["params"] != old["params"]:
+                return f"`{self.name}` group {i} has other parameters"
+            if new != old:
+                return f"`{self.name}` group {i} has {_changed(new, old)}"
+        return None
 
 
-def _hyperparameters(
-    optimizer: torch.optim.Optimizer,
-) -> tuple[tuple[tuple[str, Any], ...], ...]:
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     return tuple(
-        tuple(
-            (key, tuple(map(id, value)) if key == "params" else value)
+        {
+            key: tuple(map(id, value)) if key == "params" else value
             for key, value in group.items()
             if not isinstance(value, Tensor)
-        )
+        }
         for group in optimizer.param_groups
     )
 
