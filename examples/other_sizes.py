@@ -52,6 +52,25 @@ def grow_nonzero(a: Tensor) -> Tensor:
     return a * 2
 
 
+def up_to_third_size_returning_view(a: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
+    R(a, 48)
+    with torch.no_grad():
+        a.copy_(src)
+    return a[1], a * 2
+
+
+def grow_returning_view(a: Tensor) -> Tensor:
+    a.add_(1)
+    R(a, 48)
+    a.mul_(2)
+    return a[2:4]
+
+
+def shrink_returning_view(a: Tensor) -> Tensor:
+    R(a, 16)
+    return a[2:4]
+
+
 def shrink_nonzero(a: Tensor) -> Tensor:
     R(a, 32)
     return a * 2
@@ -157,6 +176,15 @@ MIXED = (
     program(8, "read between mutation and free", lambda: (values(8),), mutate_read_down),
     program(8, "the freed input is the output", lambda: (values(8),), down_returning_input),
     program(8, "0 to more than its shape needs", lambda: (z(8), values(8)), up_to_third_size),
+    program(
+        8,
+        "the same, and a row of it is returned",
+        lambda: (z(2, 4, grad=True), values(2, 4)),
+        up_to_third_size_returning_view,
+        grad=True,
+    ),
+    program(8, "grown, and a part is returned", lambda: (values(8),), grow_returning_view),
+    program(8, "shrunk, and a part is returned", lambda: (values(8),), shrink_returning_view),
     program(8, "0 to full to half; a view reads the half", _empty_and_head, up_through_two_sizes),
     program(8, "grown from one size to another", lambda: (values(8),), grow_nonzero),
     program(8, "shrunk to the bytes one input sees", _half_of_storage, shrink_nonzero),

@@ -112,6 +112,26 @@ def up_returns_nothing(a: Tensor, src: Tensor) -> None:
     a.copy_(src)
 
 
+def up_returning_slice(a: Tensor, src: Tensor) -> Tensor:
+    R(a, 32)
+    with torch.no_grad():
+        a.copy_(src)
+    return a[2:4]
+
+
+def up_returning_input(a: Tensor, src: Tensor) -> Tensor:
+    R(a, 32)
+    with torch.no_grad():
+        a.copy_(src)
+    return a
+
+
+def up_returning_views(a: Tensor, src: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    R(a, 32)
+    a.copy_(src)
+    return a, a.t(), a[1].view(2, 2)[:, 1], a.split(1)
+
+
 def _empty_and_source() -> tuple[Tensor, Tensor]:
     return z(8), values(8, seed=1)
 
@@ -140,6 +160,28 @@ UP = (
         grad=True,
     ),
     program(2, "an effect and no output", _empty_and_source, up_returns_nothing),
+    program(2, "the output is a part of what was empty", _empty_and_source, up_returning_slice),
+    program(
+        2,
+        "the same with a gradient",
+        lambda: (z(8, grad=True), values(8)),
+        up_returning_slice,
+        name="up_returning_slice_grad",
+        grad=True,
+    ),
+    program(
+        2,
+        "the output is the input that was empty",
+        lambda: (z(8, grad=True), values(8)),
+        up_returning_input,
+        grad=True,
+    ),
+    program(
+        2,
+        "the input and views of it",
+        lambda: (z(2, 4), values(2, 4)),
+        up_returning_views,
+    ),
 )
 
 # 3. Up, then down: 0 bytes in, 0 bytes out.

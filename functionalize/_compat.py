@@ -75,6 +75,7 @@ __all__ = [
     "functional_was_written",
     "group_of_name",
     "has_kernel",
+    "hooks_of",
     "inductor",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
@@ -195,6 +196,12 @@ def load_fsdp_ops() -> None:
     """Register the `fsdp::*` and `c10d::*` ops; a build without distributed has neither."""
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hooks autograd runs for a tensor: on its gradient, and after it was accumulated."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return len(tensor._backward_hooks or ()), len(after or ())
 
 
 def group_of_name(name: str) -> Any:

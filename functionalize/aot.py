@@ -21,9 +21,9 @@ from torch import Tensor, fx
 from functionalize._compat import FakeTensor, aot_autograd, inductor, pytree, register_backend
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import UncapturableError
+from functionalize.frontend.names import leaf_names
 from functionalize.frontend.owing import UNCOUNTED, EntrySizes
 from functionalize.frontend.substitute import Substitution
-from functionalize.transforms import _leaf_names
 
 # The op that stands for `tensor.untyped_storage().resize_(nbytes)` and dispatches.
 resize_storage_bytes_ = torch.ops.inductor.resize_storage_bytes_
@@ -75,7 +75,7 @@ def _inputs(
     """The tensors that a call brings in: arguments, and what the module it belongs to owns."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if any(isinstance(leaf, Tensor) for leaf in leaves):
-        for name, leaf in zip(_leaf_names(fn, leaves, spec), leaves, strict=True):
+        for name, leaf in zip(leaf_names(fn, leaves, spec), leaves, strict=True):
             if isinstance(leaf, Tensor):
                 yield name, leaf
     owner = getattr(fn, "__self__", fn)

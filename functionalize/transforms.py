@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +31,7 @@ from functionalize.errors import (
 )
 from functionalize.frontend.build import Builder, GivenInput
 from functionalize.frontend.dispatch import Recorder
+from functionalize.frontend.names import leaf_names
 from functionalize.frontend.outsiders import Outsiders, fake_of, is_fake, names_of_outsiders
 from functionalize.run.boxed import boxed
 
@@ -70,7 +70,7 @@ class _Trace:
         self.fakes = [fake_of(self.mode, x) if isinstance(x, Tensor) else x for x in self.leaves]
         self.outsiders = Outsiders(self.mode, names_of_outsiders(fn))
         self.recorder = Recorder(outsiders=self.outsiders)
-        self.names = _leaf_names(fn, self.fakes, self.in_spec)
+        self.names = leaf_names(fn, self.fakes, self.in_spec)
         self.given = _given_inputs(self.recorder, self.fakes, self.names)
 
     def run(self) -> Any:
@@ -177,33 +177,6 @@ def _given_inputs(
     for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
         add(leaf, name, i, ())
     return given
-
-
-def _leaf_names(fn: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> list[str]:
-    """A name per leaf, from the signature of `fn` where it has one."""
-    tree = pytree.tree_unflatten(list(leaves), spec)
-    try:
-        signature = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        signature = []
-    names = []
-    for path, _ in pytree.tree_flatten_with_path(tree)[0]:
-        keys: list[Any] = [
-            getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in path
-        ]
-        kind, *rest = keys
-        if kind == 0 and rest:
-            at, *rest = rest
-            positional = [p for p in signature if p.kind is not p.KEYWORD_ONLY]
-            name = f"arg_{at}"
-            if at < len(positional) and positional[at].kind is not inspect.Parameter.VAR_POSITIONAL:
-                name = positional[at].name
-            elif positional and positional[-1].kind is inspect.Parameter.VAR_POSITIONAL:
-                name = f"{positional[-1].name}_{at - len(positional) + 1}"
-        else:
-            name, *rest = [str(r) for r in rest] or ["arg"]
-        names.append("_".join([name, *(str(r) for r in rest)]))
-    return names
 
 
 def _run(recorder: Recorder, mode: FakeTensorMode, call: Callable[[], Any]) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from functionalize.core.guards import AliasGuard
-from functionalize.core.program import Program
+from functionalize.core.program import OutputRole, Program, Result, Wrapped
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 
@@ -61,6 +61,15 @@ def results(graph: fx.Graph) -> tuple[Any, ...]:
     """What a graph returns, flat: the node (or constant) of every slot."""
     (output,) = graph.find_nodes(op="output")
     return tuple(_leaves(output.args[0]))
+
+
+def results_of(role: OutputRole) -> Iterator[Result]:
+    """The results of the graph that an output is, or is wrapped around."""
+    if isinstance(role, Result):
+        yield role
+    elif isinstance(role, Wrapped):
+        for inner in role.inner.values():
+            yield from results_of(inner)
 
 
 def storage_classes(program: Program) -> tuple[int, ...]:

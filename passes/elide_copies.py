@@ -35,8 +35,8 @@ from torch import Tensor, fx
 from functionalize.core.dead_code import is_impure
 from functionalize.core.epilogue import Copy, Set
 from functionalize.core.ops import Geometry, geometry_of
-from functionalize.core.program import OutputRole, Program, Result, Wrapped
-from passes.aliases import Aliases, is_view, results, storage_classes, written_nodes
+from functionalize.core.program import Program
+from passes.aliases import Aliases, is_view, results, results_of, storage_classes, written_nodes
 from passes.infra import Pass, is_detached, on_graph_module, set_value
 
 aten = torch.ops.aten
@@ -137,7 +137,7 @@ class Copies:
 
     def _look_outside(self, program: Program) -> None:
         slots, classes = results(program.graph), storage_classes(program)
-        for role in (r for each in program.outputs for r in _results_of(each)):
+        for role in (r for each in program.outputs for r in results_of(each)):
             self._hand_out(slots[role.slot], role.geometry is not None)
         for action in program.epilogue:
             if isinstance(action, Copy):
@@ -227,14 +227,6 @@ class Copies:
 
     def _move(self, copy: fx.Node, source: fx.Node) -> None:
         self.shift[self.born[copy]] = self._offset(source) - geometry_of(copy.meta["val"]).start
-
-
-def _results_of(role: OutputRole) -> Iterator[Result]:
-    if isinstance(role, Result):
-        yield role
-    elif isinstance(role, Wrapped):
-        for inner in role.inner.values():
-            yield from _results_of(inner)
 
 
 def _copies_plain(node: fx.Node) -> bool:

@@ -246,7 +246,7 @@ class SideEffects:
     """The forward's writes to its inputs, out of a joint graph and back in the forward's.
 
     operands: the nodes they need, which the joint graph returns after its forward outputs
-    meanwhile.
+    meanwhile. late: the outputs that are views taken after the first of them, and come after them again.
     """
 
     def __init__(self, joint_module: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -256,6 +256,7 @@ class SideEffects:
         graph = joint_module.graph
         found = _side_effects(graph)
         _check_order(graph, found, num_fwd_outputs)
+        self.late = _late_views(graph, found, num_fwd_outputs)
         for node, target in found:
             node.replace_all_uses_with(target)
             self.calls.append((node.target, node.args, node.kwargs, node.name, node.meta))
@@ -287,6 +288,7 @@ class SideEffects:
                 node = forward.graph.create_node("call_function", target, args, kwargs, name)
                 node.meta = meta
         output.args = ((*outs[: self.at], *outs[end:]),)
+        _move_to_end(forward.graph, [outs[i] for i in self.late])
         for key in ("desc", "output_stack_traces"):
             if (told := output.meta.get(key)) is not None:
                 output.meta[key] = [*told[: self.at], *told[end:]]
@@ -305,6 +307,43 @@ def _side_effects(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
             found.append((node, targets[0]))
             written[node] = targets[0]
     return found
+
+
+def _late_views(
+    graph: fx.Graph, effects: Sequence[tuple[fx.Node, fx.Node]], outputs: int
+) -> list[int]:
+    """The forward outputs that are views of an input, taken after a side effect."""
+    if not effects:
+        return []
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    first = min(place[node] for node, _ in effects)
+    inputs = {*graph.find_nodes(op="placeholder"), *(node for node, _ in effects)}
+    return [
+        i
+        for i, node in enumerate(results(graph)[:outputs])
+        if isinstance(node, fx.Node)
+        and is_view(node)
+        and place[node] > first
+        and _origin(node) in inputs
+    ]
+
+
+def _move_to_end(graph: fx.Graph, views: Iterable[fx.Node]) -> None:
+    """Take these views of inputs last, and what they are views of, unless another node reads them."""
+    (output,) = graph.find_nodes(op="output")
+    chain: set[fx.Node] = set()
+    for view in views:
+        while is_view(view):
+            chain.add(view)
+            view = view.all_input_nodes[0]
+    ordered = [n for n in graph.nodes if n in chain]
+    last = {output}
+    for node in reversed(ordered):
+        if node.users.keys() <= last:
+            last.add(node)
+    for node in ordered:
+        if node in last:
+            output.prepend(node)
 
 
 def _check_order(graph: fx.Graph, effects: Sequence[tuple[fx.Node, fx.Node]], outputs: int) -> None:

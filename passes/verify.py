@@ -23,10 +23,10 @@ from torch import Tensor, fx
 from functionalize.core.epilogue import Copy, Resize, Set
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.printer import window_text
-from functionalize.core.program import OutputRole, Program, Result, Wrapped
+from functionalize.core.program import Program, Result
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import VerifyError
-from passes.aliases import Aliases, is_view, results, storage_classes, written_nodes
+from passes.aliases import Aliases, is_view, results, results_of, storage_classes, written_nodes
 from passes.infra import INPLACE, STAGES, Pass, program_of
 
 Finding = tuple[fx.Node | None, str]  # where in the graph (None: not in the graph), and what
@@ -183,7 +183,9 @@ def _outputs(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
     owner: dict[fx.Node, str] = {n: f"input `{n.name}`" for n in nodes if n.op == "placeholder"}
     owner |= {n: f"constant `{n.target}`" for n in nodes if n.op == "get_attr"}
     memory = {aliases.of(n): name for n, name in owner.items()}
-    handed_out = [(f"output {i}", r) for i, role in enumerate(program.outputs) for r in _flat(role)]
+    handed_out = [
+        (f"output {i}", r) for i, role in enumerate(program.outputs) for r in results_of(role)
+    ]
     handed_out += [
         (f"`set_` of input {a.input}", Result(a.slot, a.geometry))
         for a in program.epilogue
@@ -207,14 +209,6 @@ def _outputs(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
         slot, other = taken.setdefault(group, (role.slot, what))
         if slot != role.slot:
             yield node, f"{what} is `{node.name}`, which shares memory with {other}: copy it"
-
-
-def _flat(role: OutputRole) -> Iterator[Result]:
-    if isinstance(role, Result):
-        yield role
-    elif isinstance(role, Wrapped):
-        for inner in role.inner.values():
-            yield from _flat(inner)
 
 
 def _fits(what: str, role: Result, node: fx.Node) -> Iterator[Finding]:

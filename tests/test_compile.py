@@ -40,17 +40,29 @@ def test_like_eager(program: ResizeProgram) -> None:
         compare.assert_bitwise_equal(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["down", "up_saved", "up_down", "fsdp_matmul", "plain_matmul"])
+GRAPHS = (
+    *("down", "up_saved", "up_down", "fsdp_matmul"),  # sections 1 to 4
+    *("up_returning_slice", "up_returning_slice_grad", "up_returning_views"),
+    *("out_op", "cat_out", "cat_split", "split_copy_out"),  # 5
+    *("break_between", "break_in_four", "break_down_up"),  # 7
+    *("up_to_third_size", "plain_down", "plain_up", "plain_up_down", "plain_matmul"),  # 8 and 9
+)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
 def test_graphs(name: str, expect: Callable[[str, str], None]) -> None:
-    program, kept = by_name(name), Kept()
+    program = by_name(name)
+    kept: list[Kept] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        return compile_with(gm, inputs, **kept.options())
+        kept.append(Kept())
+        return compile_with(gm, inputs, **kept[-1].options())
 
     torch.compiler.reset()
-    compiled = torch.compile(program.fns[0], backend=backend, fullgraph=True)
-    compare.assert_bitwise_equal(compare.execute(program, [compiled]), compare.run_eager(program))
-    expect(name, str(kept))
+    compiled = [torch.compile(fn, backend=backend, fullgraph=True) for fn in program.fns]
+    compare.assert_bitwise_equal(compare.execute(program, compiled), compare.run_eager(program))
+    assert len(kept) == len(program.fns)
+    expect(name, "\n".join(map(str, kept)))
 
 
 def test_the_backends_are_known_by_name() -> None:

@@ -1,4 +1,4 @@
-"""The README tells the truth: its example prints what it says, its links lead somewhere."""
+"""README and docs tell the truth: their examples print what they say, their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def test_the_example_prints_what_the_readme_says() -> None:
 def test_every_relative_link_exists() -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_the_functions_print_what_their_page_says() -> None:
+    text = (ROOT / "docs" / "functions.md").read_text()
+    parts = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)
+    assert len(parts) == text.count("```python")
+    names: dict[str, object] = {}
+    for code, output in parts:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "docs/functions.md", "exec"), names)
+        assert printed.getvalue().strip() == output.strip()

@@ -9,7 +9,7 @@ Invariant: nothing here knows storages or values; sizes that were changed for an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,24 +17,13 @@ import torch
 from torch import Tensor
 
 from functionalize._compat import untraced
+from functionalize.frontend.op_kinds import tensors_in
 from functionalize.frontend.owing import geometry, is_functional, nbytes_of, resize_for_real
 
 
 def plain_int(nbytes: Any) -> Any:
     """A symbolic size as the number that it stands for (a guard)."""
     return int(nbytes) if isinstance(nbytes, torch.SymInt) else nbytes
-
-
-def tensors_in(arg: Any) -> Iterator[Tensor]:
-    """Every tensor inside `arg`, in order."""
-    if isinstance(arg, Tensor):
-        yield arg
-    elif isinstance(arg, (list, tuple)):
-        for a in arg:
-            yield from tensors_in(a)
-    elif isinstance(arg, dict):
-        for a in arg.values():
-            yield from tensors_in(a)
 
 
 def map_tensors(fn: Callable[[Tensor], Any], arg: Any) -> Any:

@@ -25,13 +25,13 @@ from functionalize._compat import (
     is_traceable_wrapper_subclass_type,
 )
 from functionalize.core.generators import generator_states
+from functionalize.core.extent import check_bounds, check_overlap
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, refs_in
 from functionalize.core.resize import checked_nbytes
 from functionalize.core.rules import RULES
 from functionalize.core.rules.collectives import check_known_collective
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
-from functionalize.core.storage import check_bounds, check_overlap
 from functionalize.core.where import line_of, located
 from functionalize.errors import (
     ForeignStorageError,

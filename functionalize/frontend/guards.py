@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from functionalize._compat import hooks_of
 from functionalize.core.guards import same_constant
 from functionalize.core.inputs import Call, Source
 from functionalize.frontend.reach import NUMBERS, Held, Roots
@@ -141,11 +142,11 @@ class PlaceGuard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterGuard:
-    """Parameters are the same objects; they, and tensors among the arguments, require gradients as before."""
+    """Parameters are the same objects; they and tensor arguments have gradients and hooks as before."""
 
     sources: tuple[Source, ...]
     names: tuple[str, ...]
-    facts: tuple[tuple[bool, Tensor | None], ...]
+    facts: tuple[tuple[bool, tuple[int, int], Tensor | None], ...]
 
     @staticmethod
     def of(found: list[tuple[str, Source, Tensor]]) -> ParameterGuard:
@@ -154,16 +155,19 @@ class ParameterGuard:
             tuple(source for _, source, _ in found),
             tuple(name for name, _, _ in found),
             tuple(
-                (value.requires_grad, value if isinstance(value, nn.Parameter) else None)
-                for _, _, value in found
+                (v.requires_grad, hooks_of(v), v if isinstance(v, nn.Parameter) else None)
+                for _, _, v in found
             ),
         )
 
     def failure(self, call: Call) -> str | None:
-        for source, name, (was, same) in zip(self.sources, self.names, self.facts, strict=True):
+        found = zip(self.sources, self.names, self.facts, strict=True)
+        for source, name, (was, hooks, same) in found:
             now = source.resolve(call)
             if same is not None and now is not same:
                 return f"`{name}` is another parameter"
+            if hooks_of(now) != hooks:
+                return f"`{name}` has other hooks on its gradient"
             if now.requires_grad != was:
                 return f"`{name}` {'no longer requires' if was else 'now requires'} a gradient"
         return None

@@ -21,7 +21,9 @@ from functionalize._compat import (
     FunctionalTensor,
     below_functionalization,
     functional_inside,
+    functional_needs_storage,
     functional_put_inside,
+    functional_remake,
     functional_sync,
     functional_was_written,
     last_traced,
@@ -30,9 +32,10 @@ from functionalize._compat import (
     proxy_mode,
 )
 from functionalize.core.epilogue import Copy, Resize, owed, window
+from functionalize.core.extent import Extent
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.rules.resizes import RESIZE_STORAGE
-from functionalize.core.storage import Emitter, Extent, FunctionalStorage
+from functionalize.core.storage import Emitter, FunctionalStorage
 from functionalize.errors import UnsupportedOpError
 
 aten = torch.ops.aten
@@ -95,6 +98,17 @@ def geometry(tensor: Tensor) -> Geometry:
     g = geometry_of(tensor)
     size, stride = tuple(int(s) for s in g.size), tuple(int(s) for s in g.stride)
     return g._replace(size=size, stride=stride, offset=int(g.offset))
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor reaches over."""
+    g = geometry(tensor)
+    return g.start, g.end
+
+
+def number_at(tensor: Tensor, at: int) -> Tensor:
+    """One element of a one-dimensional tensor, one-dimensional."""
+    return aten.slice.Tensor(tensor, 0, at, at + 1)
 
 
 class Debtor:
@@ -241,6 +255,30 @@ def _pay_inside(debtor: Debtor, storage: FunctionalStorage, emit: Emitter) -> No
         for to, value in copies:
             aten.copy_.default(to, value)
             last_traced().meta[UNCOUNTED] = debtor.uncounted
+
+
+def remake(debtor: Debtor, view: Tensor, nbytes: int) -> None:
+    """Make a view anew that is returned: its first making, in the graph, may be of an empty input.
+
+    nbytes: what the storage holds now that it has been paid.
+    """
+    g = geometry(view)
+    if not debtor.is_input:
+        return
+    if g.end > nbytes:
+        if functional_needs_storage(view):
+            raise UnsupportedOpError(
+                f"returns a view ({g}) of `{debtor.name}`, whose storage is left with {nbytes} bytes: "
+                "AOTAutograd takes such a view again when all is done, and cannot; return the argument itself"
+            )
+        return
+    inner(view)  # applies what is pending, or that would make it a third time
+    address = view.untyped_storage()._cdata
+    for tensor, inside in zip(debtor.tensors, debtor.insides, strict=True):
+        if inside is not None and tensor.untyped_storage()._cdata == address:
+            with below_functionalization():
+                functional_remake(view, inside)
+            return
 
 
 def _undo(tensor: Tensor, inside: Tensor | None) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functionalize._compat import pytree
+from functionalize._compat import is_traceable_wrapper_subclass, pytree
 from functionalize.core.guards import (
     AliasGuard,
     ConstantGuard,
@@ -68,7 +68,7 @@ class Entry:
     guards: list[Guard]
     facts: list[Guard]
     places: dict[int, tuple[str, Source, TensorRef]]
-    kept: list[tuple[str, Source, Tensor]]
+    kept: list[tuple[str, Source, Tensor, int | None]]
 
     @staticmethod
     def now(fn: Callable[..., Any], leaves: Sequence[Any], recorder: Recorder) -> Entry:
@@ -96,20 +96,29 @@ class Entry:
         ]
         guards = [*facts, ParameterGuard.of([*found, *given]), GradientGuard.of(found)]
         gradients = [None if p.grad is None else weakref.ref(p.grad) for _, _, p in found]
-        kept: list[tuple[str, Source, Tensor]] = [*module_tensors(roots), *roots.tensors]
+        held: list[tuple[str, Source, Tensor]] = [*module_tensors(roots), *roots.tensors]
+        kept = [(name, source, value, _address(value)) for name, source, value in held]
         return Entry(roots, leaves, found, gradients, guards, facts, places, kept)
 
     def changed(self) -> str | None:
         """What the step changed that a replay would not."""
         call = Call(self.leaves, [])
-        for name, source, was in self.kept:
+        for name, source, was, address in self.kept:
             try:
                 if source.resolve(call) is not was:
                     return f"assigns another tensor to `{name}`"
+                if _address(was) != address:
+                    return f"gives `{name}` another storage (`.data = ...` or `set_`)"
             except (LookupError, AttributeError):
                 return f"removes `{name}`"
         failures = (fact.failure(call) for fact in self.facts)
         return next((f"changes what it is guarded by: {f}" for f in failures if f), None)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Where a plain tensor's storage is."""
+    plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.untyped_storage()._cdata if plain else None
 
 
 @dataclass(slots=True)

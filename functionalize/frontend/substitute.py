@@ -44,13 +44,14 @@ from functionalize.core.emit import TensorEmitter
 from functionalize.core.epilogue import window
 from functionalize.core.ops import OpRecord, TensorRef
 from functionalize.core.rules import RULES
+from functionalize.core.rules.lists import one_by_one
 from functionalize.core.rules.mutations import is_mutating
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.core.storage import FunctionalStorage, View
 from functionalize.core.where import located
 from functionalize.errors import ForeignStorageError, FunctionalizeError, UnsupportedOpError
-from functionalize.frontend.calls import map_tensors, on_original, plain_int, returned, tensors_in
-from functionalize.frontend.op_kinds import is_composite, is_metadata, only_looks
+from functionalize.frontend.calls import map_tensors, on_original, plain_int, returned
+from functionalize.frontend.op_kinds import is_composite, is_metadata, only_looks, tensors_in
 from functionalize.frontend.owing import (
     Debtor,
     EntrySizes,
@@ -60,8 +61,11 @@ from functionalize.frontend.owing import (
     inner,
     is_functional,
     nbytes_of,
+    number_at,
     onto_storage_of,
     pay,
+    remake,
+    span_of,
 )
 from functionalize.frontend.patches import PATCHES, SIZE_PATCHES
 
@@ -86,24 +90,26 @@ class Substitution(TorchDispatchMode):
         self._taken: dict[int, Debtor] = {}
         self._moved: dict[int, tuple[Tensor, Held]] = {}
         self._inputs = inputs
+        self._undo: list[ExitStack] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that hides the handler from Dynamo costs as much as an op
 
     def __enter__(self) -> Substitution:
-        for name, tensor in self._inputs():
-            self._bring_in(name, tensor)
         with ExitStack() as undo:
-            for patches in (PATCHES, SIZE_PATCHES):
+            outermost = not self._undo  # else from inside of its own handler
+            for name, tensor in self._inputs() if outermost else ():
+                self._bring_in(name, tensor)
+            for patches in (PATCHES, SIZE_PATCHES) if outermost else ():
                 patches.install()
                 undo.callback(patches.remove)
             super().__enter__()
-            self._undo = undo.pop_all()
+            self._undo.append(undo.pop_all())
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        with self._undo:
+        with self._undo.pop():
             super().__exit__(*exc)
 
     # -- storages ------------------------------------------------------------------------------
@@ -180,6 +186,12 @@ class Substitution(TorchDispatchMode):
                 with self:
                     RESIZE_STORAGE(getattr(args[0], name), args[1])
             return None
+        parts = one_by_one(func, args, kwargs, self._place, span_of, number_at)
+        if parts is not None:
+            with self:
+                for each, named in parts:
+                    func(*each, **named)
+            return returned(func, args, kwargs, None)
         resizes = func is RESIZE_STORAGE
         moves = func is aten.set_.source_Tensor and is_functional(args[0])
         if not (resizes or moves) and not any(
@@ -201,6 +213,14 @@ class Substitution(TorchDispatchMode):
             return self._substitute(record, args, kwargs)
         except FunctionalizeError as error:
             raise located(error, record) from error.__cause__
+
+    def _place(self, tensor: Any) -> Any:
+        """Where a tensor lies; AOTAutograd would do all elements of a list at once."""
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return None
+        address = tensor.untyped_storage()._cdata
+        debtor = self._debtors.get(address)
+        return address if debtor is None else debtor
 
     def _substitute(self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func = record.target
@@ -339,10 +359,17 @@ class Substitution(TorchDispatchMode):
             return out
 
         def traced(tensor: Tensor) -> Tensor:
+            if is_traceable_wrapper_subclass(tensor):
+                for name in tensor.__tensor_flatten__()[0]:
+                    if is_functional(getattr(tensor, name)):
+                        traced(getattr(tensor, name))
             debtor = self._debtor_of(tensor)
-            if debtor is None or is_functional(tensor) or any(tensor is t for t in debtor.tensors):
+            if debtor is None or any(tensor is t for t in debtor.tensors):
                 return tensor
-            return window(debtor.widest(), geometry(tensor))
+            if not is_functional(tensor):
+                return window(debtor.widest(), geometry(tensor))
+            remake(debtor, tensor, self.engine.storages[debtor.serial].nbytes)
+            return tensor
 
         return pytree.tree_map_only(Tensor, traced, out)
 

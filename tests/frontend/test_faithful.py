@@ -88,6 +88,10 @@ def add_hook(world: World) -> None:
     world.model.a.register_forward_hook(lambda module, args, out: out * 2)
 
 
+def add_gradient_hook(world: World) -> None:
+    world.model.a.weight.register_hook(lambda grad: grad * 0.5)
+
+
 def replace_plain_tensor(world: World) -> None:
     world.model.mask = torch.tensor([1.0, 0, 1, 0, 1])
 
@@ -109,6 +113,7 @@ def load(world: World) -> None:
         module_number,
         other_number,
         add_hook,
+        add_gradient_hook,
         replace_plain_tensor,
         load,
     ],
@@ -226,6 +231,16 @@ def test_counters_of_python_are_refused() -> None:
 
     message = refusal(Counting().step)
     assert "changes what it is guarded by: `n` is 5, was 4" in message
+
+
+def test_a_storage_assigned_by_the_step_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(6))
+
+    def step(x: Tensor) -> Tensor:
+        weight.data = weight.data * 0.5
+        return x + 1
+
+    assert "gives `weight` another storage" in refusal(step)
 
 
 def test_a_scheduler_inside_the_step_is_refused() -> None:

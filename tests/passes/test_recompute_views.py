@@ -302,3 +302,25 @@ def test_returned_result_of_a_side_effect():
         "    return (add, primals_1, primals_2)",
     ]
     assert "mul_" not in graph_text(backward)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_returned_view_of_what_was_written_comes_after_the_write(base):
+    """An input that was empty has no view before it has grown."""
+
+    def fn(primals, tangents):
+        value = primals[0] + 1
+        R(primals[0], 64)
+        primals[0].copy_(value)
+        flat = primals[0].view(-1)
+        return [primals[2] + 1, flat[2:4], flat.split(6)[1], tangents[0] @ primals[1]]
+
+    forward, backward = partitioner(base)(joint(fn), [], num_fwd_outputs=3)
+    lines = graph_text(forward).splitlines()
+    write = next(i for i, line in enumerate(lines) if "copy_ =" in line)
+    assert any("resize_storage" in line for line in lines[:write])
+    views = [
+        i for i, line in enumerate(lines) if "view" in line or "slice" in line or "split" in line
+    ]
+    assert views and min(views) > write
+    assert "view" not in graph_text(backward)
