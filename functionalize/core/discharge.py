@@ -14,6 +14,7 @@ Work is O(1) amortised per op and per tensor argument. Named after JAX's state d
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from functionalize.core.resize import checked_nbytes, resize
 from functionalize.core.rules import RULES
 from functionalize.core.rules.custom import needs_wrapper, wrapped
 from functionalize.core.rules.layout import UNKNOWN, result_geometries
+from functionalize.core.rules.lists import one_by_one
 from functionalize.core.rules.mutations import FunctionalForm, expands, functional_form, is_mutating
 from functionalize.core.rules.views import step_of, straight
 from functionalize.core.storage import Emitter, FunctionalStorage, Value
@@ -177,6 +179,11 @@ class Functionalizer:
         if needs_wrapper(record.target):
             return wrapped(self, record)
         form = functional_form(record.target)
+        parts = one_by_one(record.target, record.args, record.kwargs, *_WHERE)
+        if parts is not None:
+            for args, kwargs in parts:
+                self.mutated(replace(record, args=args, kwargs=kwargs))
+            return None
         written = [
             record.kwargs.get(name) if at is None or at >= len(record.args) else record.args[at]
             for at, name in form.written
@@ -286,3 +293,19 @@ class Functionalizer:
             return self.emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
         empty = self.emit.empty(want, self.device_of(target))
         return self.emit.call(aten.copy.default, empty, value)
+
+
+def _storage_of(ref: Any) -> int | None:
+    return ref.storage if type(ref) is TensorRef else None
+
+
+def _span_of(ref: TensorRef) -> tuple[int, int]:
+    return ref.geometry.start, ref.geometry.end
+
+
+def _number(ref: TensorRef, at: int) -> TensorRef:
+    g = ref.geometry
+    return ref._replace(geometry=g._replace(size=(1,), offset=g.offset + at * g.stride[0]))
+
+
+_WHERE = (_storage_of, _span_of, _number)

@@ -77,7 +77,7 @@ def owed(
         geometry = _owed_window(storage)
         if geometry is None:
             return actions
-        value = storage.base if geometry == storage.root else storage.peek(geometry, emit)
+        value = storage.whole(emit) if geometry == storage.root else storage.peek(geometry, emit)
         actions.append(Copy(input, geometry, slot_of(value)))
     return actions
 

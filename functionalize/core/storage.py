@@ -3,17 +3,17 @@
     FunctionalStorage                         View (one per geometry seen)
     root ───── geometry of the base           parent ── the geometry it was taken from
     base ───── the value of the root          step ──── how to get there, and back
-    version ── counts changes of contents     value, version ── kept until the next change
+    parts ──── what was written since         value, version ── kept until these bytes change
+    version ── counts changes of contents
 
 Reading a view whose version is old regenerates it from the base through its chain of steps; writing a
-view goes the other way, by each step's inverse. See Note [Reading a stale view].
+view goes the other way, by each step's inverse. See Notes [Reading a stale view] and [Parts to come].
 
 Invariant: a value has exactly the size, stride and dtype of the geometry it is bound to.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +21,11 @@ from typing import Any, Protocol
 
 import torch
 
+from functionalize.core.extent import Extent, check_bounds, check_overlap
 from functionalize.core.ops import Geometry, OpRecord, contiguous_geometry
+from functionalize.core.parts import Part, Parts, joined
 from functionalize.errors import (
-    EmptyStorageError,
     InvariantError,
-    OutOfBoundsError,
-    OverlappingMutationError,
     UndefinedContentsError,
 )
 
@@ -74,81 +73,13 @@ class View:
     version: int = -1
 
 
-class Extent:
-    """The bytes of a storage that hold something, as disjoint ascending [start, end) intervals."""
-
-    __slots__ = ("spans",)
-
-    def __init__(self, *spans: tuple[int, int]) -> None:
-        self.spans = [s for s in spans if s[0] < s[1]]
-
-    def add(self, start: int, end: int) -> None:
-        """Mark [start, end), merging what it touches; O(log n) to find, O(n) to shift at worst."""
-        if start >= end:
-            return
-        spans = self.spans
-        lo = bisect_left(spans, (start,))
-        if lo and spans[lo - 1][1] >= start:
-            lo -= 1
-            start = spans[lo][0]
-        hi = lo
-        while hi < len(spans) and spans[hi][0] <= end:
-            end = max(end, spans[hi][1])
-            hi += 1
-        spans[lo:hi] = [(start, end)]
-
-    def truncate(self, end: int) -> None:
-        """Forget everything from `end` on."""
-        self.spans = [(s, min(e, end)) for s, e in self.spans if s < end]
-
-    def add_view(self, geometry: Geometry) -> None:
-        """Mark the bytes of a geometry, gaps left out."""
-        if not self.covers(geometry.start, geometry.end):
-            for start, end in geometry.runs():
-                self.add(start, end)
-
-    def covers_view(self, geometry: Geometry) -> bool:
-        """Whether every byte of a geometry is marked, whatever is in its gaps."""
-        return self.covers(geometry.start, geometry.end) or all(
-            self.covers(start, end) for start, end in geometry.runs()
-        )
-
-    def covers(self, start: int, end: int) -> bool:
-        """Whether every byte of [start, end) is marked."""
-        at = bisect_left(self.spans, (start + 1,)) - 1
-        return start >= end or (at >= 0 and self.spans[at][1] >= end)
-
-
-def check_bounds(name: str, geometry: Geometry, nbytes: int, original: int, verb: str) -> None:
-    """Raise unless every element of `geometry` lies inside a storage of `nbytes` bytes."""
-    if geometry.end <= nbytes:
-        return
-    if nbytes == 0:
-        raise EmptyStorageError(
-            f"{verb} `{name}` ({geometry}), whose storage holds 0 bytes here and would need "
-            f"{geometry.end}: grow it and write to it first"
-        )
-    raise OutOfBoundsError(
-        f"{verb} `{name}` ({geometry}), which reaches to byte {geometry.end} of a storage that holds "
-        f"{nbytes} bytes here (it held {original} on entry): grow it first, or look at what is left"
-    )
-
-
-def check_overlap(name: str, geometry: Geometry) -> None:
-    """Raise if several elements of a tensor that is written share one memory location."""
-    if geometry.overlaps:
-        raise OverlappingMutationError(
-            f"writes `{name}` ({geometry}), in which several elements share one memory location: "
-            "clone() it before writing"
-        )
-
-
 @dataclass(slots=True, eq=False)
 class FunctionalStorage:
     """The record of one storage; sizes in bytes.
 
     original_base, original_nbytes: as on entry (of a storage born inside: as at birth).
     external: an input's storage, whose bytes around the root can be asked for.
+    parts: what was written and is not in the base yet; floor: the version of the base without them.
     valid: which bytes may be read. written: whether the contents differ from entry.
     lost: whether the contents of entry were given up.
     widened: the root is the whole storage, see Note [Widening the base].
@@ -165,10 +96,12 @@ class FunctionalStorage:
     base: Value = None
     nbytes: int = 0
     version: int = 0
+    floor: int = 0
     written: bool = False
     lost: bool = False
     widened: bool = False
     valid: Extent = field(default_factory=Extent)
+    parts: Parts = field(default_factory=Parts)
     views: dict[Geometry, View] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -232,6 +165,7 @@ class FunctionalStorage:
         storage the root. The bytes around the window are as on entry: every write so far went through it.
         The root may be a little longer than the storage, to be a whole number of elements of any dtype.
         """
+        self._settle(emit)
         window = self.views[self.root]
         has_entry = bool(self.external and self.original_nbytes and not self.lost)
         has_base = window.version == self.version and (self.written or not has_entry)
@@ -281,7 +215,7 @@ class FunctionalStorage:
         holds the second all-gather.
         """
         found = self.views.get(geometry)
-        is_current = found is not None and found.version == self.version
+        is_current = found is not None and self._is_current(found)
         if is_current and self.valid.covers(geometry.start, geometry.end):
             return found.value  # type: ignore[union-attr]
         if geometry.numel == 0:
@@ -298,10 +232,25 @@ class FunctionalStorage:
         """The value of a view, bytes with undefined contents included."""
         return self._regenerate(self._reach(geometry, emit), emit)
 
+    def whole(self, emit: Emitter) -> Value:
+        """The base, with all that was written."""
+        self._settle(emit)
+        return self.base
+
+    def _is_current(self, view: View) -> bool:
+        """Whether a view's value is what it holds now: no write since has touched its bytes."""
+        if view.version == self.version:
+            return True
+        g, known = view.geometry, bool(self.parts) and view.version >= self.floor
+        return known and not self.parts.newer(g.start, g.end, view.version)
+
     def _regenerate(self, view: View, emit: Emitter) -> Value:
         chain: list[tuple[View, Step]] = []
-        while view.version != self.version:
+        while not self._is_current(view):
             if view.geometry == self.root:
+                if self.parts:
+                    self._settle(emit)
+                    continue
                 if self.valid.spans:
                     raise InvariantError(f"`{self.name}`: the base is older than the storage")
                 view.value, view.version = emit.empty(self.root, self.device), self.version
@@ -334,25 +283,84 @@ class FunctionalStorage:
 
         A write that covers the base never reads the old one. A partial write of undefined contents starts
         from `empty`. exact: whether `value` has the strides of `geometry`; needed unless that `scatters`.
+
+        Note [Parts to come]
+        A write of a part makes a new base by a copy of all of it: to write N parts one by one would copy N
+        times. So a part waits until something needs the base (see `_settle`); that is often never, or when
+        the parts make up the whole. Until then a view is current if no part that came after it meets its
+        bytes. The parts share no byte; one that runs into another, without covering it, makes the base.
         """
         self.check_writable(geometry)
         if not geometry.numel:
             return
-        view, new = self._reach(geometry, emit), value
+        view = self._reach(geometry, emit)
         if self._passes_overlap(view):  # no way back through a view that shows an element twice
             view.parent = view.step = None
             view = self._reach(geometry, emit)
+        if geometry.nbytes == self.root.nbytes:
+            self.parts = Parts()
+            self._apply(view, value, emit, exact)
+        elif exact:
+            self._postpone(view, value, emit)
+        else:  # a value of any strides may be a view of anything
+            self._settle(emit)
+            self._apply(view, value, emit, exact)
+        self.written = True
+        self.valid.add_view(geometry)
+
+    def _postpone(self, view: View, value: Value, emit: Emitter) -> None:
+        part = Part(view, value, self.version + 1, emit.now)
+        if not self.parts.put(part):
+            self._settle(emit)
+            part.version = self.version + 1
+            self.parts.put(part)
+        self.version += 1
+        view.value, view.version = value, self.version
+
+    def _apply(self, view: View, new: Value, emit: Emitter, exact: bool = True) -> None:
+        """The base after a write of `view`, by the inverses of its chain."""
         passed = [(view, new)] if exact else []
         while view.geometry != self.root:
             view, step = self._link(view)
             new = step.inverse(emit, new, partial(self._old, view, emit))
             passed.append((view, new))
-        self.base = new
-        self.version += 1
-        self.written = True
-        self.valid.add_view(geometry)
+        self._rebase(new)
         for view, new in passed:
             view.value, view.version = new, self.version
+
+    def _rebase(self, base: Value) -> None:
+        self.version += 1
+        self.floor = self.version
+        root = self.views[self.root]
+        self.base = root.value = base
+        root.version = self.version
+
+    def _settle(self, emit: Emitter) -> None:
+        """Put what was written in parts into the base: several that lie side by side by one `cat`."""
+        if not self.parts:
+            return
+        parts, self.parts = self.parts, Parts()
+        order = sorted(parts, key=lambda part: part.version)
+        before, self.version = self.floor, self.version + 1
+        self.floor = self.version
+        view: View | None = order[0].view
+        while view is not None:  # what the parts meet was read before they were written
+            if view is not order[0].view and view.version >= before:
+                view.version = self.version
+            is_root = view.geometry == self.root
+            view = None if is_root else self._link(view)[0]
+        now = emit.now
+        emit.now = order[-1].record
+        base = joined(emit, self.root, list(parts), partial(self._old, self.views[self.root], emit))
+        if base is not None:
+            self._rebase(base)
+        else:
+            for part in order:
+                emit.now = part.record
+                self._apply(part.view, part.value, emit)
+        emit.now = now
+        for part in order:
+            part.view.value, part.view.version = part.value, self.version
 
     def _passes_overlap(self, view: View) -> bool:
         while view.step is not None and view.parent is not None:
@@ -362,7 +370,7 @@ class FunctionalStorage:
         return False
 
     def _old(self, view: View, emit: Emitter) -> Value:
-        if self.valid.spans:
+        if self.views[self.root].version >= self.floor:
             return self._regenerate(view, emit)
         return emit.empty(view.geometry, self.device)
 
@@ -371,14 +379,19 @@ class FunctionalStorage:
     def forget(self) -> None:
         """The contents are gone: no view has a value, no byte may be read."""
         self.version += 1
+        self.floor = self.version
+        self.parts = Parts()
         self.valid = Extent()
         self.lost = True
 
     def keep_prefix(self, nbytes: int) -> None:
         """Only the first `nbytes` bytes remain valid; the base's value is still right for those."""
+        self.valid.truncate(nbytes)
+        if self.parts:
+            return
         root = self.views[self.root]
         is_current = root.version == self.version
         self.version += 1
-        self.valid.truncate(nbytes)
+        self.floor = self.version
         if is_current:
             root.version = self.version

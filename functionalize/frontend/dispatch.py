@@ -24,8 +24,8 @@ from functionalize._compat import (
     disable_current_modes,
     is_traceable_wrapper_subclass_type,
 )
-from functionalize.core.generators import generator_states
 from functionalize.core.extent import check_bounds, check_overlap
+from functionalize.core.generators import generator_states
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, refs_in
 from functionalize.core.resize import checked_nbytes
 from functionalize.core.rules import RULES

@@ -75,14 +75,20 @@ def test_from_nothing_in_parts() -> None:
     storage, emit = emptied(), Words()
     resize(storage, 32)
     storage.write(floats(4), "b", emit)
-    assert storage.base == "slice_scatter(empty([8]), b, 0, 0, 4)"
     with pytest.raises(UndefinedContentsError):
         storage.read(ROOT, emit)
     storage.write(floats(4, offset=4), "c", emit)
-    assert (
-        storage.read(ROOT, emit)
-        == f"slice_scatter({'slice_scatter(empty([8]), b, 0, 0, 4)'}, c, 0, 4, 8)"
-    )
+    assert storage.read(ROOT, emit) == "cat(['b', 'c'])"
+
+
+def test_from_nothing_with_a_read_in_between() -> None:
+    storage, emit = emptied(), Words()
+    resize(storage, 32)
+    storage.write(floats(4), "b", emit)
+    want = "slice_scatter(empty([8]), b, 0, 0, 4)"
+    assert storage.whole(emit) == want
+    storage.write(floats(4, offset=4), "c", emit)
+    assert storage.read(ROOT, emit) == f"slice_scatter({want}, c, 0, 4, 8)"
 
 
 def test_from_nothing_to_less_than_the_tensor() -> None:

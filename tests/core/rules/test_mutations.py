@@ -69,6 +69,75 @@ def test_foreach(name: str) -> None:
     same_as_eager(FOREACH[name], some(), some(), times=2)
 
 
+def sgd(params: list[Tensor], grads: list[Tensor]) -> None:
+    options = {"weight_decay": 0.1, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": False}
+    torch._fused_sgd_(params, grads, [], **options, **flags)
+
+
+# In eager, an element of a list sees what the elements before it have written.
+IN_TURN: dict[str, Fn] = {
+    "one tensor twice": lambda a, b: torch._foreach_add_([a, a], 1),
+    "numbers for one tensor": lambda a, b: torch._foreach_mul_([a, b, a], [2.0, 3.0, 5.0]),
+    "addcdiv with numbers": lambda a, b: torch._foreach_addcdiv_(
+        [a, a], [b, b], [b, b], [2.0, 3.0]
+    ),
+    "parts that overlap": lambda a, b: torch._foreach_mul_([a[:4], b, a[2:]], 2),
+    "crossed": lambda a, b: torch._foreach_add_([a, b], [b, a], alpha=0.5),
+    "crossed copies": lambda a, b: torch._foreach_copy_([a, b], [b, a]),
+    "lerp": lambda a, b: torch._foreach_lerp_([a, b], [b, a], 0.25),
+    "lerp of lists": lambda a, b: torch._foreach_lerp_([a, b], [b, b], [a, a]),
+    "addcmul": lambda a, b: torch._foreach_addcmul_([a, b], [b, a], [a, a], value=0.5),
+    "a number of the list": lambda a, b: torch._foreach_mul_([a[0], b], a[0]),
+    "fused": lambda a, b: sgd([a, b], [b, a]),
+    "fused, with what lies across": lambda a, b: sgd([a[:3], a[3:]], [b[:3], a[:3]]),
+    "unscale": lambda a, b: torch._amp_foreach_non_finite_check_and_unscale_(
+        [a, a], b[0], torch.tensor(0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_lists_that_share_memory(name: str) -> None:
+    same_as_eager(
+        lambda a, b: IN_TURN[name](a, b), torch.randn(6), torch.randn(6).clamp_(min=0.1), times=2
+    )
+
+
+@pytest.mark.parametrize("name", sorted({*IN_TURN} - {"fused", "fused, with what lies across"}))
+@pytest.mark.parametrize("grown", [False, True])
+def test_lists_that_share_memory_under_aot_function(name: str, grown: bool) -> None:
+    """Torch's functionalization does all elements at once; fused ops have no kernel for fakes there."""
+
+    def fn(a: Tensor, b: Tensor) -> Tensor:
+        if grown:
+            fz.resize_storage_bytes_(a, 48)
+        IN_TURN[name](a, b)
+        return a + b
+
+    args = [torch.randn(6), torch.randn(6).clamp_(min=0.1)]
+    want, got = ([t.clone() for t in args] for _ in range(2))
+    expected = fn(*want)
+    assert torch.equal(fz.aot_function(fn, lambda graph, _: graph)(*got), expected)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, y: torch._foreach_mul_(x, x),
+        lambda x, y: torch._foreach_add_(x, [y[0]] * 3),
+        lambda x, y: torch._foreach_mul_(list(x[0]), list(x[0])),
+        lambda x, y: torch._foreach_add_(list(x[0]), list(x[1])),
+    ],
+    ids=["with itself", "one tensor read by all", "parts with themselves", "parts"],
+)
+def test_lists_that_can_be_done_at_once(fn: Fn) -> None:
+    program = same_as_eager(fn, some(), some(), times=2)
+    ops = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert sum("_foreach_" in op for op in ops) == 1
+
+
 HYPER: dict[str, Any] = {
     "beta1": 0.9,
     "beta2": 0.99,

@@ -1,0 +1,111 @@
+"""Foreach and fused ops whose lists share memory: eager goes one element after the other.
+
+    _foreach_add_([a, b], [b, a])   ->   _foreach_add_([a], [b]); _foreach_add_([b], [a])
+    _foreach_add_([a, b], [c, d])        as it is: no element sees what another has written
+
+Invariant: an op is taken apart if and only if the bytes between the first and last of a written tensor reach
+into those of another element; O(n) in the tensors, plus a sort of those that share a storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+_Span = tuple[int, int]
+
+
+@cache
+def _lists(target: Any) -> tuple[tuple[int, str, str, bool], ...]:
+    """(position, name, kind, written) of the arguments that hold tensors or one number for each element."""
+    name = target._schema.name.removeprefix("aten::")
+    if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return ()
+    found: list[tuple[int, str, str, bool]] = []
+    for i, a in enumerate(target._schema.arguments):
+        written = a.alias_info is not None and a.alias_info.is_write
+        if a.kwarg_only and written:
+            return ()  # `out=` is copied to when all is computed
+        if str(a.type).startswith(("List[Tensor", "List[Optional[Tensor", "List[number")):
+            found.append((i, a.name, "list", written))
+        elif str(a.type) == "Tensor" and a.name == "scalars":
+            found.append((i, a.name, "packed", written))
+        elif str(a.type) == "Tensor" and not name.startswith("_fused_"):
+            found.append((i, a.name, "shared", written))
+    return tuple(found) if any(w and kind == "list" for _, _, kind, w in found) else ()
+
+
+def one_by_one(
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    storage_of: Callable[[Any], Any],
+    span_of: Callable[[Any], _Span],
+    narrow: Callable[[Any, int], Any],
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    """The arguments for each element in turn, if the order matters; None if all can be done at once.
+
+    storage_of, span_of: where a tensor lies (None: nowhere), and its bytes there, asked only if needed.
+    narrow: element `i` of a tensor of numbers.
+    """
+    lists = _lists(target)
+    if not lists:
+        return None
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name, _, _ in lists]
+    pairs = zip(given, lists, strict=True)
+    first: Any = next(g for g, (*_, kind, written) in pairs if written and kind == "list")
+    length = len(first)
+    if length < 2 or not _meet(lists, given, storage_of, span_of):
+        return None
+
+    def element(at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        new, named = list(args), dict(kwargs)
+        for (i, name, kind, _), value in zip(lists, given, strict=True):
+            if kind == "shared" or value is None or (kind == "list" and len(value) != length):
+                continue
+            one = narrow(value, at) if kind == "packed" else [value[at]]
+            if i < len(new):
+                new[i] = one
+            else:
+                named[name] = one
+        return tuple(new), named
+
+    return map(element, range(length))
+
+
+def _meet(
+    lists: Any, given: Any, storage_of: Callable[[Any], Any], span_of: Callable[[Any], _Span]
+) -> bool:
+    """Whether an element writes to bytes of another."""
+    places: dict[Any, list[tuple[int, bool, Any]]] = {}
+    for (_, _, kind, written), value in zip(lists, given, strict=True):
+        if kind == "packed" or value is None:
+            continue
+        for at, each in enumerate(value) if kind == "list" else [(-1, value)]:
+            key = storage_of(each)
+            if key is not None:
+                places.setdefault(key, []).append((at, written, each))
+    return any(
+        len({at for at, _, _ in on}) > 1 and any(w for _, w, _ in on) and _overlap(on, span_of)
+        for on in places.values()
+        if len(on) > 1
+    )
+
+
+def _overlap(on: list[tuple[int, bool, Any]], span_of: Callable[[Any], _Span]) -> bool:
+    spans = sorted((*span_of(each), at, written) for at, written, each in on)
+    # the two elements that reach furthest so far, among all and among the written
+    reached: dict[int, int] = {}
+    reached_written: dict[int, int] = {}
+    for start, end, at, written in spans:
+        if start >= end:
+            continue
+        before = reached if written else reached_written
+        if any(other != at and stop > start for other, stop in before.items()):
+            return True
+        for ends in (reached, reached_written) if written else (reached,):
+            ends[at] = max(ends.get(at, 0), end)
+            if len(ends) > 2:
+                del ends[min(ends, key=ends.__getitem__)]
+    return False
