@@ -11,7 +11,7 @@ state. A recording is kept once it depends on nothing that later steps will not 
 - no storage born in it outlives it (gradients and outputs apart), or it read none of those that outlived the
   recording before;
 - tensors it found outside every module, optimizer and argument were found in the same places by the recording
-  before, and tensors that Python made from numbers held the same numbers.
+  before, and tensors that Python made from numbers held the same numbers;
 - nothing that is guarded was changed by the step itself: numbers that Python keeps, module attributes,
   hyperparameters, FSDP2's state. A replay changes none of them.
 """

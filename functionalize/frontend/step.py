@@ -4,14 +4,7 @@
     step(batch)      runs eagerly and records, until the step is in its steady state
     step(batch)      replays: one flat sequence of functional ops, then the epilogue
 
-Note [Steady state]
-The first step is not the one to keep: FSDP2 allocates where later steps resize, the optimizer makes its
-state. A recording is kept once it depends on nothing that later steps will not find again:
-- no storage born in it outlives it (gradients and outputs apart), or it read none of those that outlived the
-  recording before;
-- tensors it found outside every module, optimizer and argument were found in the same places by the recording
-  before, and tensors that Python made from numbers held the same numbers.
-
+Which recording is kept: see Note [Steady state] in `recording.py`.
 Invariants: a step is never lost and never run twice. A guard that fails means that the call runs eagerly,
 recording; nothing was changed before. An exception passes through as eager raised it, and no program is kept.
 Refusals (see `recording.py`): what a replay could not repeat, and state that never settles. The step that was
