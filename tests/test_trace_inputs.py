@@ -232,3 +232,13 @@ def test_fake_arguments() -> None:
     fake = FakeTensorMode().from_tensor(torch.ones(3))
     program = fz.trace(lambda a: a.add_(1) * 2, fake)
     assert torch.equal(program(torch.ones(3)), torch.full((3,), 4.0))
+
+
+def test_inputs_and_outputs_have_names() -> None:
+    def fn(a, *, pair):
+        return {"sum": a + pair[0], "both": (a, pair[1] * 2)}
+
+    program = fz.trace(fn, torch.ones(2), pair=[torch.ones(2), torch.ones(2)])
+    assert [spec.name for spec in program.inputs] == ["a", "pair_0", "pair_1"]
+    assert program.output_names == ("out['sum']", "out['both'][0]", "out['both'][1]")
+    assert fz.trace(torch.sin, torch.ones(2)).output_names == ("out",)

@@ -133,6 +133,13 @@ class Program:
         """Ops in the graph, without placeholders and the output."""
         return sum(n.op == "call_function" for n in self.graph.nodes)
 
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Where in what the callable returns each output is: `out`, `out[0]`, `out['loss']`."""
+        tree = pytree.tree_unflatten(list(range(self.out_spec.num_leaves)), self.out_spec)
+        paths, _ = pytree.tree_flatten_with_path(tree)
+        return tuple(f"out{pytree.keystr(path)}" for path, _ in paths)
+
     def copy(self) -> Program:
         """The same program around a graph of its own: a pass may rewrite one and leave the other alone.
 
