@@ -55,13 +55,9 @@ class ModuleGuard:
     @staticmethod
     def of(roots: Roots) -> ModuleGuard:
         """The guard for every module under `roots`."""
-        found = [
-            (module, ".".join(part for part in (name, fqn) if part))
-            for name, root in roots.modules.items()
-            for fqn, module in root.named_modules()
-        ]
-        modules = tuple(m for m, _ in found)
-        return ModuleGuard(modules, tuple(n for _, n in found), tuple(map(_facts, modules)))
+        names = tuple(name for name, _ in roots.walk())
+        modules = tuple(module for _, module in roots.walk())
+        return ModuleGuard(modules, names, tuple(map(_facts, modules)))
 
     def failure(self, call: Call) -> str | None:
         for module, name, was in zip(self.modules, self.names, self.facts, strict=True):

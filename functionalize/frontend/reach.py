@@ -67,6 +67,17 @@ class Roots:
     held: list[tuple[str, Held, Any]] = field(default_factory=list)
     objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     named: set[Any] = field(default_factory=set)
+    _walked: list[tuple[str, nn.Module]] | None = None
+
+    def walk(self) -> list[tuple[str, nn.Module]]:
+        """Every module under the roots with its full name; made once."""
+        if self._walked is None:
+            self._walked = [
+                (".".join(part for part in (name, fqn) if part), module)
+                for name, root in self.modules.items()
+                for fqn, module in root.named_modules()
+            ]
+        return self._walked
 
 
 _Found = tuple[str, Any, Held | None]

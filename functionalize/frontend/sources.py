@@ -104,28 +104,24 @@ def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Sour
 
 def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
     """Every parameter and buffer, once per place it is registered."""
-    for root_name, root in roots.modules.items():
-        for fqn, module in root.named_modules(remove_duplicate=True):
-            for table in ("_parameters", "_buffers"):
-                for name, value in getattr(module, table).items():
-                    if value is not None:
-                        full = ".".join(part for part in (root_name, fqn, name) if part)
-                        yield full, ModuleTensor(module, table, name), value
+    for name, module in roots.walk():
+        for table in ("_parameters", "_buffers"):
+            for key, value in getattr(module, table).items():
+                if value is not None:
+                    yield f"{name}.{key}", ModuleTensor(module, table, key), value
 
 
 def _plain_attributes(roots: Roots) -> Iterator[tuple[str, Held, Tensor]]:
     """Tensors that a module keeps as plain attributes."""
-    for root_name, root in roots.modules.items():
-        for fqn, module in root.named_modules(remove_duplicate=True):
-            for name, value in vars(module).items():
-                full = ".".join(part for part in (root_name, fqn, name) if part)
-                if isinstance(value, Tensor):
-                    yield full, Held(vars(module), name), value
-                elif isinstance(value, (list, tuple)):
-                    place = Held(vars(module), name)
-                    for i, each in enumerate(value):
-                        if isinstance(each, Tensor):
-                            yield f"{full}_{i}", Held(place, i), each
+    for name, module in roots.walk():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{name}.{key}", Held(vars(module), key), value
+            elif isinstance(value, (list, tuple)):
+                place = Held(vars(module), key)
+                for i, each in enumerate(value):
+                    if isinstance(each, Tensor):
+                        yield f"{name}.{key}_{i}", Held(place, i), each
 
 
 def _optimizer_tensors(
