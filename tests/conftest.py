@@ -20,7 +20,10 @@ _SNAPSHOTS = pytest.StashKey[Snapshots]()
 
 # No deadline: on a busy machine the first run of an op can take a second.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-settings.register_profile("long", max_examples=5000, deadline=None, print_blob=True)
+# `derandomize` is said in both: under CI=true hypothesis changes what a profile starts from.
+settings.register_profile(
+    "long", derandomize=False, max_examples=5000, deadline=None, print_blob=True
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
