@@ -11,8 +11,6 @@ Per input storage (`w`: contents differ from entry):
 
 One resize per storage, however many inputs alias it. An input tensor that ends on another storage or with
 another geometry (`set_`, `resize_`, `t_`) gets a `Set`, after the copies.
-aten = torch.ops.aten
-
 
 Invariant: actions run only after every guard has passed.
 """
