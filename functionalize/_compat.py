@@ -73,6 +73,7 @@ __all__ = [
     "functional_remake",
     "functional_sync",
     "functional_was_written",
+    "fused_optimizer_functions",
     "group_of_name",
     "has_kernel",
     "hooks_of",
@@ -80,6 +81,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
     "last_traced",
+    "load_dynamo",
     "load_fsdp_ops",
     "load_resize_op",
     "no_dispatch",
@@ -153,6 +155,11 @@ def has_kernel(name: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
+def load_dynamo() -> None:
+    """Import Dynamo, which every optimizer and checkpoint does sooner or later."""
+    importlib.import_module("torch._dynamo")
+
+
 def load_resize_op() -> None:
     """Register `inductor::resize_storage_bytes_`."""
     importlib.import_module("torch._inductor.inductor_prims")
@@ -209,6 +216,12 @@ def group_of_name(name: str) -> Any:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def fused_optimizer_functions() -> list[tuple[Any, str]]:
+    """(module, name) of the functions by which `torch.optim` calls its fused kernels."""
+    names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+    return [(torch, name) for name in names if hasattr(torch, name)]
 
 
 def work_class() -> type | None:

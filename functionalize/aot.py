@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from functionalize._compat import FakeTensor, aot_autograd, inductor, pytree, register_backend
+from functionalize._compat import FakeTensor, aot_autograd, inductor, register_backend
 from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.core.structure import flatten
 from functionalize.errors import UncapturableError
 from functionalize.frontend.names import leaf_names
 from functionalize.frontend.owing import UNCOUNTED, EntrySizes
@@ -73,9 +74,9 @@ def _inputs(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a call brings in: arguments, and what the module it belongs to owns."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     if any(isinstance(leaf, Tensor) for leaf in leaves):
-        for name, leaf in zip(leaf_names(fn, leaves, spec), leaves, strict=True):
+        for name, leaf in zip(leaf_names(fn, spec), leaves, strict=True):
             if isinstance(leaf, Tensor):
                 yield name, leaf
     owner = getattr(fn, "__self__", fn)

@@ -15,13 +15,13 @@ from functionalize._compat import (
     current_modes,
     disable_current_modes,
     is_traceable_wrapper_subclass,
-    pytree,
 )
 from functionalize.core.epilogue import Action
 from functionalize.core.guards import AliasGuard, ConstantGuard, Guard, TensorGuard
 from functionalize.core.inputs import Argument, Captured, Source
 from functionalize.core.ops import refs_in
 from functionalize.core.program import Program
+from functionalize.core.structure import flatten, unflatten
 from functionalize.core.where import line_of, line_of_traceback
 from functionalize.errors import (
     EagerError,
@@ -29,6 +29,7 @@ from functionalize.errors import (
     ResizeError,
     UncapturableError,
 )
+from functionalize.frontend.arguments import flatten_result, hidden
 from functionalize.frontend.build import Builder, GivenInput
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.names import leaf_names
@@ -64,18 +65,18 @@ class _Trace:
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fn = fn
-        self.leaves, self.in_spec = pytree.tree_flatten((args, kwargs))
+        self.leaves, self.in_spec = flatten((args, kwargs))
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
         self.mode.cache_enabled = False  # Note [Views of an emptied fake]
         self.fakes = [fake_of(self.mode, x) if isinstance(x, Tensor) else x for x in self.leaves]
         self.outsiders = Outsiders(self.mode, names_of_outsiders(fn))
         self.recorder = Recorder(outsiders=self.outsiders)
-        self.names = leaf_names(fn, self.fakes, self.in_spec)
+        self.names = leaf_names(fn, self.in_spec)
         self.given = _given_inputs(self.recorder, self.fakes, self.names)
 
     def run(self) -> Any:
         """What the function returns, given fakes."""
-        args, kwargs = pytree.tree_unflatten(self.fakes, self.in_spec)
+        args, kwargs = unflatten(self.fakes, self.in_spec)
         before = [_grad(t) for t in self.fakes]
         try:
             out = _run(self.recorder, self.mode, lambda: self.fn(*args, **kwargs))
@@ -93,7 +94,10 @@ class _Trace:
 
     def program(self) -> Program:
         """Run, discharge, decide what the caller still sees."""
-        out_leaves, out_spec = pytree.tree_flatten(self.run())
+        out_leaves, out_spec = flatten_result(self.run())
+        told = hidden(out_leaves)
+        if told is not None:
+            raise UncapturableError(told)
         builder = Builder(self.recorder)
         self._add_inputs(builder)
         builder.discharge()

@@ -31,6 +31,7 @@ import faulthandler
 import gc
 import importlib
 import inspect
+import json
 import multiprocessing
 import multiprocessing.connection
 import operator
@@ -46,9 +47,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo  # replaces `torch.manual_seed`, once
 import torch.distributed as dist
 from torch import overrides as function_modes
 from torch.utils import _python_dispatch as dispatch_modes
@@ -69,15 +72,25 @@ class RankTimeout(TimeoutError):
 
 # ---- what a test must leave as it was ------------------------------------------------------------
 
-HOOK_POINTS: tuple[tuple[type, str], ...] = (
+_GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
+_CUDA_GENERATORS = (*_GENERATORS, "manual_seed_all", "seed_all")
+HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
     (torch.UntypedStorage, "resize_"),
     (torch.TypedStorage, "resize_"),
     (torch.TypedStorage, "_resize_"),
     (dist.Work, "wait"),
     (torch.Tensor, "numpy"),
     (torch.Tensor, "tolist"),
+    (torch.Tensor, "item"),
+    (torch.Tensor, "_wrapped_number"),
+    (torch, "tensor"),
+    (torch, "as_tensor"),
+    (json.JSONEncoder, "default"),
+    *((torch, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")),
+    *((module, name) for module in (torch, torch.random) for name in _GENERATORS),
+    *((module, name) for module in (torch.cuda, torch.cuda.random) for name in _CUDA_GENERATORS),
 )
-_PRISTINE = [inspect.getattr_static(owner, name) for owner, name in HOOK_POINTS]
+_PRISTINE = [inspect.getattr_static(owner, name, None) for owner, name in HOOK_POINTS]
 
 
 def leftovers() -> list[str]:
@@ -85,7 +98,7 @@ def leftovers() -> list[str]:
     found = [
         f"{owner.__name__}.{name} is still patched"
         for (owner, name), pristine in zip(HOOK_POINTS, _PRISTINE, strict=True)
-        if inspect.getattr_static(owner, name) is not pristine
+        if inspect.getattr_static(owner, name, None) is not pristine
     ]
     modes = [
         *dispatch_modes._get_current_dispatch_mode_stack(),
@@ -100,7 +113,7 @@ def leftovers() -> list[str]:
 def restore() -> None:
     """Undo what ``leftovers`` reports, so that the next test is not blamed for it."""
     for (owner, name), pristine in zip(HOOK_POINTS, _PRISTINE, strict=True):
-        if inspect.getattr_static(owner, name) is not pristine:
+        if inspect.getattr_static(owner, name, None) is not pristine:
             setattr(owner, name, pristine)
     while modes := dispatch_modes._get_current_dispatch_mode_stack():
         modes[-1].__exit__(None, None, None)

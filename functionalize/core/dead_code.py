@@ -1,14 +1,15 @@
 """Which nodes of a pure graph may go: those whose value nobody uses and that do nothing else.
 
 Invariant: a random op stays, so that replay consumes the generator as eager does; a collective
-stays, so that every rank issues the same ones.
+stays, so that every rank issues the same ones. The state of a generator that nobody reads may go.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from functionalize.core.generators import is_random
+from functionalize.core.barrier import BARRIER
+from functionalize.core.generators import GET_STATE, is_random
 
 
 def drop_dead_code(graph: fx.Graph) -> int:
@@ -22,7 +23,8 @@ def drop_dead_code(graph: fx.Graph) -> int:
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Whether a node does more than make its value: draws random numbers, talks to other ranks."""
-    if is_random(node):
+    """Whether a node does more than make its value: draws random numbers, sets a generator, talks to
+    other ranks."""
+    if is_random(node) and node.target is not GET_STATE:
         return True
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
+    return getattr(node.target, "namespace", "") == "_c10d_functional" or node.target is BARRIER

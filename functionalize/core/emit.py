@@ -13,23 +13,35 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat import append_node
+from functionalize.core.numbers import Applied, Given, LiveNumber, bottom_up, is_expression, map_numbers
 from functionalize.core.ops import Geometry, OpRecord
 from functionalize.core.storage import FunctionalStorage, Value
-from functionalize.errors import UnsupportedOpError
+from functionalize.errors import InvariantError, UnsupportedOpError
 
 aten = torch.ops.aten
 
 
 class GraphEmitter:
-    """Builds graph nodes directly (no tracing). `now` is the record that nodes are made for."""
+    """Builds graph nodes directly (no tracing). `now` is the record that nodes are made for.
 
-    def __init__(self, whole: Callable[[FunctionalStorage, Geometry], fx.Node]) -> None:
+    numbers: the nodes of the live numbers computed so far. given: makes the placeholder of a number that every
+    call looks up.
+    """
+
+    def __init__(
+        self,
+        whole: Callable[[FunctionalStorage, Geometry], fx.Node],
+        given: Callable[[Given], fx.Node] | None = None,
+    ) -> None:
         self.graph = fx.Graph()
         self.now: OpRecord | None = None
-        self._whole = whole
+        self.numbers: dict[Any, fx.Node] = {}
+        self._whole, self._given = whole, given
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node; its meta keeps the record it was made for until somebody asks for the graph module."""
+        if self.now is not None and self.now.live:
+            args, kwargs = map_numbers(self._live, args), map_numbers(self._live, kwargs)
         name, draws = _traits(target)
         if draws and _given_generator(args, kwargs):
             raise UnsupportedOpError(
@@ -40,6 +52,28 @@ class GraphEmitter:
         if self.now is not None:
             node.meta["record"] = self.now
         return node
+
+    def _live(self, argument: LiveNumber) -> fx.Node:
+        return self.number(argument.expression)
+
+    def number(self, expression: Any) -> fx.Node:
+        """The node of a live number: the same Python functions in the same order, each once."""
+        known = self.numbers
+        for part in bottom_up(expression, known):
+            if isinstance(part, Applied):
+                args = tuple(known[a] if is_expression(a) else a for a in part.args)
+                name, _ = _traits(part.function)
+                known[part] = append_node(self.graph, part.function, args, {}, name)
+            elif isinstance(part, Given) and self._given is not None:
+                tensor = self._given(part)
+                read = (aten._local_scalar_dense.default, (tensor,), {})
+                known[part] = append_node(self.graph, *read, _traits(read[0])[0])
+                known[part].meta["hint"] = part.hint
+            else:
+                raise InvariantError("a number is used before the op that gave it to Python")
+            if self.now is not None:
+                known[part].meta["record"] = self.now
+        return known[expression]
 
     def empty(self, geometry: Geometry, device: torch.device) -> fx.Node:
         """`aten.empty_strided`."""

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from functionalize.core.inputs import Call, InputSpec
+from functionalize.core.numbers import Given, evaluated, expression_text
 from functionalize.core.ops import geometry_of
+from functionalize.core.structure import holds_tensors
 
 
 class Guard(Protocol):
@@ -69,7 +71,8 @@ def same_constant(now: Any, was: Any) -> bool:
     if _is_array(now):
         same = now.dtype == was.dtype and now.shape == was.shape
         return same and bool(now.tobytes() == was.tobytes())
-    return now is was or bool(now == was)
+    # An object may call itself equal to another one and hold other tensors.
+    return now is was or (not holds_tensors(now) and bool(now == was))
 
 
 def frozen_constant(value: Any) -> Any:
@@ -104,15 +107,40 @@ class ConstantGuard:
 
 @dataclass(frozen=True, slots=True)
 class ValueGuard:
-    """A number that Python read from a tensor (`.item()`) is what it was; known only after the graph ran."""
+    """What Python learned of a tensor's value (`.item()`) still holds; known only after the graph ran.
+
+    what: the number, a comparison, a text made of it.
+    """
 
     slot: int
     value: Any
     where: str
+    what: str = "a tensor's value"
 
     def failure_of(self, results: Sequence[Any]) -> str | None:
         now = results[self.slot]
-        same = same_constant(now, self.value)
-        return (
-            None if same else f"a tensor's value read {self.where} is {now!r}, was {self.value!r}"
-        )
+        if same_constant(now, self.value):
+            return None
+        return f"{self.what} read {self.where} is {now!r}, was {self.value!r}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NumberGuard:
+    """What Python learned of numbers that it kept (`if lr > 0.1`) still holds; known before the graph runs."""
+
+    expression: Any
+    value: Any
+    where: str
+
+    def failure(self, call: Call) -> str | None:
+        def number(leaf: Given) -> Any:
+            return leaf.source.resolve(call).item()
+
+        try:
+            now = evaluated(self.expression, number)
+        except (LookupError, ArithmeticError) as error:
+            return f"`{expression_text(self.expression)}` {self.where} cannot be computed: {error}"
+        if same_constant(now, self.value):
+            return None
+        text = expression_text(self.expression)
+        return f"`{text}` {self.where} is {now!r}, was {self.value!r}"

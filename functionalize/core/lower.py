@@ -223,7 +223,7 @@ class _Lowering:
             if role.geometry is not None:
                 return self._part(role.slot, role.geometry)
             node = self.results[role.slot]
-            if role.slot in given:
+            if role.slot in given and _is_tensor(node):
                 return self.call(aten.alias.default, node)
             given.add(role.slot)
             return node
@@ -246,6 +246,10 @@ class _Lowering:
             return self.call(aten.alias.default, home)
         with self._room(index, home, g):
             return self._window(index, home, g)
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _offset_of(node: Any) -> Geometry:

@@ -4,6 +4,8 @@ val            a fake tensor like the node's value
 tensor_meta    its size, stride and dtype, as FX passes read them
 stack_trace    the user's frames; seq_nr, autograd_node: where autograd had it from
 original_aten  the op that was recorded, where the node is its functional counterpart
+
+A number that Python reads has the value it had while the step was recorded, kept in `hint`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def propagate(program: Program) -> None:
                 value = mode.from_tensor(getattr(module, str(node.target)), static_shapes=True)
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-                value = node.target(*args, **kwargs)
+                known = node.meta.get("hint")
+                value = node.target(*args, **kwargs) if known is None else known
             else:
                 continue
             env[node] = value

@@ -204,6 +204,7 @@ class OpRecord:
 
     `nbytes` of every storage the op wrote is known to the recorder only; what can change it besides a
     resize (`out=` growing its tensor, `aten.resize_`) is told in `resized`: (storage, bytes) after the op.
+    `live`: it may have been given a `LiveNumber` (see `numbers.py`).
     """
 
     target: Any
@@ -215,6 +216,7 @@ class OpRecord:
     seq_nr: int | None = None
     autograd_node: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    live: bool = False
 
 
 def tensor_metadata(geometry: Geometry) -> TensorMetadata:

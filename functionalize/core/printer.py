@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from functionalize.core.epilogue import Action, Copy, Resize, Set
 from functionalize.core.inputs import Captured
+from functionalize.core.numbers import applied_text
 from functionalize.core.ops import Geometry
 from functionalize.core.program import (
     Constant,
@@ -62,6 +63,9 @@ def node_text(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{node.name} = {argument_text(node.args[0])}[{node.args[1]}]"
     parts = [argument_text(a) for a in node.args]
+    number = applied_text(node.target, parts)
+    if number is not None:
+        return f"{node.name} = {number}"
     for k, v in node.kwargs.items():
         if not (k == "device" and str(v) == "cpu"):
             parts.append(f"{k}={argument_text(v)}")

@@ -22,6 +22,7 @@ from functionalize.core.guards import Guard, ValueGuard
 from functionalize.core.inputs import Call, InputSpec
 from functionalize.core.metas import annotate
 from functionalize.core.ops import Geometry, geometry_of
+from functionalize.core.structure import flatten, paths, sketch
 from functionalize.errors import GuardError
 
 # -- outputs ---------------------------------------------------------------------------------------
@@ -94,7 +95,8 @@ class Program:
     """A captured callable as a value.
 
     inputs: one per placeholder of the graph. outputs: one role per leaf of `out_spec`. epilogue: what the
-    caller still sees, in order. history: what each pass did, as `name{options}: rewrites`.
+    caller still sees, in order. facts: guards that look at no input, checked before inputs are found.
+    history: what each pass did, as `name{options}: rewrites`.
     """
 
     graph: fx.Graph
@@ -106,6 +108,7 @@ class Program:
     value_guards: tuple[ValueGuard, ...]
     in_spec: pytree.TreeSpec | None
     out_spec: pytree.TreeSpec
+    facts: tuple[Guard, ...] = ()
     stage: str = "FUNCTIONAL"
     history: tuple[str, ...] = ()
     runner: Callable[[Program], Callable[[list[Any]], Sequence[Any]]] | None = None
@@ -136,9 +139,7 @@ class Program:
     @property
     def output_names(self) -> tuple[str, ...]:
         """Where in what the callable returns each output is: `out`, `out[0]`, `out['loss']`."""
-        tree = pytree.tree_unflatten(list(range(self.out_spec.num_leaves)), self.out_spec)
-        paths, _ = pytree.tree_flatten_with_path(tree)
-        return tuple(f"out{pytree.keystr(path)}" for path, _ in paths)
+        return tuple(f"out{pytree.keystr(path)}" for path in paths(self.out_spec))
 
     def copy(self) -> Program:
         """The same program around a graph of its own: a pass may rewrite one and leave the other alone.
@@ -178,7 +179,7 @@ class Program:
         Runs below autograd: outputs carry no history (use `aot_function` for gradients). Raises
         `GuardError`, with nothing changed, if the arguments are not what the capture saw.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         if self.in_spec is not None and spec != self.in_spec:
             was = tree_text(self.in_spec)
             raise GuardError(f"the arguments are {tree_text(spec)}, were {was}{_ADVICE}")
@@ -190,6 +191,13 @@ class Program:
     def resolve(self, leaves: Sequence[Any]) -> Call | str:
         """The inputs now, or the first guard's failure. Changes nothing."""
         call = Call(leaves, [])
+        for fact in self.facts:
+            try:
+                failure = fact.failure(call)
+            except (LookupError, AttributeError) as error:
+                failure = f"something is not where it was: {error}"
+            if failure is not None:
+                return failure
         for spec in self.inputs:
             try:
                 call.inputs.append(spec.source.resolve(call))
@@ -263,7 +271,7 @@ def output_of(
         geometry = placed(whole, role.geometry)
         if geometry != geometry_of(whole):
             return alias(whole, geometry)
-    if role.slot in given:
+    if role.slot in given and isinstance(whole, Tensor):
         return whole.detach()
     given.add(role.slot)
     return whole
@@ -281,6 +289,6 @@ _ADVICE = ". Nothing was changed: trace again for arguments like these"
 
 def tree_text(spec: pytree.TreeSpec) -> str:
     """The arguments' structure, `*` for each leaf."""
-    args, kwargs = pytree.tree_unflatten(["*"] * spec.num_leaves, spec)
+    args, kwargs = sketch(spec)
     parts = [*map(str, args), *(f"{k}={v}" for k, v in kwargs.items())]
     return f"({', '.join(parts)})".replace("'*'", "*")

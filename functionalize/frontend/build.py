@@ -23,9 +23,10 @@ from functionalize.core.dead_code import drop_dead_code
 from functionalize.core.discharge import Functionalizer
 from functionalize.core.emit import GraphEmitter
 from functionalize.core.epilogue import Action, Set, owed
-from functionalize.core.guards import Guard, ValueGuard
+from functionalize.core.guards import Guard, NumberGuard, ValueGuard
 from functionalize.core.inputs import InputSpec, Source, WholeStorage
-from functionalize.core.ops import Geometry, TensorRef
+from functionalize.core.numbers import Applied, Given, expression_text, is_given
+from functionalize.core.ops import Geometry, TensorRef, contiguous_geometry
 from functionalize.core.program import (
     Constant,
     InputView,
@@ -41,6 +42,7 @@ from functionalize.core.waits import sink_waits
 from functionalize.core.where import line_of
 from functionalize.errors import FunctionalizeError
 from functionalize.frontend.dispatch import Recorder
+from functionalize.frontend.live import Fact, expression_of
 
 aten = torch.ops.aten
 
@@ -59,7 +61,7 @@ class Builder:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.emit = GraphEmitter(self._whole_storage)
+        self.emit = GraphEmitter(self._whole_storage, self._given_number)
         self.engine = Functionalizer(self.emit)
         self.inputs: list[InputSpec] = []
         self.storage_of_input: list[int] = []
@@ -70,7 +72,8 @@ class Builder:
         self._slots: dict[fx.Node, int] = {}
         self._clones: dict[fx.Node, fx.Node] = {}
         self._shared: set[int] = set()
-        self._scalars: list[tuple[fx.Node, Any, str]] = []
+        self._value_guards: list[ValueGuard] = []
+        self._number_guards: list[NumberGuard] = []
 
     # -- inputs --------------------------------------------------------------------------------
 
@@ -121,6 +124,14 @@ class Builder:
         self.storage_of_input.append(serial)
         return node
 
+    def _given_number(self, number: Given) -> fx.Node:
+        """A placeholder for a number that every call looks up; it is on a storage of its own."""
+        dtype = torch.float64 if type(number.hint) is float else torch.int64
+        geometry, cpu = contiguous_geometry((), dtype), torch.device("cpu")
+        name = self._unique(number.name)
+        spec = InputSpec(name, geometry, dtype.itemsize, cpu, number.source)
+        return self._placeholder(spec, -1 - len(self.inputs))
+
     def add_constant(self, ref: TensorRef, tensor: Tensor) -> None:
         """A tensor whose contents are baked into the program."""
         info = self.recorder.infos[ref.storage]
@@ -157,13 +168,34 @@ class Builder:
         """Run the engine over every record."""
         scalars = {id(s.record): s for s in self.recorder.scalars}
         for record in self.recorder.records:
-            scalar = scalars.get(id(record))
-            if scalar is None:
+            scalar, read = scalars.get(id(record)), record.meta.get("read")
+            if scalar is None and read is None:
                 self.engine.run(record)
-            else:
-                node = self.engine.step(record)
-                self._scalars.append((node, scalar.value, line_of(record.traceback)))
+                continue
+            node = self.engine.step(record)
+            if read is not None:
+                self.emit.numbers[read] = node
+                node.meta["hint"] = record.meta["hint"]
+            if scalar is not None:
+                node.meta["hint"] = scalar.value
+                where = line_of(record.traceback)
+                self._value_guards.append(ValueGuard(self.slot(node), scalar.value, where))
         self.emit.now = None
+        ledger = self.recorder.ledger
+        for fact in ledger.facts.values() if ledger is not None else ():
+            self._guard(fact)
+
+    def _guard(self, fact: Fact) -> None:
+        """What the step learned of a live number: checked before the graph runs, where it can be."""
+        expression, where = fact.expression, line_of(fact.traceback)
+        if is_given(expression):
+            self._number_guards.append(NumberGuard(expression, fact.value, where))
+            return
+        slot = self.slot(self.emit.number(expression))
+        what = f"`{expression_text(expression)}`"
+        if not isinstance(expression, Applied):
+            what = "a tensor's value"
+        self._value_guards.append(ValueGuard(slot, fact.value, where, what))
 
     # -- outputs -------------------------------------------------------------------------------
 
@@ -204,7 +236,10 @@ class Builder:
 
     def _role(self, leaf: Any) -> OutputRole:
         if not isinstance(leaf, Tensor):
-            return Constant(leaf)
+            expression = expression_of(leaf, self.recorder.ledger)
+            if expression is None:
+                return Constant(leaf)
+            return Result(self.slot(self.emit.number(expression)))
         if is_traceable_wrapper_subclass(leaf):
             names, context = leaf.__tensor_flatten__()
             inner = {n: self._role(getattr(leaf, n)) for n in names}
@@ -264,7 +299,6 @@ class Builder:
         runner: Callable[..., Any],
     ) -> Program:
         """Finish the graph (outputs, dead code) and wrap it up."""
-        value_guards = tuple(ValueGuard(self.slot(n), v, w) for n, v, w in self._scalars)
         self.emit.graph.output(tuple(self._slots))
         drop_dead_code(self.emit.graph)
         sink_waits(self.emit.graph)
@@ -275,7 +309,8 @@ class Builder:
             outputs=tuple(outputs),
             epilogue=tuple(epilogue),
             guards=tuple(guards),
-            value_guards=value_guards,
+            facts=tuple(self._number_guards),
+            value_guards=tuple(self._value_guards),
             in_spec=in_spec,
             out_spec=out_spec,
             runner=runner,

@@ -36,8 +36,10 @@ from functionalize.core.where import line_of, located
 from functionalize.errors import (
     ForeignStorageError,
     FunctionalizeError,
+    UncapturableError,
 )
 from functionalize.frontend.known_storages import KnownStorages
+from functionalize.frontend.live import SYMBOLIC, Ledger, is_live, plain, run_with, take_numbers
 from functionalize.frontend.op_kinds import (
     LOOKS_ANYWHERE,
     MAY_GROW,
@@ -56,7 +58,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 class Scalar:
-    """A number that Python read from a tensor."""
+    """A number that Python read from a tensor, and that is not live."""
 
     __slots__ = ("record", "value")
 
@@ -69,14 +71,24 @@ class Recorder(KnownStorages, TorchDispatchMode):
 
     ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
     outsiders: the fakes that stand in for tensors from outside, if the run is on fakes.
+    live: Python is given live numbers for those that it reads (see live.py).
     """
 
-    def __init__(self, ignore_fake: bool = False, outsiders: Outsiders | None = None) -> None:
+    def __init__(
+        self,
+        ignore_fake: bool = False,
+        outsiders: Outsiders | None = None,
+        live: bool = False,
+    ) -> None:
         super().__init__()
+        self.live = live
         self.records: list[OpRecord] = []
         self.scalars: list[Scalar] = []
         self.failed: tuple[BaseException, OpRecord] | None = None
         self.unfaithful: list[str] = []  # what ran that a replay could not repeat
+        self.ledger = Ledger(self.unfaithful) if live else None
+        self._entered = 0
+        self._near_number = False  # whether the op at hand is given a live number
         self._drawn: tuple[Tensor, ...] | None = None  # the generators after the last random op
         self._ignore_fake, self._outsiders = ignore_fake, outsiders
 
@@ -93,6 +105,7 @@ class Recorder(KnownStorages, TorchDispatchMode):
         except BaseException:
             PATCHES.remove()
             raise
+        self._entered += 1
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -100,6 +113,9 @@ class Recorder(KnownStorages, TorchDispatchMode):
             super().__exit__(*exc)
         finally:
             PATCHES.remove()
+            self._entered -= 1
+            if self.ledger is not None and not self._entered:
+                self.ledger.close()
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -140,6 +156,10 @@ class Recorder(KnownStorages, TorchDispatchMode):
             record.args = tuple([self._map_in(a) for a in args])
             if kwargs:
                 record.kwargs = {k: self._map_in(v) for k, v in kwargs.items()}
+            if self._near_number or (self.ledger is not None and self.ledger.handed is not None):
+                args, kwargs = self._take_numbers(record, args, kwargs)
+            if op.reads_grad_mode:
+                record.meta["gradients"] = torch.is_grad_enabled()
             self._check(op, record)
         except FunctionalizeError as error:
             raise located(error, record) from None
@@ -152,8 +172,32 @@ class Recorder(KnownStorages, TorchDispatchMode):
             raise
         if self._ignore_fake and op.random:
             self._drawn = generator_states()
+        if op.to_python:
+            out = self._to_python(record, out)
         self._finish(op, record, args, kwargs, out)
         return out
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def _to_python(self, record: OpRecord, out: Any) -> Any:
+        """What Python is given for a number that it reads: a live one, or one that a guard is for."""
+        out = plain(out)  # live in a recording around this one
+        if self.ledger is None or type(out) not in (int, float):
+            self.scalars.append(Scalar(record, out))
+            return out
+        number = self.ledger.read(record, out)
+        record.meta["read"], record.meta["hint"] = number.node.expression, out
+        return number
+
+    def _take_numbers(self, record: OpRecord, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Put live numbers into the record, and into the call the plain ones that they stand for."""
+        self._near_number = False
+        if self.ledger is None:
+            if any(map(is_live, [*record.args, *record.kwargs.values()])):
+                self.unfaithful.append("a number that another recording reads is used in this one")
+            return args, kwargs  # else: symbolic sizes of a tracer
+        take_numbers(self.ledger, record)
+        return run_with(self.ledger, args), run_with(self.ledger, kwargs)
 
     # -- what a replay could not repeat -----------------------------------------------------------
 
@@ -167,14 +211,22 @@ class Recorder(KnownStorages, TorchDispatchMode):
             )
 
     def check_generators(self, where: str) -> None:
-        """Note a generator that was set since the last random op: no op says so, a replay would not."""
+        """Note a generator that was set past torch's functions: no op says so, a replay would not."""
         now = generator_states()
         if self._drawn is not None and not all(map(torch.equal, now, self._drawn)):
             self.unfaithful.append(
-                f"a random generator is set inside the step, {where}: activation checkpointing with "
-                "dropout does this, and so do fork_rng and manual_seed"
+                f"a random generator is set inside the step, {where}, by something else than "
+                "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"
             )
         self._drawn = now
+
+    def unrepeatable(self, what: str) -> None:
+        """`what` happened, which comes out otherwise at every step: no replay could repeat it."""
+        text = f"{what} {line_of(CapturedTraceback.extract())}, which a replay cannot repeat"
+        if not self._ignore_fake:
+            raise UncapturableError(text)
+        self.unfaithful.append(text)
+        self._drawn = None
 
     def read_by_python(self, tensor: Tensor, how: str) -> None:
         """`tensor.numpy()` or `.tolist()` was called: Python sees numbers that no guard knows."""
@@ -221,6 +273,8 @@ class Recorder(KnownStorages, TorchDispatchMode):
             return self.ref(arg)
         if isinstance(arg, (list, tuple)):
             return [self._map_in(a) for a in arg]
+        if type(arg) in SYMBOLIC:
+            self._near_number = True
         return arg
 
     def _map_out(self, out: Any) -> Any:
@@ -275,8 +329,6 @@ class Recorder(KnownStorages, TorchDispatchMode):
         record.outputs = self._map_out(out)
         if self._born:
             record.meta["born"] = self._born
-        if op.to_python:
-            self.scalars.append(Scalar(record, out))
         self.records.append(record)
 
     def _after_look(self, record: OpRecord, args: tuple[Any, ...], out: Any) -> None:
@@ -340,6 +392,7 @@ class Recorder(KnownStorages, TorchDispatchMode):
         """`UntypedStorage.resize_` was called (it does not dispatch); `original` does it."""
         record = OpRecord(RESIZE_STORAGE, (), {}, None, (), CapturedTraceback.extract())
         info = self._by_address.get(storage._cdata)
+        size = plain(size)
         try:
             if info is None:
                 raise ForeignStorageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from functionalize._compat import hooks_of
 from functionalize.core.guards import same_constant
 from functionalize.core.inputs import Call, Source
+from functionalize.frontend.lifted import Key, is_liftable
 from functionalize.frontend.reach import NUMBERS, Held, Roots
+from functionalize.frontend.sources import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +174,37 @@ class ParameterGuard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HyperparameterGuard:
-    """What an optimizer reads that is no tensor (`lr`, `betas`, ...) is as at capture: it is baked in."""
+    """What an optimizer reads that is no tensor (`betas`, ...) is as at capture: it is baked in.
+
+    lifted: what is not, as every call looks it up (see lifted.py); of these the type stays.
+    """
 
     optimizer: torch.optim.Optimizer
     name: str
     facts: tuple[dict[str, Any], ...]
+    lifted: frozenset[Key] = frozenset()
 
     @staticmethod
-    def of(name: str, optimizer: torch.optim.Optimizer) -> HyperparameterGuard:
+    def of(
+        name: str, optimizer: torch.optim.Optimizer, lifted: Collection[Key] = ()
+    ) -> HyperparameterGuard:
         """The guard for one optimizer."""
-        return HyperparameterGuard(optimizer, name, _hyperparameters(optimizer))
+        mine = frozenset(key for key in lifted if key[0] == name)
+        return HyperparameterGuard(optimizer, name, _hyperparameters(optimizer, mine), mine)
+
+    def changed_keys(self) -> frozenset[Key]:
+        """The hyperparameters that differ now, that are numbers as before, and so can be lifted."""
+        now = _hyperparameters(self.optimizer, self.lifted)
+        return frozenset(
+            (self.name, i, key)
+            for i, (new, old) in enumerate(zip(now, self.facts, strict=False))
+            for key in new.keys() & old.keys()
+            if new[key] != old[key] and is_liftable(new[key]) and is_liftable(old[key])
+            if key != "params"
+        )
 
     def failure(self, call: Call) -> str | None:
-        now = _hyperparameters(self.optimizer)
+        now = _hyperparameters(self.optimizer, self.lifted)
         if now == self.facts:
             return None
         if len(now) != len(self.facts):
@@ -196,8 +217,10 @@ class HyperparameterGuard:
         return None
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    return tuple(
+def _hyperparameters(
+    optimizer: torch.optim.Optimizer, lifted: frozenset[Key]
+) -> tuple[dict[str, Any], ...]:
+    facts: tuple[dict[str, Any], ...] = tuple(
         {
             key: tuple(map(id, value)) if key == "params" else value
             for key, value in group.items()
@@ -205,28 +228,33 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
         }
         for group in optimizer.param_groups
     )
+    for _, group, key in lifted:
+        if group < len(facts) and key in facts[group]:
+            value = facts[group][key]
+            facts[group][key] = tuple(map(type, value)) if type(value) is tuple else type(value)
+    return facts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GradientGuard:
-    """Parameters enter the step with or without a gradient as they did."""
+class SlotGuard:
+    """Every place for a gradient enters the step holding one, or none, as it did."""
 
-    sources: tuple[Source, ...]
+    slots: tuple[Slot, ...]
     names: tuple[str, ...]
     present: tuple[bool, ...]
 
     @staticmethod
-    def of(parameters: list[tuple[str, Source, Tensor]]) -> GradientGuard:
-        """The guard for these parameters as they are."""
-        return GradientGuard(
-            tuple(source for _, source, _ in parameters),
-            tuple(name for name, _, _ in parameters),
-            tuple(value.grad is not None for _, _, value in parameters),
+    def of(call: Call, slots: Sequence[tuple[str, Slot]]) -> SlotGuard:
+        """The guard for these places as they are."""
+        return SlotGuard(
+            tuple(slot for _, slot in slots),
+            tuple(name for name, _ in slots),
+            tuple(slot.resolve(call) is not None for _, slot in slots),
         )
 
     def failure(self, call: Call) -> str | None:
-        for source, name, was in zip(self.sources, self.names, self.present, strict=True):
-            now = source.resolve(call).grad is not None
+        for slot, name, was in zip(self.slots, self.names, self.present, strict=True):
+            now = slot.resolve(call) is not None
             if now != was:
-                return f"`{name}` enters with{'' if now else 'out'} a gradient, did not before"
+                return f"`{name}` {'is there' if now else 'is missing'}, was {'' if was else 'not '}there"
         return None

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functionalize._compat import pytree
 from functionalize.errors import UncapturableError
+from functionalize.frontend.arguments import flatten_result, unflatten_result
 
 
 class _NoHistory(torch.autograd.Function):
@@ -33,10 +33,10 @@ def without_history(result: Any, had: Sequence[bool]) -> Any:
     """`result` with a refusal as the history of every leaf that had one."""
     if not any(had) or not torch.is_grad_enabled():
         return result
-    leaves, spec = pytree.tree_flatten(result)
+    leaves, spec = flatten_result(result)
     anchor = torch.empty(0, requires_grad=True)
     leaves = [
         _NoHistory.apply(leaf, anchor) if refuse and not leaf.requires_grad else leaf
         for leaf, refuse in zip(leaves, had, strict=True)
     ]
-    return pytree.tree_unflatten(leaves, spec)
+    return unflatten_result(leaves, spec)

@@ -2,27 +2,27 @@
 
     def fn(x, *rest, scale)    fn(a, [b, c], d, scale=e)    x, rest_0_0, rest_0_1, rest_1, scale
 
-Invariant: a name per leaf, in the order of `pytree.tree_flatten((args, kwargs))`; not always unique.
+Invariant: a name per leaf, in the order of `flatten((args, kwargs))`; not always unique.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from functionalize._compat import pytree
+from functionalize.core.structure import paths
 
 
-def leaf_names(fn: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> list[str]:
+def leaf_names(fn: Callable[..., Any], spec: pytree.TreeSpec) -> list[str]:
     """A name per leaf, from the signature of `fn` where it has one."""
-    tree = pytree.tree_unflatten(list(leaves), spec)
     try:
         signature = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         signature = []
     names = []
-    for path, _ in pytree.tree_flatten_with_path(tree)[0]:
+    for path in paths(spec):
         keys: list[Any] = [
             getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in path
         ]

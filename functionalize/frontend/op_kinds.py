@@ -18,6 +18,7 @@ from torch import Tensor
 from functionalize._compat import has_kernel
 from functionalize.core.rules.factories import SHAPE_ONLY
 from functionalize.core.rules.mutations import is_mutating, written_arguments
+from functionalize.core.rules.recurrent import READS_GRAD_MODE
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import UnsupportedTensorError
 
@@ -148,6 +149,7 @@ class OpKind:
     restrides: bool
     random: bool
     sized_by_data: bool
+    reads_grad_mode: bool
 
 
 @cache
@@ -165,4 +167,5 @@ def kind_of(func: Any) -> OpKind:
         restrides=func in (aten.as_strided.default, aten.as_strided_.default),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
+        reads_grad_mode=func in READS_GRAD_MODE,
     )

@@ -1,7 +1,9 @@
-"""The methods of torch that are replaced while a capture runs, and put back whatever happens.
+"""What is replaced in torch while a capture runs, and put back whatever happens.
 
     torch.UntypedStorage.resize_     does not dispatch: told to the recorder of the current thread
     torch.Tensor.numpy, .tolist      Python reads numbers that no op tells of
+    torch.Tensor.item, fused optimizers   give and take live numbers, see number_patches.py
+    torch.get_rng_state, ...         set and read generators: recorded as ops, see generators.py
     torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
     torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
     torch.UntypedStorage.size        the function has given its storage
@@ -16,13 +18,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from functionalize._compat import current_modes, work_class
+from functionalize.frontend import generators, number_patches
 
-Patch = tuple[type, str, Any]
+Owner = type | ModuleType
+Patch = tuple[Owner, str, Any]
 
 
 class _Patches:
@@ -30,10 +35,10 @@ class _Patches:
         self._patches = patches
         self._lock = threading.Lock()
         self._users = 0
-        self._saved: list[tuple[type, str, Any, bool]] = []
+        self._saved: list[tuple[Owner, str, Any, bool]] = []
 
     def install(self) -> None:
-        """Replace the methods, once."""
+        """Replace what is to be replaced, once."""
         with self._lock:
             self._users += 1
             if self._users > 1:
@@ -47,13 +52,13 @@ class _Patches:
                 raise
 
     def remove(self) -> None:
-        """Put the methods back when the last user leaves."""
+        """Put everything back when the last user leaves."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
                 self._restore()
 
-    def _replace(self, owner: type, name: str, new: Any) -> None:
+    def _replace(self, owner: Owner, name: str, new: Any) -> None:
         own = name in vars(owner)
         self._saved.append((owner, name, vars(owner).get(name), own))
         setattr(owner, name, new)
@@ -70,6 +75,11 @@ class _Patches:
 def _watchers() -> list[Any]:
     """The recorders active in this thread, innermost first: a capture may run inside another."""
     return [mode for mode in reversed(current_modes()) if hasattr(mode, "resize_storage")]
+
+
+def _recorders() -> list[Any]:
+    """The watchers that record here and now, so that what the program does to generators is theirs."""
+    return [w for w in _watchers() if hasattr(w, "unrepeatable") and not w.suspended]
 
 
 def _watched_resize() -> Any:
@@ -134,6 +144,8 @@ def _of_captures() -> Iterator[Patch]:
     yield torch.UntypedStorage, "resize_", _watched_resize()
     for name in ("numpy", "tolist"):
         yield torch.Tensor, name, _watched_read(name)
+    yield from generators.patches(_recorders)
+    yield from number_patches.patches(_recorders)
     work = work_class()
     if work is not None:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)

@@ -9,6 +9,8 @@ class or a Python module, what counts is what the code found so far names.
 from __future__ import annotations
 
 import functools
+import io
+import queue
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ from functionalize.core.inputs import Call
 _MAX_OBJECTS = 20_000  # a bound on the search, far above what a training script reaches
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _ATOMS = (*NUMBERS, torch.dtype, torch.device)
+CONTAINERS = (list, dict, set, deque, queue.Queue, queue.SimpleQueue, io.IOBase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ class Roots:
     """What a step can reach.
 
     held: the place of every module, optimizer, tensor and number that has one. objects: the attributes of
-    every other object. named: the attributes and globals that the code uses.
+    every other object. containers: every list, dict, set, queue and file. named: the attributes and globals that
+    the code uses.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -66,6 +70,7 @@ class Roots:
     tensors: list[tuple[str, Held, Tensor]] = field(default_factory=list)
     held: list[tuple[str, Held, Any]] = field(default_factory=list)
     objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    containers: list[tuple[str, Any]] = field(default_factory=list)
     named: set[Any] = field(default_factory=set)
     _walked: list[tuple[str, nn.Module]] | None = None
 
@@ -137,6 +142,8 @@ class _Search:
             roots.tensors.append((name, held, value))
 
     def _inside(self, name: str, value: Any, held: Held | None) -> list[_Found]:
+        if isinstance(value, CONTAINERS):
+            self.roots.containers.append((name, value))
         if isinstance(value, functools.partial):
             bound = [(name, a, None) for a in value.args]
             return [(name, value.func, None), *bound, *_items(value.keywords)]
@@ -153,13 +160,16 @@ class _Search:
             return [
                 (f"{name}_{i}", v, p) for i, (v, p) in enumerate(zip(value, places, strict=True))
             ]
-        if isinstance(value, (set, frozenset)):
+        if isinstance(value, (queue.Queue, queue.SimpleQueue, io.IOBase)):
+            return []
+        if isinstance(value, (set, frozenset, deque)):
             return [(f"{name}_{i}", v, None) for i, v in enumerate(value)]
         if isinstance(value, LRScheduler):
             self.named.update(k for k, v in vars(value).items() if isinstance(v, NUMBERS))
             return _items(vars(value))
-        if hasattr(value, "__wrapped__"):
-            return [(name, value.__wrapped__, None)]
+        inner = _wrapped(value)
+        if inner is not None:
+            return [(name, inner, None)]
         is_class, is_module = isinstance(value, type), isinstance(value, types.ModuleType)
         owner = value if is_class else type(value)
         package = value.__name__ if is_module else owner.__module__
@@ -201,6 +211,14 @@ def reachable(fn: Callable[..., Any], args: Sequence[Any] = ()) -> Roots:
     search.queue.append(("", fn, None))
     search.queue += [(f"args_{i}", a, None) for i, a in enumerate(args) if not _is_number(a)]
     return search.run()
+
+
+def _wrapped(value: Any) -> Any:
+    """What a decorator wrapped, if it says so; whatever looking for it raises (`torch.classes`) is no answer."""
+    try:
+        return getattr(value, "__wrapped__", None)
+    except Exception:
+        return None
 
 
 def _is_number(value: Any) -> bool:

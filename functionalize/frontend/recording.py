@@ -1,9 +1,10 @@
 """One run of a step, recorded: what held before and after it, whether it is the steady state, its program.
 
-    entry = Entry.now(fn, leaves, recorder)       places, guards, gradients
+    entry = Entry.now(fn, leaves, recorder)       places, guards, slots, FSDP2's state
     with recorder: result = fn(...)
     taken = Recording(recorder, entry, Exit.now(entry, result))
     taken.refused(), taken.unsettled(before), taken.program(...)
+    before = taken.remains                        what the next recording is compared with
 
 Note [Steady state]
 The first step is not the one to keep: FSDP2 allocates where later steps resize, the optimizer makes its
@@ -13,7 +14,11 @@ state. A recording is kept once it depends on nothing that later steps will not 
 - tensors it found outside every module, optimizer and argument were found in the same places by the recording
   before, and tensors that Python made from numbers held the same numbers;
 - nothing that is guarded was changed by the step itself: numbers that Python keeps, module attributes,
-  hyperparameters, FSDP2's state. A replay changes none of them.
+  hyperparameters, containers. A replay changes none of them.
+
+Two things may change, since a replay does them again: places for gradients (`Slot`), and what FSDP2 keeps in
+Python (`FSDPEffects`). With them a step may be one microbatch of several: gradients left unreduced, parameters
+left unsharded, flags set for the next call.
 """
 
 from __future__ import annotations
@@ -40,65 +45,86 @@ from functionalize.core.ops import OpRecord, TensorRef, refs_in
 from functionalize.core.program import Program
 from functionalize.core.unused import drop_unused_inputs
 from functionalize.core.where import line_of
+from functionalize.frontend.arguments import flatten_result, hidden
 from functionalize.frontend.build import Builder, GivenInput, inner_tensors
 from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.fsdp import FSDPStateGuard
+from functionalize.frontend.fsdp import (
+    FSDPEffects,
+    FSDPState,
+    FSDPStateGuard,
+    fsdp_keepalives,
+)
 from functionalize.frontend.guards import (
-    GradientGuard,
     HyperparameterGuard,
     ModeGuard,
     ModuleGuard,
     ParameterGuard,
     PlaceGuard,
+    SlotGuard,
 )
-from functionalize.frontend.known_storages import External
+from functionalize.frontend.host import HostState
+
+from functionalize.frontend.lifted import Key, liftable
 from functionalize.frontend.reach import Held, Roots, reachable
-from functionalize.frontend.sources import candidates, module_tensors, parameters
+from functionalize.frontend.sources import Slot, candidates, module_tensors, parameters, slots
 from functionalize.run.boxed import boxed
 
 
 @dataclass(slots=True)
 class Entry:
-    """What holds when the step begins. facts: guards on what the step itself must leave alone."""
+    """What holds when the step begins.
+
+    facts: guards on what the step itself must leave alone; moving: on what a replay changes as the step does.
+    """
 
     roots: Roots
     leaves: Sequence[Any]
-    parameters: list[tuple[str, Source, Tensor]]
+    slots: list[tuple[str, Slot]]
     gradients: list[weakref.ref[Tensor] | None]
-    guards: list[Guard]
+    fsdp: FSDPState
+    host: HostState
     facts: list[Guard]
+    moving: list[Guard]
     places: dict[int, tuple[str, Source, TensorRef]]
+    lifted: frozenset[Key]
     kept: list[tuple[str, Source, Tensor, int | None]]
 
     @staticmethod
-    def now(fn: Callable[..., Any], leaves: Sequence[Any], recorder: Recorder) -> Entry:
-        """Look at everything `fn` can reach; each storage is known by the widest tensor on it."""
-        roots = reachable(fn, leaves)
+    def now(
+        fn: Callable[..., Any],
+        leaves: Sequence[Any],
+        recorder: Recorder,
+        varying: frozenset[Key] = frozenset(),
+    ) -> Entry:
+        """Look at everything `fn` can reach; each storage is known by the widest tensor on it.
+
+        varying: hyperparameters that are to be live, besides the learning rates.
+        """
+        call, roots = Call(leaves, []), reachable(fn, leaves)
+        found = list(parameters(roots, leaves))
+        held = list(slots(roots, found))
         places: dict[int, tuple[str, Source, TensorRef]] = {}
-        for name, source, tensor in candidates(roots, leaves):
+        for name, source, tensor in candidates(roots, leaves, held):
             ref = recorder.bring_in(tensor, name)
             known = places.get(ref.storage)
             if known is None or ref.geometry.end > known[2].geometry.end:
                 places[ref.storage] = (name, source, ref)
-        found = list(parameters(roots, leaves))
-        constants = [
-            ConstantGuard(i, frozen_constant(leaf))
-            for i, leaf in enumerate(leaves)
-            if not isinstance(leaf, Tensor)
-        ]
-        facts: list[Guard] = [ModeGuard.now(), ModuleGuard.of(roots)]
-        facts += [HyperparameterGuard.of(n, o) for n, o in roots.optimizers.items()]
-        facts += [FSDPStateGuard.of(list(roots.modules.values())), PlaceGuard.of(roots), *constants]
-        given: list[tuple[str, Source, Tensor]] = [
-            (f"args_{i}", Argument(i), leaf)
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor)
-        ]
-        guards = [*facts, ParameterGuard.of([*found, *given]), GradientGuard.of(found)]
-        gradients = [None if p.grad is None else weakref.ref(p.grad) for _, _, p in found]
-        held: list[tuple[str, Source, Tensor]] = [*module_tensors(roots), *roots.tensors]
-        kept = [(name, source, value, _address(value)) for name, source, value in held]
-        return Entry(roots, leaves, found, gradients, guards, facts, places, kept)
+        fsdp = FSDPState.now(list(roots.modules.values()))
+        gradients = [slot.resolve(call) for _, slot in held]
+        keys = liftable(roots.optimizers) | varying if recorder.live else frozenset()
+        return Entry(
+            roots,
+            leaves,
+            held,
+            [None if g is None else weakref.ref(g) for g in gradients],
+            fsdp,
+            HostState.now(roots),
+            _facts(roots, leaves, found, keys),
+            [FSDPStateGuard(fsdp), SlotGuard.of(call, held)],
+            places,
+            keys,
+            list(_kept(roots, fsdp)),
+        )
 
     def changed(self) -> str | None:
         """What the step changed that a replay would not."""
@@ -112,7 +138,48 @@ class Entry:
             except (LookupError, AttributeError):
                 return f"removes `{name}`"
         failures = (fact.failure(call) for fact in self.facts)
-        return next((f"changes what it is guarded by: {f}" for f in failures if f), None)
+        failure = next((f for f in failures if f), None)
+        return f"changes what it is guarded by: {failure}" if failure else self.host.difference()
+
+
+def _facts(
+    roots: Roots,
+    leaves: Sequence[Any],
+    found: Sequence[tuple[str, Source, Tensor]],
+    keys: frozenset[Key],
+) -> list[Guard]:
+    """Guards on what a step reads and does not write; what differs most often comes first."""
+    given: list[tuple[str, Source, Tensor]] = [
+        (f"args_{i}", Argument(i), leaf)
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor)
+    ]
+    constants = [
+        ConstantGuard(i, frozen_constant(leaf))
+        for i, leaf in enumerate(leaves)
+        if not isinstance(leaf, Tensor)
+    ]
+    hyperparameters = [
+        HyperparameterGuard.of(n, o, keys) for n, o in roots.optimizers.items()
+    ]
+    return [
+        *constants,
+        ModeGuard.now(),
+        ModuleGuard.of(roots),
+        *hyperparameters,
+        PlaceGuard.of(roots),
+        ParameterGuard.of([*found, *given]),
+    ]
+
+
+def _kept(roots: Roots, fsdp: FSDPState) -> Iterator[tuple[str, Source, Tensor, int | None]]:
+    """Tensors that must stay where they are, apart from parameters that FSDP2 swaps."""
+    swapped = fsdp.tables()
+    for name, source, value in module_tensors(roots):
+        if (id(source.entries), source.name) not in swapped:
+            yield name, source, value, _address(value)
+    for name, held, value in roots.tensors:
+        yield name, held, value, _address(value)
 
 
 def _address(tensor: Tensor) -> int | None:
@@ -123,25 +190,48 @@ def _address(tensor: Tensor) -> int | None:
 
 @dataclass(slots=True)
 class Exit:
-    """What the step returned, the gradients it assigned (None: it took one away), what else it changed."""
+    """What the step returned, the slots it assigned (None: it emptied one), what else it changed.
+
+    history: which leaves of the result have an autograd history.
+    """
 
     leaves: list[Any]
     spec: pytree.TreeSpec
-    assigned: list[Source]
+    assigned: list[Slot]
+    effects: FSDPEffects
+    history: list[bool]
     changed: str | None
 
     @staticmethod
-    def now(entry: Entry, result: Any) -> Exit:
-        """Compare every `.grad` with what it was."""
+    def now(entry: Entry, result: Any, changed: str | None = None) -> Exit:
+        """Compare every slot and FSDP2's state with what they were; `changed`: what is known already."""
         assigned, gradients = [], []
         call = Call(entry.leaves, [])
-        for (_, source, _), before in zip(entry.parameters, entry.gradients, strict=True):
-            now = source.resolve(call).grad
-            if now is not (before() if before is not None else None):
-                assigned.append(source)
+        for (_, slot), before in zip(entry.slots, entry.gradients, strict=True):
+            now = slot.resolve(call)
+            same = now is None if before is None else now is not None and now is before()
+            if not same:
+                assigned.append(slot)
                 gradients.append(now)
-        leaves, spec = pytree.tree_flatten((result, gradients), is_leaf=lambda x: x is None)
-        return Exit(leaves, spec, assigned, entry.changed())
+        leaves, spec = flatten_result((result, gradients))
+        history = [
+            isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None
+            for x in flatten_result(result)[0]
+        ]
+        changed = changed or entry.changed()
+        after = FSDPState.now(list(entry.roots.modules.values()))
+        effects = FSDPEffects.between(entry.fsdp, after)
+        if isinstance(effects, str):
+            effects, changed = FSDPEffects(), changed or effects
+        return Exit(leaves, spec, assigned, effects, history, changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What is left of a recording that was not kept, for the next one to be compared with."""
+
+    identities: list[Any]
+    left: frozenset[int]
 
 
 class Recording:
@@ -149,11 +239,11 @@ class Recording:
 
     def __init__(self, recorder: Recorder, entry: Entry, exit: Exit) -> None:
         self.recorder, self.entry, self.exit = recorder, entry, exit
-        self.assigned = exit.assigned
-        returned = {recorder.ref(t).storage for leaf in exit.leaves for t in inner_tensors(leaf)}
-        known = returned | {e.ref.storage for e in recorder.externals}
+        modules = list(entry.roots.modules.values())
+        held = [*exit.leaves, *fsdp_keepalives(modules)]
+        known = {recorder.ref(t).storage for leaf in held for t in inner_tensors(leaf)}
+        known |= {e.ref.storage for e in recorder.externals}
         self.left = [i for i in recorder.infos if i.serial not in known and i.alive]
-
         self.found = [
             e for e in recorder.externals if e.ref.geometry.numel and self._is_elsewhere(e)
         ]
@@ -190,12 +280,20 @@ class Recording:
     def refused(self) -> str | None:
         """What no further call would mend."""
         self.recorder.check_generators("after its last random op")
-        return "; ".join(self.recorder.unfaithful) or None
+        told = dict.fromkeys([*self.recorder.unfaithful, hidden(self.exit.leaves)])
+        return "; ".join(text for text in told if text) or None
 
-    def unsettled(self, before: Recording | None) -> str | None:
+    @property
+    def remains(self) -> Remains:
+        """What the next recording is compared with."""
+        return Remains(self.identities, frozenset(i.address for i in self.left))
+
+    def unsettled(self, before: Remains | None) -> str | None:
         """Why this is not the steady state yet, or None. See Note [Steady state]."""
         if self.exit.changed is not None:
             return self.exit.changed
+        if not self.recorder.live and (self.recorder.scalars or liftable(self.entry.roots.optimizers)):
+            return "reads numbers that may change: recorded once more, with these live"
         if self.found and (before is None or self.identities != before.identities):
             first = self.found[0]
             where = self._where(lambda r: any(x == first.ref for x in refs_in(r.args)))
@@ -205,9 +303,8 @@ class Recording:
                 f"every step: pass it as an argument\n  first used by {where}"
             )
         if self.left and before is not None and before.left:
-            kept = {i.address for i in before.left}
             outside = (e for e in self.recorder.externals if e.ref.storage in self._used)
-            read = [e for e in outside if e.info.address in kept]
+            read = [e for e in outside if e.info.address in before.left]
             if not read:
                 return None
             where = self._where(lambda r: any(x == read[0].ref for x in refs_in(r.args)))
@@ -233,7 +330,8 @@ class Recording:
         program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
         kept = drop_unused_inputs(program)
         storages = tuple(builder.storage_of_input[i] for i in kept)
-        program.guards = (*_input_guards(program, storages), *self.entry.guards)
+        program.facts = (*self.entry.moving, *self.entry.facts, *program.facts)
+        program.guards = tuple(_input_guards(program, storages))
         return program
 
     def _inputs(self, builder: Builder) -> Iterator[GivenInput]:

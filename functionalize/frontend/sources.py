@@ -1,22 +1,24 @@
 """Where a step's tensors live: a source for each tensor that a step may read.
 
     candidates(roots, leaves)     ->  every (name, source, tensor)
+    slots(roots, leaves)          ->  every place that a step may leave a gradient in: (name, slot)
 
-A source is resolved at every call, so a replaced parameter or a loaded optimizer state is noticed.
+A source is resolved at every call, so a replaced parameter or a loaded optimizer state is noticed. A slot is a
+source that a replay may assign to, and that may hold nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from functionalize._compat import is_traceable_wrapper_subclass
 from functionalize.core.inputs import Argument, Call, Source
-from functionalize.frontend.fsdp import fsdp_tensors
+from functionalize.frontend.fsdp import fsdp_parameters, fsdp_slots, fsdp_tensors
 from functionalize.frontend.reach import Held, Roots
 
 
@@ -28,8 +30,26 @@ class ModuleTensor:
     table: str
     name: str
 
+    @property
+    def entries(self) -> dict[str, Tensor | None]:
+        """The table that holds it."""
+        table: dict[str, Tensor | None] = getattr(self.module, self.table)
+        return table
+
     def resolve(self, call: Call) -> Any:
         return getattr(self.module, self.table)[self.name]
+
+
+class Slot(Protocol):
+    """A place that holds a tensor or nothing, and that a step may assign to."""
+
+    def resolve(self, call: Call) -> Any:
+        """What it holds now."""
+        ...
+
+    def assign(self, call: Call, value: Tensor | None) -> None:
+        """Put another tensor, or none, in its place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +60,10 @@ class Gradient:
 
     def resolve(self, call: Call) -> Any:
         return self.of.resolve(call).grad
+
+    def assign(self, call: Call, value: Tensor | None) -> None:
+        """Put another tensor, or none, in its place."""
+        self.of.resolve(call).grad = value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +164,11 @@ def _optimizer_tensors(
 def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Source, Tensor]]:
     """Every leaf of autograd whose `.grad` a step may assign, each once."""
     seen: set[int] = set()
-    found: list[tuple[str, Source, Any]] = list(module_tensors(roots))
+    found: list[tuple[str, Source, Any]] = []
+    for name, root in roots.modules.items():  # first: what FSDP2 swaps is not found where it was
+        managed = fsdp_parameters(root)
+        found += [(f"{name}.{n}", source, source.resolve(_NO_CALL)) for n, source in managed]
+    found += module_tensors(roots)
     for name, optimizer in roots.optimizers.items():
         found += _loose_parameters(name, optimizer)
     found += [(f"args_{i}", Argument(i), leaf) for i, leaf in enumerate(leaves)]
@@ -149,6 +177,20 @@ def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
         if isinstance(value, Tensor) and id(value) not in seen and _may_have_grad(source, value):
             seen.add(id(value))
             yield name, source, value
+
+
+_NO_CALL = Call((), [])
+
+
+def slots(
+    roots: Roots, found: Sequence[tuple[str, Source, Tensor]]
+) -> Iterator[tuple[str, Slot]]:
+    """Every place that may hold a gradient: `.grad` of what `parameters` found, and FSDP2's own."""
+    for name, source, _ in found:
+        yield f"{name}.grad", Gradient(source)
+    for root_name, root in roots.modules.items():
+        for name, slot in fsdp_slots(root):
+            yield f"{root_name}.{name}", slot
 
 
 def _may_have_grad(source: Source, value: Tensor) -> bool:
@@ -163,21 +205,25 @@ def _loose_parameters(
             yield f"{name}.{g}.{i}", OptimizerParameter(optimizer, g, i), param
 
 
-def candidates(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Source, Tensor]]:
-    """Every place a step's input may come from, the most telling first."""
-    empty = Call(leaves, [])
+def candidates(
+    roots: Roots, leaves: Sequence[Any], held: Sequence[tuple[str, Slot]]
+) -> Iterator[tuple[str, Source, Tensor]]:
+    """Every place a step's input may come from, the most telling first; `held`: the slots."""
+    call = Call(leaves, [])
     for i, leaf in enumerate(leaves):
         yield from unwrapped(f"args_{i}", Argument(i), leaf)
     for name, source, value in module_tensors(roots):
         yield from unwrapped(name, source, value)
-        if value.grad is not None and source.table == "_parameters":
-            yield from unwrapped(f"{name}.grad", Gradient(source), value.grad)
+    for name, slot in held:
+        yield from unwrapped(name, slot, slot.resolve(call))
     for name, optimizer in roots.optimizers.items():
         for full, state, value in _optimizer_tensors(name, optimizer):
             yield from unwrapped(full, state, value)
     for root_name, root in roots.modules.items():
         for name, kept in fsdp_tensors(root):
-            yield f"{root_name}.{name}", kept, kept.resolve(empty)
+            yield from unwrapped(f"{root_name}.{name}", kept, kept.resolve(call))
+        for name, managed in fsdp_parameters(root):
+            yield from unwrapped(f"{root_name}.{name}", managed, managed.resolve(call))
     for name, optimizer in roots.optimizers.items():
         for full, loose, value in _loose_parameters(name, optimizer):
             yield from unwrapped(full, loose, value)

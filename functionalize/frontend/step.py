@@ -1,14 +1,16 @@
-"""`capture`: a whole training step, run once for real while it is recorded, replayed from then on.
+"""`capture`: a whole training step, run for real while it is recorded, replayed from then on.
 
     step = functionalize.capture(train_step)
     step(batch)      runs eagerly and records, until the step is in its steady state
     step(batch)      replays: one flat sequence of functional ops, then the epilogue
 
-Which recording is kept: see Note [Steady state] in `recording.py`.
+Which recording is kept: see Note [Steady state] in `recording.py`. Several programs live side by side, see
+`programs.py`; when ranks must agree on replay or capture, see `agreement.py`.
 Invariants: a step is never lost and never run twice. A guard that fails means that the call runs eagerly,
 recording; nothing was changed before. An exception passes through as eager raised it, and no program is kept.
 Refusals (see `recording.py`): what a replay could not repeat, and state that never settles. The step that was
-recorded is returned; the next call raises `UncapturableError` before it runs anything.
+recorded is returned; the next call raises `UncapturableError` before it runs anything, or runs eagerly
+(`on_uncapturable="eager"`).
 """
 
 from __future__ import annotations
@@ -16,39 +18,47 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from functionalize._compat import pytree
-from functionalize.core.inputs import Call, Source
+from functionalize.core.inputs import Call
 from functionalize.core.program import Program
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
-from functionalize.frontend.agreement import Vote, collectives
+from functionalize.frontend import arguments
+from functionalize.frontend.agreement import Outcome, Vote, collectives
 from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
+from functionalize.frontend.explain import explanation
 from functionalize.frontend.history import without_history
-from functionalize.frontend.recording import Entry, Exit, Recording
+from functionalize.frontend.lifted import Key, lifted
+from functionalize.frontend.live import plain_tree
+from functionalize.frontend.programs import Kept, Programs, key_of
+from functionalize.frontend.recording import Entry, Exit, Recording, Remains
 
 log = logging.getLogger("functionalize")
 _MAX_WARMUPS = 5
 _FAILURES_KEPT = 100
+OnUncapturable = Literal["raise", "eager"]
 
 
 @dataclass(slots=True)
 class Stats:
-    """What happened so far, and what the current program was made from.
+    """What happened so far, and what the latest program was made from.
 
-    calls = warmups + captures + replays (a warm-up ran eagerly and was not kept). ops, resizes: recorded.
-    guard_failures: the last hundred. nodes_recorded, nodes: in the graph before and after the passes.
+    calls = warmups + captures + replays + eager (a warm-up ran eagerly and was not kept; `eager` ran without
+    being recorded). ops, resizes: recorded. guard_failures: the last hundred. nodes_recorded, nodes: in the graph
+    before and after the passes.
     """
 
     warmups: int = 0
     captures: int = 0
     replays: int = 0
+    eager: int = 0
     guard_failures: list[str] = field(default_factory=list)
     ops: int = 0
     resizes: int = 0
@@ -60,72 +70,132 @@ class Stats:
 
 
 def capture(
-    train_step: Callable[..., Any] | None = None, *, passes: Sequence[Any] | str = ()
+    train_step: Callable[..., Any] | None = None,
+    *,
+    passes: Sequence[Any] | str = (),
+    on_uncapturable: OnUncapturable = "raise",
+    max_programs: int = 16,
 ) -> Any:
     """Record `train_step` (any callable; also a decorator) and replay it from then on.
 
-    passes: a pipeline for the program: its text (`"elide_copies"`) or `Pass` objects, see `docs/passes.md`.
-    A step that cannot be captured runs, and its next call raises `UncapturableError` before anything ran;
-    whatever the step itself raises passes through.
+    passes: a pipeline for the programs: its text (`"elide_copies"`) or `Pass` objects, see `docs/passes.md`.
+    on_uncapturable: what the calls after one that cannot be captured do: raise `UncapturableError` before anything
+    ran, or run eagerly (a warning tells why, once).
+    max_programs: how many programs are kept side by side (shapes, train and eval, microbatches); the least recently
+    used goes.
+    Whatever the step itself raises passes through. Raises `ValueError` for a mode it does not know.
     """
+    if on_uncapturable not in ("raise", "eager"):
+        raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
+    if max_programs < 1:
+        raise ValueError(f"max_programs is at least 1, not {max_programs}")
     if train_step is None:
-        return functools.partial(capture, passes=passes)
-    return CapturedStep(train_step, passes)
+        return functools.partial(
+            capture, passes=passes, on_uncapturable=on_uncapturable, max_programs=max_programs
+        )
+    return CapturedStep(train_step, passes, on_uncapturable, max_programs)
+
+
+@dataclass(slots=True)
+class _Warmup:
+    """Calls of one kind that were recorded and not kept; `remains` of the last one."""
+
+    calls: int = 0
+    remains: Remains | None = None
 
 
 class CapturedStep:
     """A training step that is recorded in its steady state and replayed after."""
 
-    def __init__(self, train_step: Callable[..., Any], passes: Sequence[Any] | str) -> None:
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        passes: Sequence[Any] | str,
+        on_uncapturable: OnUncapturable,
+        max_programs: int,
+    ) -> None:
         functools.update_wrapper(self, train_step)
         self.stats = Stats()
-        self.program: Program | None = None
         self._fn, self._passes = train_step, _parsed(passes)
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
-        self._gradients: list[Source] = []
-        self._history: list[bool] = []
+        self._raises = on_uncapturable == "raise"
+        self._programs = Programs(self._name, max_programs)
+        self._warmups: dict[Hashable, _Warmup] = {}
+        self._refused: dict[Hashable, FunctionalizeError] = {}
+        self._lifted: frozenset[Key] = frozenset()
+        self._remains: Remains | None = None
         self._vote: Vote | None = None
-        self._before: Recording | None = None
-        self._attempts = 0
-        self._refused: FunctionalizeError | None = None
+
+    @property
+    def program(self) -> Program | None:
+        """The program that was last made or replayed."""
+        latest = self._programs.latest
+        return latest.program if latest is not None else None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Every program kept, the last used at the end."""
+        return tuple(kept.program for kept in self._programs)
+
+    def explain(self) -> str:
+        """Why each program exists, which guards missed, where each input comes from, what was refused."""
+        return explanation(self._name, self.stats, self._programs, self._refused.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step: a replay if every guard holds, else for real, recording."""
-        if self._refused is not None:
-            raise self._refused
-        leaves, in_spec = pytree.tree_flatten((args, kwargs))
-        if self.program is not None:
-            done, result = self._replay(self.program, leaves, in_spec)
-            if done:
-                return result
+        """One step: a replay if every guard of a program holds, else for real, recording."""
+        leaves, spec = arguments.flatten(args, kwargs)
+        key = key_of(leaves, spec)
+        refused = self._refused.get(key) or self._refused.get(_ANY)
+        if refused is not None:
+            return self._run_refused(refused, args, kwargs)
+        done, result = self._try(key, leaves, spec)
+        if done:
+            return result
+        found = str(result)
+        self._note_miss(found)
+        if self._programs.thrashing:
+            self.stats.eager += 1
+            return self._fn(*args, **kwargs)
         with only_young_collections():
-            return self._record(args, kwargs, leaves, in_spec)
+            return self._record(args, kwargs, leaves, spec, key, found)
+
+    def _run_refused(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
+        if self._raises:
+            raise error
+        self.stats.eager += 1
+        return self._fn(*args, **kwargs)
+
+    def _note_miss(self, reason: str) -> None:
+        if len(self._programs):
+            log.info("recording %s again: %s", self._name, reason)
+            self.stats.guard_failures.append(reason)
+            del self.stats.guard_failures[:-_FAILURES_KEPT]
 
     # -- replay --------------------------------------------------------------------------------
 
-    def _replay(
-        self, program: Program, leaves: Sequence[Any], in_spec: pytree.TreeSpec
-    ) -> tuple[bool, Any]:
-        call: Call | str = "the structure of the arguments changed"
-        if in_spec == program.in_spec:
-            call = program.resolve(leaves)
-        if self._vote is not None and self._vote.any_failed(isinstance(call, str)):
-            call = call if isinstance(call, str) else "a guard failed on another rank"
-        if isinstance(call, Call):
+    def _try(self, key: Hashable, leaves: Sequence[Any], spec: Any) -> tuple[bool, Any]:
+        """A replay of a program whose guards hold, on every rank if they must agree; else why there is none."""
+        matching = self._programs.matching(key, leaves, spec)
+        found = next(matching, None)
+        if self._vote is not None and self._vote.any_failed(found is None):
+            return False, self._programs.reason or "a guard failed on another rank"
+        while found is not None:
             try:
-                result, gradients = program.replay(call, self._vote)
+                return True, self._replay(*found)
             except GuardError as error:
-                call = str(error)
-            else:
-                for source, gradient in zip(self._gradients, gradients, strict=True):
-                    source.resolve(call).grad = gradient
-                self.stats.replays += 1
-                return True, without_history(result, self._history)
-        log.info("recapturing %s: %s", self._name, call)
-        self.stats.guard_failures.append(call)
-        del self.stats.guard_failures[:-_FAILURES_KEPT]
-        self.program, self._before, self._attempts = None, None, 0
-        return False, None
+                self._programs.missed(str(error))
+            communicates = self._vote is not None  # and has done so: the ranks now run the step again together
+            found = None if communicates else next(matching, None)
+        return False, self._programs.reason
+
+    def _replay(self, kept: Kept, call: Call) -> Any:
+        result, gradients = kept.program.replay(call, self._vote)
+        for slot, gradient in zip(kept.slots, gradients, strict=True):
+            slot.assign(call, gradient)
+        kept.effects.apply()
+        self._programs.used(kept)
+        self.stats.replays += 1
+        return without_history(result, kept.history)
 
     # -- record --------------------------------------------------------------------------------
 
@@ -134,58 +204,108 @@ class CapturedStep:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
-        in_spec: pytree.TreeSpec,
+        spec: pytree.TreeSpec,
+        key: Hashable,
+        reason: str,
     ) -> Any:
-        recorder = Recorder(ignore_fake=True)
-        entry = Entry.now(self._fn, leaves, recorder)
-        with recorder:
+        warmup = self._warmups.setdefault(key, _Warmup())
+        live = bool(warmup.calls or len(self._programs))  # the step has shown that it keeps no number
+        recorder = Recorder(ignore_fake=True, live=live)
+        entry = Entry.now(self._fn, leaves, recorder, self._varying())
+        with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
             result = self._fn(*args, **kwargs)
-        after = Exit.now(entry, result)
-        try:
-            with torch.no_grad(), recorder.quiet():
-                self._take(Recording(recorder, entry, after), in_spec)
-        except FunctionalizeError as error:
-            self._refused, self._before = error, None
-            log.warning("%s cannot be captured, its next call will raise: %s", self._name, error)
-        self._history = [
-            isinstance(x, torch.Tensor) and x.requires_grad and x.grad_fn is not None
-            for x in pytree.tree_leaves(result)
-        ]
+        changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
+        after = Exit.now(entry, result, changed)
+        result = plain_tree(result)
+        with torch.no_grad(), recorder.quiet():
+            taken = Recording(recorder, entry, after)
+            self._decide(taken, spec, key, reason, warmup)
         return result
 
-    def _take(self, taken: Recording, in_spec: pytree.TreeSpec) -> None:
-        """Keep the recording if it is the steady state; raises if it never will be."""
+    def _varying(self) -> frozenset[Key]:
+        """Hyperparameters that were seen to change between calls: live from now on, as `lr` always is."""
+        for kept in self._programs:
+            for fact in kept.program.facts:
+                self._lifted |= getattr(fact, "changed_keys", frozenset)()
+        return self._lifted
+
+    def _decide(
+        self, taken: Recording, spec: pytree.TreeSpec, key: Hashable, reason: str, warmup: _Warmup
+    ) -> None:
+        """Keep the recording, or not yet, or refuse the step; with the other ranks where they must agree."""
+        kept: Kept | None = None
+        error: FunctionalizeError | None = None
+        try:
+            kept = self._kept(taken, spec, reason, warmup)
+        except FunctionalizeError as refused:
+            error = refused
+        except Exception as bug:
+            log.exception("a bug in functionalize: please report it")
+            error = UncapturableError(f"a bug in functionalize: {type(bug).__name__}: {bug}")
+            error.__cause__ = bug
+        vote = Vote.of(taken.recorder)
+        if vote is not None or self._vote is not None:
+            vote = vote | self._vote if vote is not None else self._vote
+            assert vote is not None
+            mine = Outcome.REFUSED if error else Outcome.KEPT if kept else Outcome.NOT_YET
+            worst = vote.worst(mine)
+            if worst is Outcome.REFUSED and error is None:
+                error = UncapturableError("another rank cannot capture this step")
+            if worst is not Outcome.KEPT:
+                kept = None
+            key = _ANY if error is not None else key
+        if error is not None:
+            self._refuse(key, error)
+        elif kept is not None:
+            self._vote = vote if vote is not None else self._vote
+            self._add(key, kept, taken)
+        else:
+            warmup.calls, warmup.remains = warmup.calls + 1, taken.remains
+            self.stats.warmups += 1
+
+    def _kept(
+        self, taken: Recording, spec: pytree.TreeSpec, reason: str, warmup: _Warmup
+    ) -> Kept | None:
+        """The program of the recording, None if it is not in its steady state; raises if it never will be."""
         refused = taken.refused()
         if refused is not None:
             raise UncapturableError(refused)
-        unsettled = taken.unsettled(self._before)
-        if unsettled is None:
-            self._keep(taken, in_spec)
-            return
-        self._before = taken
-        self._attempts += 1
-        self.stats.warmups += 1
-        log.info("warming up %s: %s", self._name, unsettled)
-        if self._attempts >= _MAX_WARMUPS:
-            raise UncapturableError(
-                f"the step did not settle in {self._attempts} calls: {unsettled}"
-            )
-
-    def _keep(self, taken: Recording, in_spec: pytree.TreeSpec) -> None:
-        program, stats = taken.program(in_spec), self.stats
-        stats.nodes_recorded = program.nodes()
+        unsettled = taken.unsettled(warmup.remains or self._remains)
+        if unsettled is not None:
+            log.info("warming up %s: %s", self._name, unsettled)
+            if warmup.calls + 1 >= _MAX_WARMUPS:
+                calls = warmup.calls + 1
+                raise UncapturableError(f"the step did not settle in {calls} calls: {unsettled}")
+            return None
+        program = taken.program(spec)
+        self.stats.nodes_recorded = program.nodes()
         if self._passes:
             import passes  # the arrow of imports points from passes to here
 
             program = passes.run(program, self._passes)
-        records = taken.recorder.records
+        return Kept(program, taken.exit.assigned, taken.exit.effects, taken.exit.history, reason)
+
+    def _add(self, key: Hashable, kept: Kept, taken: Recording) -> None:
+        self._programs.add(key, kept)
+        self._warmups.pop(key, None)
+        self._remains = taken.remains
+        stats, program, records = self.stats, kept.program, taken.recorder.records
         stats.ops, stats.nodes = len(records), program.nodes()
         stats.resizes = sum(r.target is RESIZE_STORAGE for r in records)
         stats.collectives = collectives(program)
-        stats.inputs, stats.guards = len(program.inputs), len(program.guards)
+        stats.inputs = len(program.inputs)
+        stats.guards = len(program.facts) + len(program.guards) + len(program.value_guards)
         stats.captures += 1
-        self.program, self._gradients, self._before = program, taken.assigned, None
-        self._vote = Vote.of(program)
+
+    def _refuse(self, key: Hashable, error: FunctionalizeError) -> None:
+        self._warmups.pop(key, None)
+        self._refused[key] = error
+        then = "its next call will raise" if self._raises else "it runs eagerly from now on"
+        log.warning("%s cannot be captured, %s: %s", self._name, then, error)
+        self.stats.warmups += 1
+
+
+_ANY = object()  # the key of a refusal that holds for every call
 
 
 def _parsed(pipeline: Sequence[Any] | str) -> Sequence[Any]:

@@ -170,18 +170,6 @@ def test_an_index_of_integers_is_not() -> None:
     assert captured.stats.replays == 2
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_dropout_is_refused(reentrant: bool) -> None:
-    layer = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
-
-    def step(x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
-        return x.detach()
-
-    assert "a random generator is set inside the step" in refusal(step)
-
-
 def test_checkpointing_without_dropout_is_captured() -> None:
     world, twin = World(), World()
     for w in (world, twin):
@@ -202,16 +190,6 @@ def test_checkpointing_without_dropout_is_captured() -> None:
     for i in range(STEPS):
         assert torch.equal(captured(batch(i)), eager(batch(i)))
     assert captured.stats.replays >= 3
-
-
-def test_a_seed_set_inside_is_refused() -> None:
-    def step(x: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        return x + torch.rand(6)
-
-    assert "a random generator is set inside the step, before aten.rand.default at " in refusal(
-        step
-    )
 
 
 @pytest.mark.parametrize("how", ["numpy", "tolist"])
@@ -255,7 +233,7 @@ def test_a_scheduler_inside_the_step_is_refused() -> None:
     assert "`last_epoch` is " in refusal(step)
 
 
-def test_a_scheduler_outside_the_step_recaptures() -> None:
+def test_a_scheduler_outside_the_step_needs_no_other_program() -> None:
     eager, ours = World(), World()
     schedulers = [torch.optim.lr_scheduler.StepLR(w.optimizer, 4) for w in (eager, ours)]
     step = fz.capture(ours.step)
@@ -266,8 +244,8 @@ def test_a_scheduler_outside_the_step_recaptures() -> None:
         assert torch.equal(step(batch(i)), expected)
         for scheduler in schedulers:
             scheduler.step()
-    assert step.stats.replays >= 4
-    assert step.stats.guard_failures[-1].startswith("`optimizer` group 0 has lr = ")
+    assert step.stats.replays >= 8
+    assert step.stats.guard_failures == []
 
 
 def test_numbers_under_inference_mode_are_guarded() -> None:
@@ -275,7 +253,7 @@ def test_numbers_under_inference_mode_are_guarded() -> None:
     with torch.inference_mode():
         for x in (batch(0), batch(1), batch(2) + 9, batch(3)):
             assert torch.equal(captured(x), x + 1 if (x > 5).any() else x - 1)
-    assert len(captured.stats.guard_failures) == 2
+    assert len(captured.stats.guard_failures) == 1  # the fourth call replays the first program
 
 
 def test_arrays_among_the_arguments_are_compared_by_contents() -> None:
@@ -337,13 +315,6 @@ def test_going_backward_from_a_replayed_output_is_refused() -> None:
     assert captured.stats.replays == 1
     with pytest.raises(UncapturableError, match="call backward inside the step"):
         loss.backward()
-
-
-def test_random_numbers_of_python_are_baked_in_and_documented() -> None:
-    """Not detectable: a number drawn by `random` is a constant of the program. The docs say so."""
-    captured = fz.capture(lambda x: x * random.random())
-    first = captured(torch.ones(2))
-    assert torch.equal(captured(torch.ones(2)), first)
 
 
 def test_a_pipeline_that_is_misspelt_is_told_at_once() -> None:

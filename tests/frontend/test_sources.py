@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from functionalize.core.inputs import Call
 from functionalize.frontend.reach import reachable
-from functionalize.frontend.sources import candidates
+from functionalize.frontend.sources import candidates, parameters, slots
 
 MODEL = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
@@ -88,7 +88,9 @@ def test_every_tensor_has_a_source_that_finds_it_again() -> None:
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
     leaves = [torch.randn(4, 3)]
-    found = list(candidates(reachable(lambda x: (model(x), optimizer.step()), leaves), leaves))
+    roots = reachable(lambda x: (model(x), optimizer.step()), leaves)
+    held = list(slots(roots, list(parameters(roots, leaves))))
+    found = list(candidates(roots, leaves, held))
     for name, source, tensor in found:
         again = source.resolve(Call(leaves, []))
         assert torch.equal(again, tensor), name
@@ -105,6 +107,6 @@ def test_every_tensor_has_a_source_that_finds_it_again() -> None:
 
 def test_a_replaced_parameter_is_seen() -> None:
     model = nn.Linear(2, 2)
-    _, source, _ = next(candidates(reachable(model.forward), ()))
+    _, source, _ = next(candidates(reachable(model.forward), (), ()))
     model.weight = nn.Parameter(torch.ones(2, 2))
     assert source.resolve(Call((), [])) is model.weight

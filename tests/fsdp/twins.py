@@ -1,18 +1,23 @@
 """Two models from the same state on every rank, one trained eagerly, one captured; compared bit for bit.
 
 `compare_twins(build, make_step, batches)` runs on one rank and returns a `Verdict` that travels by value.
+After every step: outputs, shards, gradients, buffers, optimizer state, what FSDP2 keeps between microbatches, RNG,
+storages left grown. At the end: both `state_dict()`s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import functionalize as fz
+from functionalize.core.structure import flatten
+from functionalize.frontend.fsdp import fsdp_groups, fsdp_params
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 MakeStep = Callable[[nn.Module, torch.optim.Optimizer], Callable[..., Any]]
@@ -38,7 +43,17 @@ def bits(t: Tensor) -> Tensor:
 
 
 def local(t: Any) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t
+    """The plain tensor inside a DTensor or another wrapper with one inner tensor."""
+    t = t.to_local() if hasattr(t, "to_local") else t
+    if hasattr(t, "__tensor_flatten__"):
+        (name,) = t.__tensor_flatten__()[0]
+        return local(getattr(t, name))
+    return t
+
+
+def layout(t: Any) -> Any:
+    """What a DTensor says of its local part."""
+    return (t.shape, t.stride(), t.placements, t.device_mesh) if isinstance(t, DTensor) else type(t)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -53,19 +68,35 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return found
 
 
+def layouts_of(model: nn.Module) -> dict[str, Any]:
+    """Placements of parameters and gradients, and which of them require a gradient."""
+    found = {n: (layout(p), p.requires_grad) for n, p in model.named_parameters()}
+    grads = {f"{n}.grad": layout(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return {**found, **grads}
+
+
+def hidden_of(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients that FSDP2 keeps unreduced or half reduced from one microbatch to the next."""
+    found: dict[str, Tensor | None] = {}
+    for name, param in fsdp_params(model):
+        found[f"{name}.accumulated"] = param.unsharded_accumulated_grad
+        found[f"{name}.unsharded.grad"] = getattr(param, "_unsharded_param", param).grad
+    for i, group in enumerate(fsdp_groups(model)):
+        found[f"group {i}.partial"] = group._partial_reduce_output
+    return {name: local(t) for name, t in found.items() if t is not None}
+
+
 def grown_storages(model: nn.Module) -> list[str]:
     """Names of unsharded parameters whose storage is not empty."""
-    from functionalize.frontend.fsdp import fsdp_params
-
     return [
         f"{name}: {t.untyped_storage().nbytes()} bytes"
         for name, param in fsdp_params(model)
-        for t in param.all_gather_outputs
+        for t in (*param.all_gather_outputs, *getattr(param, "_unsharded_inner_tensors", ()))
         if t.untyped_storage().nbytes()
     ]
 
 
-def differences(step: int, mine: dict[str, Tensor], eager: dict[str, Tensor]) -> list[str]:
+def differences(step: int | str, mine: dict[str, Tensor], eager: dict[str, Tensor]) -> list[str]:
     found = [f"step {step}: {n} is there only once" for n in mine.keys() ^ eager.keys()]
     for name in mine.keys() & eager.keys():
         a, b = mine[name], eager[name]
@@ -74,32 +105,97 @@ def differences(step: int, mine: dict[str, Tensor], eager: dict[str, Tensor]) ->
     return found
 
 
+def unequal(step: int | str, mine: dict[str, Any], eager: dict[str, Any]) -> list[str]:
+    return [
+        f"step {step}: {n} is {mine.get(n)}, eager has {eager.get(n)}"
+        for n in mine.keys() | eager.keys()
+        if mine.get(n) != eager.get(n)
+    ]
+
+
 def flat(out: Any) -> dict[str, Tensor]:
     """The tensors a step returned, by place."""
-    leaves = torch.utils._pytree.tree_leaves(out)
+    leaves, _ = flatten(out, result=True)
     return {f"output {i}": local(t) for i, t in enumerate(leaves) if isinstance(t, Tensor)}
 
 
+def plain_parts(out: Any) -> dict[str, Any]:
+    """The rest of what a step returned, and its structure."""
+    leaves, spec = flatten(out, result=True)
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return {"structure": str(spec), **{f"output {i}": leaf for i, leaf in enumerate(rest)}}
+
+
+def entries(where: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every leaf of a state dict with the keys that lead to it."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from entries(f"{where}.{key}", each)
+    elif isinstance(value, (list, tuple)):
+        for i, each in enumerate(value):
+            yield from entries(f"{where}.{i}", each)
+    else:
+        yield where, value
+
+
+def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Every entry of both state dicts."""
+    return dict(
+        (*entries("model", model.state_dict()), *entries("optimizer", optimizer.state_dict()))
+    )
+
+
+def checkpoints_differ(mine: dict[str, Any], eager: dict[str, Any]) -> list[str]:
+    """Entries that are not the same: shards by bit, placements, and everything that is no tensor."""
+    tensors = [{k: local(v) for k, v in d.items() if isinstance(v, Tensor)} for d in (mine, eager)]
+    words = [
+        {k: layout(v) if isinstance(v, Tensor) else v for k, v in d.items()} for d in (mine, eager)
+    ]
+    return differences("state_dict", *tensors) + unequal("state_dict", *words)
+
+
+def run(step: Callable[..., Any], batch: Any) -> Any:
+    """A batch is the positional arguments of a step, or its keyword arguments."""
+    return step(**batch) if isinstance(batch, dict) else step(*batch)
+
+
 def compare_twins(
-    build: Build, make_step: MakeStep, batches: Sequence[tuple[Any, ...]], **options: Any
+    build: Build,
+    make_step: MakeStep,
+    batches: Sequence[Any],
+    reseed: bool = True,
+    **options: Any,
 ) -> Verdict:
-    """Run every batch through both twins, each drawing the same random numbers."""
+    """Run every batch through both twins, each drawing the same random numbers.
+
+    reseed: before every step; else each twin goes on with its own stream, from the same beginning.
+    """
     eager_model, eager_optimizer = build()
     model, optimizer = build()
     eager = make_step(eager_model, eager_optimizer)
     captured = fz.capture(make_step(model, optimizer), **options)
     found: list[str] = []
+    drawn = eager_drawn = torch.get_rng_state()
     for i, batch in enumerate(batches):
-        torch.manual_seed(i)
-        expected = flat(eager(*batch))
-        after = torch.get_rng_state()
-        torch.manual_seed(i)
-        actual = flat(captured(*batch))
-        found += differences(i, actual, expected)
+        if reseed:
+            torch.manual_seed(i)
+            drawn = eager_drawn = torch.get_rng_state()
+        torch.set_rng_state(eager_drawn)
+        expected = run(eager, batch)
+        eager_drawn = torch.get_rng_state()
+        torch.set_rng_state(drawn)
+        actual = run(captured, batch)
+        drawn = torch.get_rng_state()
+        found += differences(i, flat(actual), flat(expected))
+        found += unequal(i, plain_parts(actual), plain_parts(expected))
+        found += differences(i, {"rng": drawn}, {"rng": eager_drawn})
         found += differences(i, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
-        found += differences(i, {"rng": torch.get_rng_state()}, {"rng": after})
+        found += differences(i, hidden_of(model), hidden_of(eager_model))
+        found += unequal(i, layouts_of(model), layouts_of(eager_model))
         if grown_storages(model) != grown_storages(eager_model):
             found.append(f"step {i}: left grown {grown_storages(model)}")
+    mine = checkpoint_of(model, optimizer)
+    found += checkpoints_differ(mine, checkpoint_of(eager_model, eager_optimizer))
     stats, program = captured.stats, captured.program
     return Verdict(
         found,

@@ -5,11 +5,13 @@ input, it mutates what its schema marks as written, else it is pure (see `discha
 """
 
 from functionalize.core.rules import (  # noqa: F401  (importing registers)
+    collective_lists,
     collectives,
     copies,
     factories,
     matmul,
     random,
+    recurrent,
     reductions,
     resizes,
     undeclared,

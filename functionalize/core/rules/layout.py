@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from functionalize.core.numbers import LiveNumber, with_hints
 from functionalize.core.ops import Geometry, TensorRef, map_refs, refs_in
 from functionalize.core.rules.mutations import FunctionalForm
 
@@ -64,6 +65,8 @@ def _freeze(arg: Any) -> Any:
         return tuple(_freeze(a) for a in arg)
     if isinstance(arg, dict):
         return tuple((k, _freeze(v)) for k, v in arg.items())
+    if type(arg) is LiveNumber:  # no layout depends on its value
+        return (LiveNumber, type(arg.hint))
     return (type(arg), arg)
 
 
@@ -105,7 +108,7 @@ def _run(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
     kwargs = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items()}
     try:
         with torch.no_grad():
-            out = target(*map_refs(meta, args), **map_refs(meta, kwargs))
+            out = target(*map_refs(meta, with_hints(args)), **map_refs(meta, with_hints(kwargs)))
     except Exception:  # no meta kernel, or one that needs data: assume nothing about the layout
         return [UNKNOWN] * returns
     trusted = not target._schema.name.removeprefix("aten::").startswith(_UNTRUSTED)

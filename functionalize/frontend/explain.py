@@ -1,0 +1,90 @@
+"""`step.explain()`: why each program exists, which guards missed, where each input comes from.
+
+    train_step: 2 programs, 14 replays, 2 captures, 3 warm-ups
+    program 1: made because the first call
+      8 replays; 412 nodes from 501 ops; 31 inputs, 40 guards
+      inputs
+        model_0_weight   float32[16, 4]   parameter `0.weight` of a Linear
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from functionalize.core.inputs import Argument, Captured, InputSpec, WholeStorage
+from functionalize.frontend import sources
+from functionalize.frontend.fsdp import FSDPTensor
+from functionalize.frontend.reach import Held
+
+if TYPE_CHECKING:
+    from functionalize.frontend.programs import Kept, Programs
+    from functionalize.frontend.step import Stats
+
+
+def explanation(
+    name: str, stats: Stats, programs: Programs, refused: Iterable[Exception]
+) -> str:
+    """The text of `CapturedStep.explain`."""
+    counts = f"{stats.replays} replays, {stats.captures} captures, {stats.warmups} warm-ups"
+    if stats.eager:
+        counts += f", {stats.eager} calls eagerly"
+    lines = [f"{name}: {len(programs)} programs, {counts}"]
+    for number, kept in enumerate(programs, 1):
+        lines += _of_program(number, kept)
+    if stats.guard_failures:
+        lines.append("guards that missed, the most frequent first")
+        missed = Counter(stats.guard_failures).most_common(10)
+        lines += [f"  {times} times: {failure}" for failure, times in missed]
+    lines += [f"cannot be captured: {error}" for error in refused]
+    return "\n".join(lines)
+
+
+def _of_program(number: int, kept: Kept) -> Iterator[str]:
+    program = kept.program
+    yield f"program {number}: recorded because of {kept.reason}"
+    guards = len(program.facts) + len(program.guards)
+    yield (
+        f"  {kept.replays} replays; {program.nodes()} nodes, {len(program.inputs)} inputs, "
+        f"{len(program.epilogue)} actions after the graph, {guards} guards before it and "
+        f"{len(program.value_guards)} on numbers that Python read"
+    )
+    width = max((len(spec.name) for spec in program.inputs), default=0)
+    for spec in program.inputs:
+        yield f"    {spec.name:{width}}  {spec.geometry}  {source_text(spec, program.inputs)}"
+    for guard in program.value_guards:
+        yield f"    read {guard.where}: {guard.value!r}"
+
+
+def source_text(spec: InputSpec, inputs: tuple[InputSpec, ...]) -> str:
+    """Where an input is found at every call, in words."""
+    source = spec.source
+    if isinstance(source, WholeStorage):
+        return f"the whole storage of {inputs[source.input].name}"
+    return _text(source)
+
+
+def _text(source: Any) -> str:
+    if isinstance(source, Argument):
+        return f"leaf {source.leaf} of the arguments" + "".join(f".{a}" for a in source.attributes)
+    if isinstance(source, sources.ModuleTensor):
+        kind = "parameter" if source.table == "_parameters" else "buffer"
+        return f"{kind} `{source.name}` of a {type(source.module).__name__}"
+    if isinstance(source, sources.Gradient):
+        return f"the gradient of {_text(source.of)}"
+    if isinstance(source, sources.OptimizerState):
+        return f"state `{source.key}` of parameter {source.index} in group {source.group}"
+    if isinstance(source, sources.OptimizerParameter):
+        return f"parameter {source.index} in group {source.group} of the optimizer"
+    if isinstance(source, sources.Inner):
+        inner = "local" if source.attribute == "_local_tensor" else source.attribute
+        return f"the {inner} tensor of {_text(source.of)}"
+    if isinstance(source, FSDPTensor):
+        where = getattr(source.param, "_param_fqn", None) or getattr(source.param, "_module_fqn", "")
+        return f"FSDP2's {source.attribute.lstrip('_')} of `{where or 'root'}`"
+    if isinstance(source, Held):
+        return "a variable that the step names" if source.key is None else f"`{source.key}`"
+    if isinstance(source, Captured):
+        return "a tensor that the program holds"
+    return type(source).__name__

@@ -1,0 +1,168 @@
+"""The programs of one step, side by side: train and eval, first and last microbatch, sequence lengths.
+
+    programs.matching(key, leaves, spec)    those whose guards all hold, with their inputs
+    programs.add(key, kept)                 a new one; the least recently used goes when there are too many
+
+A call is looked up by what its arguments are (shapes, dtypes, numbers), then tried against the few programs of
+that key, the last used first; a guard that does not hold ends a try early.
+Invariant: at most `limit` programs. When as many in a row were dropped without one replay, recording stops:
+some fact is different at every call, and the warning names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from functionalize.core.inputs import Call
+from functionalize.core.program import Program
+from functionalize.frontend.fsdp import FSDPEffects
+from functionalize.frontend.reach import NUMBERS
+from functionalize.frontend.sources import Slot
+
+log = logging.getLogger("functionalize")
+STRUCTURE = "the structure of the arguments changed"
+
+
+@dataclass(eq=False)
+class Kept:
+    """One program of a step, and what a replay does in Python.
+
+    slots: where the gradients it returns go. history: which outputs had an autograd history. reason: why the
+    call was recorded.
+    """
+
+    program: Program
+    slots: Sequence[Slot]
+    effects: FSDPEffects
+    history: Sequence[bool]
+    reason: str
+    replays: int = 0
+
+
+def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
+    """What a program is looked up by; calls with other keys cannot share a program."""
+    return (spec, *[_key_of_leaf(leaf) for leaf in leaves])
+
+
+def _key_of_leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, (float, complex)):
+        return repr(leaf)
+    return leaf if isinstance(leaf, NUMBERS) else type(leaf)
+
+
+def _same_numbers(a: Kept, b: Kept) -> bool:
+    """Whether two programs of one key differ in nothing that Python read; both are for calls like the last one."""
+    if not a.program.value_guards:
+        return False
+    facts = [(g.where, repr(g.value)) for g in a.program.value_guards]
+    return facts == [(g.where, repr(g.value)) for g in b.program.value_guards]
+
+
+class Programs:
+    """At most `limit` programs of one step, called `name` in messages."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name, self._limit = name, limit
+        self._by_key: dict[Hashable, list[Kept]] = {}
+        self._used: OrderedDict[Kept, Hashable] = OrderedDict()  # the last used at the end
+        self._misses: Counter[str] = Counter()
+        self._example: dict[str, str] = {}
+        self._unused_in_a_row = 0
+        self.reason = ""
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __iter__(self) -> Any:
+        return iter(self._used)
+
+    @property
+    def latest(self) -> Kept | None:
+        """The program last used or made."""
+        return next(reversed(self._used), None)
+
+    @property
+    def thrashing(self) -> bool:
+        """Whether programs are made and dropped without being replayed."""
+        return self._unused_in_a_row >= self._limit
+
+    def matching(
+        self, key: Hashable, leaves: Sequence[Any], spec: Any
+    ) -> Iterator[tuple[Kept, Call]]:
+        """Every program whose guards hold, with its inputs, the last used first; `reason` says why not others."""
+        self.reason = ""
+        for kept in list(self._by_key.get(key, ())):
+            call = kept.program.resolve(leaves)
+            if isinstance(call, Call):
+                yield kept, call
+            else:
+                self.missed(call)
+        if not self.reason:
+            self.missed(self._why_none(leaves, spec))
+
+    def _why_none(self, leaves: Sequence[Any], spec: Any) -> str:
+        if self.latest is None:
+            return "the first call"
+        if spec != self.latest.program.in_spec:
+            return STRUCTURE
+        call = self.latest.program.resolve(leaves)
+        return call if isinstance(call, str) else "the arguments are of another kind"
+
+    def missed(self, reason: str) -> None:
+        """A guard did not hold; the first one of a call is its `reason`."""
+        self.reason = self.reason or reason
+        kind = re.sub(r"-?\d[\d.e+-]*", "#", reason)
+        self._misses[kind] += 1
+        self._example[kind] = reason
+
+    def used(self, kept: Kept) -> None:
+        """A program was replayed."""
+        kept.replays += 1
+        self._used.move_to_end(kept)
+        bucket = self._by_key[self._used[kept]]
+        if bucket[0] is not kept:
+            bucket.remove(kept)
+            bucket.insert(0, kept)
+
+    def add(self, key: Hashable, kept: Kept) -> None:
+        """Keep one more; it replaces one for the same numbers, else the least recently used makes room."""
+        for same in [k for k in self._by_key.get(key, ()) if _same_numbers(k, kept)]:
+            self._drop(same)
+        if len(self._used) >= self._limit:
+            oldest = next(iter(self._used))
+            self._drop(oldest)
+            first = self._unused_in_a_row == 0
+            self._unused_in_a_row = self._unused_in_a_row + 1 if oldest.replays == 0 else 0
+            if self.thrashing or (first and self._unused_in_a_row):
+                self._warn()
+        self._by_key.setdefault(key, []).insert(0, kept)
+        self._used[kept] = key
+
+    def _drop(self, kept: Kept) -> None:
+        key = self._used.pop(kept)
+        bucket = self._by_key[key]
+        bucket.remove(kept)
+        if not bucket:
+            del self._by_key[key]
+
+    def _warn(self) -> None:
+        kind, times = self._misses.most_common(1)[0]
+        end = "it runs eagerly from now on" if self.thrashing else "the oldest is dropped"
+        log.warning(
+            "%s has %d programs, as many as it may (`max_programs`), and needs another: %s. Missed most often "
+            "(%d times): %s",
+            self._name,
+            self._limit,
+            end,
+            times,
+            self._example[kind],
+        )

@@ -1,0 +1,350 @@
+"""Collectives on two gloo ranks: replayed like eager, and with a rank that runs eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+import functionalize as fz
+from functionalize.errors import FunctionalizeError
+from tests.ranks import run_on_ranks
+
+FUNCTIONAL = torch.ops._c10d_functional
+
+
+def all_gather(x: Tensor) -> Any:
+    out = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(out, x)
+    return out
+
+
+def all_gather_into_columns(x: Tensor) -> Any:
+    out = x.new_zeros(4, 2)
+    dist.all_gather(list(out.unbind(1)), x)
+    return out
+
+
+def all_gather_numbers(x: Tensor) -> Any:
+    out = [torch.empty(()) for _ in range(2)]
+    dist.all_gather(out, x.sum())
+    return out
+
+
+def all_gather_in_place(x: Tensor) -> Any:
+    out = x.new_zeros(2, 4)
+    out[dist.get_rank()] = x
+    dist.all_gather(list(out.unbind()), out[dist.get_rank()])
+    return out
+
+
+def all_gather_into_tensor(x: Tensor) -> Any:
+    out = x.new_empty(8)
+    dist.all_gather_into_tensor(out, x)
+    return out
+
+
+def reduce_scatter_tensor(x: Tensor) -> Any:
+    out = x.new_empty(2)
+    dist.reduce_scatter_tensor(out, x)
+    return out
+
+
+def broadcast(x: Tensor) -> Any:
+    out = x.clone() if dist.get_rank() == 1 else torch.empty_like(x)
+    dist.broadcast(out, 1)
+    return out
+
+
+def broadcast_of_an_argument(x: Tensor) -> Any:
+    dist.broadcast(x, 0)
+    return x * 2
+
+
+def broadcast_into_a_grown_storage(x: Tensor) -> Any:
+    """What a module that is unsharded by broadcasts does: only the root has written it."""
+    out = x.clone()
+    fz.resize_storage_bytes_(out, 0)
+    fz.resize_storage_bytes_(out, 16)
+    if dist.get_rank() == 0:
+        out.copy_(x)
+    dist.broadcast(out, 0)
+    return out * 1
+
+
+def all_reduce(x: Tensor) -> Any:
+    out = x.clone()
+    dist.all_reduce(out, dist.ReduceOp.MAX)
+    return out
+
+
+def all_reduce_transposed(x: Tensor) -> Any:
+    """The other rank may send the memory as it lies."""
+    out = torch.arange(6.0).view(2, 3).mul(x[0]).t()
+    dist.all_reduce(out)
+    return out
+
+
+def all_reduce_bits(x: Tensor) -> Any:
+    out = x.round().long()
+    dist.all_reduce(out, dist.ReduceOp.BOR)
+    return out
+
+
+def all_reduce_later(x: Tensor) -> Any:
+    out = x.clone()
+    work = dist.all_reduce(out, async_op=True)
+    y = x * 2
+    work.wait()
+    return out + y
+
+
+def all_to_all_single(x: Tensor) -> Any:
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x)
+    return out
+
+
+def all_to_all_single_uneven(x: Tensor) -> Any:
+    rank = dist.get_rank()
+    sent, received = [[1, 3], [2, 2]][rank], [[1, 2], [3, 2]][rank]
+    out = x.new_empty(sum(received))
+    dist.all_to_all_single(out, x, received, sent)
+    return out
+
+
+def all_to_all_single_of_rows(x: Tensor) -> Any:
+    out = x.new_empty(2, 2)
+    dist.all_to_all_single(out, x.view(4, 1))
+    return out
+
+
+def all_to_all(x: Tensor) -> Any:
+    out = [x.new_empty(2) for _ in range(2)]
+    dist.all_to_all(out, list(x.chunk(2)))
+    return out
+
+
+def coalesced_all_gathers(x: Tensor) -> Any:
+    out = [x.new_empty(8), x.new_empty(4)]
+    with dist._coalescing_manager():
+        dist.all_gather_into_tensor(out[0], x)
+        dist.all_gather_into_tensor(out[1], x[:2])
+    return out
+
+
+def coalesced_reduce_scatters(x: Tensor) -> Any:
+    out = [x.new_empty(2), x.new_empty(1)]
+    with dist._coalescing_manager():
+        dist.reduce_scatter_tensor(out[0], x)
+        dist.reduce_scatter_tensor(out[1], x[2:])
+    return out
+
+
+def coalesced_all_reduces(x: Tensor) -> Any:
+    out = [x.clone(), x.sum()]
+    with dist._coalescing_manager():
+        dist.all_reduce(out[0])
+        dist.all_reduce(out[1])
+    return out
+
+
+def barrier(x: Tensor) -> Any:
+    out = x.sin()
+    dist.barrier()
+    dist.all_reduce(out)
+    return out
+
+
+def functional(x: Tensor) -> Any:
+    group = dist.group.WORLD
+    summed = funcol.all_reduce(x, "sum", group)
+    gathered = funcol.all_gather_tensor(x, 0, group)
+    return summed + 1, gathered + 1, funcol.broadcast(x, 1, group) + 1
+
+
+def functional_in_place(x: Tensor) -> Any:
+    out, name = x.clone(), dist.group.WORLD.group_name
+    FUNCTIONAL.wait_tensor(FUNCTIONAL.all_reduce_(out, "sum", name))
+    FUNCTIONAL.wait_tensor(FUNCTIONAL.broadcast_(out, 0, name))
+    return out
+
+
+def functional_into_given(x: Tensor) -> Any:
+    gathered, scattered, name = x.new_empty(8), x.new_empty(2), dist.group.WORLD.group_name
+    work = FUNCTIONAL.all_gather_into_tensor_out(x, 2, name, out=gathered)
+    FUNCTIONAL.wait_tensor(work)
+    work = FUNCTIONAL.reduce_scatter_tensor_out(x, "sum", 2, name, out=scattered)
+    FUNCTIONAL.wait_tensor(work)
+    return gathered, scattered
+
+
+def functional_coalesced(x: Tensor) -> Any:
+    name = dist.group.WORLD.group_name
+    both = [x.clone(), x[:2].clone()]
+    for t in FUNCTIONAL.all_reduce_coalesced_(both, "sum", name):
+        FUNCTIONAL.wait_tensor(t)
+    gathered = FUNCTIONAL.all_gather_into_tensor_coalesced(both, 2, name)
+    return both, [FUNCTIONAL.wait_tensor(t) for t in gathered]
+
+
+def functional_with_gradients(x: Tensor) -> Any:
+    leaf, group = x.clone().requires_grad_(), dist.group.WORLD
+    gathered = funcol.all_gather_tensor_autograd(leaf, 0, group)
+    moved = funcol.all_to_all_single_autograd(leaf, [2, 2], [2, 2], group)
+    scattered = funcol.reduce_scatter_tensor_autograd(leaf * leaf, "sum", 0, group)
+    loss = gathered.square().sum() + moved.sin().sum() + scattered.sum()
+    return loss.detach(), torch.autograd.grad(loss, [leaf])[0]
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    f.__name__: f
+    for f in (
+        all_gather,
+        all_gather_into_columns,
+        all_gather_numbers,
+        all_gather_in_place,
+        all_gather_into_tensor,
+        reduce_scatter_tensor,
+        broadcast,
+        broadcast_of_an_argument,
+        broadcast_into_a_grown_storage,
+        all_reduce,
+        all_reduce_transposed,
+        all_reduce_bits,
+        all_reduce_later,
+        all_to_all_single,
+        all_to_all_single_uneven,
+        all_to_all_single_of_rows,
+        all_to_all,
+        coalesced_all_gathers,
+        coalesced_reduce_scatters,
+        coalesced_all_reduces,
+        barrier,
+        functional,
+        functional_in_place,
+        functional_into_given,
+        functional_coalesced,
+        functional_with_gradients,
+    )
+}
+
+
+def inputs(step: int) -> Tensor:
+    return torch.randn(
+        4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
+    )
+
+
+def run(name: str) -> tuple[list[str], int, str]:
+    """Eager, then captured, then one rank each way; returns what differs, replays, the program."""
+    fn, wrong = COLLECTIVES[name], []
+    captured = fz.capture(fn)
+    for step in range(8):
+        x, y = inputs(step), inputs(step)
+        expected = fn(x)
+        alone = step >= 6 and dist.get_rank() == step % 2  # this rank runs eagerly, the other replays
+        actual = fn(y) if alone else captured(y)
+        leaves = torch.utils._pytree.tree_leaves
+        pairs = zip(leaves((expected, x)), leaves((actual, y)), strict=True)
+        wrong += [f"step {step}" for a, b in pairs if not torch.equal(a, b)]
+    assert captured.program is not None
+    return wrong, captured.stats.replays, captured.program.print_readable(print_output=False)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_replays_like_eager_and_beside_a_rank_that_runs_eagerly(name: str) -> None:
+    for wrong, replays, program in run_on_ranks(run, name):
+        assert wrong == []
+        assert replays >= 4
+        assert "c10d." not in program.replace("_c10d_functional.", "")
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def reduce(x: Tensor) -> Any:
+    dist.reduce(x, 0)
+    return x
+
+
+def gather(x: Tensor) -> Any:
+    out = [torch.empty_like(x) for _ in range(2)] if dist.get_rank() == 0 else None
+    dist.gather(x, out, 0)
+    return x
+
+
+def scatter(x: Tensor) -> Any:
+    out = torch.empty_like(x)
+    dist.scatter(out, [x, x] if dist.get_rank() == 0 else None, 0)
+    return out
+
+
+def send(x: Tensor) -> Any:
+    dist.send(x, 1 - dist.get_rank())
+    return x
+
+
+def recv(x: Tensor) -> Any:
+    dist.recv(x, 1 - dist.get_rank())
+    return x
+
+
+def reduce_scatter(x: Tensor) -> Any:
+    out = x.new_empty(2)
+    dist.reduce_scatter(out, list(x.chunk(2)))
+    return out
+
+
+def monitored_barrier(x: Tensor) -> Any:
+    dist.monitored_barrier()
+    return x
+
+
+def strided_all_gather(x: Tensor) -> Any:
+    given = torch.stack([x, x], 1).t()
+    dist.all_gather([torch.empty_like(given) for _ in range(2)], given)
+    return x
+
+
+REFUSALS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "reduce": (
+        reduce,
+        "c10d.reduce_.default has no functional counterpart with the same messages: use dist.all_reduce",
+    ),
+    "gather": (gather, "c10d.gather_.default has no functional counterpart"),
+    "scatter": (scatter, "c10d.scatter_.default has no functional counterpart"),
+    "send": (send, "c10d.send.default has no functional counterpart"),
+    "recv": (recv, "c10d.recv_.default has no functional counterpart"),
+    "reduce_scatter": (reduce_scatter, "c10d.reduce_scatter_.default has no functional counterpart"),
+    "monitored_barrier": (
+        monitored_barrier,
+        "c10d.monitored_barrier_.default has no functional counterpart",
+    ),
+    "strided_all_gather": (
+        strided_all_gather,
+        "c10d.allgather_.default sends a tensor that is not contiguous (float32[2, 4] stride [1, 2])",
+    ),
+}
+
+
+def refusal(name: str) -> str:
+    captured = fz.capture(REFUSALS[name][0])
+    try:
+        for step in range(6):
+            captured(inputs(step))
+    except FunctionalizeError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_has_no_functional_counterpart_is_refused_by_name(name: str) -> None:
+    for message in run_on_ranks(refusal, name):
+        assert message.startswith(REFUSALS[name][1])
+        assert "test_collectives.py" in message

@@ -1,0 +1,80 @@
+"""Accumulation over several calls: one captured step per microbatch, gradients left unreduced between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint  # noqa: F401
+
+from tests.fsdp.test_capture import build_mlp, pairs
+from tests.fsdp.twins import Verdict, compare_twins
+from tests.ranks import run_on_ranks
+
+MICROBATCHES = 3
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def microbatch(set_flags: Callable[[nn.Module, bool], None]) -> Callable[..., Any]:
+    """A step that is called once per microbatch and told which is the last."""
+
+    def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+        def step(x: Tensor, y: Tensor, last: bool) -> Tensor:
+            set_flags(model, last)
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return make_step
+
+
+def sync_last(model: nn.Module, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+
+
+def unsharded_between(model: nn.Module, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+
+
+def last_backward(model: nn.Module, last: bool) -> None:
+    model.set_is_last_backward(last)
+    model.set_requires_gradient_sync(last)
+
+
+def always_reduced(model: nn.Module, last: bool) -> None:
+    pass
+
+
+WAYS: dict[str, tuple[Any, Callable[[nn.Module, bool], None]]] = {
+    "no_sync": ({}, sync_last),
+    "no_sync_bf16": ({"mp_policy": BF16}, sync_last),
+    "no_reshard": ({}, unsharded_between),
+    "no_reshard_at_all": ({"reshard_after_forward": False}, unsharded_between),
+    "last_backward": ({}, last_backward),
+    "reduced_each_time": ({}, always_reduced),
+}
+
+
+def accumulated(way: str) -> Verdict:
+    options, set_flags = WAYS[way]
+    batches = [(x, y, i % MICROBATCHES == MICROBATCHES - 1) for i, (x, y) in enumerate(pairs(24))]
+    return compare_twins(lambda: build_mlp(**options), microbatch(set_flags), batches)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_captured_step_per_microbatch(way: str) -> None:
+    for verdict in run_on_ranks(accumulated, way):
+        assert verdict.differences == []
+        assert verdict.captures == MICROBATCHES, verdict.guard_failures
+        assert verdict.replays >= 12
