@@ -7,7 +7,9 @@ imports a name with a leading underscore from torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -66,6 +68,7 @@ __all__ = [
     "can_auto_functionalize",
     "current_modes",
     "disable_current_modes",
+    "dynamo_frames",
     "fsdp_state_of",
     "functional_inside",
     "functional_needs_storage",
@@ -78,6 +81,7 @@ __all__ = [
     "has_kernel",
     "hooks_of",
     "inductor",
+    "is_dtensor_type",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
     "last_traced",
@@ -224,6 +228,16 @@ def fused_optimizer_functions() -> list[tuple[Any, str]]:
     return [(torch, name) for name in names if hasattr(torch, name)]
 
 
+@functools.cache
+def is_dtensor_type(kind: type) -> bool:
+    """Whether a class is DTensor; a build without distributed has none."""
+    try:
+        from torch.distributed.tensor import DTensor
+    except ImportError:
+        return False
+    return issubclass(kind, DTensor)
+
+
 def work_class() -> type | None:
     """The class whose `wait` completes a collective; None in a build without distributed."""
     try:
@@ -231,6 +245,15 @@ def work_class() -> type | None:
     except ImportError:
         return None
     return Work
+
+
+def dynamo_frames() -> Any:
+    """The module that decides whether a compiled function runs compiled; None while nothing was compiled.
+
+    `torch.compiler.set_stance("force_eager")` is the public way, but it holds in every thread.
+    """
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return module if hasattr(module, "_callback_from_stance") else None
 
 
 def fsdp_state_of(module: object) -> Any:

@@ -27,6 +27,7 @@ Nothing here needs pytest.
 from __future__ import annotations
 
 import atexit
+import builtins
 import faulthandler
 import gc
 import importlib
@@ -54,6 +55,8 @@ import torch
 import torch._dynamo  # replaces `torch.manual_seed`, once
 import torch.distributed as dist
 from torch import overrides as function_modes
+from torch.nn.utils import clip_grad
+from torch._dynamo import eval_frame as dynamo_frames
 from torch.utils import _python_dispatch as dispatch_modes
 
 T = TypeVar("T")
@@ -79,6 +82,7 @@ HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
     (torch.TypedStorage, "resize_"),
     (torch.TypedStorage, "_resize_"),
     (dist.Work, "wait"),
+    (dynamo_frames, "_callback_from_stance"),
     (torch.Tensor, "numpy"),
     (torch.Tensor, "tolist"),
     (torch.Tensor, "item"),
@@ -86,6 +90,8 @@ HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
     (torch, "tensor"),
     (torch, "as_tensor"),
     (json.JSONEncoder, "default"),
+    (builtins, "print"),
+    (clip_grad, "float"),
     *((torch, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")),
     *((module, name) for module in (torch, torch.random) for name in _GENERATORS),
     *((module, name) for module in (torch.cuda, torch.cuda.random) for name in _CUDA_GENERATORS),

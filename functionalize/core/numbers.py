@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from functionalize.core.ops import OpRecord
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Read:
     """The number that an op gave Python (`tensor.item()`)."""
 
     record: OpRecord
 
+    def __repr__(self) -> str:
+        return expression_text(self)
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Given:
     """A number that Python kept and that every call looks up again, as a tensor of one element.
 
@@ -41,14 +44,20 @@ class Given:
     name: str
     hint: Any
 
+    def __repr__(self) -> str:
+        return expression_text(self)
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Applied:
     """A Python function of numbers. given: whether no leaf is a `Read`: known before the graph runs."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     given: bool
+
+    def __repr__(self) -> str:
+        return expression_text(self)
 
     @staticmethod
     def of(function: Callable[..., Any], *args: Any) -> Applied:
@@ -176,6 +185,8 @@ def applied_text(function: Any, args: list[str]) -> str | None:
     """`a / b` or `round(a, 2)`; None if `function` is not one that numbers are given to."""
     if function in _INFIX and len(args) == 2:
         return f"{args[0]} {_INFIX[function]} {args[1]}"
+    if function is operator.neg:
+        return f"-{args[0]}"
     if getattr(function, "__module__", "") in ("_operator", "math", "builtins"):
         return f"{function.__name__.strip('_')}({', '.join(args)})"
     return None

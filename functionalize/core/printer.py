@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from functionalize.core.epilogue import Action, Copy, Resize, Set
+from functionalize.core.guards import NumberGuard
 from functionalize.core.inputs import Captured
-from functionalize.core.numbers import applied_text
+from functionalize.core.numbers import applied_text, expression_text
 from functionalize.core.ops import Geometry
 from functionalize.core.program import (
     Constant,
@@ -143,6 +144,11 @@ def program_text(program: Program, keep: Callable[[fx.Node], bool] | None = None
     if program.epilogue:
         lines.append("epilogue:")
         lines += [f"    {_action_text(a, program, slots)}" for a in program.epilogue]
+    numbers = [fact for fact in program.facts if isinstance(fact, NumberGuard)]
+    if numbers:
+        lines.append("guards on numbers:")
+        for number in numbers:
+            lines.append(f"    {expression_text(number.expression)} is {number.value!r}")
     if program.value_guards:
         lines.append("guards on values:")
         for guard in program.value_guards:

@@ -232,8 +232,13 @@ class Program:
 
     def _results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
         assert self._run is not None
-        with below_autograd():
-            results = self._run(list(call.inputs))
+        try:
+            with below_autograd():
+                results = self._run(list(call.inputs))
+        except ArithmeticError as error:  # Python's, of numbers: eager may be ready for it
+            if any(is_collective(n) for n in self.graph.nodes):
+                raise  # the other ranks are past the collectives that eager would issue again
+            raise GuardError(f"a number cannot be computed: {error}") from None
         failures = (guard.failure_of(results) for guard in self.value_guards)
         failure = next((f for f in failures if f is not None), None)
         if vote is not None and vote.any_failed(failure is not None):

@@ -41,7 +41,7 @@ def collectives(program: Program) -> Counter[str]:
     )
 
 
-class Outcome(enum.IntEnum):
+class Level(enum.IntEnum):
     """What became of a recording, or of a replay's guards; ranks go by the worst among them."""
 
     KEPT = 0
@@ -77,9 +77,9 @@ class Vote:
 
     def any_failed(self, failed: bool) -> bool:
         """Whether a guard failed on any rank of any of the groups."""
-        return self.worst(Outcome.NOT_YET if failed else Outcome.KEPT) is not Outcome.KEPT
+        return self.worst(Level.NOT_YET if failed else Level.KEPT) is not Level.KEPT
 
-    def worst(self, mine: Outcome) -> Outcome:
+    def worst(self, mine: Level) -> Level:
         """The worst outcome on any rank of any of the groups, in as many small all-reduces."""
         flag = torch.tensor(int(mine), device=self.device)
         for name in self.groups:
@@ -87,7 +87,7 @@ class Vote:
             work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group, async_op=True)
             if work is not None:
                 _await(work, name)
-        return Outcome(int(flag))
+        return Level(int(flag))
 
 
 def _await(work: dist.Work, name: str) -> None:

@@ -22,6 +22,7 @@ from functionalize._compat import (
     TorchDispatchMode,
     autograd_position,
     disable_current_modes,
+    is_dtensor_type,
     is_traceable_wrapper_subclass_type,
 )
 from functionalize.core.extent import check_bounds, check_overlap
@@ -37,9 +38,11 @@ from functionalize.errors import (
     ForeignStorageError,
     FunctionalizeError,
     UncapturableError,
+    UnsupportedOpError,
+    UnsupportedTensorError,
 )
 from functionalize.frontend.known_storages import KnownStorages
-from functionalize.frontend.live import SYMBOLIC, Ledger, is_live, plain, run_with, take_numbers
+from functionalize.frontend.live import SYMBOLIC, Ledger, handing_over, has_live, plain, run_with, take_numbers
 from functionalize.frontend.op_kinds import (
     LOOKS_ANYWHERE,
     MAY_GROW,
@@ -55,6 +58,7 @@ from functionalize.frontend.patches import PATCHES
 
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
+_NOT_IN_A_PROGRAM = (UnsupportedOpError, UnsupportedTensorError, ForeignStorageError)
 
 
 class Scalar:
@@ -136,6 +140,8 @@ class Recorder(KnownStorages, TorchDispatchMode):
             elif is_traceable_wrapper_subclass_type(kind):
                 if func is RESIZE_STORAGE:
                     return self._resize_inner(args[0], args[1])
+                if self.ledger is not None and is_dtensor_type(kind):
+                    return self._past_dtensor(self.ledger, func, args, kwargs)
                 return NotImplemented
         op = kind_of(func)
         if op.metadata:
@@ -162,7 +168,8 @@ class Recorder(KnownStorages, TorchDispatchMode):
                 record.meta["gradients"] = torch.is_grad_enabled()
             self._check(op, record)
         except FunctionalizeError as error:
-            raise located(error, record) from None
+            self._note_or_raise(located(error, record))
+            return self._call(func, args, kwargs)
         if self._ignore_fake and (op.random or op.sized_by_data):
             self._check_repeatable(op, record)
         try:
@@ -174,7 +181,10 @@ class Recorder(KnownStorages, TorchDispatchMode):
             self._drawn = generator_states()
         if op.to_python:
             out = self._to_python(record, out)
-        self._finish(op, record, args, kwargs, out)
+        try:
+            self._finish(op, record, args, kwargs, out)
+        except FunctionalizeError as error:
+            self._note_or_raise(located(error, record))
         return out
 
     # -- numbers -------------------------------------------------------------------------------
@@ -189,11 +199,20 @@ class Recorder(KnownStorages, TorchDispatchMode):
         record.meta["read"], record.meta["hint"] = number.node.expression, out
         return number
 
+    def _past_dtensor(self, ledger: Ledger, func: Any, args: Any, kwargs: Any) -> Any:
+        """Live numbers go to the op on the local tensors, DTensor sees plain ones: Note [Handed over]."""
+        if not has_live([args, list(kwargs.values())]):
+            return NotImplemented
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        with self, handing_over(ledger, func._schema.name, given):
+            return func(*run_with(ledger, args), **run_with(ledger, kwargs))
+
     def _take_numbers(self, record: OpRecord, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Put live numbers into the record, and into the call the plain ones that they stand for."""
         self._near_number = False
         if self.ledger is None:
-            if any(map(is_live, [*record.args, *record.kwargs.values()])):
+            if has_live([record.args, list(record.kwargs.values())]):
                 self.unfaithful.append("a number that another recording reads is used in this one")
             return args, kwargs  # else: symbolic sizes of a tracer
         take_numbers(self.ledger, record)
@@ -209,6 +228,13 @@ class Recorder(KnownStorages, TorchDispatchMode):
             self.unfaithful.append(
                 f"{record.target} gives a result whose size depends on data {line_of(record.traceback)}"
             )
+
+    def _note_or_raise(self, error: FunctionalizeError) -> None:
+        """What eager cannot do either is raised; what only a program cannot hold, after the step has run."""
+        if not (self._ignore_fake and isinstance(error, _NOT_IN_A_PROGRAM)):
+            raise error from None
+        if str(error) not in self.unfaithful:
+            self.unfaithful.append(str(error))
 
     def check_generators(self, where: str) -> None:
         """Note a generator that was set past torch's functions: no op says so, a replay would not."""
@@ -227,6 +253,12 @@ class Recorder(KnownStorages, TorchDispatchMode):
             raise UncapturableError(text)
         self.unfaithful.append(text)
         self._drawn = None
+
+    def side_effect(self, what: str) -> None:
+        """The step did something beside its tensors that a replay would not do again."""
+        if self._ignore_fake:
+            where = line_of(CapturedTraceback.extract())
+            self.unfaithful.append(f"{what} {where}, which a replay would not")
 
     def read_by_python(self, tensor: Tensor, how: str) -> None:
         """`tensor.numpy()` or `.tolist()` was called: Python sees numbers that no guard knows."""
@@ -401,7 +433,8 @@ class Recorder(KnownStorages, TorchDispatchMode):
                 )
             checked_nbytes(size, info.name)
         except FunctionalizeError as error:
-            raise located(error, record) from None
+            self._note_or_raise(located(error, record))
+            return original(storage, size)
         result = original(storage, size)
         self.note_size(storage)
         empty = Geometry((0,), (1,), 0, torch.uint8)

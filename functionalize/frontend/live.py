@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Ledger:
     def __init__(self, unfaithful: list[str]) -> None:
         self.active = True
         self.facts: dict[Any, Fact] = {}
-        self.handed: tuple[str, dict[str, Number]] | None = None  # see Note [Handed over]
+        self.handed: Handed | None = None  # see Note [Handed over]
         self._unfaithful = unfaithful
 
     def close(self) -> None:
@@ -472,14 +473,9 @@ _SIZED_BY_NUMBERS = ("aten::arange", "aten::range")
 
 
 def take_numbers(ledger: Ledger, record: OpRecord) -> None:
-    """Replace the live numbers in a record: by `LiveNumber`s where the op can be given them, else by constants.
-
-    Note [Handed over]
-    The fused optimizers take `lr` as a C++ double: on the way to the dispatcher it is a plain float. The
-    functions that call them are patched, tell the ledger which argument is which number (`handed`), and
-    the record of the op of that name gets them back.
-    """
+    """Replace the live numbers in a record: by `LiveNumber`s where the op can be given them, else by constants."""
     schema = record.target._schema
+    record.live = True
     sized = schema.name.startswith(_SIZED_BY_NUMBERS)
     args = list(record.args)
     for at, argument in enumerate(schema.arguments):
@@ -488,10 +484,9 @@ def take_numbers(ledger: Ledger, record: OpRecord) -> None:
             args[at] = _taken(ledger, args[at], live)
         elif argument.name in record.kwargs:
             record.kwargs[argument.name] = _taken(ledger, record.kwargs[argument.name], live)
-    if ledger.handed is not None and schema.name == ledger.handed[0]:
-        _take_handed(ledger.handed[1], schema, args, record.kwargs)
     record.args = tuple(args)
-    record.live = True
+    if ledger.handed is not None and ledger.handed.op == schema.name:
+        ledger.handed.take(record)
 
 
 def _taken(ledger: Ledger, arg: Any, live: bool) -> Any:
@@ -507,20 +502,82 @@ def _taken(ledger: Ledger, arg: Any, live: bool) -> Any:
     return number.settle() if number.ledger is ledger else number.hint
 
 
-def _take_handed(
-    numbers: dict[str, Number], schema: Any, args: list[Any], kwargs: dict[str, Any]
-) -> None:
-    for at, argument in enumerate(schema.arguments):
-        number = numbers.get(argument.name)
-        if number is None or not number.alive:
-            continue
-        value = LiveNumber(number.expression, number.hint)
-        if at < len(args) and args[at] == number.hint:
-            args[at] = value
-        elif kwargs.get(argument.name) == number.hint:
-            kwargs[argument.name] = value
-        else:
-            number.settle()
+class Handed:
+    """Note [Handed over]
+
+    Two callers take live numbers to an op by a way that only plain ones can go. The fused optimizers take `lr`
+    as a C++ double. DTensor would keep the number in its caches of shardings, compare by it, and give it
+    to ops when no recording is left that knows it. So the caller is given plain numbers, the ledger keeps
+    the live ones by the names of the arguments, and the record of the op gets them back there. One that no record
+    got is a constant of the program.
+    """
+
+    def __init__(self, op: str, arguments: Mapping[str, Any]) -> None:
+        self.op = op
+        self._arguments = {k: v for k, v in arguments.items() if has_live(v)}
+        self._taken: set[str] = set()
+
+    def take(self, record: OpRecord) -> None:
+        """Put the numbers back into a record of the op."""
+        args = list(record.args)
+        for at, argument in enumerate(record.target._schema.arguments):
+            name = argument.name
+            if name not in self._arguments:
+                continue
+            now = args[at] if at < len(args) else record.kwargs.get(name)
+            value = _put_back(self._arguments[name], now)
+            if value is None:
+                continue
+            self._taken.add(name)
+            if at < len(args):
+                args[at] = value
+            else:
+                record.kwargs[name] = value
+        record.args = tuple(args)
+
+    def close(self) -> None:
+        """What was not put back is a constant."""
+        for name in self._arguments.keys() - self._taken:
+            settled(self._arguments[name])
+
+
+@contextmanager
+def handing_over(ledger: Ledger, op: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, records of `op` get back the live numbers that are in `arguments`."""
+    before, ledger.handed = ledger.handed, Handed(op, arguments)
+    try:
+        yield
+        ledger.handed.close()
+    finally:
+        ledger.handed = before
+
+
+def _put_back(handed: Any, now: Any) -> Any:
+    """`now` with the live numbers of `handed` in their places; None if these are not the same numbers."""
+    if is_live(handed):
+        number: Number = handed.node
+        same = type(now) is type(number.hint) and repr(now) == repr(number.hint)
+        return LiveNumber(number.expression, number.hint) if same and number.alive else None
+    if isinstance(handed, (list, tuple)):
+        if not isinstance(now, (list, tuple)) or len(now) != len(handed):
+            return None
+        parts = [_put_back(h, n) for h, n in zip(handed, now, strict=True)]
+        return None if any(part is None for part in parts) else parts
+    return now
+
+
+def has_live(arg: Any) -> bool:
+    """Whether there is a live number in an argument."""
+    if isinstance(arg, (list, tuple)):
+        return any(map(has_live, arg))
+    return type(arg) in SYMBOLIC and is_live(arg)
+
+
+def settled(arg: Any) -> Any:
+    """An argument with plain numbers, which are constants of the program from now on."""
+    if type(arg) in (list, tuple):
+        return type(arg)(map(settled, arg))
+    return plain(arg)
 
 
 def run_with(ledger: Ledger, arg: Any) -> Any:

@@ -2,6 +2,7 @@
 
     tensor.item()                       torch gives back a bare `torch.SymFloat`: made a `LiveFloat`
     torch._fused_adamw_(..., lr=lr)     takes `lr` as a C++ double: see Note [Handed over] in live.py
+    clip_grad_norm_(..., max_norm)      converts to `float`, which is plain: its module gets a `float` of its own
     torch.tensor(number)                asks for a plain number: made by `torch.full`, which takes a live one
     json.dumps({"loss": number})        C code that knows the types of Python alone: given the plain number
     tensor._wrapped_number              see Note [Wrapped numbers]
@@ -17,9 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 
 from functionalize._compat import fused_optimizer_functions
-from functionalize.frontend.live import is_live, plain, shown
+from functionalize.frontend.live import handing_over, is_live, plain, run_with, shown
 
 
 def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
@@ -28,6 +30,7 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     yield torch.Tensor, "_wrapped_number", property(_wrapped, _wrap)
     for name in ("tensor", "as_tensor"):
         yield torch, name, _made_from(getattr(torch, name))
+    yield clip_grad, "float", _as_float
     yield json.JSONEncoder, "default", _as_json(json.JSONEncoder.default)
     for owner, name in fused_optimizer_functions():
         yield owner, name, _handing_over(recorders, name, getattr(owner, name))
@@ -53,6 +56,10 @@ def _made_from(original: Any) -> Any:
 
     make.__doc__ = original.__doc__
     return make
+
+
+def _as_float(value: Any) -> Any:
+    return value if is_live(value) and isinstance(value, float) else float(value)
 
 
 def _as_json(original: Any) -> Any:
@@ -87,16 +94,11 @@ def _wrapped(tensor: torch.Tensor) -> Any:
 
 def _handing_over(recorders: Callable[[], list[Any]], name: str, original: Any) -> Any:
     def fused(*args: Any, **kwargs: Any) -> Any:
-        live = {key: value.node for key, value in kwargs.items() if is_live(value)}
         ledgers = [recorder.ledger for recorder in recorders() if recorder.ledger is not None]
-        if not live or not ledgers:
+        if not ledgers or not any(map(is_live, kwargs.values())):
             return original(*args, **kwargs)
-        kwargs |= {key: number.hint for key, number in live.items()}
-        ledgers[0].handed = (f"aten::{name}", live)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            ledgers[0].handed = None
+        with handing_over(ledgers[0], f"aten::{name}", kwargs):
+            return original(*args, **run_with(ledgers[0], kwargs))
 
     fused.__doc__ = original.__doc__
     return fused

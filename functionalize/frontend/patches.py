@@ -4,6 +4,9 @@
     torch.Tensor.numpy, .tolist      Python reads numbers that no op tells of
     torch.Tensor.item, fused optimizers   give and take live numbers, see number_patches.py
     torch.get_rng_state, ...         set and read generators: recorded as ops, see generators.py
+    builtins.print                   what a replay would not do again
+    torch._dynamo's frame hook       what is under torch.compile runs as it is written: compiled code calls kernels
+                                     that no dispatcher sees, and Dynamo would trace the recorder itself
     torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
     torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
     torch.UntypedStorage.size        the function has given its storage
@@ -15,6 +18,7 @@ same time, and the last one removes them.
 
 from __future__ import annotations
 
+import builtins
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +27,7 @@ from typing import Any
 
 import torch
 
-from functionalize._compat import current_modes, work_class
+from functionalize._compat import current_modes, dynamo_frames, work_class
 from functionalize.frontend import generators, number_patches
 
 Owner = type | ModuleType
@@ -125,6 +129,16 @@ def _watched_read(name: str) -> Any:
     return read
 
 
+def _watched_print(original: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> None:
+        for recorder in _recorders():
+            recorder.side_effect("prints")
+        original(*args, **kwargs)
+
+    watched.__doc__ = original.__doc__
+    return watched
+
+
 def _unwatched_wait(original: Any) -> Any:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         watchers = _watchers()
@@ -140,12 +154,24 @@ def _unwatched_wait(original: Any) -> Any:
     return wait
 
 
+def _uncompiled(original: Any) -> Any:
+    def callback_from_stance(callback: Any) -> Any:
+        return None if _watchers() else original(callback)
+
+    callback_from_stance.__doc__ = original.__doc__
+    return callback_from_stance
+
+
 def _of_captures() -> Iterator[Patch]:
     yield torch.UntypedStorage, "resize_", _watched_resize()
     for name in ("numpy", "tolist"):
         yield torch.Tensor, name, _watched_read(name)
     yield from generators.patches(_recorders)
     yield from number_patches.patches(_recorders)
+    yield builtins, "print", _watched_print(builtins.print)
+    frames = dynamo_frames()
+    if frames is not None:
+        yield frames, "_callback_from_stance", _uncompiled(frames._callback_from_stance)
     work = work_class()
     if work is not None:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)

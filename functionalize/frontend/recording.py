@@ -64,6 +64,7 @@ from functionalize.frontend.guards import (
 )
 from functionalize.frontend.host import HostState
 
+from functionalize.frontend.known_storages import External
 from functionalize.frontend.lifted import Key, liftable
 from functionalize.frontend.reach import Held, Roots, reachable
 from functionalize.frontend.sources import Slot, candidates, module_tensors, parameters, slots
@@ -222,7 +223,7 @@ class Exit:
         after = FSDPState.now(list(entry.roots.modules.values()))
         effects = FSDPEffects.between(entry.fsdp, after)
         if isinstance(effects, str):
-            effects, changed = FSDPEffects(), changed or effects
+            return Exit(leaves, spec, assigned, FSDPEffects(), history, changed or effects)
         return Exit(leaves, spec, assigned, effects, history, changed)
 
 

@@ -30,7 +30,7 @@ from functionalize.core.program import Program
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
 from functionalize.frontend import arguments
-from functionalize.frontend.agreement import Outcome, Vote, collectives
+from functionalize.frontend.agreement import Level, Vote, collectives
 from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.explain import explanation
@@ -102,6 +102,23 @@ class _Warmup:
 
     calls: int = 0
     remains: Remains | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of a recording: a program, a refusal (`everywhere`: for calls of any kind), or neither yet."""
+
+    remains: Remains | None = None
+    kept: Kept | None = None
+    refused: FunctionalizeError | None = None
+    everywhere: bool = False
+
+    @property
+    def level(self) -> Level:
+        """How it counts in a vote."""
+        if self.refused is not None:
+            return Level.REFUSED
+        return Level.KEPT if self.kept is not None else Level.NOT_YET
 
 
 class CapturedStep:
@@ -211,16 +228,17 @@ class CapturedStep:
         warmup = self._warmups.setdefault(key, _Warmup())
         live = bool(warmup.calls or len(self._programs))  # the step has shown that it keeps no number
         recorder = Recorder(ignore_fake=True, live=live)
-        entry = Entry.now(self._fn, leaves, recorder, self._varying())
+        try:
+            entry = Entry.now(self._fn, leaves, recorder, self._varying())
+        except FunctionalizeError as error:
+            self._refuse(key, error)
+            return self._run_refused(error, args, kwargs)
         with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
             result = self._fn(*args, **kwargs)
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
-        after = Exit.now(entry, result, changed)
-        result = plain_tree(result)
-        with torch.no_grad(), recorder.quiet():
-            taken = Recording(recorder, entry, after)
-            self._decide(taken, spec, key, reason, warmup)
-        return result
+        outcome = self._outcome(entry, recorder, result, changed, spec, reason, warmup)
+        self._settle(self._agreed(outcome, recorder), key, warmup)
+        return plain_tree(result)
 
     def _varying(self) -> frozenset[Key]:
         """Hyperparameters that were seen to change between calls: live from now on, as `lr` always is."""
@@ -229,80 +247,95 @@ class CapturedStep:
                 self._lifted |= getattr(fact, "changed_keys", frozenset)()
         return self._lifted
 
-    def _decide(
-        self, taken: Recording, spec: pytree.TreeSpec, key: Hashable, reason: str, warmup: _Warmup
-    ) -> None:
-        """Keep the recording, or not yet, or refuse the step; with the other ranks where they must agree."""
-        kept: Kept | None = None
-        error: FunctionalizeError | None = None
+    def _outcome(
+        self,
+        entry: Entry,
+        recorder: Recorder,
+        result: Any,
+        changed: str | None,
+        spec: pytree.TreeSpec,
+        reason: str,
+        warmup: _Warmup,
+    ) -> _Outcome:
+        """What comes of a recording on this rank. The step has run: nothing is raised from here on."""
         try:
-            kept = self._kept(taken, spec, reason, warmup)
-        except FunctionalizeError as refused:
-            error = refused
+            after = Exit.now(entry, result, changed)
+            with torch.no_grad(), recorder.quiet():
+                taken = Recording(recorder, entry, after)
+                unsettled = self._unsettled(taken, warmup)
+                if unsettled is not None:
+                    log.info("warming up %s: %s", self._name, unsettled)
+                    return _Outcome(taken.remains)
+                return _Outcome(taken.remains, self._kept(taken, spec, reason))
+        except FunctionalizeError as error:
+            return _Outcome(refused=error)
         except Exception as bug:
-            log.exception("a bug in functionalize: please report it")
-            error = UncapturableError(f"a bug in functionalize: {type(bug).__name__}: {bug}")
-            error.__cause__ = bug
-        vote = Vote.of(taken.recorder)
-        if vote is not None or self._vote is not None:
-            vote = vote | self._vote if vote is not None else self._vote
-            assert vote is not None
-            mine = Outcome.REFUSED if error else Outcome.KEPT if kept else Outcome.NOT_YET
-            worst = vote.worst(mine)
-            if worst is Outcome.REFUSED and error is None:
-                error = UncapturableError("another rank cannot capture this step")
-            if worst is not Outcome.KEPT:
-                kept = None
-            key = _ANY if error is not None else key
-        if error is not None:
-            self._refuse(key, error)
-        elif kept is not None:
-            self._vote = vote if vote is not None else self._vote
-            self._add(key, kept, taken)
-        else:
-            warmup.calls, warmup.remains = warmup.calls + 1, taken.remains
-            self.stats.warmups += 1
+            log.exception("a bug in functionalize, please report it")
+            refused = UncapturableError(f"a bug in functionalize: {type(bug).__name__}: {bug}")
+            refused.__cause__ = bug
+            return _Outcome(refused=refused)
 
-    def _kept(
-        self, taken: Recording, spec: pytree.TreeSpec, reason: str, warmup: _Warmup
-    ) -> Kept | None:
-        """The program of the recording, None if it is not in its steady state; raises if it never will be."""
+    def _unsettled(self, taken: Recording, warmup: _Warmup) -> str | None:
+        """Why the step is not in its steady state; raises if it never will be."""
         refused = taken.refused()
         if refused is not None:
             raise UncapturableError(refused)
         unsettled = taken.unsettled(warmup.remains or self._remains)
-        if unsettled is not None:
-            log.info("warming up %s: %s", self._name, unsettled)
-            if warmup.calls + 1 >= _MAX_WARMUPS:
-                calls = warmup.calls + 1
-                raise UncapturableError(f"the step did not settle in {calls} calls: {unsettled}")
-            return None
-        program = taken.program(spec)
-        self.stats.nodes_recorded = program.nodes()
+        if unsettled is not None and warmup.calls + 1 >= _MAX_WARMUPS:
+            calls = warmup.calls + 1
+            raise UncapturableError(f"the step did not settle in {calls} calls: {unsettled}")
+        return unsettled
+
+    def _kept(self, taken: Recording, spec: pytree.TreeSpec, reason: str) -> Kept:
+        program, stats, records = taken.program(spec), self.stats, taken.recorder.records
+        recorded = program.nodes()
         if self._passes:
             import passes  # the arrow of imports points from passes to here
 
             program = passes.run(program, self._passes)
-        return Kept(program, taken.exit.assigned, taken.exit.effects, taken.exit.history, reason)
-
-    def _add(self, key: Hashable, kept: Kept, taken: Recording) -> None:
-        self._programs.add(key, kept)
-        self._warmups.pop(key, None)
-        self._remains = taken.remains
-        stats, program, records = self.stats, kept.program, taken.recorder.records
-        stats.ops, stats.nodes = len(records), program.nodes()
+        stats.nodes_recorded, stats.nodes = recorded, program.nodes()
+        stats.ops = len(records)
         stats.resizes = sum(r.target is RESIZE_STORAGE for r in records)
         stats.collectives = collectives(program)
         stats.inputs = len(program.inputs)
         stats.guards = len(program.facts) + len(program.guards) + len(program.value_guards)
-        stats.captures += 1
+        return Kept(program, taken.exit.assigned, taken.exit.effects, taken.exit.history, reason)
+
+    def _agreed(self, mine: _Outcome, recorder: Recorder) -> _Outcome:
+        """The outcome, or the worst on any rank where all must do the same from here on."""
+        vote = Vote.of(recorder)
+        if vote is None and self._vote is None:
+            return mine
+        vote = vote | self._vote if vote is not None else self._vote
+        assert vote is not None
+        worst = vote.worst(mine.level)
+        if worst is Level.REFUSED:
+            error = mine.refused or UncapturableError("another rank cannot capture this step")
+            return _Outcome(refused=error, everywhere=True)
+        if worst is Level.NOT_YET:
+            return _Outcome(mine.remains)
+        self._vote = vote
+        return mine
+
+    def _settle(self, outcome: _Outcome, key: Hashable, warmup: _Warmup) -> None:
+        """Act on an outcome."""
+        if outcome.refused is not None:
+            self._refuse(_ANY if outcome.everywhere else key, outcome.refused)
+            self.stats.warmups += 1
+        elif outcome.kept is not None:
+            self._programs.add(key, outcome.kept)
+            self._warmups.pop(key, None)
+            self._remains = outcome.remains
+            self.stats.captures += 1
+        else:
+            warmup.calls, warmup.remains = warmup.calls + 1, outcome.remains
+            self.stats.warmups += 1
 
     def _refuse(self, key: Hashable, error: FunctionalizeError) -> None:
         self._warmups.pop(key, None)
         self._refused[key] = error
         then = "its next call will raise" if self._raises else "it runs eagerly from now on"
         log.warning("%s cannot be captured, %s: %s", self._name, then, error)
-        self.stats.warmups += 1
 
 
 _ANY = object()  # the key of a refusal that holds for every call

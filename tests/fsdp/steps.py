@@ -130,7 +130,7 @@ def gradient_of_the_input(model: Any, optimizer: Optimizer) -> Step:
     return step
 
 
-def frozen_while_it_runs(model: Any, optimizer: Optimizer) -> Step:
+def adversarial(model: Any, optimizer: Optimizer) -> Step:
     """The gradient of the input, and a training step after it."""
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

