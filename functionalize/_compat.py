@@ -79,6 +79,7 @@ __all__ = [
     "fused_optimizer_functions",
     "group_of_name",
     "has_kernel",
+    "hook_functions",
     "hooks_of",
     "inductor",
     "is_dtensor_type",
@@ -213,6 +214,12 @@ def hooks_of(tensor: torch.Tensor) -> tuple[int, int]:
     """How many hooks autograd runs for a tensor: on its gradient, and after it was accumulated."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return len(tensor._backward_hooks or ()), len(after or ())
+
+
+def hook_functions(tensor: torch.Tensor) -> list[Any]:
+    """Those hooks."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
 
 
 def group_of_name(name: str) -> Any:

@@ -55,8 +55,8 @@ import torch
 import torch._dynamo  # replaces `torch.manual_seed`, once
 import torch.distributed as dist
 from torch import overrides as function_modes
-from torch.nn.utils import clip_grad
 from torch._dynamo import eval_frame as dynamo_frames
+from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch as dispatch_modes
 
 T = TypeVar("T")

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat import append_node
-from functionalize.core.numbers import Applied, Given, LiveNumber, bottom_up, is_expression, map_numbers
+from functionalize.core.numbers import (
+    Applied,
+    Given,
+    LiveNumber,
+    bottom_up,
+    is_expression,
+    map_numbers,
+)
 from functionalize.core.ops import Geometry, OpRecord
 from functionalize.core.storage import FunctionalStorage, Value
 from functionalize.errors import InvariantError, UnsupportedOpError
@@ -24,8 +31,8 @@ aten = torch.ops.aten
 class GraphEmitter:
     """Builds graph nodes directly (no tracing). `now` is the record that nodes are made for.
 
-    numbers: the nodes of the live numbers computed so far. given: makes the placeholder of a number that every
-    call looks up.
+    numbers: the nodes of the live numbers computed so far. given: makes the placeholder of a number that
+    every call looks up.
     """
 
     def __init__(
@@ -66,8 +73,8 @@ class GraphEmitter:
                 known[part] = append_node(self.graph, part.function, args, {}, name)
             elif isinstance(part, Given) and self._given is not None:
                 tensor = self._given(part)
-                read = (aten._local_scalar_dense.default, (tensor,), {})
-                known[part] = append_node(self.graph, *read, _traits(read[0])[0])
+                read, name = aten._local_scalar_dense.default, "_local_scalar_dense"
+                known[part] = append_node(self.graph, read, (tensor,), {}, name)
                 known[part].meta["hint"] = part.hint
             else:
                 raise InvariantError("a number is used before the op that gave it to Python")

@@ -126,7 +126,7 @@ class ValueGuard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberGuard:
-    """What Python learned of numbers that it kept (`if lr > 0.1`) still holds; known before the graph runs."""
+    """What Python learned of numbers that it keeps (`if lr > 0.1`) holds; known before the graph runs."""
 
     expression: Any
     value: Any

@@ -42,7 +42,8 @@ from functionalize.core.waits import sink_waits
 from functionalize.core.where import line_of
 from functionalize.errors import FunctionalizeError
 from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.live import Fact, expression_of
+from functionalize.frontend.ledger import Fact
+from functionalize.frontend.live import expression_of
 
 aten = torch.ops.aten
 

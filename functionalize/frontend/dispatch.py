@@ -41,8 +41,10 @@ from functionalize.errors import (
     UnsupportedOpError,
     UnsupportedTensorError,
 )
+from functionalize.frontend.handed import handing_over, has_live, run_with, take_numbers
 from functionalize.frontend.known_storages import KnownStorages
-from functionalize.frontend.live import SYMBOLIC, Ledger, handing_over, has_live, plain, run_with, take_numbers
+from functionalize.frontend.ledger import Ledger
+from functionalize.frontend.live import SYMBOLIC, plain, shown
 from functionalize.frontend.op_kinds import (
     LOOKS_ANYWHERE,
     MAY_GROW,
@@ -196,8 +198,8 @@ class Recorder(KnownStorages, TorchDispatchMode):
             self.scalars.append(Scalar(record, out))
             return out
         number = self.ledger.read(record, out)
-        record.meta["read"], record.meta["hint"] = number.node.expression, out
-        return number
+        record.meta["read"], record.meta["hint"] = number.expression, out
+        return shown(number)
 
     def _past_dtensor(self, ledger: Ledger, func: Any, args: Any, kwargs: Any) -> Any:
         """Live numbers go to the op on the local tensors, DTensor sees plain ones: Note [Handed over]."""

@@ -1,4 +1,4 @@
-"""Hyperparameters that programs look up at every call instead of holding them: `lr`, and what was seen to change.
+"""Hyperparameters that programs look up at every call, and do not hold: `lr`, and what was seen to change.
 
     keys = liftable(roots.optimizers)                      {("optimizer", 0, "lr")}
     with lifted(roots.optimizers, keys, recorder) as hyper, recorder:
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from functionalize.core.inputs import Call
-from functionalize.frontend.live import is_live, plain
+from functionalize.frontend.live import is_live, plain, shown
 
 if TYPE_CHECKING:
     from functionalize.frontend.dispatch import Recorder
-    from functionalize.frontend.live import Ledger
+    from functionalize.frontend.ledger import Ledger
 
 Key = tuple[str, int, str]  # optimizer, group, name of the hyperparameter
 Optimizers = Mapping[str, torch.optim.Optimizer]
@@ -129,7 +129,7 @@ def _live(ledger: Ledger, optimizer: torch.optim.Optimizer, key: Key, value: Any
             optimizer, name, group, hyperparameter, index, length, type(number)
         )
         text = f"{name}.{hyperparameter}_{group}" + ("" if index is None else f"_{index}")
-        return ledger.given(source, text, number)
+        return shown(ledger.given(source, text, number))
 
     if isinstance(value, tuple):
         return tuple(one(v, i, len(value)) for i, v in enumerate(value))

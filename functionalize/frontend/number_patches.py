@@ -1,8 +1,8 @@
 """torch's functions that hand numbers to Python or take them from it, as a capture replaces them.
 
     tensor.item()                       torch gives back a bare `torch.SymFloat`: made a `LiveFloat`
-    torch._fused_adamw_(..., lr=lr)     takes `lr` as a C++ double: see Note [Handed over] in live.py
-    clip_grad_norm_(..., max_norm)      converts to `float`, which is plain: its module gets a `float` of its own
+    torch._fused_adamw_(..., lr=lr)     takes `lr` as a C++ double: see Note [Handed over] in handed.py
+    clip_grad_norm_(..., max_norm)      converts to `float`, which is plain: its module gets its own `float`
     torch.tensor(number)                asks for a plain number: made by `torch.full`, which takes a live one
     json.dumps({"loss": number})        C code that knows the types of Python alone: given the plain number
     tensor._wrapped_number              see Note [Wrapped numbers]
@@ -21,7 +21,8 @@ import torch
 from torch.nn.utils import clip_grad
 
 from functionalize._compat import fused_optimizer_functions
-from functionalize.frontend.live import handing_over, is_live, plain, run_with, shown
+from functionalize.frontend.handed import handing_over, run_with
+from functionalize.frontend.live import is_live, plain, shown
 
 
 def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
@@ -73,10 +74,10 @@ def _as_json(original: Any) -> Any:
 def _wrap(tensor: torch.Tensor, number: Any) -> None:
     """Note [Wrapped numbers]
 
-    In `tensor * number` torch makes a tensor of the number, and of a symbolic one a NaN that has the number as
-    an attribute, `_wrapped_number`: who runs ops on real tensors is to look there. Autograd keeps that
-    tensor for the backward, which may run when nobody looks any more. So the attribute is a property for the
-    time of a capture, which writes the number that it stands for into the tensor.
+    In `tensor * number` torch makes a tensor of the number, and of a symbolic one a NaN that has the number
+    as an attribute, `_wrapped_number`: who runs ops on real tensors is to look there. Autograd keeps that
+    tensor for the backward, which may run when nobody looks any more. So the attribute is a property while
+    a capture runs, which writes the number that it stands for into the tensor.
     """
     tensor.__dict__["_wrapped_number"] = number
     if is_live(number):

@@ -2,8 +2,9 @@
 
     reachable(train_step, args)   ->  Roots(modules={"model": ...}, optimizers={"optimizer": ...}, ...)
 
-Closures, defaults, bound objects, the globals that code names and the arguments are searched. Of an object, a
-class or a Python module, what counts is what the code found so far names.
+Closures, defaults, bound objects, the globals that code names and the arguments are searched; so is the user's own
+code in modules (`forward`) and hooks. Of an object, a class or a Python module, what counts is what the code found
+so far names. Of an installed package's functions, what they hold is searched, not what they name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import io
 import queue
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from functionalize._compat import hook_functions
 from functionalize.core.inputs import Call
 
 _MAX_OBJECTS = 20_000  # a bound on the search, far above what a training script reaches
@@ -136,6 +139,7 @@ class _Search:
             roots.held.append((name, held, value))
         if isinstance(value, nn.Module):
             roots.modules[_free(name or "model", roots.modules)] = value
+            self.queue += [(n, code, None) for n, code in _code_of(value)]
         elif isinstance(value, torch.optim.Optimizer):
             roots.optimizers[_free(name or "optimizer", roots.optimizers)] = value
         elif held is not None:
@@ -191,7 +195,7 @@ class _Search:
         found: list[_Found] = []
         if fn.__module__ and fn.__module__.partition(".")[0] == "torch":
             return found
-        for code in _codes(fn.__code__):
+        for code in _codes(fn.__code__) if not _is_installed(fn.__module__) else ():
             self.named.update(code.co_names)
             for name in code.co_names:
                 if name in fn.__globals__:
@@ -203,6 +207,26 @@ class _Search:
                 continue
         found += [("default", d, None) for d in fn.__defaults__ or ()]
         return found + _items(fn.__kwdefaults__ or {})
+
+
+def _code_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The code that users put into modules and hang on them and their parameters."""
+    for child in module.modules():
+        kind = type(child)
+        if not _is_installed(kind.__module__):
+            yield kind.__name__, kind.forward
+        for table in (child._forward_hooks, child._forward_pre_hooks, child._backward_hooks):
+            yield from (("hook", hook) for hook in table.values())
+        for parameter in child._parameters.values():
+            if parameter is not None:
+                yield from (("hook", hook) for hook in hook_functions(parameter))
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Whether code is a package's, and not the user's: it is not searched for what it names."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def reachable(fn: Callable[..., Any], args: Sequence[Any] = ()) -> Roots:

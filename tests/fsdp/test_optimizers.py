@@ -1,8 +1,8 @@
 """Optimizers as users make them, on two real ranks: one capture, every number that they read stays live.
 
-Default `AdamW` reads its step count with `.item()`, a scheduler sets another learning rate after every step, a
-gradient scaler decides by a number whether the optimizer runs at all. Each case runs a captured and an eager
-twin with the same batches; losses, shards, optimizer state and RNG state are compared bit for bit.
+Default `AdamW` reads its step count with `.item()`, a scheduler sets another learning rate after every
+step, a gradient scaler decides by a number whether the optimizer runs at all. Each case runs a captured and
+an eager twin with the same batches; losses, shards, optimizer state and RNG state are compared bit for bit.
 """
 
 from __future__ import annotations

@@ -1,0 +1,193 @@
+"""Several programs of one step side by side, their bound, what is said of them, and the eager mode."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functionalize as fz
+from functionalize.errors import UncapturableError
+
+
+def trained(**options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if model.training:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return model, fz.capture(train_step, **options)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
+
+
+def run(step: Any, x: Tensor, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return step(x)
+
+
+def test_train_and_eval_and_lengths_side_by_side() -> None:
+    (a, step), (b, eager) = trained(), trained()
+    eager = eager.__wrapped__
+    for i in range(32):
+        rows = (3, 5)[i // 2 % 2]
+        for model in (a, b):
+            model.train(i % 2 == 0)
+        x = torch.randn(rows, 4)
+        assert torch.equal(run(step, x, i), run(eager, x, i)), i
+        assert same(a, b)
+    assert len(step.programs) == 4
+    assert step.stats.captures == 4
+    assert step.stats.replays >= 32 - 4 - 8
+
+
+def test_a_program_is_found_without_trying_the_others() -> None:
+    """Thirty lengths: what a call costs does not depend on how many programs there are."""
+    step = fz.capture(lambda x: x.sin() + 1, max_programs=64)
+    tried: list[int] = []
+    for rows in [*range(1, 31)] * 2:
+        step(torch.ones(rows))
+    original = fz.core.program.Program.resolve if hasattr(fz, "core") else None
+    from functionalize.core.program import Program
+
+    original = Program.resolve
+
+    def counted(self: Program, leaves: Any) -> Any:
+        tried.append(id(self))
+        return original(self, leaves)
+
+    Program.resolve = counted  # type: ignore[method-assign]
+    try:
+        for rows in range(1, 31):
+            step(torch.ones(rows))
+    finally:
+        Program.resolve = original  # type: ignore[method-assign]
+    assert len(tried) == 30 == len(set(tried))
+
+
+def test_programs_for_the_branches_of_a_number() -> None:
+    def step(x: Tensor) -> Tensor:
+        total = x.sum().item()
+        return x + 1 if total > 0 else x - 1 if total > -10 else x * 2
+
+    captured = fz.capture(step)
+    values = [1.0, 1.0, -1.0, -9.0, 1.0, -1.0, -9.0, -9.0, 1.0]
+    for value in values:
+        x = torch.full((3,), value)
+        assert torch.equal(captured(x), step(x))
+    assert len(captured.programs) == 3
+    assert captured.stats.replays == len(values) - 4
+
+
+def test_the_least_recently_used_goes(caplog: Any) -> None:
+    step = fz.capture(lambda x: x + 1, max_programs=2)
+    with caplog.at_level(logging.WARNING, "functionalize"):
+        for rows in (1, 1, 2, 2, 3, 3, 1, 1):
+            assert torch.equal(step(torch.ones(rows)), torch.ones(rows) + 1)
+    assert len(step.programs) == 2
+    assert {p.inputs[0].geometry.size for p in step.programs} == {(3,), (1,)}
+    assert step.stats.captures == 4
+    assert caplog.records == []  # each was of use
+
+
+def test_when_no_program_is_of_use_the_warning_names_the_guard(caplog: Any) -> None:
+    """A number in Python that is another one at every call."""
+    captured = fz.capture(lambda x, n: x * n, max_programs=3)
+    with caplog.at_level(logging.WARNING, "functionalize"):
+        for n in range(12):
+            assert torch.equal(captured(torch.ones(2), n), torch.ones(2) * n)
+    assert captured.stats.captures == 6
+    assert captured.stats.eager == 6
+    first, last = caplog.messages
+    assert "has 3 programs, as many as it may (`max_programs`)" in first
+    assert "argument leaf 1 is" in first
+    assert "runs eagerly from now on" in last
+    assert "(5 times): argument leaf 1 is 5, was 4" in last
+
+
+def refused_step() -> tuple[Any, list[int]]:
+    calls = [0]
+
+    def step(x: Tensor) -> Tensor:
+        return torch.nonzero(x).sum() + len(calls)
+
+    return step, calls
+
+
+def test_on_uncapturable_eager_warns_once_and_goes_on(caplog: Any) -> None:
+    step, _ = refused_step()
+    captured = fz.capture(step, on_uncapturable="eager")
+    with caplog.at_level(logging.WARNING, "functionalize"):
+        for i in range(5):
+            x = torch.arange(i + 1).remainder(2)[:1]
+            assert torch.equal(captured(x), step(x))
+    assert len(caplog.messages) == 1
+    assert "it runs eagerly from now on: aten.nonzero.default gives a result whose size" in (
+        caplog.messages[0]
+    )
+    assert (captured.stats.warmups, captured.stats.eager) == (1, 4)
+
+
+def test_on_uncapturable_raise_runs_nothing() -> None:
+    step, _ = refused_step()
+    captured = fz.capture(step)
+    captured(torch.ones(2))
+    for _ in range(2):
+        with pytest.raises(UncapturableError, match="whose size depends on data"):
+            captured(torch.ones(2))
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="'raise' or 'eager', not 'ignore'"):
+        fz.capture(lambda x: x, on_uncapturable="ignore")
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        fz.capture(lambda x: x, max_programs=0)
+
+
+def test_a_tensor_that_no_program_can_hold_does_not_stop_the_step() -> None:
+    step = fz.capture(lambda x: x.to_sparse().to_dense() + 1, on_uncapturable="eager")
+    for _ in range(3):
+        assert torch.equal(step(torch.eye(3)), torch.eye(3) + 1)
+    assert (step.stats.warmups, step.stats.eager) == (1, 2)
+    assert "cannot be captured: " in step.explain()
+    assert "sparse" in step.explain()
+
+
+def test_explain() -> None:
+    model, step = trained()
+    for i in range(4):
+        step(torch.randn(3, 4))
+    step(torch.randn(5, 4))
+    model.eval()
+    step(torch.randn(5, 4))
+    text = step.explain()
+    assert text.startswith("train_step: ")
+    assert "recorded because of the first call" in text
+    assert "recorded because of `args_0` is float32[5, 4], was float32[3, 4]" in text
+    assert "recorded because of `model` has training = False, had True" in text
+    assert "parameter `weight` of a Linear" in text
+    assert "state `exp_avg` of parameter 0 in group 0" in text
+    assert "leaf 0 of the arguments" in text
+    assert "guards that missed, the most frequent first" in text
+
+
+def test_a_warm_up_of_one_kind_is_not_compared_with_another() -> None:
+    """Two kinds of calls in turn settle as each would alone."""
+    step = fz.capture(lambda x, double: x * 2 if double else x + torch.tensor([1.0]))
+    for i in range(8):
+        x = torch.ones(2) * i
+        assert torch.equal(step(x, bool(i % 2)), x * 2 if i % 2 else x + 1)
+    assert len(step.programs) == 2
+    assert step.stats.replays >= 4
