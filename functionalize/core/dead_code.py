@@ -12,6 +12,9 @@ from functionalize.core.barrier import BARRIER
 from functionalize.core.generators import GET_STATE, is_random
 
 
+_TALKING = ("_c10d_functional", "_dtensor")
+
+
 def drop_dead_code(graph: fx.Graph) -> int:
     """Erase nodes that nobody uses, in one backward sweep; random ops and collectives stay."""
     erased = 0
@@ -27,4 +30,4 @@ def is_impure(node: fx.Node) -> bool:
     other ranks."""
     if is_random(node) and node.target is not GET_STATE:
         return True
-    return getattr(node.target, "namespace", "") == "_c10d_functional" or node.target is BARRIER
+    return getattr(node.target, "namespace", "") in _TALKING or node.target is BARRIER

@@ -165,7 +165,8 @@ def expression_text(expression: Any) -> str:
     for part in bottom_up(expression, done):
         if isinstance(part, Applied):
             args = [_in_brackets(a, done) if is_expression(a) else repr(a) for a in part.args]
-            done[part] = applied_text(part.function, args) or part.function.__name__
+            called = f"{part.function.__name__}({', '.join(args)})"
+            done[part] = applied_text(part.function, args) or called
         else:
             done[part] = part.name if isinstance(part, Given) else "item"
         if len(done[part]) > _LONGEST:

@@ -195,13 +195,15 @@ class FSDPState:
         """What tells states apart, hashable; equal for states that an equal step may start from."""
         return tuple([v if isinstance(v, _PLAIN) else id(v) for v in self.values])
 
-    def difference(self) -> str | None:
-        """How FSDP2's state now differs from this one, in what a step may look at."""
+    def difference(self, backward: bool) -> str | None:
+        """How FSDP2's state now differs from this one, in what a step (that goes `backward`) looks at."""
         for place, was in zip(self.places, self.values, strict=True):
             now = place.table.get(place.key)
             if now is not was and not (isinstance(was, _PLAIN) and now == was):
                 return f"{place.name} is {_brief(now)}, was {_brief(was)}"
-        recent = len(self._indices) + 1
+        recent = len(self._indices) if backward else 0
+        if not recent:
+            return None
         for order, were in zip(self._orders, self.orders, strict=True):
             if list(map(id, order[-recent:])) != list(map(id, were[-recent:])):
                 return "FSDP2 ran other modules forward since its last backward"
@@ -240,12 +242,16 @@ def _brief(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FSDPStateGuard:
-    """FSDP2 enters the step in the state it was captured in."""
+    """FSDP2 enters the step in the state it was captured in.
+
+    backward: whether the step goes backward, and so prefetches by the order of the forwards before.
+    """
 
     state: FSDPState
+    backward: bool = True
 
     def failure(self, call: Call) -> str | None:
-        return self.state.difference()
+        return self.state.difference(self.backward)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -75,7 +75,7 @@ from functionalize.run.boxed import boxed
 class Entry:
     """What holds when the step begins.
 
-    facts: guards on what the step itself must leave alone; moving: on what a replay changes as the step does.
+    facts: guards on what the step itself must leave alone. fsdp, held: what a replay changes as the step does.
     """
 
     roots: Roots
@@ -85,7 +85,7 @@ class Entry:
     fsdp: FSDPState
     host: HostState
     facts: list[Guard]
-    moving: list[Guard]
+    held: SlotGuard
     places: dict[int, tuple[str, Source, TensorRef]]
     lifted: frozenset[Key]
     kept: list[tuple[str, Source, Tensor, int | None]]
@@ -121,7 +121,7 @@ class Entry:
             fsdp,
             HostState.now(roots),
             _facts(roots, leaves, found, keys),
-            [FSDPStateGuard(fsdp), SlotGuard.of(call, held)],
+            SlotGuard.of(call, held),
             places,
             keys,
             list(_kept(roots, fsdp)),
@@ -331,7 +331,9 @@ class Recording:
         program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
         kept = drop_unused_inputs(program)
         storages = tuple(builder.storage_of_input[i] for i in kept)
-        program.facts = (*self.entry.moving, *self.entry.facts, *program.facts)
+        backward = any(record.autograd_node is not None for record in self.recorder.records)
+        moving = (FSDPStateGuard(self.entry.fsdp, backward), self.entry.held)
+        program.facts = (*moving, *self.entry.facts, *program.facts)
         program.guards = tuple(_input_guards(program, storages))
         return program
 

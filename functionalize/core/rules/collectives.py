@@ -275,10 +275,20 @@ def check_known_collective(target: Any) -> None:
     )
 
 
+def point_to_point(engine: Functionalizer, record: OpRecord) -> Any:
+    """`isend`, `irecv`, `batch_p2p_ops`: they write and return what they were given; no schema says so."""
+    raise UnsupportedOpError(
+        "sends to one rank or receives from it, which is not a value: use a collective, or keep it out of the step"
+    )
+
+
 def _register() -> None:
     """Register the rules whose ops exist in this build of torch."""
     load_fsdp_ops()
     rule(FUNCTIONAL.wait_tensor.default)(wait_tensor)
+    for name in ("isend", "irecv", "batch_p2p_ops"):
+        if hasattr(FUNCTIONAL, name):
+            rule(getattr(FUNCTIONAL, name).default)(point_to_point)
     if dist.is_available():
         rule(torch.ops.c10d._allgather_base_.default)(allgather_base_)
         rule(torch.ops.c10d._reduce_scatter_base_.default)(reduce_scatter_base_)

@@ -312,6 +312,13 @@ def strided_all_gather(x: Tensor) -> Any:
     return x
 
 
+def functional_send_and_receive(x: Tensor) -> Any:
+    other, name = 1 - dist.get_rank(), dist.group.WORLD.group_name
+    out = torch.empty_like(x)
+    FUNCTIONAL.batch_p2p_ops(["isend", "irecv"], [other, other], [0, 0], [x, out], name)
+    return out
+
+
 REFUSALS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "reduce": (
         reduce,
@@ -325,6 +332,10 @@ REFUSALS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "monitored_barrier": (
         monitored_barrier,
         "c10d.monitored_barrier_.default has no functional counterpart",
+    ),
+    "functional_send_and_receive": (
+        functional_send_and_receive,
+        "_c10d_functional.batch_p2p_ops.default sends to one rank or receives from it",
     ),
     "strided_all_gather": (
         strided_all_gather,
