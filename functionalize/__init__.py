@@ -3,6 +3,7 @@
 from functionalize.aot import aot_function, functionalize_storage, resize_storage_bytes_
 from functionalize.core.program import Program
 from functionalize.errors import FunctionalizeError
+from functionalize.frontend.persist import load
 from functionalize.frontend.step import capture
 from functionalize.transforms import trace
 
@@ -12,6 +13,7 @@ __all__ = [
     "aot_function",
     "capture",
     "functionalize_storage",
+    "load",
     "resize_storage_bytes_",
     "trace",
 ]

@@ -69,6 +69,8 @@ __all__ = [
     "current_modes",
     "disable_current_modes",
     "dynamo_frames",
+    "dtensor_parts",
+    "fsdp_lazy_init",
     "fsdp_state_of",
     "functional_inside",
     "functional_needs_storage",
@@ -76,25 +78,30 @@ __all__ = [
     "functional_remake",
     "functional_sync",
     "functional_was_written",
+    "graph_is_kept",
     "fused_optimizer_functions",
     "group_of_name",
     "has_kernel",
     "hook_functions",
+    "hook_tables",
     "hooks_of",
     "inductor",
     "is_dtensor_type",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
     "last_traced",
+    "leaf_of",
     "load_dynamo",
     "load_fsdp_ops",
     "load_resize_op",
     "no_dispatch",
     "plain_resize",
+    "process_groups",
     "proxy_mode",
     "pytree",
     "register_backend",
     "untraced",
+    "will_execute",
     "work_class",
 ]
 
@@ -216,6 +223,27 @@ def hooks_of(tensor: torch.Tensor) -> tuple[int, int]:
     return len(tensor._backward_hooks or ()), len(after or ())
 
 
+def hook_tables(tensor: torch.Tensor) -> list[dict[Any, Any]]:
+    """Where those hooks are kept."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return [table for table in (tensor._backward_hooks, after) if table is not None]
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The leaf that a node of autograd accumulates into, if it does."""
+    return getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward that is running will come to a node; no public function tells."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running was asked to retain its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def hook_functions(tensor: torch.Tensor) -> list[Any]:
     """Those hooks."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
@@ -270,6 +298,33 @@ def fsdp_state_of(module: object) -> Any:
     except ImportError:
         return None
     return _get_module_fsdp_state(module)  # type: ignore[arg-type]
+
+
+def fsdp_lazy_init(state: Any) -> None:
+    """What the first forward of a root does before all else: has no public name but the forward itself."""
+    state._lazy_init()
+
+
+def process_groups() -> list[Any]:
+    """Every process group that this rank is in, in the order in which they were made."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    return list(dist.distributed_c10d._world.pg_names)
+
+
+def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:
+    """The named tuples and dataclasses inside a DTensor's spec; placements, each with what it is made from."""
+    try:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+        from torch.distributed.tensor import _dtensor_spec as spec
+        from torch.distributed.tensor.placement_types import _StridedShard
+    except ImportError:
+        return [], {}
+    records = [spec.DTensorSpec, spec.TensorMeta, spec.ShardOrderEntry]
+    placements: dict[Any, tuple[str, ...]] = {Shard: ("dim",), Replicate: (), Partial: ("reduce_op",)}
+    return records, placements | {_StridedShard: ("dim", "split_factor")}
 
 
 def aot_autograd(**options: Any) -> Any:

@@ -68,5 +68,13 @@ class VerifyError(FunctionalizeError):
     """A program breaks an invariant; the message lists every violation."""
 
 
+class SaveError(FunctionalizeError):
+    """A program holds something that another process could not find again by a name."""
+
+
+class LoadError(FunctionalizeError):
+    """A saved program is damaged, or was made for another version, world, model or step; nothing was loaded."""
+
+
 class InvariantError(AssertionError):
     """A bug in this library, never the user's."""

@@ -11,7 +11,6 @@ from torch import fx
 from functionalize.core.barrier import BARRIER
 from functionalize.core.generators import GET_STATE, is_random
 
-
 _TALKING = ("_c10d_functional", "_dtensor")
 
 

@@ -69,7 +69,7 @@ def propagate(program: Program) -> None:
 def fake_input(spec: InputSpec) -> Any:
     """A fake tensor like an input, its storage as large as on entry (made under a fake mode)."""
     if not isinstance(spec.geometry, Geometry):
-        return spec.source
+        return getattr(spec.source, "hint", spec.source)
     elements = spec.geometry.end // spec.geometry.dtype.itemsize
     flat = torch.empty(elements, dtype=spec.geometry.dtype, device=spec.device)
     value = flat.as_strided(spec.geometry.size, spec.geometry.stride, spec.geometry.offset)

@@ -127,7 +127,8 @@ def program_text(program: Program, keep: Callable[[fx.Node], bool] | None = None
     nodes = list(program.graph.nodes)
     lines = ["program("]
     for spec in program.inputs:
-        emptied = " in 0 bytes" if spec.nbytes == 0 and spec.geometry.numel else ""
+        known = isinstance(spec.geometry, Geometry)  # else it is a number
+        emptied = " in 0 bytes" if known and spec.nbytes == 0 and spec.geometry.numel else ""
         lines.append(f"    {spec.name}: {spec.geometry}{emptied},")
     lines.append("):")
     slots: Sequence[Any] = ()

@@ -7,6 +7,7 @@ Invariant: nothing of the caller's is changed before the last guard has passed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -170,6 +171,12 @@ class Program:
         from functionalize.core.lower import lower
 
         return lower(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a program whose inputs are arguments to a file, for `functionalize.load`; raises `SaveError`."""
+        from functionalize.core.persist import save_program
+
+        save_program(self, path)
 
     # -- replay ----------------------------------------------------------------------------------
 

@@ -141,6 +141,8 @@ def _rebuilt(children: Any, shape: _Shape) -> Any:
     return value
 
 
+PARTS_OF_SPECS = (_Shape, _Beside)  # the classes of ours that a spec is made of
+
 pytree.register_pytree_node(
     _Opened,
     lambda opened: (opened.children, opened.shape),

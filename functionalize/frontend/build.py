@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from functionalize.core.epilogue import Action, Set, owed
 from functionalize.core.guards import Guard, NumberGuard, ValueGuard
 from functionalize.core.inputs import InputSpec, Source, WholeStorage
 from functionalize.core.numbers import Applied, Given, expression_text, is_given
-from functionalize.core.ops import Geometry, TensorRef, contiguous_geometry
+from functionalize.core.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
 from functionalize.core.program import (
     Constant,
     InputView,
@@ -166,9 +166,15 @@ class Builder:
     # -- the op stream -------------------------------------------------------------------------
 
     def discharge(self) -> None:
-        """Run the engine over every record."""
+        """Run the engine over every record; what the step learned of its numbers becomes guards."""
+        self.run(self.recorder.records)
+        ledger = self.recorder.ledger
+        self.guard(ledger.facts.values() if ledger is not None else ())
+
+    def run(self, records: Iterable[OpRecord]) -> None:
+        """Run the engine over some records, the next ones."""
         scalars = {id(s.record): s for s in self.recorder.scalars}
-        for record in self.recorder.records:
+        for record in records:
             scalar, read = scalars.get(id(record)), record.meta.get("read")
             if scalar is None and read is None:
                 self.engine.run(record)
@@ -182,8 +188,10 @@ class Builder:
                 where = line_of(record.traceback)
                 self._value_guards.append(ValueGuard(self.slot(node), scalar.value, where))
         self.emit.now = None
-        ledger = self.recorder.ledger
-        for fact in ledger.facts.values() if ledger is not None else ():
+
+    def guard(self, facts: Iterable[Fact]) -> None:
+        """Guards for what the step learned of live numbers."""
+        for fact in facts:
             self._guard(fact)
 
     def _guard(self, fact: Fact) -> None:

@@ -241,7 +241,9 @@ class Recorder(KnownStorages, TorchDispatchMode):
     def check_generators(self, where: str) -> None:
         """Note a generator that was set past torch's functions: no op says so, a replay would not."""
         now = generator_states()
-        if self._drawn is not None and not all(map(torch.equal, now, self._drawn)):
+        with disable_current_modes():  # of a recording around this one, or of the user
+            same = self._drawn is None or all(map(torch.equal, now, self._drawn))
+        if not same:
             self.unfaithful.append(
                 f"a random generator is set inside the step, {where}, by something else than "
                 "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"

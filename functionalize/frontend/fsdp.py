@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from functionalize._compat import fsdp_state_of
+from functionalize._compat import fsdp_lazy_init, fsdp_state_of
 from functionalize.core.inputs import Call
 
 _GROUP_FLAGS = (
@@ -77,6 +77,80 @@ def fsdp_params(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield param._param_fqn or info.param_name, param
 
 
+def fsdp_registered(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Every place, as module and name, where FSDP2 registers a parameter, and the FSDPParam."""
+    for _, param in fsdp_params(module):
+        info = param._module_info
+        yield info.module, info.param_name, param
+        for shared in zip(info.shared_modules, info.shared_param_names, strict=True):
+            yield *shared, param
+
+
+def fsdp_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """All that a program may refer to, with names that are the same in every process; some twice."""
+    for i, state in enumerate(fsdp_states(module)):
+        yield f"state {i}", state
+        yield f"attributes of state {i}", vars(state)
+        yield f"context of state {i}", vars(state._state_ctx)
+        for j, group in enumerate(_groups_of(state)):
+            yield from _objects_of(group, f"{i}.{j}")
+
+
+def _objects_of(group: Any, number: str) -> Iterator[tuple[str, Any]]:
+    yield f"group {number}", group
+    yield f"attributes of group {number}", vars(group)
+    yield f"indices of group {number}", group._post_forward_indices
+    if _ready(group):
+        yield f"order of group {number}", group.comm_ctx.post_forward_order
+    for key in ("mesh_info", *_GROUP_FLAGS):
+        value = vars(group).get(key)
+        if not isinstance(value, _PLAIN):
+            yield f"{key} of group {number}", value
+            if hasattr(value, "mesh"):
+                yield f"mesh in {key} of group {number}", value.mesh
+    for k, param in enumerate(group.fsdp_params):
+        yield f"parameter {number}.{k}", param
+        yield f"attributes of parameter {number}.{k}", vars(param)
+        yield f"sharded parameter {number}.{k}", param.sharded_param
+        if hasattr(param, "_unsharded_param"):
+            yield f"unsharded parameter {number}.{k}", param._unsharded_param
+
+
+# -- set up ----------------------------------------------------------------------------------------
+
+
+class SetUp(NamedTuple):
+    """How far FSDP2 has set up one of its modules: whether it is a root, whether it was unsharded once."""
+
+    root: bool
+    unsharded: bool
+
+
+def fsdp_set_up(module: nn.Module) -> list[SetUp]:
+    """How far the FSDP modules under `module` are set up, in the order of `fsdp_states`."""
+    return [SetUp(bool(s._is_root), _was_unsharded(s)) for s in fsdp_states(module)]
+
+
+def _was_unsharded(state: Any) -> bool:
+    params = [param for group in _groups_of(state) for param in group.fsdp_params]
+    return bool(params) and all(hasattr(param, "_unsharded_param") for param in params)
+
+
+def set_up_fsdp(module: nn.Module, goal: Sequence[SetUp]) -> None:
+    """Set FSDP2 up as its first forward does: roots, and the storages that parameters are unsharded into.
+
+    Unshards one module after the other, so every rank must call it. Where that was done, nothing happens.
+    """
+    pairs = list(zip(fsdp_states(module), goal, strict=True))
+    for state, (root, _) in pairs:
+        if root:
+            fsdp_lazy_init(state)
+    for state, (_, unsharded) in pairs:
+        if unsharded and not _was_unsharded(state):
+            state._modules[0].unshard()
+            state._modules[0].reshard()
+
+
 # -- tensors ---------------------------------------------------------------------------------------
 
 
@@ -114,6 +188,15 @@ def fsdp_parameters(module: nn.Module) -> Iterator[tuple[str, FSDPTensor]]:
         yield fqn, FSDPTensor(param, "sharded_param")
         if hasattr(param, "_unsharded_param"):
             yield f"{fqn}.unsharded", FSDPTensor(param, "_unsharded_param")
+
+
+def fsdp_unsharded(module: nn.Module) -> Iterator[Tensor]:
+    """Every tensor on a storage that FSDP2 grows to unshard a parameter, and empties to reshard it."""
+    for _, param in fsdp_params(module):
+        yield from param.all_gather_outputs
+        yield from getattr(param, "_unsharded_inner_tensors", ())
+        if hasattr(param, "_unsharded_param"):
+            yield param._unsharded_param
 
 
 def fsdp_slots(module: nn.Module) -> Iterator[tuple[str, FSDPTensor]]:
@@ -186,6 +269,11 @@ class FSDPState:
         return FSDPState(
             tuple(places), values, lists, numbers, tuple(orders), tuple(indices)
         )
+
+    def _where(self) -> list[Any]:
+        """Where it was looked; another list or table is there when FSDP2 has set itself up."""
+        places = [(place.key, id(place.table)) for place in self.places]
+        return [places, list(map(id, self._orders)), [id(numbers) for numbers, _ in self._indices]]
 
     def tables(self) -> set[tuple[int, str]]:
         """The places, so that others leave them to us."""
@@ -269,8 +357,7 @@ class FSDPEffects:
     @staticmethod
     def between(before: FSDPState, after: FSDPState) -> FSDPEffects | str:
         """The effects, or why they cannot be done again."""
-        same = [(p.key, id(p.table)) for p in before.places]
-        if same != [(p.key, id(p.table)) for p in after.places]:
+        if before._where() != after._where():
             return "FSDP2 set itself up"
         assigned = []
         for place, was, now in zip(before.places, before.values, after.values, strict=True):

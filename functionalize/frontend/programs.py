@@ -85,6 +85,10 @@ class Programs:
     def __iter__(self) -> Any:
         return iter(self._used)
 
+    def items(self) -> Iterator[tuple[Hashable, Kept]]:
+        """Every program with its key, the last used at the end."""
+        return ((key, kept) for kept, key in self._used.items())
+
     @property
     def latest(self) -> Kept | None:
         """The program last used or made."""

@@ -65,7 +65,7 @@ class Roots:
 
     held: the place of every module, optimizer, tensor and number that has one. objects: the attributes of
     every other object. containers: every list, dict, set, queue and file. named: the attributes and globals that
-    the code uses.
+    the code uses. functions: those of the user.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -75,6 +75,7 @@ class Roots:
     objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
     named: set[Any] = field(default_factory=set)
+    functions: list[types.FunctionType] = field(default_factory=list)
     _walked: list[tuple[str, nn.Module]] | None = None
 
     def walk(self) -> list[tuple[str, nn.Module]]:
@@ -195,7 +196,9 @@ class _Search:
         found: list[_Found] = []
         if fn.__module__ and fn.__module__.partition(".")[0] == "torch":
             return found
-        for code in _codes(fn.__code__) if not _is_installed(fn.__module__) else ():
+        if not is_installed(fn.__module__):
+            self.roots.functions.append(fn)
+        for code in _codes(fn.__code__) if not is_installed(fn.__module__) else ():
             self.named.update(code.co_names)
             for name in code.co_names:
                 if name in fn.__globals__:
@@ -205,7 +208,9 @@ class _Search:
                 found.append((name, cell.cell_contents, Held(cell, None)))
             except ValueError:  # an empty cell
                 continue
-        found += [("default", d, None) for d in fn.__defaults__ or ()]
+        defaults = fn.__defaults__ or ()
+        named = fn.__code__.co_varnames[: fn.__code__.co_argcount][-len(defaults) :]
+        found += [(n, d, None) for n, d in zip(named, defaults, strict=False) if defaults]
         return found + _items(fn.__kwdefaults__ or {})
 
 
@@ -213,7 +218,7 @@ def _code_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The code that users put into modules and hang on them and their parameters."""
     for child in module.modules():
         kind = type(child)
-        if not _is_installed(kind.__module__):
+        if not is_installed(kind.__module__):
             yield kind.__name__, kind.forward
         for table in (child._forward_hooks, child._forward_pre_hooks, child._backward_hooks):
             yield from (("hook", hook) for hook in table.values())
@@ -223,7 +228,7 @@ def _code_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def _is_installed(module: str | None) -> bool:
+def is_installed(module: str | None) -> bool:
     """Whether code is a package's, and not the user's: it is not searched for what it names."""
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file

@@ -337,9 +337,11 @@ class Recording:
         program.guards = tuple(_input_guards(program, storages))
         return program
 
-    def _inputs(self, builder: Builder) -> Iterator[GivenInput]:
-        """One input per storage that came from outside."""
-        for external in self.recorder.externals:
+    def _inputs(
+        self, builder: Builder, externals: Sequence[External] | None = None
+    ) -> Iterator[GivenInput]:
+        """One input per storage that came from outside, or for some of those."""
+        for external in self.recorder.externals if externals is None else externals:
             place = self.entry.places.get(external.ref.storage)
             if external.literal:
                 builder.add_constant(external.ref, external.tensor)

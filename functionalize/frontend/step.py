@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 
-from functionalize._compat import pytree
+from functionalize._compat import current_modes, disable_current_modes, pytree
 from functionalize.core.inputs import Call
 from functionalize.core.program import Program
 from functionalize.core.rules.resizes import RESIZE_STORAGE
@@ -37,6 +38,7 @@ from functionalize.frontend.explain import explanation
 from functionalize.frontend.history import without_history
 from functionalize.frontend.lifted import Key, lifted
 from functionalize.frontend.live import plain_tree
+from functionalize.frontend.persist import Saved, load_step, save_step
 from functionalize.frontend.programs import Kept, Programs, key_of
 from functionalize.frontend.recording import Entry, Exit, Recording, Remains
 
@@ -158,8 +160,33 @@ class CapturedStep:
         """Why each program exists, which guards missed, where each input comes from, what was refused."""
         return explanation(self._name, self.stats, self._programs, self._refused.values())
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
+
+        Raises `SaveError`, with nothing written, if a program refers to something that no name leads to.
+        """
+        save_step(path, self._fn, Saved(list(self._programs.items()), self._lifted, self._vote))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Add the programs that `save` wrote: the next call replays if the guards of one hold. Every rank must call it.
+
+        Sets FSDP2 up where it has not run yet. Raises `LoadError`, with nothing loaded on any rank, if the file is
+        damaged or was saved for another version, world, model, optimizer or code.
+        """
+        saved = load_step(path, self._fn)
+        for key, kept in saved.programs:
+            self._programs.add(key, kept)
+        self._lifted |= saved.lifted
+        self._vote = saved.vote | self._vote if saved.vote is not None else self._vote
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step: a replay if every guard of a program holds, else for real, recording."""
+        """One step: a replay if every guard of a program holds, else for real, recording.
+
+        Inside another recording it is a part of that one: it runs as the callable that it was made from.
+        """
+        if any(isinstance(mode, Recorder) for mode in current_modes()):
+            self.stats.eager += 1
+            return self._fn(*args, **kwargs)
         leaves, spec = arguments.flatten(args, kwargs)
         key = key_of(leaves, spec)
         refused = self._refused.get(key) or self._refused.get(_ANY)
@@ -236,7 +263,13 @@ class CapturedStep:
         with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
             result = self._fn(*args, **kwargs)
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
-        outcome = self._outcome(entry, recorder, result, changed, spec, reason, warmup)
+
+        def take() -> Recording:
+            after = Exit.now(entry, result, changed)  # in the step's own grad mode
+            with torch.no_grad():
+                return Recording(recorder, entry, after)
+
+        outcome = self._outcome(take, spec, reason, warmup)
         self._settle(self._agreed(outcome, recorder), key, warmup)
         return plain_tree(result)
 
@@ -249,19 +282,16 @@ class CapturedStep:
 
     def _outcome(
         self,
-        entry: Entry,
-        recorder: Recorder,
-        result: Any,
-        changed: str | None,
+        take: Callable[[], Recording],
         spec: pytree.TreeSpec,
         reason: str,
         warmup: _Warmup,
     ) -> _Outcome:
         """What comes of a recording on this rank. The step has run: nothing is raised from here on."""
         try:
-            after = Exit.now(entry, result, changed)
-            with torch.no_grad(), recorder.quiet():
-                taken = Recording(recorder, entry, after)
+            with disable_current_modes():
+                taken = take()
+            with torch.no_grad(), disable_current_modes():
                 unsettled = self._unsettled(taken, warmup)
                 if unsettled is not None:
                     log.info("warming up %s: %s", self._name, unsettled)

@@ -231,7 +231,7 @@ LEARNED: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "finite": (lambda n, k: math.isfinite(n), ["item -> 2.5"]),
     "key": (lambda n, k: {n: 1}[2.5], ["item -> 2.5", "item == 2.5 -> True"]),
     "text": (lambda n, k: (str(n), f"{k}"), ["repr(item) -> '2.5'", "format(item, '') -> '7'"]),
-    "percent": (lambda n, k: "%.2f" % (n,), ["item -> 2.5"]),
+    "percent": (lambda n, k: "%.2f" % (n,), ["item -> 2.5"]),  # noqa: UP031
     "int": (lambda n, k: int(n), ["int(item) -> 2"]),
     "truth": (lambda n, k: not n, ["truth(item) -> True"]),
     "index": (lambda n, k: list(range(k))[-1], ["item -> 7"]),

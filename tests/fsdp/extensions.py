@@ -1,4 +1,4 @@
-"""What users plug into FSDP2: collectives of their own, and a tensor subclass that is gathered in its own way."""
+"""What users plug into FSDP2: their own collectives, tensor subclasses that are gathered in their own way."""
 
 from __future__ import annotations
 

@@ -1,27 +1,27 @@
 """Small models under `fully_shard`: one builder for each way of wrapping that a row of `features.py` needs.
 
-A builder returns `(model, optimizer)`, from the same seed every time: two calls make twins. Builders run on the
-ranks, where the process groups are; those that take options return a builder.
+A builder returns `(model, optimizer)`, from the same seed every time: two calls make twins. Builders run on
+the ranks, where the process groups are; functions that take options return a builder.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, fully_shard, share_comm_ctx
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
+from torch.distributed.fsdp import (
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
 )
+from torch.distributed.tensor import Shard
 
 Built = tuple[nn.Module, torch.optim.Optimizer]
 Build = Callable[[], Built]
@@ -248,96 +248,6 @@ def sometimes_used() -> Net:
     return model
 
 
-# -- other meshes ----------------------------------------------------------------------------------
-
-
-def tensor_parallel(**options: Any) -> Build:
-    """Linear layers split over the inner dimension, `fully_shard(**options)` over the outer one."""
-
-    def build() -> Built:
-        both = mesh(2, 2)
-        torch.manual_seed(0)
-        model = Net()
-        plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
-        for block in model.blocks:
-            parallelize_module(block, both["inner"], plan)
-        head = ColwiseParallel(output_layouts=Replicate())
-        model.head = nn.Linear(WIDTH, 2 * CLASSES)
-        parallelize_module(model, both["inner"], {"head": head})
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=both["outer"], **options)
-        return model, momentum(model.parameters())
-
-    return build
-
-
-def replicated() -> Built:
-    """FSDP2's hooks with whole parameters on every rank: gradients are all-reduced."""
-    torch.manual_seed(0)
-    model = Net()
-    for module in (*model.blocks, model):
-        replicate(module, mesh=mesh(2))
-    return model, momentum(model.parameters())
-
-
-class OnMesh(Net):
-    """Takes and gives plain tensors; inside, activations are DTensors, each group of ranks with its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        here = [Replicate(), Replicate()]
-        out = super().forward(DTensor.from_local(x, mesh(2, 2), here, run_check=False))
-        return out.redistribute(placements=here).to_local()
-
-
-def spmd() -> Built:
-    """Parameters are DTensors on the whole mesh already; FSDP is told which dimension is its own."""
-    both = mesh(2, 2)
-    torch.manual_seed(0)
-    model = OnMesh(classes=4)
-    for name, child in model.named_modules():
-        for key, p in list(child.named_parameters(recurse=False)):
-            last = Shard(0) if name.endswith((".a", "head")) else Replicate()
-            placed = distribute_tensor(p.detach(), both, [Replicate(), last])
-            child.register_parameter(key, nn.Parameter(placed))
-    dims = DataParallelMeshDims(shard="outer")
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=both, dp_mesh_dims=dims)
-    return model, momentum(model.parameters())
-
-
-class Experts(nn.Module):
-    """Every expert computes every row, weighed by a router: no shape depends on data."""
-
-    def __init__(self, count: int = 4) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, count)
-        self.up = nn.Parameter(torch.randn(count, WIDTH, 12) * 0.1)
-        self.down = nn.Parameter(torch.randn(count, 12, WIDTH) * 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
-        each = torch.einsum("bd,edh->ebh", x, self.up).relu()
-        return x + torch.einsum("ebh,ehd,be->bd", each, self.down, weights)
-
-
-def experts_on_another_mesh() -> Built:
-    """In one module, the experts are sharded over two ranks and the router over all four."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-
-    torch.manual_seed(0)
-    model = Net()
-    model.blocks = nn.ModuleList([Experts(), Experts()])
-    over_two = FSDPMeshInfo(mesh=mesh(2, 2)["inner"], shard_mesh_dim=0)
-
-    def place(p: nn.Parameter) -> ShardPlacementResult | None:
-        return ShardPlacementResult(Shard(0), over_two) if p.dim() == 3 else None
-
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh(4), shard_placement_fn=place)
-    fully_shard(model, mesh=mesh(4))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-
-
 def largest_dim(p: nn.Parameter) -> Shard:
     """`shard_placement_fn`: the second dimension wherever there is one."""
     return Shard(1 if p.dim() > 1 else 0)
@@ -375,3 +285,67 @@ def both(*each: Callable[[Any], None]) -> Callable[[Any], None]:
             then(model)
 
     return apply
+
+
+# -- what goes in and out, compiled blocks, hooks -----------------------------------------------------
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+    label: str
+
+
+class Structured(nn.Module):
+    """A model that takes keyword and other arguments and returns a structure."""
+
+    def __init__(self, model: nn.Module, kind: type) -> None:
+        super().__init__()
+        self.inner, self.kind = model, kind
+
+    def forward(self, x: Tensor, *, targets: Tensor, scale: float = 1.0, name: str = "") -> Any:
+        logits = self.inner(x) * scale
+        loss = F.mse_loss(logits, targets)
+        if self.kind is dict:
+            return {"loss": loss, "aux": [logits, (name, None)]}
+        return Output(loss, logits, name)
+
+
+def structured(kind: type) -> Callable[[], Built]:
+    def build() -> Built:
+        torch.manual_seed(0)
+        model = Structured(Net(), kind)
+        fully_shard(model.inner)
+        fully_shard(model)
+        return model, adamw(model.parameters())
+
+    return build
+
+
+def compiled() -> Built:
+    torch.manual_seed(0)
+    model = Net()
+    for i, block in enumerate(model.blocks):
+        block.compile(backend="eager")
+        fully_shard(model.blocks[i])
+    fully_shard(model)
+    return model, adamw(model.parameters())
+
+
+def in_backward() -> Built:
+    """An SGD step for each parameter as soon as its gradient is reduced."""
+    model, _ = wrapped()()
+    for p in model.parameters():
+
+        def update(p: Any) -> None:
+            with torch.no_grad():
+                p.sub_(p.grad, alpha=0.1)
+            p.grad = None
+
+        p.register_post_accumulate_grad_hook(update)
+    return model, torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
+
+
+def registered(model: Any) -> None:
+    register_fsdp_forward_method(model, "features")

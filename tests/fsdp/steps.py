@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,10 @@ def pairs(n: int = STEPS, rows: int = 4, classes: int = 3) -> list[tuple[Tensor,
         (torch.randn(rows, 8, generator=g), torch.randn(rows, classes, generator=g))
         for _ in range(n)
     ]
+
+
+def in_bfloat16() -> list[tuple[Tensor, Tensor]]:
+    return [(x.bfloat16(), y) for x, y in pairs()]
 
 
 def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -221,26 +224,9 @@ def evaluating(mode: Callable[[], Any]) -> Callable[[Any, Optimizer], Step]:
 # -- arguments and results -------------------------------------------------------------------------
 
 
-@dataclass
-class Output:
-    loss: Tensor
-    logits: Tensor
-    label: str
-
-
-class Structured(nn.Module):
-    """A model that takes keyword and other arguments and returns a structure."""
-
-    def __init__(self, model: nn.Module, kind: type) -> None:
-        super().__init__()
-        self.inner, self.kind = model, kind
-
-    def forward(self, x: Tensor, *, targets: Tensor, scale: float = 1.0, name: str = "") -> Any:
-        logits = self.inner(x) * scale
-        loss = F.mse_loss(logits, targets)
-        if self.kind is dict:
-            return {"loss": loss, "aux": [logits, (name, None)]}
-        return Output(loss, logits, name)
+def named() -> list[dict[str, Any]]:
+    """Batches given by keyword."""
+    return [{"batch": {"x": x, "y": y}, "scale": 0.5, "name": "n"} for x, y in pairs()]
 
 
 def structured(model: Any, optimizer: Optimizer) -> Step:

@@ -1,4 +1,4 @@
-"""Every feature of `features.py`, on real gloo ranks, bit for bit like eager; and ranks that part for a step."""
+"""Every feature of `features.py` on real gloo ranks, bit for bit like eager; ranks that part for a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs
 
 import functionalize as fz
 from tests.fsdp import steps, upstream
-from tests.fsdp.features import FEATURES, table
+from tests.fsdp.features import FEATURES, GROUPS, table
 from tests.fsdp.models import adamw, wrapped
 from tests.fsdp.twins import Verdict, compare_twins
 from tests.ranks import run_on_ranks
@@ -41,6 +41,18 @@ def test_feature(name: str) -> None:
         assert "resize" not in verdict.program
 
 
+def feature_through_passes(name: str) -> Verdict:
+    row = FEATURES[name]
+    return compare_twins(row.build, row.make_step, row.batches(), passes="default")
+
+
+@pytest.mark.parametrize("name", [next(iter(rows)) for rows in GROUPS.values()])
+def test_feature_through_the_default_pipeline(name: str) -> None:
+    for verdict in run_on_ranks(feature_through_passes, name, world=FEATURES[name].world):
+        assert verdict.differences == []
+        assert verdict.replays >= 5
+
+
 def eagerly(name: str) -> str:
     row = FEATURES[name]
     try:
@@ -58,7 +70,8 @@ def test_what_eager_cannot_do_on_gloo(name: str) -> None:
 
 def test_the_table_has_every_row() -> None:
     text = table()
-    assert all(row.title in text and row.group in text for row in FEATURES.values())
+    assert all(row.title in text for row in FEATURES.values())
+    assert all(f"| {group} |" in text for group in GROUPS)
 
 
 # -- the comparison sees what it is for ------------------------------------------------------------
@@ -152,7 +165,9 @@ def parity(name: str) -> int:
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         out = model(x) if name == "MLPStack" else model(x[:, :-1]).flatten(0, 1)
-        return out.square().sum() if name == "MLPStack" else F.cross_entropy(out, x[:, 1:].flatten())
+        return (
+            out.square().sum() if name == "MLPStack" else F.cross_entropy(out, x[:, 1:].flatten())
+        )
 
     reference = make()
     model, optimizer = upstream.mlp_stack() if name == "MLPStack" else upstream.transformer(0.0)

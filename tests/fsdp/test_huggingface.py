@@ -391,7 +391,7 @@ def test_a_mask_that_starts_to_be_full_on_one_rank_is_noticed() -> None:
         assert verdict.differences == []
         assert verdict.replays >= 5
     assert any("value" in f or "number" in f for f in first.guard_failures)
-    assert first.replays == second.replays
+    assert second.replays >= first.replays  # its own mask is as it was
 
 
 def looping_experts() -> str:

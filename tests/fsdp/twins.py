@@ -1,8 +1,8 @@
 """Two models from the same state on every rank, one trained eagerly, one captured; compared bit for bit.
 
 `compare_twins(build, make_step, batches)` runs on one rank and returns a `Verdict` that travels by value.
-After every step: outputs, shards, gradients, buffers, optimizer state, what FSDP2 keeps between microbatches, RNG,
-storages left grown. At the end: both `state_dict()`s.
+After every step: outputs, shards, gradients, buffers, optimizer state, what FSDP2 keeps between microbatches,
+RNG, storages left grown. At the end: both `state_dict()`s.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     c10d.alltoall_([a, b], [x, y], pg)     ->  cat; all_to_all_single; wait_tensor; split_with_sizes
     c10d.allreduce_coalesced_([a, b], pg)  ->  all_reduce_coalesced([a, b], "sum", "pg"); wait_tensor
 
-The last kind is what torch makes of several collectives in a coalescing manager. A rank sends what eager sends.
+The last kind is what torch makes of several collectives in a coalescing manager.
 Refusal: `all_gather` of tensors that differ in size or type, which backends take apart in ways of their own.
 """
 

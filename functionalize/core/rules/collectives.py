@@ -119,11 +119,22 @@ def rows(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return (size[0] * ranks, *size[1:]) if size else (ranks,)
 
 
-def wait_tensor(engine: Functionalizer, record: OpRecord) -> None:
-    """Returns the tensor it was given, now complete."""
+def wait_tensor(engine: Functionalizer, record: OpRecord) -> Any:
+    """Returns the tensor it was given, now complete; its fake kernel returns another one."""
     (target,) = record.args
-    value = engine.emit.call(record.target, engine.read(target))
+    value = wait(engine, engine.read(target))
     engine.write(target, value)
+    return value
+
+
+def into_given(engine: Functionalizer, record: OpRecord) -> Any:
+    """`all_gather_into_tensor_out`, `reduce_scatter_tensor_out`: what they return is `out`, complete or not."""
+    name = record.target._schema.name.split("::")[1].removesuffix("_out")
+    target, (given, *rest) = record.kwargs["out"], record.args
+    functional = getattr(FUNCTIONAL, name).default
+    value = wait(engine, engine.emit.call(functional, sent(engine, given), *rest))
+    engine.put(target, value, contiguous_geometry(target.geometry.size, target.geometry.dtype))
+    return value
 
 
 def allgather_base_(engine: Functionalizer, record: OpRecord) -> Any:
@@ -278,7 +289,8 @@ def check_known_collective(target: Any) -> None:
 def point_to_point(engine: Functionalizer, record: OpRecord) -> Any:
     """`isend`, `irecv`, `batch_p2p_ops`: they write and return what they were given; no schema says so."""
     raise UnsupportedOpError(
-        "sends to one rank or receives from it, which is not a value: use a collective, or keep it out of the step"
+        "sends to one rank or receives from it, which is not a value: use a collective, or keep it out of "
+        "the step"
     )
 
 
@@ -286,6 +298,8 @@ def _register() -> None:
     """Register the rules whose ops exist in this build of torch."""
     load_fsdp_ops()
     rule(FUNCTIONAL.wait_tensor.default)(wait_tensor)
+    for name in ("all_gather_into_tensor_out", "reduce_scatter_tensor_out"):
+        rule(getattr(FUNCTIONAL, name).default)(into_given)
     for name in ("isend", "irecv", "batch_p2p_ops"):
         if hasattr(FUNCTIONAL, name):
             rule(getattr(FUNCTIONAL, name).default)(point_to_point)

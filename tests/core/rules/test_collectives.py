@@ -236,9 +236,7 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
 
 
 def inputs(step: int) -> Tensor:
-    return torch.randn(
-        4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
-    )
+    return torch.randn(4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
 
 
 def run(name: str) -> tuple[list[str], int, str]:
@@ -248,7 +246,9 @@ def run(name: str) -> tuple[list[str], int, str]:
     for step in range(8):
         x, y = inputs(step), inputs(step)
         expected = fn(x)
-        alone = step >= 6 and dist.get_rank() == step % 2  # this rank runs eagerly, the other replays
+        alone = (
+            step >= 6 and dist.get_rank() == step % 2
+        )  # this rank runs eagerly, the other replays
         actual = fn(y) if alone else captured(y)
         leaves = torch.utils._pytree.tree_leaves
         pairs = zip(leaves((expected, x)), leaves((actual, y)), strict=True)
@@ -285,13 +285,11 @@ def scatter(x: Tensor) -> Any:
     return out
 
 
-def send(x: Tensor) -> Any:
-    dist.send(x, 1 - dist.get_rank())
-    return x
-
-
-def recv(x: Tensor) -> Any:
-    dist.recv(x, 1 - dist.get_rank())
+def send_and_recv(x: Tensor) -> Any:
+    if dist.get_rank() == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
     return x
 
 
@@ -326,9 +324,11 @@ REFUSALS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "gather": (gather, "c10d.gather_.default has no functional counterpart"),
     "scatter": (scatter, "c10d.scatter_.default has no functional counterpart"),
-    "send": (send, "c10d.send.default has no functional counterpart"),
-    "recv": (recv, "c10d.recv_.default has no functional counterpart"),
-    "reduce_scatter": (reduce_scatter, "c10d.reduce_scatter_.default has no functional counterpart"),
+    "send_and_recv": (send_and_recv, "c10d."),
+    "reduce_scatter": (
+        reduce_scatter,
+        "c10d.reduce_scatter_.default has no functional counterpart",
+    ),
     "monitored_barrier": (
         monitored_barrier,
         "c10d.monitored_barrier_.default has no functional counterpart",
@@ -356,6 +356,10 @@ def refusal(name: str) -> str:
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_has_no_functional_counterpart_is_refused_by_name(name: str) -> None:
-    for message in run_on_ranks(refusal, name):
+    messages = run_on_ranks(refusal, name)
+    for message in messages:
         assert message.startswith(REFUSALS[name][1])
+    if name == "send_and_recv":
+        assert [m.split()[0] for m in messages] == ["c10d.send.default", "c10d.recv_.default"]
+    for message in messages:
         assert "test_collectives.py" in message

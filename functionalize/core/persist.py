@@ -1,0 +1,391 @@
+"""A program in a file: `program.save(path)`, `functionalize.load(path)`.
+
+    a zip of    metadata.json    versions, world, sizes: what a reader compares before it reads the rest
+                programs.json    records (see encoding.py) and, per program, its nodes and fields
+                constants.pt     tensors that programs hold, by `torch.save`, read with `weights_only=True`
+
+A node is [op, name, target, args, kwargs, meta]; an argument that is a node is {"node": its index}. The name of a
+process group is {"group": its index in the metadata}: names differ from process to process, ranks do not.
+Compiled runners, fake values and stacks are not written: `graph_module` makes them again.
+
+Invariant: a file is written as a whole or not at all. Reading follows encoding.py: no code of the file is run but
+ops, and functions of numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import tempfile
+import types
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functionalize.core import epilogue, guards, inputs, numbers, ops, program, structure
+from functionalize.core.encoding import Decoder, Encoder, Form, Json, is_target, plain_form
+from functionalize.core.inputs import Captured
+from functionalize.core.program import Program
+from functionalize.core.where import stack_trace_of
+from functionalize.errors import FunctionalizeError, LoadError, SaveError
+
+FORMAT = 1
+Path_ = str | os.PathLike[str]
+Runner = Callable[[Program], Callable[[list[Any]], Sequence[Any]]]
+
+# -- forms -----------------------------------------------------------------------------------------
+
+
+def _parts(expression: Any) -> Iterable[Any]:
+    done: dict[Any, None] = {}
+    for part in numbers.bottom_up(expression, done):
+        done[part] = None
+        yield part
+
+
+def _applied(function: Any, args: Any, given: bool) -> numbers.Applied:
+    if not is_target(function):
+        raise LoadError(f"calls {function!r}, which is no function of numbers: damaged")
+    return numbers.Applied(function, args, given)
+
+
+_SHAPE, _BESIDE = structure.PARTS_OF_SPECS
+_APPLIED = plain_form(numbers.Applied)
+FORMS: tuple[Form, ...] = (
+    *map(
+        plain_form,
+        (
+            epilogue.Copy,
+            epilogue.Resize,
+            epilogue.Set,
+            guards.AliasGuard,
+            guards.ConstantGuard,
+            guards.NumberGuard,
+            guards.TensorGuard,
+            guards.ValueGuard,
+            inputs.Argument,
+            inputs.InputSpec,
+            inputs.WholeStorage,
+            numbers.Given,
+            ops.Geometry,
+            program.Constant,
+            program.InputView,
+            program.LeafItself,
+            program.Result,
+            program.SameAs,
+            program.Wrapped,
+        ),
+    ),
+    Form(numbers.Applied, _APPLIED.save, _applied, _parts),
+    plain_form(_SHAPE),
+    Form(_BESIDE, lambda beside: (beside.value,), _BESIDE),
+)
+
+# -- programs --------------------------------------------------------------------------------------
+
+_FIELDS = (
+    "inputs",
+    "outputs",
+    "epilogue",
+    "guards",
+    "value_guards",
+    "in_spec",
+    "out_spec",
+    "facts",
+    "stage",
+    "history",
+)
+_META = ("hint", "stack_trace", "seq_nr", "autograd_node", "original_aten")
+
+
+@dataclass(slots=True)
+class Writer:
+    """What is written beside the programs. groups: the names of process groups, by index."""
+
+    encoder: Encoder
+    groups: list[str] = field(default_factory=list)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    def group(self, name: str) -> Json:
+        """A process group, by its index in the metadata."""
+        if name not in self.groups:
+            self.groups.append(name)
+        return {"group": self.groups.index(name)}
+
+    def program(self, program: Program, label: str) -> Json:
+        """One program; its constants are kept under `label`."""
+        for spec in program.inputs:
+            if isinstance(spec.source, Captured):
+                raise SaveError(
+                    f"holds the tensor `{spec.name}` ({spec.geometry}), which no module, optimizer or argument "
+                    "leads to: pass it as an argument, or register it as a buffer"
+                )
+        for name, value in program.constants.items():
+            if type(value) is not Tensor:
+                raise SaveError(f"has the constant `{name}`, a {type(value).__name__}, not a plain tensor")
+            self.constants[f"{label}.{name}"] = value
+        runner, fields = program.runner, {}
+        if runner is not None and not _is_by_name(runner):
+            raise SaveError(f"is run by {runner!r}, which has no name of its own")
+        for name in _FIELDS:
+            fields[name] = self.encoder.value(getattr(program, name), name)
+        return {"label": label, "runner": runner and runner_name(runner), "graph": self._graph(program.graph), **fields}
+
+    def _graph(self, graph: fx.Graph) -> Json:
+        index = {node: i for i, node in enumerate(graph.nodes)}
+
+        def written(arg: Any) -> Json:
+            if isinstance(arg, fx.Node):
+                return {"node": index[arg]}
+            if isinstance(arg, (list, tuple)) and any(_has_node(a) for a in arg):
+                parts = [written(a) for a in arg]
+                return parts if isinstance(arg, list) else {"tuple": parts}
+            return self.encoder.value(arg, "an argument of an op")
+
+        nodes = []
+        for node in graph.nodes:
+            target = node.target
+            if not isinstance(target, str):
+                if not is_target(target):
+                    raise SaveError(f"calls {target}, which is no op")
+                target = self.encoder.value(target)
+            args, kwargs = list(map(written, node.args)), {k: written(v) for k, v in node.kwargs.items()}
+            for at in _group_arguments(node.target):
+                if isinstance(at, int) and at < len(args):
+                    args[at] = self.group(str(node.args[at]))
+                elif at in kwargs:
+                    kwargs[str(at)] = self.group(str(node.kwargs[str(at)]))
+            nodes.append([node.op, node.name, target, args, kwargs, self._meta(node)])
+        return nodes
+
+    def _meta(self, node: fx.Node) -> Json:
+        """What cannot be made again from the graph; a recorded stack becomes text."""
+        meta, record = dict(node.meta), node.meta.get("record")
+        if record is not None:
+            meta.update(
+                stack_trace=stack_trace_of(record.traceback),
+                seq_nr=record.seq_nr,
+                autograd_node=record.autograd_node,
+                original_aten=record.target,
+            )
+        return {k: self.encoder.value(meta[k], k) for k in _META if meta.get(k) is not None}
+
+
+def runner_name(runner: Any) -> str:
+    """The name by which a runner is found again."""
+    return f"{runner.__module__}.{runner.__qualname__}"
+
+
+def _is_by_name(runner: Any) -> bool:
+    return isinstance(runner, types.FunctionType) and "<" not in runner.__qualname__
+
+
+def _has_node(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(map(_has_node, arg))
+    return isinstance(arg, fx.Node)
+
+
+def _group_arguments(target: Any) -> list[int | str]:
+    """Where an op takes the name of a process group: its positions and names."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return []
+    found = [(i, a.name) for i, a in enumerate(schema.arguments) if a.name == "group_name"]
+    return [key for pair in found for key in pair]
+
+
+@dataclass(slots=True)
+class Reader:
+    """The other way. groups: the names here of the process groups in the metadata."""
+
+    decoder: Decoder
+    runners: Mapping[str, Runner]
+    groups: Sequence[str]
+    constants: Mapping[str, Tensor]
+
+    def program(self, code: Json) -> Program:
+        """The program that was written as `code`."""
+        graph, prefix = self._graph(code["graph"]), f"{code['label']}."
+        name = code["runner"]
+        if name is not None and name not in self.runners:
+            raise LoadError(f"is run by {name}, which is not known here")
+        runner = self.runners[name] if name is not None else None
+        fields = {n: self.decoder.value(code[n]) for n in _FIELDS}
+        constants = {
+            n.removeprefix(prefix): t for n, t in self.constants.items() if n.startswith(prefix)
+        }
+        return Program(graph=graph, constants=constants, runner=runner, **fields)
+
+    def _graph(self, nodes: Json) -> fx.Graph:
+        graph = fx.Graph()
+        made: list[fx.Node] = []
+
+        def read(code: Json) -> Any:
+            if isinstance(code, list):
+                return [read(c) for c in code]
+            if isinstance(code, dict) and "node" in code:
+                return made[code["node"]]
+            if isinstance(code, dict) and "group" in code:
+                return self.groups[code["group"]]
+            if isinstance(code, dict) and "tuple" in code:
+                return tuple(read(c) for c in code["tuple"])
+            return self.decoder.value(code)
+
+        for op, name, written, args, kwargs, meta in nodes:
+            target = written if op != "call_function" else self.decoder.value(written)
+            names = [name, *kwargs, *([written] if op != "call_function" else [])]
+            known = op == "call_function" or op in ("placeholder", "get_attr", "output")
+            if not known or not all(n.isidentifier() for n in names):
+                raise LoadError(f"has a node that is none ({op} {name}): damaged")
+            if op == "call_function" and not is_target(target):
+                raise LoadError(f"calls {target!r}, which is no op: damaged")
+            arguments = tuple(read(a) for a in args), {k: read(v) for k, v in kwargs.items()}
+            node = graph.create_node(op, target, *arguments, name=name)
+            node.meta.update({k: self.decoder.value(v) for k, v in meta.items()})
+            made.append(node)
+        return graph
+
+
+# -- metadata --------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, Any]:
+    """What must be the same where a program is read."""
+    try:
+        own = importlib.metadata.version("functionalize")
+    except importlib.metadata.PackageNotFoundError:  # run from its folder
+        own = "unknown"
+    return {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "functionalize": own,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def check_versions(metadata: Json) -> None:
+    """Raises `LoadError` if a file is of another version of anything that programs depend on."""
+    if metadata.get("format") != FORMAT:
+        raise LoadError(f"has format {metadata.get('format')}, this library reads format {FORMAT}")
+    for name, here in versions().items():
+        if metadata.get(name) != here:
+            raise LoadError(f"was saved with {name} {metadata.get(name)}, this is {name} {here}")
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+_METADATA, _PROGRAMS, _CONSTANTS = "metadata.json", "programs.json", "constants.pt"
+_LARGEST = 2**31  # bytes of JSON: far above any program, below what would exhaust a machine
+
+
+def write(path: Path_, metadata: Json, content: Json, constants: Mapping[str, Tensor]) -> None:
+    """Write a file, or leave what is there: it is put in place when it is complete."""
+    tensors = io.BytesIO()
+    torch.save(dict(constants), tensors)
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with (
+            os.fdopen(handle, "wb") as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+        ):
+            archive.writestr(_METADATA, json.dumps(metadata, indent=1))
+            archive.writestr(_PROGRAMS, json.dumps(content, separators=(",", ":")))
+            archive.writestr(_CONSTANTS, tensors.getvalue())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def read_metadata(path: Path_) -> Json:
+    """The metadata alone; raises `LoadError` for what is no such file."""
+    return json.loads(_entry(path, _METADATA))
+
+
+def read(path: Path_) -> tuple[Json, dict[str, Tensor]]:
+    """Content and constants."""
+    content = json.loads(_entry(path, _PROGRAMS))
+    data = io.BytesIO(_entry(path, _CONSTANTS))
+    try:
+        constants = torch.load(data, weights_only=True)
+    except Exception as error:
+        raise LoadError(f"has constants that cannot be read, it is damaged: {error}") from error
+    if not isinstance(constants, dict) or not all(type(t) is Tensor for t in constants.values()):
+        raise LoadError("has constants that are no tensors: it is damaged")
+    return content, constants
+
+
+def _entry(path: Path_, name: str) -> bytes:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.getinfo(name).file_size > _LARGEST:
+                raise LoadError(f"has a {name} of more than {_LARGEST} bytes: it is damaged")
+            return archive.read(name)
+    except FileNotFoundError as error:
+        raise LoadError("is not there") from error
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, OSError, NotImplementedError) as error:
+        raise LoadError(f"is no saved program, or is damaged: {error}") from error
+
+
+def refusal(path: Path_, error: FunctionalizeError, verb: str) -> FunctionalizeError:
+    """`error` with the file before it."""
+    told = type(error)(f"{os.fspath(path)} cannot be {verb}: it {error}")
+    told.__cause__ = error.__cause__
+    return told
+
+
+def damaged(error: Exception) -> LoadError:
+    """What reading a file raised that no sound file makes it raise."""
+    told = LoadError(f"is damaged: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
+
+
+# -- one program by itself -------------------------------------------------------------------------
+
+
+def save_program(program: Program, path: Path_) -> None:
+    """Write one program whose inputs are arguments; raises `SaveError`."""
+    writer = Writer(Encoder(FORMS))
+    try:
+        code = writer.program(program, "program")
+        if writer.groups:
+            raise SaveError("communicates, and process groups have other names elsewhere: save a captured step")
+    except SaveError as error:
+        raise refusal(path, error, "saved") from None
+    content = {"records": writer.encoder.records, "programs": [code]}
+    write(path, {**versions(), "kind": "program", "nodes": program.nodes()}, content, writer.constants)
+
+
+def load_program(path: Path_, runners: Mapping[str, Runner]) -> Program:
+    """The program of `save_program`; raises `LoadError`."""
+    try:
+        metadata = read_metadata(path)
+        check_versions(metadata)
+        if metadata.get("kind") != "program":
+            raise LoadError("holds the programs of a captured step: load them with `step.load`")
+        content, constants = read(path)
+        decoder = Decoder(content["records"], FORMS)
+        return Reader(decoder, runners, (), constants).program(content["programs"][0])
+    except LoadError as error:
+        raise refusal(path, error, "loaded") from None
+    except Exception as error:
+        raise refusal(path, damaged(error), "loaded") from error

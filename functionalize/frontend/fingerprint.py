@@ -1,0 +1,226 @@
+"""What a saved step's programs were made for, as JSON; what of it is different here.
+
+    saved = fingerprint(fn, names)          code, packages, modules, tensors, optimizers; world, process groups
+    mismatch(saved, fingerprint(fn, names)) "`model.layers.3` (a Block) is not there", or None
+
+Code is compared by what Python compiled it to, without lines and comments: the step, the functions of the user
+that it leads to, and the modules' methods. An installed package counts by its version.
+Invariant: equal fingerprints mean that names (see naming.py) lead to the same things.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from functionalize.frontend.fsdp import fsdp_registered
+from functionalize.frontend.naming import Names
+from functionalize.frontend.reach import NUMBERS, Roots, is_installed
+
+Json = Any
+
+
+def world() -> dict[str, int]:
+    """The world and this rank's place in it."""
+    there = dist.is_available() and dist.is_initialized()
+    size, rank = (dist.get_world_size(), dist.get_rank()) if there else (1, 0)
+    return {"world size": size, "rank": rank}
+
+
+def fingerprint(fn: Callable[..., Any], names: Names) -> dict[str, Json]:
+    """What programs of `fn` depend on, besides versions."""
+    roots = names.roots
+    tensors = dict(_tensors(roots))
+    return {
+        **world(),
+        "step": getattr(fn, "__qualname__", type(fn).__qualname__),
+        "devices": sorted({t["device"] for t in tensors.values() if t is not None}),
+        "packages": _packages(roots),
+        "code": _code(roots),
+        "modules": {name: _kind(module) for name, module in roots.walk()},
+        "tensors": tensors,
+        "optimizers": _optimizers(roots),
+    }
+
+
+def mismatch(saved: Mapping[str, Json], here: Mapping[str, Json]) -> str | None:
+    """The first thing that is different, as the end of a sentence that begins with 'it'."""
+    for key in ("world size", "rank"):
+        if saved[key] != here[key]:
+            return f"was saved for {key} {saved[key]}, this is {key} {here[key]}"
+    missing = [d for d in saved["devices"] if not _has_device(d)]
+    if missing:
+        return f"was saved for {missing[0]}, of which there is none here"
+    for name, version in saved["packages"].items():
+        now = _version(name)
+        if now != version:
+            return f"was saved with {name} {version}, this is {name} {now or 'nowhere imported'}"
+    modules = _difference(saved["modules"], here["modules"], "a ", "")
+    if modules is not None:
+        return f"was saved for other modules: {modules}"
+    tensors = _difference(*({k: _described(v) for k, v in d["tensors"].items()} for d in (saved, here)))
+    if tensors is not None:
+        return f"was saved for other parameters or buffers: {tensors}"
+    optimizers = _difference(saved["optimizers"], here["optimizers"])
+    if optimizers is not None:
+        return f"was saved for other optimizers: {optimizers}"
+    code = [k for k in saved["code"] | here["code"] if saved["code"].get(k) != here["code"].get(k)]
+    if code:
+        changed = ", ".join(name.partition(":")[2] for name in code)
+        return f"was saved before the step's code changed: {changed}"
+    return None
+
+
+def _difference(
+    saved: Mapping[str, Any], here: Mapping[str, Any], before: str = "", after: str = ""
+) -> str | None:
+    for name, was in saved.items():
+        if name not in here:
+            return f"`{name}` ({before}{was}{after}) is not there"
+        if here[name] != was:
+            return f"`{name}` is {before}{here[name]}{after}, was {before}{was}{after}"
+    new = [name for name in here if name not in saved]
+    return f"`{new[0]}` ({before}{here[new[0]]}{after}) was not there" if new else None
+
+
+def _has_device(kind: str) -> bool:
+    return kind != "cuda" or torch.cuda.is_available()
+
+
+# -- code ------------------------------------------------------------------------------------------
+
+
+def _code(roots: Roots) -> dict[str, str]:
+    """A digest per name of a function; functions of one name (lambdas) are digested together."""
+    found: dict[str, list[str]] = {}
+    seen: set[int] = set()
+    for fn in (*roots.functions, *_methods(roots)):
+        if id(fn.__code__) in seen or not _is_users(fn.__module__):
+            continue
+        seen.add(id(fn.__code__))
+        found.setdefault(f"{fn.__module__}:{fn.__qualname__}", []).append(_digest(fn))
+    return {name: "".join(sorted(digests)) for name, digests in sorted(found.items())}
+
+
+def _is_users(module: str | None) -> bool:
+    package = (module or "").partition(".")[0]
+    known = package in sys.stdlib_module_names or package in ("torch", "functionalize")
+    return not known and not is_installed(module)
+
+
+def _methods(roots: Roots) -> Iterator[types.FunctionType]:
+    """What the user's module classes define."""
+    for kind in dict.fromkeys(type(m) for _, m in roots.walk()):
+        for base in kind.__mro__:
+            if _is_users(base.__module__):
+                yield from (f for f in vars(base).values() if isinstance(f, types.FunctionType))
+
+
+def _digest(fn: types.FunctionType) -> str:
+    defaults = [repr(d) for d in fn.__defaults__ or () if isinstance(d, NUMBERS)]
+    return hashlib.sha256(repr((_compiled(fn.__code__), defaults)).encode()).hexdigest()[:16]
+
+
+def _compiled(code: types.CodeType) -> tuple[Any, ...]:
+    return (
+        code.co_code,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+        code.co_flags,
+        [_constant(c) for c in code.co_consts],
+    )
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, types.CodeType):
+        return _compiled(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+
+
+def _packages(roots: Roots) -> dict[str, str]:
+    """Versions of installed packages whose modules are used."""
+    kinds = {type(module).__module__ for _, module in roots.walk()}
+    tops = {k.partition(".")[0] for k in kinds if is_installed(k)} - {"torch"}
+    found = {name: _version(name) for name in sorted(tops)}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _version(package: str) -> str | None:
+    version = getattr(sys.modules.get(package), "__version__", None)
+    return None if version is None else str(version)
+
+
+# -- objects ---------------------------------------------------------------------------------------
+
+
+def _kind(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _tensors(roots: Roots) -> Iterator[tuple[str, Json]]:
+    """Parameters and buffers by full name; those that FSDP2 shards as they are when sharded."""
+    sharded = _sharded(roots)
+    for name, module in roots.walk():
+        for table in (module._parameters, module._buffers):
+            for key, value in table.items():
+                value = sharded.get((id(module), key), value)
+                yield f"{name}.{key}", None if value is None else _tensor(value)
+
+
+def _sharded(roots: Roots) -> dict[tuple[int, str], Tensor]:
+    return {
+        (id(module), key): param.sharded_param
+        for root in roots.modules.values()
+        for module, key, param in fsdp_registered(root)
+    }
+
+
+def _tensor(value: Tensor) -> dict[str, Json]:
+    mesh = getattr(value, "device_mesh", None)
+    return {
+        "shape": list(value.shape),
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "device": value.device.type,
+        "placements": [str(p) for p in getattr(value, "placements", ())],
+        "mesh": list(mesh.shape) if mesh is not None else [],
+    }
+
+
+def _described(tensor: Json) -> str:
+    if tensor is None:
+        return "None"
+    text = f"{tensor['dtype']}{tensor['shape']} on {tensor['device']}"
+    if tensor["placements"]:
+        text += f" as {', '.join(tensor['placements'])} on a mesh of {tensor['mesh']}"
+    return text
+
+
+def _optimizers(roots: Roots) -> dict[str, Json]:
+    """Their classes and, per group, the names of parameters."""
+    sharded, names = _sharded(roots), dict[int, str]()
+    for name, module in roots.walk():
+        for key, value in module._parameters.items():
+            value = sharded.get((id(module), key), value)
+            names.setdefault(id(value), f"{name}.{key}")
+    return {
+        name: [
+            _kind(optimizer),
+            *([names.get(id(p), "?") for p in g["params"]] for g in optimizer.param_groups),
+        ]
+        for name, optimizer in roots.optimizers.items()
+    }
+
+
+def hook_names(table: Mapping[Any, Any]) -> list[str]:
+    """What is hung on a module, in order; the keys of such a table count hooks of the whole process."""
+    return [_kind(h) if not hasattr(h, "__qualname__") else h.__qualname__ for h in table.values()]
+

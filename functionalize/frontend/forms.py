@@ -1,0 +1,184 @@
+"""How the guards, sources and effects of a captured step are written (see core/encoding.py).
+
+Most are their fields, with live objects by name. Three guards know objects by identity, and know it again after
+loading: a module's children, a module's hooks (by the keys of a table that counts the hooks of the whole process),
+parameters. These are left out when they are written and are what is there when they are read; numbers beside them
+keep their values, so that what changed is noticed by the guard at the first call.
+
+Refusals: `Gone` for a guard whose objects are not there any more, which no call can pass; `LoadError` for a
+module that has other hooks, an optimizer that has other groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from functionalize._compat import dtensor_parts
+from functionalize.core.encoding import Form, plain_form
+from functionalize.core.inputs import Call
+from functionalize.core.persist import FORMS
+from functionalize.errors import LoadError, SaveError
+from functionalize.frontend import fsdp, guards, sources
+from functionalize.frontend.fingerprint import hook_names
+from functionalize.frontend.lifted import HyperparameterNumber
+from functionalize.frontend.naming import Names
+from functionalize.frontend.reach import Held
+
+
+class Gone(SaveError):
+    """A program is for objects that are not there any more."""
+
+
+_PLAIN = (
+    fsdp.FSDPEffects,
+    fsdp.FSDPState,
+    fsdp.FSDPStateGuard,
+    fsdp.FSDPTensor,
+    fsdp.Place,
+    guards.ModeGuard,
+    guards.PlaceGuard,
+    guards.SlotGuard,
+    HyperparameterNumber,
+    sources.Gradient,
+    sources.GroupTensor,
+    sources.Inner,
+    sources.ModuleTensor,
+    sources.OptimizerParameter,
+    sources.OptimizerState,
+)
+_NO_CALL = Call((), [])
+
+
+def forms(names: Names) -> list[Form]:
+    """Every form that the programs of a step may need."""
+    records, placements = dtensor_parts()
+    return [
+        *FORMS,
+        *map(plain_form, (*_PLAIN, *records)),
+        *(_made_from(kind, attributes) for kind, attributes in placements.items()),
+        Form(Held, lambda held: _save_held(names, held), lambda *v: _load_held(names, *v)),
+        Form(guards.ModuleGuard, _save_modules, _load_modules),
+        Form(guards.ParameterGuard, _save_parameters, _load_parameters),
+        Form(guards.HyperparameterGuard, _save_hyperparameters, _load_hyperparameters),
+    ]
+
+
+def _made_from(kind: Any, attributes: Sequence[str]) -> Form:
+    def load(*values: Any) -> Any:
+        return kind(**dict(zip(attributes, values, strict=True)))
+
+    return Form(kind, lambda value: tuple(getattr(value, a) for a in attributes), load)
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+def _save_held(names: Names, held: Held) -> tuple[Any, ...]:
+    place = names.place(held)
+    if place is not None:
+        return place
+    if isinstance(held.container, Held) or names.of(held.container) is not None:
+        return held.container, held.key
+    raise SaveError(
+        f"looks at {held.key!r} in a {type(held.container).__name__} that only its arguments lead to: let the "
+        "step find it by itself (as a global, an attribute, a closure)"
+    )
+
+
+def _load_held(names: Names, *values: Any) -> Held:
+    return names.held(*values) if len(values) == 3 else Held(*values)
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def _is_hooks(key: str) -> bool:
+    return key.endswith("_hooks")
+
+
+def _save_modules(guard: guards.ModuleGuard) -> tuple[Any, ...]:
+    facts = []
+    for module, name, was in zip(guard.modules, guard.names, guard.facts, strict=True):
+        fact = dict(was)
+        if fact["children"] != [id(child) for child in module._modules.values()]:
+            raise Gone(f"is for other children of `{name}`")
+        fact["children"] = list(module._modules)
+        for key in filter(_is_hooks, was):
+            if was[key] != list(vars(module)[key]):
+                raise Gone(f"is for other hooks of `{name}`")
+            fact[key] = hook_names(vars(module)[key])
+        facts.append(fact)
+    return guard.modules, guard.names, tuple(facts)
+
+
+def _load_modules(
+    modules: tuple[nn.Module, ...], names: tuple[str, ...], facts: tuple[dict[str, Any], ...]
+) -> guards.ModuleGuard:
+    for module, name, fact in zip(modules, names, facts, strict=True):
+        if fact["children"] != list(module._modules):
+            raise LoadError(f"needs `{name}` to have the children {fact['children']}")
+        fact["children"] = [id(child) for child in module._modules.values()]
+        for key in filter(_is_hooks, fact):
+            now = hook_names(vars(module)[key])
+            if fact[key] != now:
+                raise LoadError(f"needs the {key.strip('_')} of `{name}` to be {fact[key]}, they are {now}")
+            fact[key] = list(vars(module)[key])
+    return guards.ModuleGuard(modules, names, facts)
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def _save_parameters(guard: guards.ParameterGuard) -> tuple[Any, ...]:
+    facts = []
+    for source, name, (grad, hooks, same) in zip(
+        guard.sources, guard.names, guard.facts, strict=True
+    ):
+        if same is not None:
+            try:
+                now = source.resolve(_NO_CALL)
+            except IndexError:
+                raise SaveError(f"has the parameter `{name}` as an argument") from None
+            if now is not same:
+                raise Gone(f"is for another parameter `{name}`")
+        facts.append((grad, hooks, same is not None))
+    return guard.sources, guard.names, tuple(facts)
+
+
+def _load_parameters(
+    sources_: tuple[Any, ...], names: tuple[str, ...], facts: tuple[Any, ...]
+) -> guards.ParameterGuard:
+    found = []
+    for source, name, (grad, hooks, same) in zip(sources_, names, facts, strict=True):
+        try:
+            found.append((grad, hooks, source.resolve(_NO_CALL) if same else None))
+        except (LookupError, AttributeError):
+            raise LoadError(f"needs the parameter `{name}`, which is not there") from None
+    return guards.ParameterGuard(sources_, names, tuple(found))
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def _save_hyperparameters(guard: guards.HyperparameterGuard) -> tuple[Any, ...]:
+    facts = []
+    groups = guard.optimizer.param_groups
+    for i, was in enumerate(guard.facts):
+        if i >= len(groups) or was["params"] != tuple(map(id, groups[i]["params"])):
+            raise Gone(f"is for other parameters of `{guard.name}`")
+        facts.append({**was, "params": len(was["params"])})
+    return guard.optimizer, guard.name, tuple(facts), guard.lifted
+
+
+def _load_hyperparameters(
+    optimizer: Any, name: str, facts: tuple[dict[str, Any], ...], lifted: frozenset[Any]
+) -> guards.HyperparameterGuard:
+    groups = optimizer.param_groups
+    if [len(g["params"]) for g in groups] != [fact["params"] for fact in facts]:
+        raise LoadError(f"needs `{name}` to have the groups of parameters that it had")
+    for group, fact in zip(groups, facts, strict=True):
+        fact["params"] = tuple(map(id, group["params"]))
+    return guards.HyperparameterGuard(optimizer, name, facts, lifted)

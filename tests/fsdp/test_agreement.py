@@ -1,0 +1,113 @@
+"""Ranks that could part: one cannot capture its step, or settles later, while numbers are read; none waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import functionalize as fz
+from tests.fsdp.test_capture import build_mlp, pairs
+from tests.fsdp.twins import differences, state_of
+from tests.ranks import run_on_ranks
+
+
+def parted(kind: str) -> tuple[list[str], Any, str]:
+    """Twins whose step reads a number; on rank 1 it does something more."""
+    second = dist.get_rank() == 1
+    found: list[str] = []
+    scripts = []
+    for _ in range(2):
+        model, optimizer = build_mlp()
+        calls: list[int] = []
+        cache: dict[int, Tensor] = {}
+
+        def step(
+            x: Tensor,
+            y: Tensor,
+            model: Any = model,
+            optimizer: Any = optimizer,
+            calls: list[int] = calls,
+            cache: dict[int, Tensor] = cache,
+        ) -> Tensor:
+            loss = F.mse_loss(model(x), y)
+            if kind == "refused" and second:
+                calls.append(1)
+            if kind == "later" and second and len(cache) < 3:
+                cache[len(cache)] = torch.ones(1)
+            if loss.item() > 1e6:
+                raise ValueError("the loss is too large")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        scripts.append((model, optimizer, step))
+    (eager_model, eager_optimizer, eager), (model, optimizer, mine) = scripts
+    captured = fz.capture(mine, on_uncapturable="eager")
+    for i, batch in enumerate(pairs(10)):
+        expected, actual = eager(*batch), captured(*batch)
+        found += differences(i, {"loss": actual}, {"loss": expected})
+        found += differences(i, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
+    return found, captured.stats, captured.explain()
+
+
+def test_a_step_that_one_rank_cannot_capture_is_captured_by_none() -> None:
+    (found, first, why), (second_found, second, second_why) = run_on_ranks(parted, "refused")
+    assert found == second_found == []
+    assert (first.replays, second.replays) == (0, 0)
+    assert first.eager == second.eager == 5
+    assert "cannot be captured: another rank cannot capture this step" in why
+    assert "changes `calls`, which a replay would not" in second_why
+
+
+def test_a_rank_that_settles_later_is_waited_for() -> None:
+    (found, first, _), (second_found, second, why) = run_on_ranks(parted, "later")
+    assert found == second_found == []
+    assert (first.captures, second.captures) == (1, 1), why
+    assert first.replays == second.replays >= 5
+
+
+def shapes_differ(numbers: bool) -> tuple[list[str], Any]:
+    """From the fifth step on, rank 1 alone has more rows in every second batch."""
+    model, optimizer = build_mlp()
+    twin, twin_optimizer = build_mlp()
+
+    def make(model: Any, optimizer: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.mse_loss(model(x), y)
+            if numbers and loss.item() > 1e6:
+                raise ValueError("the loss is too large")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    captured, eager = fz.capture(make(model, optimizer)), make(twin, twin_optimizer)
+    found: list[str] = []
+    for i in range(14):
+        longer = dist.get_rank() == 1 and i >= 5 and i % 2 == 1
+        (batch,) = pairs(1, rows=6 if longer else 4)
+        found += differences(i, {"loss": captured(*batch)}, {"loss": eager(*batch)})
+        found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
+    return found, captured.stats
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_a_rank_whose_batch_has_another_shape(numbers: bool) -> None:
+    (found, first), (second_found, second) = run_on_ranks(shapes_differ, numbers)
+    assert found == second_found == []
+    assert second.captures == 2
+    assert second.guard_failures[0].startswith("`args_0` is float32[6, 8], was float32[4, 8]")
+    if numbers:  # they record together
+        assert first.guard_failures == ["a guard failed on another rank"]
+        assert first.replays == second.replays
+    else:
+        assert first.guard_failures == []
+        assert first.replays == second.replays + 1
