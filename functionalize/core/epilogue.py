@@ -12,7 +12,8 @@ Per input storage (`w`: contents differ from entry):
 One resize per storage, however many inputs alias it. An input tensor that ends on another storage or with
 another geometry (`set_`, `resize_`, `t_`) gets a `Set`, after the copies.
 
-Invariant: actions run only after every guard has passed.
+Invariants: actions run only after every guard has passed. What may fail, the allocation of storages that grow,
+is done first, and undone if it fails: until then the caller's data is as it was.
 """
 
 from __future__ import annotations
@@ -122,13 +123,16 @@ def apply_epilogue(
     moved = {a.input for a in actions if isinstance(a, Set)}
     if moved:
         homes = [t.detach() if i in moved else t for i, t in enumerate(inputs)]
+    _grow([a for a in actions if isinstance(a, Resize)], homes)
     for kind, group in groupby(actions, type):
         if kind is Copy:
             _copy_all(list(group), homes, results)  # type: ignore[arg-type]
             continue
         for action in group:
             if isinstance(action, Resize):
-                homes[action.input].untyped_storage().resize_(action.nbytes)
+                storage = homes[action.input].untyped_storage()
+                if storage.nbytes() != action.nbytes:  # else it has grown already
+                    storage.resize_(action.nbytes)
                 continue
             assert isinstance(action, Set)
             g, target = action.geometry, inputs[action.input]
@@ -137,6 +141,21 @@ def apply_epilogue(
             else:
                 _move(target, results[action.slot], placed(results[action.slot], g))
     return homes
+
+
+def _grow(resizes: Sequence[Resize], homes: Sequence[Tensor]) -> None:
+    """Grow the storages that end larger than they are: all of them, or none."""
+    sizes: list[tuple[torch.UntypedStorage, int]] = []
+    try:
+        for action in resizes:
+            storage = homes[action.input].untyped_storage()
+            if action.nbytes > storage.nbytes():
+                sizes.append((storage, storage.nbytes()))
+                storage.resize_(action.nbytes)
+    except BaseException:
+        for storage, nbytes in sizes:
+            storage.resize_(nbytes)
+        raise
 
 
 def _copy_all(copies: Sequence[Copy], homes: Sequence[Tensor], results: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ A state that nobody reads may go: reading it changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -92,6 +92,13 @@ def generator_states() -> tuple[Tensor, ...]:
     """
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return tuple(generator.get_state() for generator in (torch.default_generator, *cuda))
+
+
+def set_generators(states: Sequence[Tensor]) -> None:
+    """Put the default generators in these states, which `generator_states` gave."""
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    for generator, state in zip((torch.default_generator, *cuda), states, strict=False):
+        generator.set_state(state)
 
 
 @contextmanager

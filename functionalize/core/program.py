@@ -227,7 +227,7 @@ class Program:
         with torch.no_grad():
             with generators_restored_on_error() if self._random else nullcontext():
                 results = self._results(call, vote)
-            homes = apply_epilogue(self.epilogue, call.inputs, results)
+                homes = apply_epilogue(self.epilogue, call.inputs, results)
             outs: list[Any] = []
             given: set[int] = set()
             for role in self.outputs:

@@ -123,6 +123,12 @@ class Recorder(KnownStorages, TorchDispatchMode):
             if self.ledger is not None and not self._entered:
                 self.ledger.close()
 
+    def resume(self) -> None:
+        """Be entered once more: what happened since is not the program's."""
+        self._drawn = None
+        if self.ledger is not None:
+            self.ledger.active = True
+
     # -- ops -----------------------------------------------------------------------------------
 
     def __torch_dispatch__(

@@ -107,8 +107,8 @@ def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) ->
                 continue
             group, was = groups[key[1]], groups[key[1]].get(key[2])
             if is_liftable(was):
-                group[key[2]] = _live(ledger, optimizer, key, was)
-                put.append((group, key, group[key[2]], was))
+                put.append((group, key, _live(ledger, optimizer, key, was), was))
+                group[key[2]] = put[-1][2]
         yield found
     finally:
         for group, key, given, was in put:

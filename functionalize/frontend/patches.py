@@ -68,12 +68,17 @@ class _Patches:
         setattr(owner, name, new)
 
     def _restore(self) -> None:
-        for owner, name, old, own in reversed(self._saved):
-            if own:
-                setattr(owner, name, old)
-            else:
-                delattr(owner, name)
-        self._saved.clear()
+        try:
+            while self._saved:
+                owner, name, old, own = self._saved[-1]
+                if own:
+                    setattr(owner, name, old)
+                elif name in vars(owner):
+                    delattr(owner, name)
+                self._saved.pop()
+        finally:
+            if self._saved:  # Ctrl-C came in between
+                self._restore()
 
 
 def _watchers() -> list[Any]:

@@ -54,7 +54,8 @@ class Stats:
 
     calls = warmups + captures + replays + eager (a warm-up ran eagerly and was not kept; `eager` ran without
     being recorded). ops, resizes: recorded. guard_failures: the last hundred. nodes_recorded, nodes: in the graph
-    before and after the passes.
+    before and after the passes. Of a captured forward: backwards that were replayed, and forwards that were run
+    again for a backward that was not recorded.
     """
 
     warmups: int = 0
@@ -69,6 +70,8 @@ class Stats:
     collectives: Counter[str] = field(default_factory=Counter)
     inputs: int = 0
     guards: int = 0
+    backwards: int = 0
+    reruns: int = 0
 
 
 def capture(
@@ -77,6 +80,7 @@ def capture(
     passes: Sequence[Any] | str = (),
     on_uncapturable: OnUncapturable = "raise",
     max_programs: int = 16,
+    backward: bool = False,
 ) -> Any:
     """Record `train_step` (any callable; also a decorator) and replay it from then on.
 
@@ -85,6 +89,7 @@ def capture(
     ran, or run eagerly (a warning tells why, once).
     max_programs: how many programs are kept side by side (shapes, train and eval, microbatches); the least recently
     used goes.
+    backward: it is a forward, whose outputs are gone backward from outside: by a program, too, see `forward.py`.
     Whatever the step itself raises passes through. Raises `ValueError` for a mode it does not know.
     """
     if on_uncapturable not in ("raise", "eager"):
@@ -93,13 +98,21 @@ def capture(
         raise ValueError(f"max_programs is at least 1, not {max_programs}")
     if train_step is None:
         return functools.partial(
-            capture, passes=passes, on_uncapturable=on_uncapturable, max_programs=max_programs
+            capture,
+            passes=passes,
+            on_uncapturable=on_uncapturable,
+            max_programs=max_programs,
+            backward=backward,
         )
+    if backward:
+        from functionalize.frontend.forward import CapturedForward  # which builds on this file
+
+        return CapturedForward(train_step, passes, on_uncapturable, max_programs)
     return CapturedStep(train_step, passes, on_uncapturable, max_programs)
 
 
 @dataclass(slots=True)
-class _Warmup:
+class Warmup:
     """Calls of one kind that were recorded and not kept; `remains` of the last one."""
 
     calls: int = 0
@@ -139,7 +152,7 @@ class CapturedStep:
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         self._raises = on_uncapturable == "raise"
         self._programs = Programs(self._name, max_programs)
-        self._warmups: dict[Hashable, _Warmup] = {}
+        self._warmups: dict[Hashable, Warmup] = {}
         self._refused: dict[Hashable, FunctionalizeError] = {}
         self._lifted: frozenset[Key] = frozenset()
         self._remains: Remains | None = None
@@ -189,7 +202,7 @@ class CapturedStep:
             return self._fn(*args, **kwargs)
         leaves, spec = arguments.flatten(args, kwargs)
         key = key_of(leaves, spec)
-        refused = self._refused.get(key) or self._refused.get(_ANY)
+        refused = self._refusal(key)
         if refused is not None:
             return self._run_refused(refused, args, kwargs)
         done, result = self._try(key, leaves, spec)
@@ -202,6 +215,9 @@ class CapturedStep:
             return self._fn(*args, **kwargs)
         with only_young_collections():
             return self._record(args, kwargs, leaves, spec, key, found)
+
+    def _refusal(self, key: Hashable) -> FunctionalizeError | None:
+        return self._refused.get(key) or self._refused.get(_ANY)
 
     def _run_refused(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
         if self._raises:
@@ -252,7 +268,7 @@ class CapturedStep:
         key: Hashable,
         reason: str,
     ) -> Any:
-        warmup = self._warmups.setdefault(key, _Warmup())
+        warmup = self._warmups.setdefault(key, Warmup())
         live = bool(warmup.calls or len(self._programs))  # the step has shown that it keeps no number
         recorder = Recorder(ignore_fake=True, live=live)
         try:
@@ -260,6 +276,9 @@ class CapturedStep:
         except FunctionalizeError as error:
             self._refuse(key, error)
             return self._run_refused(error, args, kwargs)
+        except Exception as bug:
+            self._refuse(key, _bug(bug))
+            return self._fn(*args, **kwargs)
         with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
             result = self._fn(*args, **kwargs)
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
@@ -285,7 +304,7 @@ class CapturedStep:
         take: Callable[[], Recording],
         spec: pytree.TreeSpec,
         reason: str,
-        warmup: _Warmup,
+        warmup: Warmup,
     ) -> _Outcome:
         """What comes of a recording on this rank. The step has run: nothing is raised from here on."""
         try:
@@ -300,12 +319,9 @@ class CapturedStep:
         except FunctionalizeError as error:
             return _Outcome(refused=error)
         except Exception as bug:
-            log.exception("a bug in functionalize, please report it")
-            refused = UncapturableError(f"a bug in functionalize: {type(bug).__name__}: {bug}")
-            refused.__cause__ = bug
-            return _Outcome(refused=refused)
+            return _Outcome(refused=_bug(bug))
 
-    def _unsettled(self, taken: Recording, warmup: _Warmup) -> str | None:
+    def _unsettled(self, taken: Recording, warmup: Warmup) -> str | None:
         """Why the step is not in its steady state; raises if it never will be."""
         refused = taken.refused()
         if refused is not None:
@@ -317,19 +333,27 @@ class CapturedStep:
         return unsettled
 
     def _kept(self, taken: Recording, spec: pytree.TreeSpec, reason: str) -> Kept:
-        program, stats, records = taken.program(spec), self.stats, taken.recorder.records
-        recorded = program.nodes()
+        program = taken.program(spec)
+        self._count(taken, program)
+        program = self._passed(program)
+        return Kept(program, taken.exit.assigned, taken.exit.effects, taken.exit.history, reason)
+
+    def _passed(self, program: Program) -> Program:
         if self._passes:
             import passes  # the arrow of imports points from passes to here
 
             program = passes.run(program, self._passes)
-        stats.nodes_recorded, stats.nodes = recorded, program.nodes()
+        self.stats.nodes = program.nodes()
+        return program
+
+    def _count(self, taken: Recording, program: Program) -> None:
+        stats, records = self.stats, taken.recorder.records
+        stats.nodes_recorded = program.nodes()
         stats.ops = len(records)
         stats.resizes = sum(r.target is RESIZE_STORAGE for r in records)
         stats.collectives = collectives(program)
         stats.inputs = len(program.inputs)
         stats.guards = len(program.facts) + len(program.guards) + len(program.value_guards)
-        return Kept(program, taken.exit.assigned, taken.exit.effects, taken.exit.history, reason)
 
     def _agreed(self, mine: _Outcome, recorder: Recorder) -> _Outcome:
         """The outcome, or the worst on any rank where all must do the same from here on."""
@@ -347,19 +371,22 @@ class CapturedStep:
         self._vote = vote
         return mine
 
-    def _settle(self, outcome: _Outcome, key: Hashable, warmup: _Warmup) -> None:
+    def _settle(self, outcome: _Outcome, key: Hashable, warmup: Warmup) -> None:
         """Act on an outcome."""
         if outcome.refused is not None:
             self._refuse(_ANY if outcome.everywhere else key, outcome.refused)
             self.stats.warmups += 1
         elif outcome.kept is not None:
-            self._programs.add(key, outcome.kept)
+            self._keep(key, outcome.kept)
             self._warmups.pop(key, None)
             self._remains = outcome.remains
             self.stats.captures += 1
         else:
             warmup.calls, warmup.remains = warmup.calls + 1, outcome.remains
             self.stats.warmups += 1
+
+    def _keep(self, key: Hashable, kept: Kept) -> None:
+        self._programs.add(key, kept)
 
     def _refuse(self, key: Hashable, error: FunctionalizeError) -> None:
         self._warmups.pop(key, None)
@@ -369,6 +396,14 @@ class CapturedStep:
 
 
 _ANY = object()  # the key of a refusal that holds for every call
+
+
+def _bug(bug: Exception) -> UncapturableError:
+    """A refusal for what should not have happened; the step itself must not suffer."""
+    log.error("a bug in functionalize, please report it", exc_info=bug)
+    refused = UncapturableError(f"a bug in functionalize: {type(bug).__name__}: {bug}")
+    refused.__cause__ = bug
+    return refused
 
 
 def _parsed(pipeline: Sequence[Any] | str) -> Sequence[Any]:

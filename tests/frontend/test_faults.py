@@ -118,7 +118,7 @@ PLACES = (
     "end",
 )
 WARM_UP, LIVE, REPLAY, AGAIN = 0, 1, 4, 6
-STRIDE = 3
+STRIDE = 9
 OTHER = 6  # the batch of the call that is recorded again has other rows
 
 
@@ -222,7 +222,7 @@ def ops_of(call: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("at", [WARM_UP, LIVE, AGAIN])
 def test_an_op_that_fails_while_recording(at: int) -> None:
-    """Every op of the step in turn, each in a world of its own."""
+    """Every ninth op of the step, each in a world of its own."""
     ops = ops_of(lambda: World().step(batch(0)))
     trained = 0
     for position in range(0, ops, STRIDE):

@@ -265,6 +265,46 @@ def test_replays_like_eager_and_beside_a_rank_that_runs_eagerly(name: str) -> No
         assert "c10d." not in program.replace("_c10d_functional.", "")
 
 
+def run_in(how: str, names: list[str]) -> list[str]:
+    """Through `trace` (on fakes) or in a live call; returns what differs from eager, and errors."""
+    wrong = []
+    for name in names:
+        fn, x, y = COLLECTIVES[name], inputs(0), inputs(0)
+        expected = fn(x)
+        try:
+            actual = (
+                fz.trace(fn, inputs(1))(y) if how == "trace" else fz.functionalize_storage(fn)(y)
+            )
+        except FunctionalizeError as error:
+            wrong.append(f"{name}: {error}")
+            continue
+        leaves = torch.utils._pytree.tree_leaves
+        pairs = zip(leaves((expected, x)), leaves((actual, y)), strict=True)
+        wrong += [name for a, b in pairs if not torch.equal(a, b)]
+    return wrong
+
+
+def test_traced_on_fakes() -> None:
+    """Torch has no fake kernels for the coalesced ops of c10d: each is refused by its name."""
+    coalesced = [name for name in COLLECTIVES if name.startswith("coalesced")]
+    rest = [name for name in COLLECTIVES if name not in coalesced]
+    assert run_on_ranks(run_in, "trace", rest) == [[], []]
+    for messages in run_on_ranks(run_in, "trace", coalesced):
+        assert [m.split()[1] for m in messages] == [
+            "c10d.allgather_into_tensor_coalesced_.default",
+            "c10d.reduce_scatter_tensor_coalesced_.default",
+            "c10d.allreduce_coalesced_.default",
+        ]
+
+
+def test_in_a_live_call() -> None:
+    into_resized = "broadcast_into_a_grown_storage"
+    rest = [name for name in COLLECTIVES if name != into_resized]
+    assert run_on_ranks(run_in, "live", rest) == [[], []]
+    for (message,) in run_on_ranks(run_in, "live", [into_resized]):
+        assert "c10d.broadcast_.default communicates into a storage that is resized" in message
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
