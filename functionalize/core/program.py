@@ -222,7 +222,6 @@ class Program:
         vote: asks the other ranks whether a guard failed there.
         """
         if self._run is None:
-            self._run = self.runner(self) if self.runner else self._interpreted
             self._random = any(is_random(n) for n in self.graph.nodes)
         with torch.no_grad():
             with generators_restored_on_error() if self._random else nullcontext():
@@ -238,10 +237,9 @@ class Program:
         return pytree.tree_unflatten(outs, self.out_spec)
 
     def _results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
-        assert self._run is not None
         try:
             with below_autograd():
-                results = self._run(list(call.inputs))
+                results = self.run(list(call.inputs))
         except ArithmeticError as error:  # Python's, of numbers: eager may be ready for it
             if any(
                 getattr(n.target, "namespace", "") == "_c10d_functional" for n in self.graph.nodes
@@ -255,6 +253,12 @@ class Program:
         if failure is not None:
             raise GuardError(failure)
         return results
+
+    def run(self, inputs: list[Any]) -> Sequence[Any]:
+        """What the graph returns for these inputs; empties the list."""
+        if self._run is None:
+            self._run = self.runner(self) if self.runner else self._interpreted
+        return self._run(inputs)
 
     def _interpreted(self, inputs: list[Any]) -> Sequence[Any]:
         result: Sequence[Any] = fx.Interpreter(self.graph_module).run(*inputs)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from functionalize._compat import group_of_name
+from functionalize.core.early import is_early
 from functionalize.core.groups import group_name, is_group
 from functionalize.core.numbers import is_given
 from functionalize.core.ops import OpRecord, refs_in
@@ -102,9 +103,12 @@ def _await(work: dist.Work, name: str) -> None:
 
 def reads_numbers(recorder: Recorder) -> bool:
     """Whether the program of a recording has guards that are known only after its graph ran."""
-    ledger = recorder.ledger
+    ledger, early = recorder.ledger, recorder.early_records()
     learned = ledger.facts.values() if ledger is not None else ()
-    return bool(recorder.scalars) or any(not is_given(fact.expression) for fact in learned)
+    if any(id(scalar.record) not in early for scalar in recorder.scalars):
+        return True
+    late = (f.expression for f in learned if not is_given(f.expression))
+    return any(not is_early(expression, early) for expression in late)
 
 
 def _groups_of(record: OpRecord) -> list[str]:

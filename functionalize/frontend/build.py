@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from functionalize._compat import is_traceable_wrapper_subclass, pytree
 from functionalize.core.dead_code import drop_dead_code
 from functionalize.core.discharge import Functionalizer
+from functionalize.core.early import EarlyGuard, is_early
 from functionalize.core.emit import GraphEmitter
 from functionalize.core.epilogue import Action, Set, owed
 from functionalize.core.guards import Guard, NumberGuard, ValueGuard
@@ -74,6 +75,8 @@ class Builder:
         self._clones: dict[fx.Node, fx.Node] = {}
         self._shared: set[int] = set()
         self._value_guards: list[ValueGuard] = []
+        self.early: frozenset[int] = frozenset()  # records whose numbers are guarded before the graph
+        self._early: list[tuple[fx.Node, Any, str, str]] = []
         self._number_guards: list[NumberGuard] = []
 
     # -- inputs --------------------------------------------------------------------------------
@@ -186,7 +189,8 @@ class Builder:
             if scalar is not None:
                 node.meta["hint"] = scalar.value
                 where = line_of(record.traceback)
-                self._value_guards.append(ValueGuard(self.slot(node), scalar.value, where))
+                early = id(record) in self.early
+                self._learn(node, scalar.value, where, "a tensor's value", early)
         self.emit.now = None
 
     def guard(self, facts: Iterable[Fact]) -> None:
@@ -200,11 +204,23 @@ class Builder:
         if is_given(expression):
             self._number_guards.append(NumberGuard(expression, fact.value, where))
             return
-        slot = self.slot(self.emit.number(expression))
+        node = self.emit.number(expression)
         what = f"`{expression_text(expression)}`"
         if not isinstance(expression, Applied):
             what = "a tensor's value"
-        self._value_guards.append(ValueGuard(slot, fact.value, where, what))
+        self._learn(node, fact.value, where, what, is_early(expression, self.early))
+
+    def _learn(self, node: fx.Node, value: Any, where: str, what: str, early: bool) -> None:
+        if early:
+            self._early.append((node, value, where, what))
+        else:
+            self._value_guards.append(ValueGuard(self.slot(node), value, where, what))
+
+    def early_guards(self, runner: Callable[..., Any]) -> list[Guard]:
+        """What Python learned of the arguments alone; to be asked before dead code goes."""
+        if not self._early:
+            return []
+        return [EarlyGuard.of(self._early, self.inputs, self.constants, runner)]
 
     # -- outputs -------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from functionalize._compat import (
     is_dtensor_type,
     is_traceable_wrapper_subclass_type,
 )
+from functionalize.core.early import early_records
 from functionalize.core.extent import check_bounds, check_overlap
 from functionalize.core.generators import generator_states
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, refs_in
@@ -96,6 +97,7 @@ class Recorder(KnownStorages, TorchDispatchMode):
         self._entered = 0
         self._near_number = False  # whether the op at hand is given a live number
         self._drawn: tuple[Tensor, ...] | None = None  # the generators after the last random op
+        self.given: set[int] = set()  # the storages of arguments, where their numbers are guarded early
         self._ignore_fake, self._outsiders = ignore_fake, outsiders
 
     @classmethod
@@ -128,6 +130,13 @@ class Recorder(KnownStorages, TorchDispatchMode):
         self._drawn = None
         if self.ledger is not None:
             self.ledger.active = True
+
+    def early_records(self) -> frozenset[int]:
+        """Ids of the records that depend on arguments and constants alone."""
+        if not self.given:
+            return frozenset()
+        literals = {e.ref.storage for e in self.externals if e.literal}
+        return early_records(self.records, self.given | literals)
 
     # -- ops -----------------------------------------------------------------------------------
 

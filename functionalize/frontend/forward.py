@@ -13,62 +13,53 @@ A replayed forward is gone backward from in another way than the recorded one: w
 inputs, into gradients that were not there. Then the forward runs again, eagerly, on the same arguments, from the
 generators and the buffers it had, and autograd goes backward through that; the run is recorded, and its backward
 is kept beside the others of the same forward. The ranks of a step must agree on it, as they must on any
-collective. It is refused, before anything changes, if what the forward read was changed since.
+collective. It is refused (`GuardError`), before anything changes, if what the forward read was changed since.
 
 Invariant: guards of a backward are checked when it is called, before anything changes.
-Refusals: see `boundary.py`; a result that is a parameter; a saved value that was written in place since, as eager.
+Refusals: `create_graph=True`; a result that is a parameter; arguments that the callable writes in place while they
+require a gradient; a saved value that was written since, as in eager.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from functionalize._compat import below_autograd, current_modes, pytree
-from functionalize.core.epilogue import Copy, alias
-from functionalize.core.generators import generators_set_to, is_random
-from functionalize.core.inputs import Argument, Call, Source
+from functionalize._compat import current_modes, pytree
+from functionalize.core.generators import is_random
+from functionalize.core.inputs import Call, Source
 from functionalize.core.program import Program
-from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
+from functionalize.errors import FunctionalizeError
 from functionalize.frontend import arguments
+from functionalize.frontend.agreement import Vote
 from functionalize.frontend.arguments import flatten_result, unflatten_result
-from functionalize.frontend.boundary import Wanted, attach, leaves_of, run_backward
+from functionalize.frontend.behind import (
+    ForwardRecording,
+    Leaves,
+    Recorded,
+    Replayed,
+    is_output,
+    with_history,
+)
+from functionalize.frontend.boundary import Wanted
 from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.fsdp import FSDPEffects, FSDPTensor
-from functionalize.frontend.joint import Boundary, JointRecording, Pair
+from functionalize.frontend.fsdp import FSDPEffects
+from functionalize.frontend.joint import Boundary
 from functionalize.frontend.lifted import lifted
 from functionalize.frontend.live import plain_tree
 from functionalize.frontend.programs import Kept, key_of
 from functionalize.frontend.recording import Entry, Exit, Recording
-from functionalize.frontend.sources import Gradient, ModuleTensor, Slot
+from functionalize.frontend.sources import Slot
 from functionalize.frontend.step import CapturedStep, Warmup
 
 log = logging.getLogger("functionalize")
 _PATIENCE = 4  # forwards in a row that nobody goes backward from, before fewer are recorded
-
-
-class Leaves(list[Any]):
-    """The leaves of a call; tensors that require a gradient are cut from the user's graph. given: uncut."""
-
-    def __init__(self, given: Sequence[Any]) -> None:
-        cut = torch.is_grad_enabled()
-        super().__init__(_cut(x) if cut and _has_gradient(x) else x for x in given)
-        self.given = given
-        self.cut = tuple(i for i, x in enumerate(given) if x is not self[i])
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _cut(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()
+_BACKWARDS = 8  # kept of one forward
 
 
 @dataclass(eq=False)
@@ -89,6 +80,7 @@ class Forward(Kept):
 
     spec: of what the callable returns, and of the gradients it assigned. results: how many leaves those are; the
     program returns saved values after them. parameters: leaves that a gradient may go to, besides arguments.
+    text, sources: what tells whether two forwards are the same. beside: one that this may be the same as.
     """
 
     spec: Any = None
@@ -99,10 +91,15 @@ class Forward(Kept):
     parameters: tuple[Source, ...] = ()
     backwards: list[Backward] = field(default_factory=list)
     random: bool = False
+    beside: Forward | None = None
 
 
 class CapturedForward(CapturedStep):
     """A callable whose forward and backward are replayed, each when it is called."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._unanswered: dict[Hashable, int] = {}  # recorded forwards that nobody went backward from
 
     @property
     def backward_programs(self) -> tuple[Program, ...]:
@@ -110,9 +107,24 @@ class CapturedForward(CapturedStep):
         forwards = (kept for kept in self._programs if isinstance(kept, Forward))
         return tuple(each.program for kept in forwards for each in kept.backwards)
 
+    @property
+    def callable(self) -> Callable[..., Any]:
+        """What was captured."""
+        return self._fn
+
+    @property
+    def vote(self) -> Vote | None:
+        """How the ranks agree, if they must."""
+        return self._vote
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another recording is going on here, of which this one is a part."""
+        return any(isinstance(mode, Recorder) for mode in current_modes())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward: a replay if every guard of a program holds, else for real, recording."""
-        if any(isinstance(mode, Recorder) for mode in current_modes()):
+        if self.is_busy:
             self.stats.eager += 1
             return self._fn(*args, **kwargs)
         given, spec = arguments.flatten(args, kwargs)
@@ -124,33 +136,26 @@ class CapturedForward(CapturedStep):
         done, result = self._try(key, leaves, spec)
         if done:
             return result
-        found = str(result)
-        self._note_miss(found)
-        waiting = self._unanswered.get(key, 0)
-        if self._programs.thrashing or (waiting >= _PATIENCE and waiting & (waiting - 1)):
-            self._unanswered[key] = waiting + 1
+        self._note_miss(str(result))
+        if self._programs.thrashing or self._is_ignored(key):
             self.stats.eager += 1
             return self._fn(*args, **kwargs)
-        if leaves.cut:
-            args, kwargs = unflatten_result(leaves, spec)
-        with only_young_collections():
-            recorded = self._forward(args, kwargs, leaves, spec, key, found)
-        if isinstance(recorded, Recorded):
-            self._unanswered[key] = waiting + 1
-            if waiting + 1 == _PATIENCE:
-                log.warning(
-                    "%s is captured with its backward, and nobody goes backward from what it returns: call "
-                    "it under torch.no_grad()",
-                    self._name,
-                )
-            self.stats.eager += 1  # until its backward is recorded
-            return recorded.result()
-        return recorded
+        recorded = self._forward(args, kwargs, leaves, spec, key, str(result))
+        if not isinstance(recorded, Recorded):
+            return recorded
+        self.stats.eager += 1  # until its backward is recorded
+        return recorded.result()
 
-    @property
-    def _unanswered(self) -> dict[Hashable, int]:
-        """How many forwards of each kind were recorded since one was gone backward from."""
-        return self.__dict__.setdefault("unanswered", {})  # type: ignore[no-any-return]
+    def _is_ignored(self, key: Hashable) -> bool:
+        """Whether to record no more for now: nobody went backward from what was recorded."""
+        count = self._unanswered[key] = self._unanswered.get(key, 0) + 1
+        if count == _PATIENCE + 1:
+            log.warning(
+                "%s is captured with its backward, and nobody goes backward from what it returns: call it under "
+                "torch.no_grad(), or capture it without `backward=True`",
+                self._name,
+            )
+        return count > _PATIENCE and bool(count & (count - 1))
 
     # -- replay --------------------------------------------------------------------------------
 
@@ -165,62 +170,130 @@ class CapturedForward(CapturedStep):
             slot.assign(call, gradient)
         self._programs.used(kept)
         self.stats.replays += 1
-        inputs = behind.inputs()
-        return with_history(result, kept.history, behind, inputs, call.leaves)
+        assert isinstance(call.leaves, Leaves)
+        return with_history(result, kept.history, behind, call.leaves, behind.inputs())
+
+    def missed_backward(self, reason: str) -> None:
+        """No backward of a forward covers what it is asked for."""
+        self._note_miss(f"backward: {reason}")
+        self.stats.reruns += 1
+
+    def run_again(self, leaves: Leaves, kept: Forward, reason: str) -> Any:
+        """The forward for real, on the leaves of an earlier call; its backward may be kept beside the others."""
+        spec = kept.program.in_spec
+        fresh = Leaves(leaves)
+        args, kwargs = unflatten_result(fresh, spec)  # type: ignore[arg-type]
+        key = key_of(fresh, spec)
+        return self._forward(args, kwargs, fresh, spec, key, reason, kept)
 
     # -- record --------------------------------------------------------------------------------
 
     def _forward(
-        self, args: Any, kwargs: Any, leaves: Leaves, spec: pytree.TreeSpec, key: Hashable, reason: str
+        self,
+        args: Any,
+        kwargs: Any,
+        leaves: Leaves,
+        spec: Any,
+        key: Hashable,
+        reason: str,
+        beside: Forward | None = None,
     ) -> Any:
-        """Run for real, recording: the recorded forward, or the result if that has no history."""
+        """Run for real, recording: what is behind the outputs, or the result if none has a history."""
+        if leaves.cut:
+            args, kwargs = unflatten_result(leaves, spec)
         warmup = self._warmups.setdefault(key, Warmup())
-        live = bool(warmup.calls or len(self._programs))
-        recorder = Recorder(ignore_fake=True, live=live)
+        recorder = Recorder(ignore_fake=True, live=bool(warmup.calls or len(self._programs)))
         try:
             entry = Entry.now(self._fn, leaves, recorder, self._varying())
         except FunctionalizeError as error:
             self._refuse(key, error)
             return self._run_refused(error, args, kwargs)
-        with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
-            result = self._fn(*args, **kwargs)
-        changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
-        if not any(_is_output(leaf, leaves) for leaf in flatten_result(result)[0]):
-            outcome = self._outcome(
-                lambda: Recording(recorder, entry, Exit.now(entry, result, changed)), spec, reason, warmup
-            )
+        with only_young_collections():
+            with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
+                result = self._fn(*args, **kwargs)
+            changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
+            if any(is_output(leaf) for leaf in flatten_result(result)[0]):
+                at = Boundary.now(entry, result, recorder, changed)
+                result = plain_tree(result)
+                return Recorded(
+                    self, recorder, at, result, leaves, spec, key, warmup, reason, beside
+                )
+
+            def take() -> Recording:
+                after = Exit.now(entry, result, changed)  # in the callable's own grad mode
+                with torch.no_grad():
+                    return Recording(recorder, entry, after)
+
+            self._unanswered.pop(key, None)
+            outcome = self._outcome(take, spec, reason, warmup)
             self._settle(self._agreed(outcome, recorder), key, warmup)
-            return plain_tree(result)
-        with torch.no_grad():
-            at = Boundary.now(entry, result, recorder, changed)
-        return Recorded(self, recorder, at, plain_tree(result), leaves, spec, key, warmup, reason)
+        return plain_tree(result)
+
+    def recorded(
+        self,
+        take: Callable[[], ForwardRecording],
+        recorder: Recorder,
+        spec: pytree.TreeSpec,
+        key: Hashable,
+        warmup: Warmup,
+        reason: str,
+    ) -> None:
+        """The backward of a recorded forward ran: keep both, or not yet, or refuse them."""
+        self._unanswered.pop(key, None)
+        self.stats.eager -= 1
+        outcome = self._outcome(take, spec, reason, warmup)
+        self._settle(self._agreed(outcome, recorder), key, warmup)
 
     def _kept(self, taken: Recording, spec: pytree.TreeSpec, reason: str) -> Kept:
         if not isinstance(taken, ForwardRecording):
             return super()._kept(taken, spec, reason)
-        old = taken.beside
-        pair = taken.pair(spec, old.saved if old is not None else ())
-        self._count(taken.recorder, pair.forward)
+        beside = taken.beside
+        pair = taken.pair(spec, beside.saved if beside is not None else ())
         forward, backward = self._passed(pair.forward), self._passed(pair.backward)
-        self.stats.nodes = forward.nodes()
+        self._count(taken, pair.forward.nodes() + pair.backward.nodes(), forward)
+        self.stats.nodes += backward.nodes()
         late = Backward(backward, taken.wanted, pair.used, pair.late_slots, pair.effects)
-        kept = Forward(forward, pair.slots, FSDPEffects(), taken.at.exit.history, reason)
-        kept.spec, kept.results, kept.saved = taken.at.exit.spec, pair.results, pair.saved
-        kept.text, kept.sources, kept.parameters = pair.text, pair.sources, taken.parameters
-        kept.backwards = [late]
-        kept.random = any(is_random(n) for n in forward.graph.nodes)
-        return kept
+        return Forward(
+            forward,
+            pair.slots,
+            FSDPEffects(),
+            taken.at.exit.history,
+            reason,
+            spec=taken.at.exit.spec,
+            results=pair.results,
+            saved=pair.saved,
+            text=pair.text,
+            sources=pair.sources,
+            parameters=taken.parameters,
+            backwards=[late],
+            random=any(is_random(node) for node in forward.graph.nodes),
+            beside=beside,
+        )
 
-    def _add(self, key: Hashable, kept: Kept, beside: Forward | None) -> None:
-        """Keep a new pair, or the backward of one whose forward there is already."""
-        assert isinstance(kept, Forward)
-        if beside is None or not _same_forward(beside, kept):
-            self._programs.add(key, kept)
+    def _keep(self, key: Hashable, kept: Kept) -> None:
+        beside = getattr(kept, "beside", None)
+        if beside is None or not isinstance(kept, Forward) or not _are_same(beside, kept):
+            super()._keep(key, kept)
             return
-        beside.program.graph, beside.program.runner = kept.program.graph, kept.program.runner
+        # The same forward, which now saves what either backward needs.
         beside.program, beside.saved = kept.program, kept.saved
-        beside.backwards[:0] = kept.backwards
-        del beside.backwards[_BACKWARDS:]
+        beside.backwards = [*kept.backwards, *beside.backwards][:_BACKWARDS]
 
 
-_BACKWARDS = 8  # kept of one forward
+def _are_same(a: Forward, b: Forward) -> bool:
+    """Whether two forwards run the same ops on the same inputs."""
+    return (
+        a.text == b.text
+        and len(a.sources) == len(b.sources)
+        and all(_place(x) == _place(y) for x, y in zip(a.sources, b.sources, strict=True))
+    )
+
+
+def _place(source: Any) -> Any:
+    """What tells two sources apart: their types, what they name, and the objects they look in."""
+    if source is None or isinstance(source, (str, int, tuple)):
+        return source
+    slots = getattr(type(source), "__slots__", None)
+    if slots is None or not hasattr(source, "resolve"):
+        return id(source)
+    return type(source), *[_place(getattr(source, name)) for name in slots]

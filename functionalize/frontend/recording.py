@@ -127,6 +127,10 @@ class Entry:
             list(_kept(roots, fsdp)),
         )
 
+    def arguments(self) -> set[int]:
+        """The storages of tensor arguments."""
+        return {s for s, (_, source, _) in self.places.items() if isinstance(source, Argument)}
+
     def changed(self) -> str | None:
         """What the step changed that a replay would not."""
         call = Call(self.leaves, [])
@@ -325,16 +329,18 @@ class Recording:
         """Discharge the recording."""
         builder = Builder(self.recorder)
         builder.add_inputs(list(self._inputs(builder)))
+        builder.early = self.recorder.early_records()
         builder.discharge()
         outputs = builder.roles(self.exit.leaves, self.entry.leaves)
         epilogue = builder.epilogue()
+        early = builder.early_guards(boxed)
         program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
         kept = drop_unused_inputs(program)
         storages = tuple(builder.storage_of_input[i] for i in kept)
         backward = any(record.autograd_node is not None for record in self.recorder.records)
         moving = (FSDPStateGuard(self.entry.fsdp, backward), self.entry.held)
         program.facts = (*moving, *self.entry.facts, *program.facts)
-        program.guards = tuple(_input_guards(program, storages))
+        program.guards = (*_input_guards(program, storages), *early)
         return program
 
     def _inputs(

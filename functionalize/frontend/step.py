@@ -273,6 +273,7 @@ class CapturedStep:
         recorder = Recorder(ignore_fake=True, live=live)
         try:
             entry = Entry.now(self._fn, leaves, recorder, self._varying())
+            recorder.given = entry.arguments()
         except FunctionalizeError as error:
             self._refuse(key, error)
             return self._run_refused(error, args, kwargs)
@@ -333,22 +334,22 @@ class CapturedStep:
         return unsettled
 
     def _kept(self, taken: Recording, spec: pytree.TreeSpec, reason: str) -> Kept:
-        program = taken.program(spec)
-        self._count(taken, program)
-        program = self._passed(program)
+        recorded = taken.program(spec)
+        program = self._passed(recorded)
+        self._count(taken, recorded.nodes(), program)
         return Kept(program, taken.exit.assigned, taken.exit.effects, taken.exit.history, reason)
 
     def _passed(self, program: Program) -> Program:
-        if self._passes:
-            import passes  # the arrow of imports points from passes to here
+        """The program, or a copy of it after the passes."""
+        if not self._passes:
+            return program
+        import passes  # the arrow of imports points from passes to here
 
-            program = passes.run(program, self._passes)
-        self.stats.nodes = program.nodes()
-        return program
+        return passes.run(program, self._passes)
 
-    def _count(self, taken: Recording, program: Program) -> None:
+    def _count(self, taken: Recording, recorded: int, program: Program) -> None:
         stats, records = self.stats, taken.recorder.records
-        stats.nodes_recorded = program.nodes()
+        stats.nodes_recorded, stats.nodes = recorded, program.nodes()
         stats.ops = len(records)
         stats.resizes = sum(r.target is RESIZE_STORAGE for r in records)
         stats.collectives = collectives(program)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import functionalize as fz
+from functionalize.core.inputs import Call
+from functionalize.core.structure import flatten
 from tests.faults import (
-    Error,
     Trap,
     Tripwire,
     fault_of,
@@ -49,7 +50,7 @@ class Centred(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.mean.lerp_(x.detach().mean(0), 0.1)
+            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
         return x - self.mean
 
 
@@ -135,13 +136,22 @@ class Twins:
         self.step = fz.capture(self.ours.step, **options)
         self.optimizers = (self.eager.optimizer, self.ours.optimizer)
 
-    def call(self, i: int, *given: Any, around: Callable[[Any], Any] | None = None) -> str | None:
-        """Both calls of step `i`; asserts that they end alike. Returns what was raised."""
+    def call(
+        self,
+        i: int,
+        given: Callable[[], Sequence[Any]] | None = None,
+        around: Callable[[Any], Any] | None = None,
+    ) -> str | None:
+        """Both calls of step `i`; asserts that they end alike. Returns what was raised.
+
+        given: makes the arguments, of each call its own. around: a context for each call.
+        """
         raised, results = [], []
         for world, step in ((self.eager, self.eager.step), (self.ours, self.step)):
             torch.set_rng_state(world.drawn)
+            args = given() if given else (batch(i),)
             with surroundings(*self.optimizers), around(world) if around else _nothing():
-                raised.append(fault_of(lambda step=step: results.append(step(batch(i), *given))))
+                raised.append(fault_of(lambda: results.append(step(*args))))  # noqa: B023
             world.drawn = torch.get_rng_state()
         assert raised[0] == raised[1]
         if raised[0] is None:
@@ -243,7 +253,7 @@ def test_an_op_that_fails_while_recording(at: int) -> None:
 
 
 def test_an_op_that_fails_in_a_replay() -> None:
-    """Every op before the epilogue in turn: nothing was changed; the call made again is right."""
+    """Every op in turn, the copies of the epilogue at the end: nothing was changed; the call made again is right."""
     twins = Twins()
     for i in range(3):
         assert twins.call(i) is None
@@ -256,7 +266,8 @@ def test_an_op_that_fails_in_a_replay() -> None:
 
     torch.set_rng_state(world.drawn)
     before = {name: tensor.clone() for name, tensor in state().items()}
-    for position in range(program.nodes()):
+    ops = sum(isinstance(n.target, torch._ops.OpOverload) for n in program.graph.nodes) + 1
+    for position in range(ops):
         error = torch.OutOfMemoryError(f"op {position}")
         with surroundings(world.optimizer), Tripwire(position, raising(error)):
             assert fault_of(twins.step, x) == f"OutOfMemoryError: op {position}"
@@ -271,10 +282,274 @@ def test_an_interrupt_in_a_replay(error: BaseException) -> None:
     twins = Twins()
     for i in range(3):
         assert twins.call(i) is None
+    x = batch(3)
     for position in (0, 20, 60):
         torch.set_rng_state(twins.ours.drawn)
         with surroundings(twins.ours.optimizer), Tripwire(position, raising(error)):
-            assert fault_of(twins.step, batch(3)) == f"{type(error).__name__}: {error}"
+            assert fault_of(twins.step, x) == f"{type(error).__name__}: {error}"
         assert torch.equal(torch.get_rng_state(), twins.ours.drawn)
         twins.compare(3)
     train(twins, 3)
+
+
+# -- in the epilogue -------------------------------------------------------------------------------
+
+
+class Growing:
+    """Two storages that one step fills and the next one frees."""
+
+    def __init__(self) -> None:
+        self.a, self.b, self.c = torch.ones(4), torch.empty(4), torch.empty(4)
+        for tensor in (self.b, self.c):
+            tensor.untyped_storage().resize_(0)
+
+    def step(self, x: Tensor) -> None:
+        self.a.add_(x.sum())
+        for i, tensor in enumerate((self.b, self.c)):
+            tensor.untyped_storage().resize_(16)
+            tensor.copy_(x[i, :4])
+
+    def free(self) -> None:
+        for tensor in (self.b, self.c):
+            tensor.untyped_storage().resize_(0)
+
+
+def test_memory_runs_out_where_the_epilogue_grows_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, ours = Growing(), Growing()
+    step = fz.capture(ours.step)
+    for i in range(4):
+        for world, run in ((eager, eager.step), (ours, step)):
+            world.free()
+            run(batch(i))
+    assert step.stats.replays >= 1
+    ours.free()
+    resize, calls = torch.UntypedStorage.resize_, []
+
+    def scarce(storage: torch.UntypedStorage, size: int) -> Any:
+        calls.append(size)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("the second storage")
+        return resize(storage, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.UntypedStorage, "resize_", scarce)
+        assert fault_of(step, batch(4)) == "OutOfMemoryError: the second storage"
+    assert torch.equal(ours.a, eager.a)
+    assert [t.untyped_storage().nbytes() for t in (ours.b, ours.c)] == [0, 0]
+    replays = step.stats.replays
+    eager.step(batch(4))
+    step(batch(4))
+    assert step.stats.replays == replays + 1
+    assert all(map(torch.equal, vars(ours).values(), vars(eager).values()))
+
+
+# -- guards ----------------------------------------------------------------------------------------
+
+
+class Guarded(World):
+    """A step with a guard of every kind: it reads a number, and is given some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(self, x: Tensor, y: Tensor, options: Any) -> Tensor:
+        y = y[0] if isinstance(y, list) else y
+        loss = (self.model(x) * options["scale"] * self.factor).square().mean() + y.sum()
+        if loss.item() > 1000:
+            loss = loss * 0.5
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def given_to(
+    shape: tuple[int, ...] = (4, 6), times: float = 1.0, **options: Any
+) -> Callable[[], Sequence[Any]]:
+    """Makes arguments for `Guarded.step`."""
+
+    def make() -> Sequence[Any]:
+        g = torch.Generator().manual_seed(5)
+        x, y = torch.randn(shape, generator=g) * times, torch.randn(24, generator=g)
+        return x, y[:4], {"scale": 2.0, **options}
+
+    return make
+
+
+def of_another_dtype() -> Sequence[Any]:
+    x, y, options = given_to()()
+    return x, y.double(), options
+
+
+def with_a_gradient() -> Sequence[Any]:
+    x, y, options = given_to()()
+    return x, y.requires_grad_(), options
+
+
+def strided() -> Sequence[Any]:
+    x, y, options = given_to()()
+    return x.t().contiguous().t(), y, options
+
+
+def on_one_storage() -> Sequence[Any]:
+    x, _, options = given_to()()
+    return x, x[0, :4], options
+
+
+def as_a_list() -> Sequence[Any]:
+    x, y, options = given_to()()
+    return x, [y], options
+
+
+def halve_the_weight(world: Guarded) -> None:
+    world.model.b.weight = nn.Parameter(world.model.b.weight.detach() / 2)
+
+
+def replace_the_buffer(world: Guarded) -> None:
+    world.model.norm.mean = torch.ones(10)[::2]
+
+
+def leave_a_gradient(world: Guarded) -> None:
+    for p in world.model.parameters():
+        p.grad = torch.ones_like(p)
+
+
+def freeze(world: Guarded) -> None:
+    world.model.a.bias.requires_grad_(False)
+
+
+def hook_the_module(world: Guarded) -> None:
+    world.model.b.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def hook_the_parameter(world: Guarded) -> None:
+    world.model.b.weight.register_hook(lambda grad: grad * 2)
+
+
+def forget_the_state(world: Guarded) -> None:
+    world.optimizer.state.clear()
+
+
+def enlarge_the_buffer(world: Guarded) -> None:
+    world.model.norm.mean.set_(torch.zeros(9).untyped_storage(), 0, (5,))
+
+
+def hyperparameter(**values: Any) -> Callable[[Guarded], None]:
+    return lambda world: world.optimizer.param_groups[0].update(values)
+
+
+def attribute(path: str, value: Any) -> Callable[[Guarded], None]:
+    def change(world: Guarded) -> None:
+        *owners, name = path.split(".")
+        owner: Any = world
+        for each in owners:
+            owner = getattr(owner, each)
+        setattr(owner, name, value)
+
+    return change
+
+
+@contextlib.contextmanager
+def default_dtype(world: Any) -> Any:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def deterministic(world: Any) -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# What fails, of what kind it is, what it says, and what the call is given or done under.
+CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "shape": ("TensorGuard", "args_0` is float32", {"given": given_to((7, 6))}),
+    "dtype": ("TensorGuard", "args_1` is float64", {"given": of_another_dtype}),
+    "requires_grad": ("ParameterGuard", "now requires a gradient", {"given": with_a_gradient}),
+    "structure": ("structure", "structure", {"given": as_a_list}),
+    "constant": ("ConstantGuard", "argument leaf 2 is 3.0, was 2.0", {"given": given_to(scale=3.0)}),
+    "strides": ("TensorGuard", "args_0` is float32", {"given": strided}),
+    "aliases": ("AliasGuard", "shares a storage", {"given": on_one_storage}),
+    "grad mode": ("ModeGuard", "grad mode is False", {"around": lambda w: torch.no_grad()}),
+    "inference": ("ModeGuard", " is ", {"around": lambda w: torch.inference_mode()}),
+    "autocast": ("ModeGuard", "autocast", {"around": lambda w: torch.autocast("cpu")}),
+    "default dtype": ("ModeGuard", "default dtype", {"around": default_dtype}),
+    "deterministic": ("ModeGuard", "deterministic mode", {"around": deterministic}),
+    "eval": ("ModuleGuard", "training = False", {"change": lambda w: w.model.eval()}),
+    "module hook": ("ModuleGuard", "_forward_hooks", {"change": hook_the_module}),
+    "dropout": ("ModuleGuard", "p = 0.5", {"change": attribute("model.drop.p", 0.5)}),
+    "python number": ("PlaceGuard", "factor` is 2.0", {"change": attribute("factor", 2.0)}),
+    "parameter hook": ("ParameterGuard", "other hooks", {"change": hook_the_parameter}),
+    "frozen": ("ParameterGuard", "no longer requires", {"change": freeze}),
+    "parameter": ("ParameterGuard", "another parameter", {"change": halve_the_weight}),
+    "buffer": ("TensorGuard", "mean` is float32", {"change": replace_the_buffer}),
+    "storage": ("TensorGuard", "holds 36 bytes", {"change": enlarge_the_buffer}),
+    "gradients": ("SlotGuard", "grad` is there", {"change": leave_a_gradient}),
+    "nesterov": ("HyperparameterGuard", "nesterov", {"change": hyperparameter(nesterov=True)}),
+    "kind of lr": ("HyperparameterGuard", "lr = <class 'int'>", {"change": hyperparameter(lr=1)}),
+    "state": ("source", "is not where it was", {"change": forget_the_state}),
+    "number read": ("ValueGuard", "is True, was False", {"given": given_to(times=300.0)}),
+}
+
+
+def failing_guard(program: Any, args: Sequence[Any]) -> str:
+    """The kind of the first guard that fails; a value guard if all hold that need no replay."""
+    leaves, spec = flatten((tuple(args), {}))
+    if spec != program.in_spec:
+        return "structure"
+    call = Call(leaves, [])
+    for fact in program.facts:
+        if fact.failure(call) is not None:
+            return type(fact).__name__
+    try:
+        call.inputs += [spec.source.resolve(call) for spec in program.inputs]
+    except LookupError:
+        return "source"
+    failed = [type(guard).__name__ for guard in program.guards if guard.failure(call)]
+    return failed[0] if failed else "ValueGuard"
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_guard_that_fails(name: str) -> None:
+    """The world changes between two calls: the call runs eagerly, with nothing done before."""
+    kind, text, how = CHANGES[name]
+    twins = Twins(Guarded)
+    for i in range(3):
+        assert twins.call(i, given_to()) is None
+    replays = twins.step.stats.replays
+    assert replays == 1
+    for world in (twins.eager, twins.ours):
+        how.get("change", lambda world: None)(world)
+    given, around = how.get("given", given_to()), how.get("around")
+    with around(None) if around else contextlib.nullcontext():
+        assert failing_guard(twins.step.program, given()) == kind
+    found = twins.call(3, given, around)
+    assert (found is None) == (name not in ("grad mode", "inference"))
+    assert twins.step.stats.replays == replays
+    assert text in twins.step.stats.guard_failures[-1]
+    for i in range(4, 8):
+        twins.call(i, given, around)
+    if found is None:
+        assert twins.step.stats.replays > replays
+    for i in range(8, 12):
+        assert twins.call(i, given_to()) is None
+    assert twins.step.stats.replays > replays + 1
+
+
+def test_every_kind_of_guard_is_among_them() -> None:
+    twins = Twins(Guarded)
+    for i in range(3):
+        twins.call(i, given_to())
+    program = twins.step.program
+    assert program is not None
+    guards = [*program.facts, *program.guards, *program.value_guards]
+    kinds = {type(guard).__name__ for guard in guards}
+    assert kinds - {kind for kind, _, _ in CHANGES.values()} == {"FSDPStateGuard"}

@@ -324,6 +324,9 @@ GROUPS: dict[str, dict[str, Feature]] = {
         "gathered_in_int8": Feature(
             "an all-gather extension (int8 and scales)", gathered_as(GatheredInInt8, None)
         ),
+        "read_as_dtensors": Feature(
+            "parameters and gradients read as DTensors", wrapped(), steps.reading_parameters
+        ),
         "optimizer_in_backward": Feature("optimizer in backward", in_backward),
     },
     "autograd": {

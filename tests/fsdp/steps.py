@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 Step = Callable[..., Any]
@@ -70,6 +71,21 @@ def clipped(model: Any, optimizer: Optimizer) -> Step:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         finish(optimizer)
         return loss.detach(), norm.full_tensor()
+
+    return step
+
+
+def reading_parameters(model: Any, optimizer: Optimizer) -> Step:
+    """Sharded parameters and gradients as DTensors: gathered, sharded in another way, computed with."""
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        weight = model.blocks[0].a.weight
+        columns = weight.grad.redistribute(placements=[Shard(1)])
+        cosine = (weight.grad * weight).sum().full_tensor()
+        finish(optimizer)
+        return loss.detach(), columns.to_local(), cosine.detach(), weight.detach().full_tensor()
 
     return step
 

@@ -128,7 +128,7 @@ def wait_tensor(engine: Functionalizer, record: OpRecord) -> Any:
 
 
 def into_given(engine: Functionalizer, record: OpRecord) -> Any:
-    """`all_gather_into_tensor_out`, `reduce_scatter_tensor_out`: what they return is `out`, complete or not."""
+    """`all_gather_into_tensor_out`, `reduce_scatter_tensor_out`: they return `out`, complete or not."""
     name = record.target._schema.name.split("::")[1].removesuffix("_out")
     target, (given, *rest) = record.kwargs["out"], record.args
     functional = getattr(FUNCTIONAL, name).default
