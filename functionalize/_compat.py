@@ -68,8 +68,8 @@ __all__ = [
     "can_auto_functionalize",
     "current_modes",
     "disable_current_modes",
-    "dynamo_frames",
     "dtensor_parts",
+    "dynamo_frames",
     "fsdp_lazy_init",
     "fsdp_state_of",
     "functional_inside",
@@ -78,8 +78,8 @@ __all__ = [
     "functional_remake",
     "functional_sync",
     "functional_was_written",
-    "graph_is_kept",
     "fused_optimizer_functions",
+    "graph_is_kept",
     "group_of_name",
     "has_kernel",
     "hook_functions",
@@ -315,7 +315,7 @@ def process_groups() -> list[Any]:
 
 
 def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:
-    """The named tuples and dataclasses inside a DTensor's spec; placements, each with what it is made from."""
+    """The records in a DTensor's spec; the kinds of placements, each with what it is made from."""
     try:
         from torch.distributed.tensor import Partial, Replicate, Shard
         from torch.distributed.tensor import _dtensor_spec as spec
@@ -323,8 +323,13 @@ def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:
     except ImportError:
         return [], {}
     records = [spec.DTensorSpec, spec.TensorMeta, spec.ShardOrderEntry]
-    placements: dict[Any, tuple[str, ...]] = {Shard: ("dim",), Replicate: (), Partial: ("reduce_op",)}
-    return records, placements | {_StridedShard: ("dim", "split_factor")}
+    placements: dict[Any, tuple[str, ...]] = {
+        Shard: ("dim",),
+        Replicate: (),
+        Partial: ("reduce_op",),
+        _StridedShard: ("dim", "split_factor"),
+    }
+    return records, placements
 
 
 def aot_autograd(**options: Any) -> Any:

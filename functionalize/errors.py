@@ -73,7 +73,7 @@ class SaveError(FunctionalizeError):
 
 
 class LoadError(FunctionalizeError):
-    """A saved program is damaged, or was made for another version, world, model or step; nothing was loaded."""
+    """A file is damaged, or its programs are for another version, world, model or step; none was loaded."""
 
 
 class InvariantError(AssertionError):

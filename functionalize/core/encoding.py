@@ -1,15 +1,15 @@
 """Python values as JSON and back: what a program is made of, and nothing else.
 
-    encoder.value((1, 0.5, aten.add.Tensor))  ->  {"tuple": [1, {"float": "0x1.0p-1"}, {"op": "aten.add.Tensor"}]}
-    encoder.value(guard)                      ->  {"record": 7}; encoder.records[7] == {"is": "TensorGuard", "with": [...]}
-    encoder.value(model)                      ->  {"live": "module model"}, by the name that `live` gives it
+    encoder.value((0.5, aten.sin.default))   ->  {"tuple": [{"float": "0x1.0p-1"}, {"op": "aten.sin.default"}]}
+    encoder.value(guard)    ->  {"record": 7}, and encoder.records[7] is {"is": "TensorGuard", "with": [...]}
+    encoder.value(model)    ->  {"live": "module model"}, by the name that `live` gives it
 
-Numbers, containers, torch's dtypes and devices, ops and types by name, tree structures and the dataclasses of
-`forms` are written out. An object of a form is written once, however many others refer to it. What lives outside
-the program (modules, optimizers) has a name, which leads to the object of the process that reads it.
+Numbers, containers, torch's dtypes and devices, ops and types by name, tree structures and the dataclasses
+of `forms` are written out. An object of a form is written once, however many others refer to it. What lives
+outside the program (modules, optimizers) has a name, which leads to the object of the process that reads it.
 
-Invariant: reading imports nothing, unpickles nothing, and calls nothing but the constructors of `forms`, numpy's and
-torch's own. Types are those that are imported already.
+Invariant: reading imports nothing, unpickles nothing, and calls nothing but the constructors of `forms`,
+numpy's and torch's own. Types are those that are imported already.
 Refusals: `SaveError` with the way to what has no such form, no name, or a type defined inside a function;
 `LoadError` for what is not there, or is damaged.
 """
@@ -59,8 +59,8 @@ def plain_form(kind: Any) -> Form:
 # -- functions -------------------------------------------------------------------------------------
 
 _OPERATORS = (
-    "abs add and_ eq floordiv ge getitem gt invert le lshift lt mod mul ne neg not_ or_ pos pow rshift sub truediv "
-    "truth xor"
+    "abs add and_ eq floordiv ge getitem gt invert le lshift lt mod mul ne neg not_ or_ pos pow rshift sub "
+    "truediv truth xor"
 )
 _FUNCTIONS: Mapping[str, Any] = {
     **{f"operator.{n}": getattr(operator, n) for n in _OPERATORS.split()},
@@ -210,7 +210,9 @@ class Encoder:
 
     def _refuse(self, what: str) -> Any:
         path = " > ".join(part for part in self._path if part)
-        raise SaveError(f"holds {what} ({path}), which has no name that another process would find it by")
+        raise SaveError(
+            f"holds {what} ({path}), which has no name that another process would find it by"
+        )
 
 
 def _written(value: Any, kind: type) -> Json:
@@ -284,7 +286,9 @@ class Decoder:
             return pytree.tree_structure(0)
         kind, context = type_of(code[0]), self.value(code[1])
         if kind not in pytree.SUPPORTED_NODES and not hasattr(kind, "_fields"):
-            raise LoadError(f"needs pytree to know the type {code[0]}, which is not registered here")
+            raise LoadError(
+                f"needs pytree to know the type {code[0]}, which is not registered here"
+            )
         if isinstance(context, type) and not issubclass(context, tuple):
             raise LoadError(f"has {context.__qualname__} where a named tuple is expected: damaged")
         return pytree.TreeSpec(kind, context, [self._tree(child) for child in code[2]])

@@ -1,45 +1,32 @@
 """A program in a file: `program.save(path)`, `functionalize.load(path)`.
 
-    a zip of    metadata.json    versions, world, sizes: what a reader compares before it reads the rest
-                programs.json    records (see encoding.py) and, per program, its nodes and fields
-                constants.pt     tensors that programs hold, by `torch.save`, read with `weights_only=True`
+    program     {"label": ..., "graph": nodes, "runner": its name, "inputs": ..., "guards": ..., ...}
+    node        [op, name, target, args, kwargs, meta]; in args, {"node": 3} is the fourth node
 
-A node is [op, name, target, args, kwargs, meta]; an argument that is a node is {"node": its index}. The name of a
-process group is {"group": its index in the metadata}: names differ from process to process, ranks do not.
-Compiled runners, fake values and stacks are not written: `graph_module` makes them again.
+The name of a process group is {"group": its index in the metadata}: names differ from process to process, ranks
+do not. Stacks are written as text; compiled code and fake values are not: they are made again when asked for.
 
-Invariant: a file is written as a whole or not at all. Reading follows encoding.py: no code of the file is run but
-ops, and functions of numbers.
+Invariant: reading follows encoding.py: a file makes nothing run but ops, and functions of numbers.
+Refusals: `SaveError` for a tensor that the program holds and no argument leads to.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import io
-import json
-import os
-import platform
-import tempfile
 import types
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from functionalize.core import epilogue, guards, inputs, numbers, ops, program, structure
+from functionalize.core import archive, epilogue, guards, inputs, numbers, ops, program, structure
+from functionalize.core.archive import FilePath, damaged, refusal
 from functionalize.core.encoding import Decoder, Encoder, Form, Json, is_target, plain_form
 from functionalize.core.inputs import Captured
 from functionalize.core.program import Program
 from functionalize.core.where import stack_trace_of
-from functionalize.errors import FunctionalizeError, LoadError, SaveError
+from functionalize.errors import LoadError, SaveError
 
-FORMAT = 1
-Path_ = str | os.PathLike[str]
 Runner = Callable[[Program], Callable[[list[Any]], Sequence[Any]]]
 
 # -- forms -----------------------------------------------------------------------------------------
@@ -126,19 +113,26 @@ class Writer:
         for spec in program.inputs:
             if isinstance(spec.source, Captured):
                 raise SaveError(
-                    f"holds the tensor `{spec.name}` ({spec.geometry}), which no module, optimizer or argument "
-                    "leads to: pass it as an argument, or register it as a buffer"
+                    f"holds the tensor `{spec.name}` ({spec.geometry}), which no module, optimizer or "
+                    "argument leads to: pass it as an argument, or register it as a buffer"
                 )
         for name, value in program.constants.items():
             if type(value) is not Tensor:
-                raise SaveError(f"has the constant `{name}`, a {type(value).__name__}, not a plain tensor")
+                raise SaveError(
+                    f"has the constant `{name}`, a {type(value).__name__}, not a plain tensor"
+                )
             self.constants[f"{label}.{name}"] = value
         runner, fields = program.runner, {}
         if runner is not None and not _is_by_name(runner):
             raise SaveError(f"is run by {runner!r}, which has no name of its own")
         for name in _FIELDS:
             fields[name] = self.encoder.value(getattr(program, name), name)
-        return {"label": label, "runner": runner and runner_name(runner), "graph": self._graph(program.graph), **fields}
+        return {
+            "label": label,
+            "runner": runner and runner_name(runner),
+            "graph": self._graph(program.graph),
+            **fields,
+        }
 
     def _graph(self, graph: fx.Graph) -> Json:
         index = {node: i for i, node in enumerate(graph.nodes)}
@@ -158,7 +152,10 @@ class Writer:
                 if not is_target(target):
                     raise SaveError(f"calls {target}, which is no op")
                 target = self.encoder.value(target)
-            args, kwargs = list(map(written, node.args)), {k: written(v) for k, v in node.kwargs.items()}
+            args, kwargs = (
+                list(map(written, node.args)),
+                {k: written(v) for k, v in node.kwargs.items()},
+            )
             for at in _group_arguments(node.target):
                 if isinstance(at, int) and at < len(args):
                     args[at] = self.group(str(node.args[at]))
@@ -256,133 +253,33 @@ class Reader:
         return graph
 
 
-# -- metadata --------------------------------------------------------------------------------------
-
-
-def versions() -> dict[str, Any]:
-    """What must be the same where a program is read."""
-    try:
-        own = importlib.metadata.version("functionalize")
-    except importlib.metadata.PackageNotFoundError:  # run from its folder
-        own = "unknown"
-    return {
-        "format": FORMAT,
-        "torch": torch.__version__,
-        "functionalize": own,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-    }
-
-
-def check_versions(metadata: Json) -> None:
-    """Raises `LoadError` if a file is of another version of anything that programs depend on."""
-    if metadata.get("format") != FORMAT:
-        raise LoadError(f"has format {metadata.get('format')}, this library reads format {FORMAT}")
-    for name, here in versions().items():
-        if metadata.get(name) != here:
-            raise LoadError(f"was saved with {name} {metadata.get(name)}, this is {name} {here}")
-
-
-# -- files -----------------------------------------------------------------------------------------
-
-_METADATA, _PROGRAMS, _CONSTANTS = "metadata.json", "programs.json", "constants.pt"
-_LARGEST = 2**31  # bytes of JSON: far above any program, below what would exhaust a machine
-
-
-def write(path: Path_, metadata: Json, content: Json, constants: Mapping[str, Tensor]) -> None:
-    """Write a file, or leave what is there: it is put in place when it is complete."""
-    tensors = io.BytesIO()
-    torch.save(dict(constants), tensors)
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with (
-            os.fdopen(handle, "wb") as file,
-            zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
-        ):
-            archive.writestr(_METADATA, json.dumps(metadata, indent=1))
-            archive.writestr(_PROGRAMS, json.dumps(content, separators=(",", ":")))
-            archive.writestr(_CONSTANTS, tensors.getvalue())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def read_metadata(path: Path_) -> Json:
-    """The metadata alone; raises `LoadError` for what is no such file."""
-    return json.loads(_entry(path, _METADATA))
-
-
-def read(path: Path_) -> tuple[Json, dict[str, Tensor]]:
-    """Content and constants."""
-    content = json.loads(_entry(path, _PROGRAMS))
-    data = io.BytesIO(_entry(path, _CONSTANTS))
-    try:
-        constants = torch.load(data, weights_only=True)
-    except Exception as error:
-        raise LoadError(f"has constants that cannot be read, it is damaged: {error}") from error
-    if not isinstance(constants, dict) or not all(type(t) is Tensor for t in constants.values()):
-        raise LoadError("has constants that are no tensors: it is damaged")
-    return content, constants
-
-
-def _entry(path: Path_, name: str) -> bytes:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.getinfo(name).file_size > _LARGEST:
-                raise LoadError(f"has a {name} of more than {_LARGEST} bytes: it is damaged")
-            return archive.read(name)
-    except FileNotFoundError as error:
-        raise LoadError("is not there") from error
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, OSError, NotImplementedError) as error:
-        raise LoadError(f"is no saved program, or is damaged: {error}") from error
-
-
-def refusal(path: Path_, error: FunctionalizeError, verb: str) -> FunctionalizeError:
-    """`error` with the file before it."""
-    told = type(error)(f"{os.fspath(path)} cannot be {verb}: it {error}")
-    told.__cause__ = error.__cause__
-    return told
-
-
-def damaged(error: Exception) -> LoadError:
-    """What reading a file raised that no sound file makes it raise."""
-    told = LoadError(f"is damaged: {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
-
-
 # -- one program by itself -------------------------------------------------------------------------
 
 
-def save_program(program: Program, path: Path_) -> None:
+def save_program(program: Program, path: FilePath) -> None:
     """Write one program whose inputs are arguments; raises `SaveError`."""
     writer = Writer(Encoder(FORMS))
     try:
         code = writer.program(program, "program")
         if writer.groups:
-            raise SaveError("communicates, and process groups have other names elsewhere: save a captured step")
+            raise SaveError(
+                "communicates, and process groups have other names elsewhere: save a captured step"
+            )
     except SaveError as error:
         raise refusal(path, error, "saved") from None
     content = {"records": writer.encoder.records, "programs": [code]}
-    write(path, {**versions(), "kind": "program", "nodes": program.nodes()}, content, writer.constants)
+    metadata = {**archive.versions(), "kind": "program", "nodes": program.nodes()}
+    archive.write(path, metadata, content, writer.constants)
 
 
-def load_program(path: Path_, runners: Mapping[str, Runner]) -> Program:
+def load_program(path: FilePath, runners: Mapping[str, Runner]) -> Program:
     """The program of `save_program`; raises `LoadError`."""
     try:
-        metadata = read_metadata(path)
-        check_versions(metadata)
+        metadata = archive.read_metadata(path)
+        archive.check_versions(metadata)
         if metadata.get("kind") != "program":
             raise LoadError("holds the programs of a captured step: load them with `step.load`")
-        content, constants = read(path)
+        content, constants = archive.read(path)
         decoder = Decoder(content["records"], FORMS)
         return Reader(decoder, runners, (), constants).program(content["programs"][0])
     except LoadError as error:

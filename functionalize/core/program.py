@@ -173,7 +173,7 @@ class Program:
         return lower(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a program whose inputs are arguments to a file, for `functionalize.load`; raises `SaveError`."""
+        """Write a program whose inputs are arguments, for `functionalize.load`; raises `SaveError`."""
         from functionalize.core.persist import save_program
 
         save_program(self, path)

@@ -14,7 +14,7 @@ Linear in nodes and edges.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -44,17 +44,18 @@ def split(
     results: Sequence[fx.Node],
     late_results: Sequence[fx.Node],
     keep: Collection[str] = (),
+    names: Mapping[fx.Node, str] | None = None,
 ) -> Split:
     """Cut `joint`, which has no output node, after the ops `early`.
 
     results, late_results: what each side returns. keep: names of values that the forward must return besides
-    (another backward of the same forward uses them).
+    (another backward of the same forward uses them). names: what the backward calls inputs, if not as they are.
     """
     before = dict.fromkeys(early)
     for node in joint.nodes:  # one part of several that an early op made: save the part, not all of them
         if node.target is operator.getitem and node.args[0] in before:
             before[node] = None
-    backward, used = _backward(joint, before, late_results)
+    backward, used = _backward(joint, before, late_results, names or {})
     kept = [n for n in before if n.name in set(keep)]
     saved = tuple(dict.fromkeys((*kept, *used)))
     return Split(_forward(joint, before, results, saved), backward, saved, tuple(used))
@@ -74,7 +75,10 @@ def _forward(
 
 
 def _backward(
-    joint: fx.Graph, before: Collection[fx.Node], results: Sequence[fx.Node]
+    joint: fx.Graph,
+    before: Collection[fx.Node],
+    results: Sequence[fx.Node],
+    names: Mapping[fx.Node, str],
 ) -> tuple[fx.Graph, list[fx.Node]]:
     """The graph after the boundary, and the early values that it uses, one placeholder each."""
     graph, copies = fx.Graph(), _Copies()
@@ -84,7 +88,8 @@ def _backward(
             crossing |= dict.fromkeys(n for n in node.all_input_nodes if n in before)
     for node in joint.nodes:
         if node.op == "placeholder":
-            copies[node] = graph.node_copy(node)
+            name = names.get(node, node.name)
+            copies[node] = graph.create_node("placeholder", name, name=name)
     for node in before:
         if node in crossing:
             copies[node] = graph.create_node("placeholder", node.name, name=node.name)

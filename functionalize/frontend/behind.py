@@ -22,7 +22,7 @@ from functionalize.core.generators import generator_states, set_generators
 from functionalize.core.inputs import Argument, Call, Source
 from functionalize.core.ops import OpRecord, TensorRef
 from functionalize.core.rules.resizes import RESIZE_STORAGE
-from functionalize.errors import FunctionalizeError, GuardError, InvariantError
+from functionalize.errors import GuardError, InvariantError
 from functionalize.frontend.arguments import flatten_result, unflatten_result
 from functionalize.frontend.boundary import Wanted, attach, leaves_of, run_backward
 from functionalize.frontend.collector import only_young_collections

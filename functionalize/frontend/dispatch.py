@@ -34,16 +34,12 @@ from functionalize.core.rules import RULES
 from functionalize.core.rules.collectives import check_known_collective
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
-from functionalize.core.where import line_of, located
+from functionalize.core.where import located
 from functionalize.errors import (
     ForeignStorageError,
     FunctionalizeError,
-    UncapturableError,
-    UnsupportedOpError,
-    UnsupportedTensorError,
 )
 from functionalize.frontend.handed import handing_over, has_live, run_with, take_numbers
-from functionalize.frontend.known_storages import KnownStorages
 from functionalize.frontend.ledger import Ledger
 from functionalize.frontend.live import SYMBOLIC, plain, shown
 from functionalize.frontend.op_kinds import (
@@ -58,10 +54,9 @@ from functionalize.frontend.op_kinds import (
 )
 from functionalize.frontend.outsiders import Outsiders
 from functionalize.frontend.patches import PATCHES
+from functionalize.frontend.unrepeatable import Unrepeatable
 
 aten = torch.ops.aten
-_MASKS = (torch.bool, torch.uint8)
-_NOT_IN_A_PROGRAM = (UnsupportedOpError, UnsupportedTensorError, ForeignStorageError)
 
 
 class Scalar:
@@ -73,7 +68,7 @@ class Scalar:
         self.record, self.value = record, value
 
 
-class Recorder(KnownStorages, TorchDispatchMode):
+class Recorder(Unrepeatable, TorchDispatchMode):
     """Records while active.
 
     ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
@@ -87,26 +82,26 @@ class Recorder(KnownStorages, TorchDispatchMode):
         outsiders: Outsiders | None = None,
         live: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(ignore_fake)
         self.live = live
         self.records: list[OpRecord] = []
         self.scalars: list[Scalar] = []
         self.failed: tuple[BaseException, OpRecord] | None = None
-        self.unfaithful: list[str] = []  # what ran that a replay could not repeat
         self.ledger = Ledger(self.unfaithful) if live else None
         self._entered = 0
         self._near_number = False  # whether the op at hand is given a live number
-        self._drawn: tuple[Tensor, ...] | None = None  # the generators after the last random op
-        self.given: set[int] = set()  # the storages of arguments, where their numbers are guarded early
-        self._ignore_fake, self._outsiders = ignore_fake, outsiders
+        self.given: set[int] = (
+            set()
+        )  # the storages of arguments, where their numbers are guarded early
+        self._outsiders = outsiders
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that hides the handler from Dynamo costs as much as an op
 
     def __enter__(self) -> Recorder:
-        if self._ignore_fake and self._drawn is None:
-            self._drawn = generator_states()
+        if self.for_real and self.drawn is None:
+            self.drawn = generator_states()
         PATCHES.install()
         try:
             super().__enter__()
@@ -127,7 +122,7 @@ class Recorder(KnownStorages, TorchDispatchMode):
 
     def resume(self) -> None:
         """Be entered once more: what happened since is not the program's."""
-        self._drawn = None
+        self.drawn = None
         if self.ledger is not None:
             self.ledger.active = True
 
@@ -152,7 +147,7 @@ class Recorder(KnownStorages, TorchDispatchMode):
             return func(*args, **kwargs)
         for kind in types:
             if kind is FakeTensor:
-                if self._ignore_fake:
+                if self.for_real:
                     return func(*args, **kwargs)
             elif is_traceable_wrapper_subclass_type(kind):
                 if func is RESIZE_STORAGE:
@@ -185,23 +180,23 @@ class Recorder(KnownStorages, TorchDispatchMode):
                 record.meta["gradients"] = torch.is_grad_enabled()
             self._check(op, record)
         except FunctionalizeError as error:
-            self._note_or_raise(located(error, record))
+            self.note_or_raise(located(error, record))
             return self._call(func, args, kwargs)
-        if self._ignore_fake and (op.random or op.sized_by_data):
-            self._check_repeatable(op, record)
+        if self.for_real and (op.random or op.sized_by_data):
+            self.check_repeatable(op, record)
         try:
             out = self._call(func, args, kwargs)
         except BaseException as error:
             self.failed = (error, record)
             raise
-        if self._ignore_fake and op.random:
-            self._drawn = generator_states()
+        if self.for_real and op.random:
+            self.drawn = generator_states()
         if op.to_python:
             out = self._to_python(record, out)
         try:
             self._finish(op, record, args, kwargs, out)
         except FunctionalizeError as error:
-            self._note_or_raise(located(error, record))
+            self.note_or_raise(located(error, record))
         return out
 
     # -- numbers -------------------------------------------------------------------------------
@@ -235,55 +230,7 @@ class Recorder(KnownStorages, TorchDispatchMode):
         take_numbers(self.ledger, record)
         return run_with(self.ledger, args), run_with(self.ledger, kwargs)
 
-    # -- what a replay could not repeat -----------------------------------------------------------
-
-    def _check_repeatable(self, op: OpKind, record: OpRecord) -> None:
-        if op.random:
-            self.check_generators(f"before {record.target} {line_of(record.traceback)}")
-        masks = [r for r in refs_in(record.args)[1:] if r.geometry.dtype in _MASKS]
-        if op.sized_by_data and (record.target is not aten.index.Tensor or masks):
-            self.unfaithful.append(
-                f"{record.target} gives a result whose size depends on data {line_of(record.traceback)}"
-            )
-
-    def _note_or_raise(self, error: FunctionalizeError) -> None:
-        """What eager cannot do either is raised; what only a program cannot hold, after the step has run."""
-        if not (self._ignore_fake and isinstance(error, _NOT_IN_A_PROGRAM)):
-            raise error from None
-        if str(error) not in self.unfaithful:
-            self.unfaithful.append(str(error))
-
-    def check_generators(self, where: str) -> None:
-        """Note a generator that was set past torch's functions: no op says so, a replay would not."""
-        now = generator_states()
-        with disable_current_modes():  # of a recording around this one, or of the user
-            same = self._drawn is None or all(map(torch.equal, now, self._drawn))
-        if not same:
-            self.unfaithful.append(
-                f"a random generator is set inside the step, {where}, by something else than "
-                "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"
-            )
-        self._drawn = now
-
-    def unrepeatable(self, what: str) -> None:
-        """`what` happened, which comes out otherwise at every step: no replay could repeat it."""
-        text = f"{what} {line_of(CapturedTraceback.extract())}, which a replay cannot repeat"
-        if not self._ignore_fake:
-            raise UncapturableError(text)
-        self.unfaithful.append(text)
-        self._drawn = None
-
-    def side_effect(self, what: str) -> None:
-        """The step did something beside its tensors that a replay would not do again."""
-        if self._ignore_fake:
-            where = line_of(CapturedTraceback.extract())
-            self.unfaithful.append(f"{what} {where}, which a replay would not")
-
-    def read_by_python(self, tensor: Tensor, how: str) -> None:
-        """`tensor.numpy()` or `.tolist()` was called: Python sees numbers that no guard knows."""
-        if not self.suspended and not isinstance(tensor, FakeTensor):
-            where = line_of(CapturedTraceback.extract())
-            self.unfaithful.append(f"Python reads a tensor by .{how}() {where}: use .item()")
+    # -- arguments and results ---------------------------------------------------------------------
 
     def _to_fake(self, arg: Any) -> Any:
         """`arg` with the fakes of tensors from outside in their place."""
@@ -452,7 +399,7 @@ class Recorder(KnownStorages, TorchDispatchMode):
                 )
             checked_nbytes(size, info.name)
         except FunctionalizeError as error:
-            self._note_or_raise(located(error, record))
+            self.note_or_raise(located(error, record))
             return original(storage, size)
         result = original(storage, size)
         self.note_size(storage)

@@ -1,10 +1,10 @@
 """What a saved step's programs were made for, as JSON; what of it is different here.
 
-    saved = fingerprint(fn, names)          code, packages, modules, tensors, optimizers; world, process groups
-    mismatch(saved, fingerprint(fn, names)) "`model.layers.3` (a Block) is not there", or None
+    saved = fingerprint(fn, names)             world, devices, packages, code, modules, tensors, optimizers
+    mismatch(saved, fingerprint(fn, names))    "`model.layers.3` (a Block) is not there", or None
 
-Code is compared by what Python compiled it to, without lines and comments: the step, the functions of the user
-that it leads to, and the modules' methods. An installed package counts by its version.
+Code is compared by what Python compiled it to, without lines and comments: the step, the functions of the
+user that it leads to, and the modules' methods. An installed package counts by its version.
 Invariant: equal fingerprints mean that names (see naming.py) lead to the same things.
 """
 
@@ -41,11 +41,11 @@ def fingerprint(fn: Callable[..., Any], names: Names) -> dict[str, Json]:
     return {
         **world(),
         "step": getattr(fn, "__qualname__", type(fn).__qualname__),
-        "devices": sorted({t["device"] for t in tensors.values() if t is not None}),
+        "devices": sorted({t.device.type for t in tensors.values() if t is not None}),
         "packages": _packages(roots),
         "code": _code(roots),
-        "modules": {name: _kind(module) for name, module in roots.walk()},
-        "tensors": tensors,
+        "modules": {name: f"a {_kind(module)}" for name, module in roots.walk()},
+        "tensors": {name: _described(tensor) for name, tensor in tensors.items()},
         "optimizers": _optimizers(roots),
     }
 
@@ -62,15 +62,15 @@ def mismatch(saved: Mapping[str, Json], here: Mapping[str, Json]) -> str | None:
         now = _version(name)
         if now != version:
             return f"was saved with {name} {version}, this is {name} {now or 'nowhere imported'}"
-    modules = _difference(saved["modules"], here["modules"], "a ", "")
-    if modules is not None:
-        return f"was saved for other modules: {modules}"
-    tensors = _difference(*({k: _described(v) for k, v in d["tensors"].items()} for d in (saved, here)))
-    if tensors is not None:
-        return f"was saved for other parameters or buffers: {tensors}"
-    optimizers = _difference(saved["optimizers"], here["optimizers"])
-    if optimizers is not None:
-        return f"was saved for other optimizers: {optimizers}"
+    parts = (
+        ("modules", "modules"),
+        ("tensors", "parameters or buffers"),
+        ("optimizers", "optimizers"),
+    )
+    for key, what in parts:
+        different = _difference(saved[key], here[key])
+        if different is not None:
+            return f"was saved for other {what}: {different}"
     code = [k for k in saved["code"] | here["code"] if saved["code"].get(k) != here["code"].get(k)]
     if code:
         changed = ", ".join(name.partition(":")[2] for name in code)
@@ -78,16 +78,16 @@ def mismatch(saved: Mapping[str, Json], here: Mapping[str, Json]) -> str | None:
     return None
 
 
-def _difference(
-    saved: Mapping[str, Any], here: Mapping[str, Any], before: str = "", after: str = ""
-) -> str | None:
-    for name, was in saved.items():
-        if name not in here:
-            return f"`{name}` ({before}{was}{after}) is not there"
-        if here[name] != was:
-            return f"`{name}` is {before}{here[name]}{after}, was {before}{was}{after}"
-    new = [name for name in here if name not in saved]
-    return f"`{new[0]}` ({before}{here[new[0]]}{after}) was not there" if new else None
+def _difference(saved: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    gone = [name for name in saved if name not in here]
+    if gone:
+        return f"`{gone[0]}` ({saved[gone[0]]}) is not there"
+    for name, now in here.items():
+        if name not in saved:
+            return f"`{name}` ({now}) was not there"
+        if saved[name] != now:
+            return f"`{name}` is {now}, was {saved[name]}"
+    return None
 
 
 def _has_device(kind: str) -> bool:
@@ -166,14 +166,13 @@ def _kind(value: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _tensors(roots: Roots) -> Iterator[tuple[str, Json]]:
+def _tensors(roots: Roots) -> Iterator[tuple[str, Tensor | None]]:
     """Parameters and buffers by full name; those that FSDP2 shards as they are when sharded."""
     sharded = _sharded(roots)
     for name, module in roots.walk():
         for table in (module._parameters, module._buffers):
             for key, value in table.items():
-                value = sharded.get((id(module), key), value)
-                yield f"{name}.{key}", None if value is None else _tensor(value)
+                yield f"{name}.{key}", sharded.get((id(module), key), value)
 
 
 def _sharded(roots: Roots) -> dict[tuple[int, str], Tensor]:
@@ -184,43 +183,31 @@ def _sharded(roots: Roots) -> dict[tuple[int, str], Tensor]:
     }
 
 
-def _tensor(value: Tensor) -> dict[str, Json]:
-    mesh = getattr(value, "device_mesh", None)
-    return {
-        "shape": list(value.shape),
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "device": value.device.type,
-        "placements": [str(p) for p in getattr(value, "placements", ())],
-        "mesh": list(mesh.shape) if mesh is not None else [],
-    }
-
-
-def _described(tensor: Json) -> str:
+def _described(tensor: Tensor | None) -> str:
     if tensor is None:
         return "None"
-    text = f"{tensor['dtype']}{tensor['shape']} on {tensor['device']}"
-    if tensor["placements"]:
-        text += f" as {', '.join(tensor['placements'])} on a mesh of {tensor['mesh']}"
-    return text
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return text
+    placements = ", ".join(map(str, getattr(tensor, "placements", ())))
+    return f"{text} as {placements} on a mesh of {list(mesh.shape)}"
 
 
-def _optimizers(roots: Roots) -> dict[str, Json]:
+def _optimizers(roots: Roots) -> dict[str, str]:
     """Their classes and, per group, the names of parameters."""
     sharded, names = _sharded(roots), dict[int, str]()
     for name, module in roots.walk():
         for key, value in module._parameters.items():
-            value = sharded.get((id(module), key), value)
-            names.setdefault(id(value), f"{name}.{key}")
-    return {
-        name: [
-            _kind(optimizer),
-            *([names.get(id(p), "?") for p in g["params"]] for g in optimizer.param_groups),
-        ]
-        for name, optimizer in roots.optimizers.items()
-    }
+            names.setdefault(id(sharded.get((id(module), key), value)), f"{name}.{key}")
+    found: dict[str, str] = {}
+    for name, optimizer in roots.optimizers.items():
+        found[name] = f"a {_kind(optimizer)}"
+        for i, group in enumerate(optimizer.param_groups):
+            found[f"{name} group {i}"] = ", ".join(names.get(id(p), "?") for p in group["params"])
+    return found
 
 
 def hook_names(table: Mapping[Any, Any]) -> list[str]:
     """What is hung on a module, in order; the keys of such a table count hooks of the whole process."""
     return [_kind(h) if not hasattr(h, "__qualname__") else h.__qualname__ for h in table.values()]
-

@@ -1,9 +1,9 @@
 """How the guards, sources and effects of a captured step are written (see core/encoding.py).
 
-Most are their fields, with live objects by name. Three guards know objects by identity, and know it again after
-loading: a module's children, a module's hooks (by the keys of a table that counts the hooks of the whole process),
-parameters. These are left out when they are written and are what is there when they are read; numbers beside them
-keep their values, so that what changed is noticed by the guard at the first call.
+Most are their fields, with live objects by name. Three guards know objects by identity: a module's children,
+its hooks (by the keys of a table that counts the hooks of the whole process), parameters. These are left out
+when they are written and are what is there when they are read. Numbers beside them keep their values, so that
+what changed is noticed by the guard at the first call.
 
 Refusals: `Gone` for a guard whose objects are not there any more, which no call can pass; `LoadError` for a
 module that has other hooks, an optimizer that has other groups.
@@ -26,6 +26,7 @@ from functionalize.frontend.fingerprint import hook_names
 from functionalize.frontend.lifted import HyperparameterNumber
 from functionalize.frontend.naming import Names
 from functionalize.frontend.reach import Held
+from functionalize.frontend.shared import SharedGuard
 
 
 class Gone(SaveError):
@@ -42,6 +43,7 @@ _PLAIN = (
     guards.PlaceGuard,
     guards.SlotGuard,
     HyperparameterNumber,
+    SharedGuard,
     sources.Gradient,
     sources.GroupTensor,
     sources.Inner,
@@ -83,8 +85,8 @@ def _save_held(names: Names, held: Held) -> tuple[Any, ...]:
     if isinstance(held.container, Held) or names.of(held.container) is not None:
         return held.container, held.key
     raise SaveError(
-        f"looks at {held.key!r} in a {type(held.container).__name__} that only its arguments lead to: let the "
-        "step find it by itself (as a global, an attribute, a closure)"
+        f"looks at {held.key!r} in a {type(held.container).__name__} that only its arguments lead to: "
+        "let the step find it by itself (as a global, an attribute, a closure)"
     )
 
 
@@ -124,7 +126,9 @@ def _load_modules(
         for key in filter(_is_hooks, fact):
             now = hook_names(vars(module)[key])
             if fact[key] != now:
-                raise LoadError(f"needs the {key.strip('_')} of `{name}` to be {fact[key]}, they are {now}")
+                raise LoadError(
+                    f"needs the {key.strip('_')} of `{name}` to be {fact[key]}, they are {now}"
+                )
             fact[key] = list(vars(module)[key])
     return guards.ModuleGuard(modules, names, facts)
 

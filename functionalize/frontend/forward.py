@@ -205,6 +205,7 @@ class CapturedForward(CapturedStep):
         recorder = Recorder(ignore_fake=True, live=bool(warmup.calls or len(self._programs)))
         try:
             entry = Entry.now(self._fn, leaves, recorder, self._varying())
+            recorder.given = entry.arguments()
         except FunctionalizeError as error:
             self._refuse(key, error)
             return self._run_refused(error, args, kwargs)

@@ -1,11 +1,11 @@
 """Process groups in a saved program: by the device mesh that has them, or by their ranks.
 
-    described = describe(["0", "5"], names)    [{"ranks": [0, 1], "backend": "gloo", "mesh": "mesh ...", ...}, ...]
+    described = describe(["0", "5"], names)    [{"ranks": [0, 1], "backend": "gloo", ...}, ...]
     names_here(described, names)               ["0", "7"]
 
-A group's name counts the groups that a process has made. A group of a mesh that the step leads to is that mesh's
-group again. Any other is one of the same ranks and backend: the one at the same place among these, in the order in
-which they were made, which all ranks share.
+A group's name counts the groups that a process has made. A group of a mesh that the step leads to is that
+mesh's group again. Any other is one of the same ranks and backend: the one at the same place among these, in
+the order in which they were made, which all ranks share.
 Refusal: `LoadError` for ranks that have no group here.
 """
 

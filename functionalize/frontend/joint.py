@@ -28,10 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from functionalize._compat import is_traceable_wrapper_subclass, pytree
-from functionalize.core.emit import GraphEmitter
+from functionalize._compat import pytree
 from functionalize.core.epilogue import Action, owed
-from functionalize.core.generators import is_random
 from functionalize.core.guards import AliasGuard, Guard, NumberGuard, TensorGuard, ValueGuard
 from functionalize.core.inputs import Argument, Call, InputSpec, Source
 from functionalize.core.ops import Geometry
@@ -44,11 +42,17 @@ from functionalize.core.unused import drop_unused_inputs
 from functionalize.frontend.arguments import flatten_result
 from functionalize.frontend.build import Builder, GivenInput, inner_tensors
 from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.fsdp import FSDPEffects, FSDPState, FSDPStateGuard, FSDPTensor, fsdp_unsharded
+from functionalize.frontend.fsdp import (
+    FSDPEffects,
+    FSDPState,
+    FSDPStateGuard,
+    FSDPTensor,
+    fsdp_unsharded,
+)
 from functionalize.frontend.guards import SlotGuard
 from functionalize.frontend.known_storages import External
 from functionalize.frontend.recording import Entry, Exit, Recording
-from functionalize.frontend.sources import Gradient, Slot
+from functionalize.frontend.sources import Slot
 from functionalize.run.boxed import boxed
 
 
@@ -146,6 +150,7 @@ class JointRecording(Recording):
         facts = list(recorder.ledger.facts.values()) if recorder.ledger is not None else []
         first, rest = recorder.externals[: at.externals], recorder.externals[at.externals :]
         builder.add_inputs(list(self._given(builder, first)))
+        builder.early = recorder.early_records()
         builder.run(recorder.records[: at.records])
         builder.guard(facts[: at.facts])
         before = builder.half(at.exit.leaves, at.entry.leaves, at.unsharded)
@@ -156,7 +161,8 @@ class JointRecording(Recording):
         builder.run(recorder.records[at.records :])
         builder.guard(facts[at.facts :])
         after = builder.half(self.end.leaves, self.later.leaves, ())
-        cut = split(builder.emit.graph, builder.early, before.results, after.results, keep)
+        graph, names = builder.emit.graph, builder.names
+        cut = split(graph, builder.before, before.results, after.results, keep, names)
         forward = self._forward(builder, cut, before, in_spec)
         backward = self._backward(builder, cut, after, forward)
         return Pair(
@@ -185,8 +191,9 @@ class JointRecording(Recording):
         program = half.program(builder, cut.forward, builder.inputs, saved, in_spec)
         storages = _storages(builder, drop_unused_inputs(program))
         entry = self.at.entry
-        program.facts = (*entry.moving, *entry.facts, *program.facts)
-        program.guards = tuple(_guards(program, storages, len(program.inputs)))
+        moving = (FSDPStateGuard(entry.fsdp), entry.held)
+        program.facts = (*moving, *entry.facts, *program.facts)
+        program.guards = (*_guards(program, storages, len(program.inputs)), *half.early_guards)
         return program
 
     def _backward(self, builder: JointBuilder, cut: Split, half: Half, forward: Program) -> Program:
@@ -194,13 +201,15 @@ class JointRecording(Recording):
         saved = [builder.saved(n, Saved(first + i, n.meta.get("hint"))) for i, n in enumerate(cut.used)]
         if any(spec.geometry is None for spec in saved):
             saved = _measured(saved, cut, forward)
-        program = half.program(builder, cut.backward, [*builder.inputs, *saved], [], None)
+        inputs = [*builder.late_inputs(), *saved]
+        program = half.program(builder, cut.backward, inputs, [], None)
         storages = _storages(builder, drop_unused_inputs(program))
         assert self.expected is not None
         slots = [(n, s) for n, s in self.later.slots if self._concerns(program, s)]
         moving = (FSDPStateGuard(self.expected), self._slot_guard(slots))
         program.facts = (*moving, *self.later.facts, *program.facts)
-        program.guards = tuple(_guards(program, storages, len(program.inputs) - len(saved)))
+        count = len(program.inputs) - len(saved)
+        program.guards = (*_guards(program, storages, count), *half.early_guards)
         return program
 
     def _slot_guard(self, slots: Sequence[tuple[str, Slot]]) -> SlotGuard:
@@ -277,6 +286,7 @@ class Half:
     results: list[fx.Node]
     value_guards: tuple[ValueGuard, ...]
     number_guards: tuple[NumberGuard, ...]
+    early_guards: tuple[Guard, ...]
 
     def program(
         self, builder: Builder, graph: fx.Graph, inputs: Sequence[InputSpec], saved: Any, in_spec: Any
@@ -299,11 +309,12 @@ class Half:
 
 
 class JointBuilder(Builder):
-    """Discharges a recording that has a boundary in it. early: the ops before it."""
+    """Discharges a recording that has a boundary in it. before: the ops on its first side."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self.early: list[fx.Node] = []
+        self.before: list[fx.Node] = []
+        self.names: dict[fx.Node, str] = {}
         self._geometry: dict[fx.Node, tuple[Geometry, torch.device]] = {}
 
     def half(self, leaves: Sequence[Any], given: Sequence[Any], deferred: Collection[int]) -> Half:
@@ -314,9 +325,15 @@ class JointBuilder(Builder):
             if serial not in deferred:
                 epilogue += owed(self.engine.storages[serial], index, self.emit, self.slot)
         half = Half(
-            outputs, epilogue, list(self._slots), tuple(self._value_guards), tuple(self._number_guards)
+            outputs,
+            epilogue,
+            list(self._slots),
+            tuple(self._value_guards),
+            tuple(self._number_guards),
+            tuple(self.early_guards(boxed)),
         )
-        self._slots, self._clones, self._value_guards, self._number_guards = {}, {}, [], []
+        self._slots, self._clones = {}, {}
+        self._value_guards, self._number_guards, self._early = [], [], []
         return half
 
     def cross(self, deferred: Collection[int]) -> None:
@@ -324,7 +341,7 @@ class JointBuilder(Builder):
 
         A view that the forward took of what it made is taken again from the whole, which is what is saved.
         """
-        self.early = [n for n in self.emit.graph.nodes if n.op == "call_function"]
+        self.before = [n for n in self.emit.graph.nodes if n.op == "call_function"]
         for serial, storage in list(self.engine.storages.items()):
             for view in storage.views.values():
                 if isinstance(view.value, fx.Node):
@@ -343,6 +360,7 @@ class JointBuilder(Builder):
         name = self._unique(was.name)
         spec = InputSpec(name, was.geometry, storage.nbytes, was.device, was.source)
         node = self._placeholder(spec, serial)
+        self.names |= {self._nodes[self._home[serial]]: f"{was.name}_before", node: was.name}
         self._home[serial] = len(self.inputs) - 1
         new = FunctionalStorage(
             serial, spec.geometry, spec.device, node, spec.nbytes, was.name, straight, external=True
@@ -351,6 +369,11 @@ class JointBuilder(Builder):
             if g != spec.geometry:
                 new.views[g] = View(g, view.parent, view.step)
         self.engine.storages[serial] = new
+
+    def late_inputs(self) -> list[InputSpec]:
+        """Every input as the backward calls it."""
+        pairs = zip(self._nodes, self.inputs, strict=True)
+        return [replace(spec, name=self.names.get(node, spec.name)) for node, spec in pairs]
 
     def saved(self, node: fx.Node, source: Saved) -> InputSpec:
         """The input of the backward that a value of the forward is."""

@@ -6,8 +6,8 @@
     names.place(held)         ("lr_scale", 0, 1): the first of one place that the search calls so
 
 The search is the same in both processes, as the code is (see fingerprint.py), and so is the order in which it
-finds things. Named are modules, optimizers, what FSDP2 keeps, device meshes, and the tables in which these and the
-step's other objects keep their attributes.
+finds things. Named are modules, optimizers, what FSDP2 keeps, device meshes, and the tables in which these and
+the step's other objects keep their attributes.
 Refusals: `SaveError` for a search whose order differs from process to process (a set of modules); `LoadError`
 for a name that leads nowhere, or to another number of places.
 """
@@ -85,7 +85,7 @@ class Names:
 
 
 def check_order(roots: Roots) -> None:
-    """Raises `SaveError` if what the search finds stands in a set, whose order is another in every process."""
+    """Raises `SaveError` if what the search finds stands in a set: its order differs between processes."""
     for name, container in roots.containers:
         if isinstance(container, set) and len(container) > 1:
             kinds = (nn.Module, torch.optim.Optimizer, Tensor)

@@ -5,8 +5,8 @@
     torch.Tensor.item, fused optimizers   give and take live numbers, see number_patches.py
     torch.get_rng_state, ...         set and read generators: recorded as ops, see generators.py
     builtins.print                   what a replay would not do again
-    torch._dynamo's frame hook       what is under torch.compile runs as it is written: compiled code calls kernels
-                                     that no dispatcher sees, and Dynamo would trace the recorder itself
+    torch._dynamo's frame hook       what is under torch.compile runs as it is written: compiled code calls
+                                     kernels that no dispatcher sees, and Dynamo would trace the recorder
     torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
     torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
     torch.UntypedStorage.size        the function has given its storage

@@ -7,11 +7,11 @@ A file holds the programs with everything outside them by name (naming.py), and 
 (fingerprint.py). Loading looks the names up in the step at hand. The guards then hold it to the same facts as
 where they were recorded: numbers that Python keeps have their old values, objects are those found at loading.
 
-Where FSDP2 has not run yet in the new process, loading sets it up as a first forward does: roots, and one unshard of
-each module that was unsharded before. So it communicates, and every rank must load; if one cannot, none does.
+Where FSDP2 has not run yet in the new process, loading sets it up as a first forward does: roots, and one unshard
+of each module that was unsharded before. So it communicates, and every rank must load; if one cannot, none does.
 
-Refusals: `SaveError` for a live object that no name leads to; `LoadError` for whatever does not match. Nothing
-is loaded then. A program for objects that are gone is left out with a warning, as no call can replay it.
+Refusals: `SaveError` for a live object that no name leads to; `LoadError` for whatever does not match, with
+nothing loaded. A program for objects that are gone is left out with a warning, as no call can replay it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functionalize.core import persist
+from functionalize.core import archive, persist
+from functionalize.core.archive import FilePath, damaged, refusal
 from functionalize.core.encoding import Decoder, Encoder
-from functionalize.core.persist import Path_, Reader, Runner, Writer, damaged, refusal
+from functionalize.core.persist import Reader, Runner, Writer
 from functionalize.core.program import Program
 from functionalize.errors import LoadError, SaveError
 from functionalize.frontend.agreement import Vote
@@ -55,15 +56,15 @@ class Saved:
     vote: Vote | None
 
 
-def load(path: Path_) -> Program:
+def load(path: FilePath) -> Program:
     """The program that `program.save(path)` wrote.
 
-    Raises `LoadError` if the file is damaged or was written by another version of torch, Python or this library.
+    Raises `LoadError` if the file is damaged, or of another version of torch, Python or this library.
     """
     return persist.load_program(path, RUNNERS)
 
 
-def path_of_rank(path: Path_) -> Path:
+def path_of_rank(path: FilePath) -> Path:
     """The file of this rank: `step.fzp` is `step.rank1.fzp` on rank 1 of several."""
     here, path = world(), Path(path)
     if here["world size"] == 1:
@@ -74,14 +75,14 @@ def path_of_rank(path: Path_) -> Path:
 # -- saving ----------------------------------------------------------------------------------------
 
 
-def save_step(path: Path_, fn: Callable[..., Any], saved: Saved) -> None:
+def save_step(path: FilePath, fn: Callable[..., Any], saved: Saved) -> None:
     """Write every program of a step; raises `SaveError`, with nothing written."""
     path = path_of_rank(path)
     try:
         metadata, content, writer = _written(fn, saved)
     except SaveError as error:
         raise refusal(path, error, "saved") from None
-    persist.write(path, metadata, content, writer.constants)
+    archive.write(path, metadata, content, writer.constants)
 
 
 def _written(fn: Callable[..., Any], saved: Saved) -> tuple[Json, Json, Writer]:
@@ -91,7 +92,9 @@ def _written(fn: Callable[..., Any], saved: Saved) -> tuple[Json, Json, Writer]:
     writer = Writer(Encoder(()))
     programs, gone = [], SaveError("has no program yet: call the step until it is captured")
     for number, (key, kept) in enumerate(saved.programs, 1):
-        encoder = Encoder(forms(names), names.of)  # of its own: what a program left out has written goes with it
+        encoder = Encoder(
+            forms(names), names.of
+        )  # of its own: what a program left out has written goes with it
         try:
             programs.append(_write_kept(replace(writer, encoder=encoder), key, kept, number))
         except Gone as error:
@@ -103,10 +106,12 @@ def _written(fn: Callable[..., Any], saved: Saved) -> tuple[Json, Json, Writer]:
     content = {
         "programs": programs,
         "lifted": writer.encoder.value(saved.lifted),
-        "vote": None if vote is None else [[writer.group(g) for g in vote.groups], str(vote.device)],
+        "vote": None
+        if vote is None
+        else [[writer.group(g) for g in vote.groups], str(vote.device)],
     }
     metadata = {
-        **persist.versions(),
+        **archive.versions(),
         "kind": "step",
         **fingerprint(fn, names),
         "process groups": describe(writer.groups, names),
@@ -132,20 +137,21 @@ def _write_kept(writer: Writer, key: Hashable, kept: Kept, number: int) -> Json:
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_step(path: Path_, fn: Callable[..., Any]) -> Saved:
-    """What `save_step` wrote, for `fn` and its objects in this process; raises `LoadError` on every rank or none."""
+def load_step(path: FilePath, fn: Callable[..., Any]) -> Saved:
+    """What `save_step` wrote, for `fn` and its objects here; raises `LoadError` on every rank or none."""
     path = path_of_rank(path)
     names = Names(reachable(fn))
     metadata = _together(path, lambda: _checked(path, fn, names))
     _together(path, lambda: _set_up(names, metadata["fsdp"]))
     names = Names(names.roots)  # what FSDP2 made since has names, too
-    return _together(path, lambda: _read(path, names, metadata))
+    saved: Saved = _together(path, lambda: _read(path, names, metadata))
+    return saved
 
 
 def _checked(path: Path, fn: Callable[..., Any], names: Names) -> Json:
     """The metadata, if the file is for this step in this process."""
-    metadata = persist.read_metadata(path)
-    persist.check_versions(metadata)
+    metadata = archive.read_metadata(path)
+    archive.check_versions(metadata)
     if metadata["kind"] != "step":
         raise LoadError("holds one program: load it with `functionalize.load`")
     found = mismatch(metadata, fingerprint(fn, names))
@@ -164,7 +170,7 @@ def _set_up(names: Names, goals: Json) -> None:
 
 
 def _read(path: Path, names: Names, metadata: Json) -> Saved:
-    content, constants = persist.read(path)
+    content, constants = archive.read(path)
     groups = names_here(metadata["process groups"], names)
     vote = None
     if content["vote"] is not None:
@@ -213,5 +219,3 @@ def _any_rank(failed: bool) -> bool:
     flag = torch.tensor(int(failed), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
-
-

@@ -63,10 +63,10 @@ from functionalize.frontend.guards import (
     SlotGuard,
 )
 from functionalize.frontend.host import HostState
-
 from functionalize.frontend.known_storages import External
 from functionalize.frontend.lifted import Key, liftable
 from functionalize.frontend.reach import Held, Roots, reachable
+from functionalize.frontend.shared import Shared, SharedGuard
 from functionalize.frontend.sources import Slot, candidates, module_tensors, parameters, slots
 from functionalize.run.boxed import boxed
 
@@ -89,6 +89,7 @@ class Entry:
     places: dict[int, tuple[str, Source, TensorRef]]
     lifted: frozenset[Key]
     kept: list[tuple[str, Source, Tensor, int | None]]
+    shared: dict[int, list[Shared]]
 
     @staticmethod
     def now(
@@ -105,11 +106,13 @@ class Entry:
         found = list(parameters(roots, leaves))
         held = list(slots(roots, found))
         places: dict[int, tuple[str, Source, TensorRef]] = {}
+        shared: dict[int, list[Shared]] = {}
         for name, source, tensor in candidates(roots, leaves, held):
             ref = recorder.bring_in(tensor, name)
             known = places.get(ref.storage)
             if known is None or ref.geometry.end > known[2].geometry.end:
                 places[ref.storage] = (name, source, ref)
+            shared.setdefault(ref.storage, []).append(Shared(name, source, ref.geometry, id(tensor)))
         fsdp = FSDPState.now(list(roots.modules.values()))
         gradients = [slot.resolve(call) for _, slot in held]
         keys = liftable(roots.optimizers) | varying if recorder.live else frozenset()
@@ -125,6 +128,7 @@ class Entry:
             places,
             keys,
             list(_kept(roots, fsdp)),
+            shared,
         )
 
     def arguments(self) -> set[int]:
@@ -233,10 +237,14 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What is left of a recording that was not kept, for the next one to be compared with."""
+    """What is left of a recording, for the next one to be compared with.
+
+    pins: weak references to the storages named, so that none of their addresses is given to another.
+    """
 
     identities: list[Any]
     left: frozenset[int]
+    pins: tuple[Any, ...]
 
 
 class Recording:
@@ -291,7 +299,8 @@ class Recording:
     @property
     def remains(self) -> Remains:
         """What the next recording is compared with."""
-        return Remains(self.identities, frozenset(i.address for i in self.left))
+        pins = (*(e.info.weak for e in self.found), *(i.weak for i in self.left))
+        return Remains(self.identities, frozenset(i.address for i in self.left), pins)
 
     def unsettled(self, before: Remains | None) -> str | None:
         """Why this is not the steady state yet, or None. See Note [Steady state]."""
@@ -340,7 +349,8 @@ class Recording:
         backward = any(record.autograd_node is not None for record in self.recorder.records)
         moving = (FSDPStateGuard(self.entry.fsdp, backward), self.entry.held)
         program.facts = (*moving, *self.entry.facts, *program.facts)
-        program.guards = (*_input_guards(program, storages), *early)
+        places = [self.entry.shared.get(storage, []) for storage in storages]
+        program.guards = (*_input_guards(program, storages), *SharedGuard.of(program.inputs, places), *early)
         return program
 
     def _inputs(

@@ -181,10 +181,10 @@ class CapturedStep:
         save_step(path, self._fn, Saved(list(self._programs.items()), self._lifted, self._vote))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Add the programs that `save` wrote: the next call replays if the guards of one hold. Every rank must call it.
+        """Add the programs that `save` wrote: the next call replays if the guards of one hold.
 
-        Sets FSDP2 up where it has not run yet. Raises `LoadError`, with nothing loaded on any rank, if the file is
-        damaged or was saved for another version, world, model, optimizer or code.
+        Every rank must call it: it sets FSDP2 up where that has not run yet. Raises `LoadError`, with nothing
+        loaded on any rank, if a file is damaged or is for another version, world, model, optimizer or code.
         """
         saved = load_step(path, self._fn)
         for key, kept in saved.programs:

@@ -1,4 +1,4 @@
-"""Steps that test_persist.py saves in its own process and loads in another: `python -m tests.frontend.persisted FOLDER`."""
+"""Steps that test_persist.py saves, and what another process does with them: `python -m ... FOLDER`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from functionalize.core.structure import flatten
 from functionalize.errors import LoadError
 
 BEFORE, AFTER = 5, 5
-LEAKS = torch.zeros(0)
 
 
 @dataclass
@@ -70,10 +69,14 @@ def twin(kind: str) -> Twin:
     model = nn.Sequential(*layers)
     if kind == "other dtype":
         model.double()
-    if kind == "other hooks":
+    if kind == "a hook of the user":
         model.register_forward_hook(lambda module, args, out: out)
+    if kind == "another hook":
+        model.register_forward_hook(print)
     made = torch.optim.SGD if kind in ("sgd", "other optimizer") else torch.optim.AdamW
     optimizer = made(model.parameters(), lr=0.02)
+    if kind == "other groups":
+        optimizer.param_groups[0]["params"].pop()
     settings = Settings()
     return Twin(model, optimizer, step_of(kind, model, optimizer, settings), settings)
 
@@ -131,8 +134,10 @@ REFUSED = (
     "other shape",
     "other dtype",
     "other class",
-    "other hooks",
+    "a hook of the user",
+    "another hook",
     "other optimizer",
+    "other groups",
     "other code",
 )
 
@@ -163,6 +168,7 @@ def train(made: Twin, step: Callable[..., Any], begin: int, end: int) -> list[st
     """What is seen after each step."""
     found = []
     for i in range(begin, end):
+        made.optimizer.param_groups[0]["lr"] *= 0.9
         out = step(batch(i))
         found.append(seen(made, out))
     return found

@@ -127,7 +127,7 @@ GROUPS: dict[str, dict[str, Feature]] = {
             "tensor parallelism and FSDP on a 2×2 mesh", tensor_parallel(), world=4
         ),
         "tensor_parallel_clipped": Feature(
-            "the same, with `clip_grad_norm_`",
+            "the same 2×2 mesh, with `clip_grad_norm_`",
             tensor_parallel(),
             steps.clipped,
             world=4,
@@ -216,7 +216,7 @@ GROUPS: dict[str, dict[str, Feature]] = {
             wrapped(then=every("set_force_sum_reduction_for_comms", True)),
         ),
         "force_sum_hsdp": Feature(
-            "the same under HSDP",
+            "`set_force_sum_reduction_for_comms` under HSDP",
             wrapped(2, 2, then=every("set_force_sum_reduction_for_comms", True)),
             world=4,
         ),
@@ -394,5 +394,5 @@ def table() -> str:
     lines = ["| | |", "| --- | --- |"]
     for group, rows in GROUPS.items():
         titles = [f"{r.title} (not on gloo)" if r.eager else r.title for r in rows.values()]
-        lines.append(f"| {group} | {', '.join(titles)} |")
+        lines.append(f"| {group} | {'; '.join(titles)} |")
     return "\n".join(lines)

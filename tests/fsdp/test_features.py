@@ -123,34 +123,51 @@ def test_a_rank_that_records_works_beside_one_that_replays(name: str) -> None:
     assert last.guard_failures[0] == "`args_0` is float32[8, 8], was float32[4, 8]"
 
 
-def reading_a_number(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        scale = 2.0 if bool((x[0, 0] > 50).item()) else 1.0
-        loss = F.mse_loss(model(x), y) * scale
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+def reading(what: str) -> Callable[..., Any]:
+    """A step that branches on a number: of its argument alone, or of a loss that all ranks computed."""
 
-    return step
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.mse_loss(model(x), y)
+            number = y[0, 0] if what == "argument" else loss.detach()
+            if bool((number > 1e3).item()):
+                loss = loss * 0.5
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return make
 
 
-def number_on_one_rank() -> Verdict:
-    """Rank 1 alone reads another number in the fifth step: both must run it again, together."""
+def number_on_one_rank(what: str) -> Verdict:
+    """Rank 1 alone reads another number in the fifth step."""
     batches = steps.pairs(8)
     if dist.get_rank() == 1:
-        batches[4][0][0, 0] = 99.0
-    return compare_twins(wrapped(), reading_a_number, batches)
+        batches[4][1][0, 0] = 1e4
+    return compare_twins(wrapped(), reading(what), batches)
 
 
-def test_a_number_that_differs_on_one_rank_does_not_part_the_ranks() -> None:
-    first, second = run_on_ranks(number_on_one_rank)
+def test_a_loss_that_differs_on_one_rank_does_not_part_the_ranks() -> None:
+    """It is known after the collectives ran: both ranks run the step again, together."""
+    first, second = run_on_ranks(number_on_one_rank, "loss")
     for verdict in (first, second):
         assert verdict.differences == []
         assert verdict.replays >= 3
     assert first.guard_failures[0] == "a number that Python reads differs on another rank"
     assert second.guard_failures[0].startswith("a tensor's value read at ")
     assert first.replays == second.replays
+
+
+def test_an_argument_that_differs_on_one_rank_does_not_part_the_ranks() -> None:
+    """It is known before: that rank alone records, beside the one that replays."""
+    first, second = run_on_ranks(number_on_one_rank, "argument")
+    for verdict in (first, second):
+        assert verdict.differences == []
+        assert verdict.replays >= 3
+    assert second.guard_failures[0].startswith("a tensor's value read at ")
 
 
 # -- against a model that is not sharded, by torch's own check -------------------------------------

@@ -309,6 +309,20 @@ def test_replays_like_eager(name: str) -> None:
     assert verdicts[0].collectives == verdicts[1].collectives != {}
 
 
+def masks_in_turn() -> Verdict:
+    full, padded = text("full"), text("padded")
+    batches = [(full, padded)[i % 2][i // 2] for i in range(12)]
+    return compare_twins(lambda: seeded(build_llama), train, batches)
+
+
+def test_masks_with_and_without_padding_have_a_program_each() -> None:
+    """The model asks `mask.all()`: known from the argument alone, before anything runs."""
+    for verdict in run_on_ranks(masks_in_turn):
+        assert verdict.differences == []
+        assert verdict.captures == 2
+        assert verdict.replays >= 8
+
+
 # -- results with objects in them ------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""A captured FSDP2 step is saved on both ranks and replays from its first call in processes that never ran it."""
+"""A captured FSDP2 step, saved on both ranks, replays from its first call in processes that never ran it."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Block(nn.Module):
 def twin(kind: str, layers: int = 2) -> Twin:
     """A sharded model, its optimizer, and a step that leaves no gradient."""
     torch.manual_seed(3)
+    own = dist.new_group([0, 1]) if kind == "own group" else None
     model = nn.Sequential(*(Block(6) for _ in range(layers)), nn.Linear(6, 3))
     options: dict[str, Any] = {}
     if kind == "mixed precision":
@@ -56,6 +57,10 @@ def twin(kind: str, layers: int = 2) -> Twin:
         logits = model(x)
         loss = nn.functional.cross_entropy(logits.float(), y)
         loss.backward()
+        if own is not None:
+            dist.all_reduce(loss.detach(), group=own)
+        if kind == "numbers" and not loss.isfinite():
+            return loss, loss
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -110,17 +115,22 @@ def restored(kind: str, folder: str) -> Twin:
 
 def load(kind: str, folder: str) -> dict[str, Any]:
     """Go on from the checkpoint twice, eagerly and by the loaded programs, in a model that never ran."""
+    dist.new_group(
+        [0, 1]
+    )  # group names count: those that the saving processes had are others' here
     eager_model, eager_optimizer, eager = restored(kind, folder)
     model, optimizer, fn = restored(kind, folder)
     step = fz.capture(fn)
     step.load(os.path.join(folder, "step.fzp"))
     grown = grown_storages(model)
     found: list[str] = []
-    for i in range(BEFORE, BEFORE + AFTER):
+    for i in range(BEFORE, BEFORE + AFTER + 2):
         torch.manual_seed(i)
         expected = eager(*batch(i, kind))
         torch.manual_seed(i)
-        actual = step(*batch(i, kind))
+        actual = (step if i < BEFORE + AFTER else fn)(
+            *batch(i, kind)
+        )  # at last, eager goes on from replay
         found += differences(i, flat(actual), flat(expected))
         found += differences(i, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
         if grown_storages(model) != grown_storages(eager_model):
@@ -135,23 +145,102 @@ KINDS = (
     "mixed precision",
     "hybrid",
     "own mesh",
+    "own group",
     "kept unsharded",
     "microbatches",
+    "numbers",
 )
+
+
+def save_all(folder: str) -> list[dict[str, Any]]:
+    return [save(kind, os.path.join(folder, kind)) for kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of both ranks for every kind; the processes that wrote them are gone."""
+    folder = tmp_path_factory.mktemp("saved")
+    for kind in KINDS:
+        (folder / kind).mkdir()
+    for rank, saved in enumerate(run_on_ranks(save_all, str(folder))):
+        for kind, each in zip(KINDS, saved, strict=True):
+            assert each["captures"] == (2 if kind == "microbatches" else 1)
+            assert (folder / kind / f"step.rank{rank}.fzp").exists()
+    ranks.close_pools()
+    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_never_ran_replays_bitwise_from_the_first_call(
-    kind: str, tmp_path: Path
+    kind: str, folder: Path
 ) -> None:
-    for saved in run_on_ranks(save, kind, str(tmp_path)):
-        assert saved["captures"] == (2 if kind == "microbatches" else 1)
-        assert {"step.rank0.fzp", "step.rank1.fzp"} & set(saved["files"])
-    ranks.close_pools()  # the processes that load are not those that saved
-    for loaded in run_on_ranks(load, kind, str(tmp_path)):
+    for loaded in run_on_ranks(load, kind, str(folder / kind)):
         assert loaded == {
             "grown": [],
             "different": [],
             "calls": (0, 0, AFTER),
             "missed": [],
         }
+
+
+def load_while_running(folder: str) -> list[int]:
+    """Load into a step that was called before, whose model FSDP2 has set up."""
+    _, _, fn = restored("plain", folder)
+    fn(*batch(0, "plain"))
+    step = fz.capture(fn)
+    step.load(os.path.join(folder, "step.fzp"))
+    step(*batch(1, "plain"))
+    return [step.stats.captures, step.stats.replays]
+
+
+def test_a_model_that_ran_before_loading_replays(folder: Path) -> None:
+    assert run_on_ranks(load_while_running, str(folder / "plain")) == [[0, 1]] * 2
+
+
+def refusal(kind: str, file: str, layers: int = 2) -> str:
+    """What loading says on this rank; the step then runs as if nothing had been loaded."""
+    _, _, fn = twin(kind, layers)
+    step = fz.capture(fn)
+    try:
+        step.load(file)
+    except LoadError as error:
+        step(*batch(0, kind))
+        assert step.stats.warmups == 1
+        return str(error).partition("cannot be loaded: it ")[2]
+    return "nothing"
+
+
+def test_what_one_rank_cannot_load_no_rank_loads(folder: Path, tmp_path: Path) -> None:
+    files = [folder / "plain" / f"step.rank{rank}.fzp" for rank in range(2)]
+    (tmp_path / "step.rank0.fzp").write_bytes(files[0].read_bytes())
+    first, second = run_on_ranks(refusal, "plain", str(tmp_path / "step.fzp"))
+    assert (first, second) == ("is refused on another rank", "is not there")
+    (tmp_path / "step.rank1.fzp").write_bytes(files[1].read_bytes()[:-1000])
+    first, second = run_on_ranks(refusal, "plain", str(tmp_path / "step.fzp"))
+    assert first == "is refused on another rank" and "damaged" in second
+
+
+def test_the_file_of_another_rank_is_refused(folder: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        data = (folder / "plain" / f"step.rank{1 - rank}.fzp").read_bytes()
+        (tmp_path / f"step.rank{rank}.fzp").write_bytes(data)
+    first, second = run_on_ranks(refusal, "plain", str(tmp_path / "step.fzp"))
+    assert first == "was saved for rank 1, this is rank 0"
+    assert second == "was saved for rank 0, this is rank 1"
+
+
+def test_the_file_of_another_world_is_refused(folder: Path) -> None:
+    step = fz.capture(lambda x: x.sum())
+    with pytest.raises(LoadError, match="was saved for world size 2, this is world size 1"):
+        step.load(folder / "plain" / "step.rank0.fzp")
+
+
+def test_another_sharding_is_refused(folder: Path) -> None:
+    path = str(folder / "plain" / "step.fzp")
+    for said in run_on_ranks(refusal, "hybrid", path):
+        assert said.startswith("was saved for other parameters or buffers: `model.0.up.weight` is ")
+        assert (
+            "as Replicate(), Shard(dim=0) on a mesh of [1, 2], was " in said or "as R, S(0)" in said
+        )
+    for said in run_on_ranks(refusal, "plain", path, 3):
+        assert said.startswith("was saved for other modules: `model.2` is a ")
