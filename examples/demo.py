@@ -5,6 +5,7 @@
 Starts two gloo processes. Each builds the same model twice (random weights), wraps both layer by layer with
 `fully_shard`, trains one twin eagerly and the other through `functionalize.capture`, and compares losses,
 parameters and optimizer states bit by bit after every step. No line of FSDP2 or of the model is changed.
+Then a few rows of the README's table of features are run the same way, with the code of their tests.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def report(captured: Any, options: Options, say: Callable[[str], None]) -> None:
         say(f"  pass                   {line}")
     say(f"  collectives            {kinds}")
     say(f"  inputs                 {stats.inputs}, found again at every call by where they live")
-    guards = Counter(type(guard).__name__ for guard in program.guards)
+    guards = Counter(type(guard).__name__ for guard in (*program.facts, *program.guards))
     say(f"  guards                 {', '.join(f'{n} {kind}' for kind, n in guards.items())}")
     say(f"  epilogue               {len(program.epilogue)} actions")
     if dist.get_rank() == 0:
@@ -183,6 +184,41 @@ def report(captured: Any, options: Options, say: Callable[[str], None]) -> None:
         path.write_text(text)
     say(f"\nThe program is in {options.out} ({len(text.splitlines())} lines); an excerpt:\n")
     say(excerpt(text))
+
+
+QUICK = (
+    "nested",
+    "uneven_shards",
+    "keep_unsharded",
+    "bf16",
+    "cpu_offload",
+    "no_sync",
+    "tied_in_a_group",
+    "frozen_block",
+    "two_forwards",
+    "clip_grad_norm",
+    "gathered_in_int8",
+    "no_grad",
+)
+
+
+def features(say: Callable[[str], None]) -> None:
+    """A quick part of the table of features: each captured, replayed, compared with an eager twin."""
+    from tests.fsdp.features import FEATURES, GROUPS
+    from tests.fsdp.twins import compare_twins
+
+    say(f"\nFeatures ({len(QUICK)} of {len(FEATURES)} rows; all: make test ARGS=tests/fsdp)")
+    chosen = [(g, rows[name]) for name in QUICK for g, rows in GROUPS.items() if name in rows]
+    for group, row in chosen:
+        verdict = compare_twins(row.build, row.make_step, row.batches())
+        equal = torch.tensor(int(not verdict.differences))
+        dist.all_reduce(equal, dist.ReduceOp.MIN)
+        say(
+            f"  {'✓' if equal else '✗'} {group + ':':<16} {row.title:<42} "
+            f"{verdict.replays} replays, {verdict.captures} capture(s)"
+        )
+        if not equal:
+            raise SystemExit(f"{row.title}: {verdict.differences[:5]}")
 
 
 def run(rank: int, rendezvous: str, options: Options) -> None:
@@ -204,6 +240,7 @@ def run(rank: int, rendezvous: str, options: Options) -> None:
         f"\nTime per step (median of {options.timed}, interleaved): "
         f"eager {a * 1e3:.1f} ms, replay {b * 1e3:.1f} ms, ratio {b / a:.2f}"
     )
+    features(say)
     dist.barrier()
     dist.destroy_process_group()
 

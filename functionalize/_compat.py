@@ -322,7 +322,8 @@ def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:
         from torch.distributed.tensor.placement_types import _StridedShard
     except ImportError:
         return [], {}
-    records = [spec.DTensorSpec, spec.TensorMeta, spec.ShardOrderEntry]
+    names = ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+    records = [getattr(spec, name) for name in names if hasattr(spec, name)]
     placements: dict[Any, tuple[str, ...]] = {
         Shard: ("dim",),
         Replicate: (),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from functionalize._compat import below_autograd, pytree
+from functionalize._compat import pytree
 from functionalize.core.epilogue import Copy, alias
 from functionalize.core.generators import generator_states, set_generators
 from functionalize.core.inputs import Argument, Call, Source
@@ -129,14 +129,14 @@ class Recorded:
             if isinstance(slot, Gradient)
         }
         cut = {id(self._leaves[i]) for i in self._leaves.cut}
-        outside = {e.info.serial for e in recorder.externals}
+        outside = {id(e.tensor) for e in recorder.externals}
         for leaf in leaves_of(self._outputs):
             source = places.get(id(leaf))
             if id(leaf) in cut or isinstance(source, FSDPTensor):
                 continue
             if source is not None:
                 yield source
-            elif (info := recorder.info_of(leaf)) is not None and info.serial in outside:
+            elif id(leaf) in outside:
                 recorder.unfaithful.append(
                     "a gradient goes to a tensor that no module and no argument holds: pass it as an argument"
                 )
@@ -376,8 +376,9 @@ class Replayed:
             self._put(now)
 
     def _put(self, values: Sequence[Tensor]) -> None:
-        with torch.no_grad(), below_autograd():  # autograd saved some of these, and does not look inside
-            for (tensor, _), value in zip(self._before, values, strict=True):
+        for (tensor, _), value in zip(self._before, values, strict=True):
+            # autograd saved some of these, whose values it does not need
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
                 tensor.copy_(value)
 
 

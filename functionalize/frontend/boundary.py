@@ -29,6 +29,8 @@ from functionalize._compat import (
 )
 from functionalize.errors import UncapturableError
 
+aten = torch.ops.aten
+
 
 class Wanted(NamedTuple):
     """What a run of the backward is asked for: everything, or these gradients of arguments and parameters."""
@@ -77,7 +79,9 @@ def attach(behind: Behind, values: Sequence[Tensor], inputs: Sequence[Tensor]) -
             fresh = [value.detach() for value in values]
         behind.watch([value.detach() for value in fresh])  # these count the writes to them
     anchor = torch.empty(0, requires_grad=True)
-    result: Sequence[Tensor] = _Boundary.apply(behind, fresh, anchor, *inputs)
+    # autograd does not tell whether it wants a leaf's gradient, but whether it will run the node before it
+    nodes = [aten.alias.default(t) if t.is_leaf else t for t in (anchor, *inputs)]
+    result: Sequence[Tensor] = _Boundary.apply(behind, fresh, *nodes)
     return result
 
 

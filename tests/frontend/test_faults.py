@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.autograd import Variable
 import functionalize as fz
 from functionalize.core.inputs import Call
 from functionalize.core.structure import flatten
+from functionalize.errors import FunctionalizeError, InvariantError, PassError, UncapturableError
 from tests.faults import (
     Trap,
     Tripwire,
@@ -553,3 +555,234 @@ def test_every_kind_of_guard_is_among_them() -> None:
     guards = [*program.facts, *program.guards, *program.value_guards]
     kinds = {type(guard).__name__ for guard in guards}
     assert kinds - {kind for kind, _, _ in CHANGES.values()} == {"FSDPStateGuard"}
+
+
+# -- tensors on one storage ------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Two modules that hold the same parameter, buffer and plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict({n: nn.Linear(6, 6, bias=False) for n in "ab"})
+        self.model["b"].weight = self.model["a"].weight
+        shared = torch.ones(6)
+        for module in self.model.values():
+            module.register_buffer("mask", shared)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.drawn = torch.get_rng_state()
+
+    def step(self, x: Tensor) -> Tensor:
+        a, b = self.model["a"], self.model["b"]
+        loss = (b(a(x) * a.mask) * b.mask).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: setattr(b, "weight", nn.Parameter(b.weight.detach() * 2)),
+        lambda b: setattr(b, "mask", torch.zeros(6)),
+    ],
+    ids=["parameter", "buffer"],
+)
+def test_tensors_that_shared_a_storage_are_parted(change: Callable[[nn.Module], None]) -> None:
+    twins = Twins(Tied)
+    for i in range(4):
+        assert twins.call(i) is None
+    for world in (twins.eager, twins.ours):
+        change(world.model["b"])
+    replays = twins.step.stats.replays
+    assert twins.call(4) is None
+    assert twins.step.stats.replays == replays
+    assert "no longer shares a storage" in twins.step.stats.guard_failures[-1]
+    train(twins, 5, 9)
+
+
+# -- in the capture itself -------------------------------------------------------------------------
+
+
+def break_passes(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    import passes
+
+    def run(program: Any, pipeline: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(passes, "run", run)
+
+
+def break_discharge(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    from functionalize.frontend.build import Builder
+
+    def discharge(self: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Builder, "discharge", discharge)
+
+
+@pytest.mark.parametrize("break_it", [break_passes, break_discharge])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug"), InvariantError("a bug"), PassError("a bug")]
+)
+def test_a_bug_while_a_program_is_made(
+    monkeypatch: pytest.MonkeyPatch, break_it: Callable[..., None], error: Exception
+) -> None:
+    """The step's result is returned; the next call raises before anything runs."""
+    twins = Twins(passes="default")
+    assert twins.call(0) is None
+    with monkeypatch.context() as patched:
+        break_it(patched, error)
+        assert twins.call(1) is None
+    drawn = torch.get_rng_state()
+    before = {k: t.clone() for k, t in state_of(twins.ours.model, twins.ours.optimizer).items()}
+    with pytest.raises(FunctionalizeError, match="a bug"):
+        twins.step(batch(2))
+    after = state_of(twins.ours.model, twins.ours.optimizer)
+    assert differences(2, after, before) == []
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("break_it", [break_passes, break_discharge])
+def test_a_bug_in_the_eager_mode(
+    monkeypatch: pytest.MonkeyPatch, break_it: Callable[..., None]
+) -> None:
+    """A later call runs eagerly, also after another fault."""
+    twins = Twins(passes="default", on_uncapturable="eager")
+    assert twins.call(0) is None
+    with monkeypatch.context() as patched:
+        break_it(patched, RuntimeError("a bug"))
+        assert twins.call(1) is None
+    assert twins.call(2) is None
+    for world in (twins.eager, twins.ours):
+        world.trap.arm("backward", raising(ValueError("no")))
+    assert twins.call(3) == "ValueError: no"
+    for i in range(4, OTHER):
+        assert twins.call(i) is None
+    assert twins.step.stats.replays == 0
+    assert twins.step.stats.eager == OTHER - 2  # the call that raised counts
+    train(twins, OTHER)  # arguments of another kind are captured
+
+
+class Dead:
+    """Something to hold weakly."""
+
+
+def test_a_bug_before_the_step() -> None:
+    """Where looking at what the step can reach fails, the step runs eagerly all the same."""
+    gone = weakref.proxy(Dead())
+    captured = fz.capture(lambda x: (gone, x + 1)[1])
+    assert torch.equal(captured(batch(0)), batch(0) + 1)
+    with pytest.raises(UncapturableError, match="ReferenceError"):
+        captured(batch(1))
+
+
+# -- one inside another, beside another ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner_first", [0, 1, 4])
+@pytest.mark.parametrize("fault", [None, 0, 1])
+def test_a_captured_step_inside_another(inner_first: int, fault: int | None) -> None:
+    """The inner one is new, was recorded once, or has a program; a fault in it passes through both."""
+    twins = Twins()
+    for i in range(inner_first):
+        assert twins.call(i) is None
+    inner = twins.step
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) * 2 + x.mean()
+
+    captured = fz.capture(outer)
+    for i in range(6):
+        results = []
+        for world, step in ((twins.eager, twins.eager.step), (twins.ours, captured)):
+            torch.set_rng_state(world.drawn)
+            if i == fault:
+                world.trap.arm("backward", raising(ValueError("no")))
+            with surroundings(*twins.optimizers):
+                assert (fault_of(lambda: results.append(step(batch(i)))) is None) == (i != fault)  # noqa: B023
+            world.drawn = torch.get_rng_state()
+        if i != fault:
+            assert torch.equal(results[1], results[0] * 2 + batch(i).mean())
+        twins.compare(i)
+    assert captured.stats.replays >= 2
+    for i in range(6, 10):  # the inner one by itself again
+        assert twins.call(i) is None
+    assert inner.stats.replays >= 1
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Run all at once, starting together; the first error is raised."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(works))
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            start.wait(30)
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+class Still(World):
+    """No random numbers: the generator is the process's, whatever thread draws from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.drop.p = 0.0
+
+
+def trained(world: World, step: Callable[..., Any], calls: int, fault: int = -1) -> None:
+    for i in range(calls):
+        if i == fault:
+            world.trap.arm("backward", raising(ValueError("no")))
+        assert (fault_of(step, batch(i % OTHER)) is None) == (i != fault)
+
+
+def test_threads_capture_at_once() -> None:
+    """Different models, each with a fault at another call; one more trains eagerly and is not recorded."""
+    worlds, eager = [Still() for _ in range(4)], [Still() for _ in range(4)]
+    steps: list[Any] = [fz.capture(world.step) for world in worlds[:3]]
+    faults = (0, 1, 0, 5)
+    with surroundings(*(world.optimizer for world in worlds)):
+        in_threads(
+            *(
+                lambda w=w, s=s, at=at: trained(w, s, 20, at)
+                for w, s, at in zip(worlds, [*steps, worlds[3].step], faults, strict=True)
+            )
+        )
+    for world, twin, at in zip(worlds, eager, faults, strict=True):
+        trained(twin, twin.step, 20, at)
+        states = (state_of(w.model, w.optimizer) for w in (world, twin))
+        assert differences(at, *states) == []
+    assert all(step.stats.replays >= 15 for step in steps)
+
+
+def test_modes_around_a_capture() -> None:
+    """`no_grad`, `inference_mode` and autocast hold for recordings and replays, and end with their blocks."""
+    model = nn.Linear(6, 2)
+    captured = fz.capture(lambda x: F.relu(model(x)) * 2)
+    for around in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
+        replays = captured.stats.replays
+        for i in range(4):
+            with around():
+                expected = F.relu(model(batch(i))) * 2
+            with surroundings(), around():
+                found = captured(batch(i))
+            assert torch.equal(found, expected)
+            assert found.dtype is expected.dtype
+            assert found.requires_grad == expected.requires_grad
+            assert found.is_inference() == expected.is_inference()
+        assert captured.stats.replays > replays

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint  # noqa: F401
 
 from tests.fsdp.test_capture import build_mlp, pairs
 from tests.fsdp.twins import Verdict, compare_twins
@@ -57,12 +56,12 @@ def always_reduced(model: nn.Module, last: bool) -> None:
 
 
 WAYS: dict[str, tuple[Any, Callable[[nn.Module, bool], None]]] = {
-    "no_sync": ({}, sync_last),
-    "no_sync_bf16": ({"mp_policy": BF16}, sync_last),
-    "no_reshard": ({}, unsharded_between),
-    "no_reshard_at_all": ({"reshard_after_forward": False}, unsharded_between),
-    "last_backward": ({}, last_backward),
-    "reduced_each_time": ({}, always_reduced),
+    "`set_requires_gradient_sync`": ({}, sync_last),
+    "the same in bf16, accumulated in fp32": ({"mp_policy": BF16}, sync_last),
+    "`set_reshard_after_backward`": ({}, unsharded_between),
+    "no resharding at all": ({"reshard_after_forward": False}, unsharded_between),
+    "`set_is_last_backward`": ({}, last_backward),
+    "reduced by every call": ({}, always_reduced),
 }
 
 
