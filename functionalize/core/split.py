@@ -52,7 +52,9 @@ def split(
     (another backward of the same forward uses them). names: what the backward calls inputs, if not as they are.
     """
     before = dict.fromkeys(early)
-    for node in joint.nodes:  # one part of several that an early op made: save the part, not all of them
+    for (
+        node
+    ) in joint.nodes:  # one part of several that an early op made: save the part, not all of them
         if node.target is operator.getitem and node.args[0] in before:
             before[node] = None
     backward, used = _backward(joint, before, late_results, names or {})
@@ -62,7 +64,10 @@ def split(
 
 
 def _forward(
-    joint: fx.Graph, before: Collection[fx.Node], results: Sequence[fx.Node], saved: Sequence[fx.Node]
+    joint: fx.Graph,
+    before: Collection[fx.Node],
+    results: Sequence[fx.Node],
+    saved: Sequence[fx.Node],
 ) -> fx.Graph:
     graph, copies = fx.Graph(), _Copies()
     for node in joint.nodes:

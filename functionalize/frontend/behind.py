@@ -141,8 +141,8 @@ class Recorded:
                     "a gradient goes to a tensor that no module and no argument holds: pass it as an argument"
                 )
         for leaf in flatten_result(self._result)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is None:
-                if id(leaf) not in cut:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in cut:
+                if leaf.is_leaf:
                     recorder.unfaithful.append(
                         "returns a parameter, which a replay would return without its gradient: return a value"
                     )
@@ -151,7 +151,9 @@ class Recorded:
         """What the callable returned, its outputs leading here."""
         assert self._at is not None
         result, self._result = self._result, None
-        inputs = [self._leaves.given[i] for i in self._leaves.cut] + self._inputs[len(self._leaves.cut) :]
+        inputs = [self._leaves.given[i] for i in self._leaves.cut] + self._inputs[
+            len(self._leaves.cut) :
+        ]
         return with_history(result, self._at.exit.history, self, self._leaves, inputs)
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
@@ -163,7 +165,9 @@ class Recorded:
         if not self._outputs:
             raise RuntimeError(_TWICE)
         for output, (seen, version) in zip(self._outputs, self._watched, strict=False):
-            if seen._version != version:  # autograd then knows, and says so if it needs what was there
+            if (
+                seen._version != version
+            ):  # autograd then knows, and says so if it needs what was there
                 torch.autograd.graph.increment_version(output)
         at, self._at = self._at, None
         if at is None or self._owner.is_busy:
@@ -266,7 +270,11 @@ class Replayed:
             raise RuntimeError(_WRITTEN.format("an output"))
         found = self._matching(tangents, wanted)
         vote = self._owner.vote
-        if vote is not None and vote.any_failed(isinstance(found, str)) and not isinstance(found, str):
+        if (
+            vote is not None
+            and vote.any_failed(isinstance(found, str))
+            and not isinstance(found, str)
+        ):
             found = "a guard failed on another rank"
         if not isinstance(found, str):
             try:

@@ -120,9 +120,7 @@ def run_backward(
     if not asked:
         return [None] * len(inputs)
     with _set_aside(asked):
-        found = iter(
-            torch.autograd.grad(roots, asked, seeds, retain_graph=keep, allow_unused=True)
-        )
+        found = iter(torch.autograd.grad(roots, asked, seeds, retain_graph=keep, allow_unused=True))
     return [next(found) if yes else None for yes in wanted.inputs]
 
 

@@ -99,7 +99,9 @@ class CapturedForward(CapturedStep):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._unanswered: dict[Hashable, int] = {}  # recorded forwards that nobody went backward from
+        self._unanswered: dict[
+            Hashable, int
+        ] = {}  # recorded forwards that nobody went backward from
 
     @property
     def backward_programs(self) -> tuple[Program, ...]:

@@ -134,7 +134,9 @@ class JointRecording(Recording):
         places = {**later.places, **at.entry.places}
         expected = expected_state(at, later.fsdp)
         after = FSDPState.now(list(later.roots.modules.values()))
-        effects = "FSDP2 set itself up" if expected is None else FSDPEffects.between(expected, after)
+        effects = (
+            "FSDP2 set itself up" if expected is None else FSDPEffects.between(expected, after)
+        )
         told = effects if isinstance(effects, str) else None
         changed = at.changed or changed or later.changed() or told
         leaves = [*at.exit.leaves, *end.leaves]
@@ -198,7 +200,9 @@ class JointRecording(Recording):
 
     def _backward(self, builder: JointBuilder, cut: Split, half: Half, forward: Program) -> Program:
         first = len(self.later.leaves)
-        saved = [builder.saved(n, Saved(first + i, n.meta.get("hint"))) for i, n in enumerate(cut.used)]
+        saved = [
+            builder.saved(n, Saved(first + i, n.meta.get("hint"))) for i, n in enumerate(cut.used)
+        ]
         if any(spec.geometry is None for spec in saved):
             saved = _measured(saved, cut, forward)
         inputs = [*builder.late_inputs(), *saved]
@@ -214,7 +218,10 @@ class JointRecording(Recording):
 
     def _slot_guard(self, slots: Sequence[tuple[str, Slot]]) -> SlotGuard:
         """Which of these places held a gradient when the backward began."""
-        held = {id(s): g is not None for (_, s), g in zip(self.later.slots, self.later.gradients, strict=True)}
+        held = {
+            id(s): g is not None
+            for (_, s), g in zip(self.later.slots, self.later.gradients, strict=True)
+        }
         names = tuple(n for n, _ in slots)
         return SlotGuard(tuple(s for _, s in slots), names, tuple(held[id(s)] for _, s in slots))
 
@@ -262,7 +269,9 @@ def _measured(saved: Sequence[InputSpec], cut: Split, forward: Program) -> list[
     """The geometry of values that are on no storage of the program, from the forward's own fake values."""
     outs = forward.copy().graph_module.graph.find_nodes(op="output")[0].args[0]
     values = dict(zip([n.name for n in cut.saved], outs[len(outs) - len(cut.saved) :], strict=True))
-    return [replace(s, **_look(values[s.name].meta["val"])) if s.geometry is None else s for s in saved]
+    return [
+        replace(s, **_look(values[s.name].meta["val"])) if s.geometry is None else s for s in saved
+    ]
 
 
 def _look(value: Any) -> dict[str, Any]:
@@ -289,7 +298,12 @@ class Half:
     early_guards: tuple[Guard, ...]
 
     def program(
-        self, builder: Builder, graph: fx.Graph, inputs: Sequence[InputSpec], saved: Any, in_spec: Any
+        self,
+        builder: Builder,
+        graph: fx.Graph,
+        inputs: Sequence[InputSpec],
+        saved: Any,
+        in_spec: Any,
     ) -> Program:
         """The program of this side; it returns a flat list, saved values at the end."""
         outputs = (*self.outputs, *saved)

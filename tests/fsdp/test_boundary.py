@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
@@ -83,6 +83,38 @@ def outside_loss(out: Any, batch: Sequence[Tensor], model: nn.Module) -> Tensor:
     return loss.detach()
 
 
+def clipped(out: Tensor, batch: Sequence[Tensor], model: nn.Module) -> Tensor:
+    out.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return out.detach()
+
+
+def resharded(out: Tensor, batch: Sequence[Tensor], model: Any) -> Tensor:
+    """By hand, between forward and backward."""
+    model.reshard()
+    out.backward()
+    return out.detach()
+
+
+def twice(out: Tensor, batch: Sequence[Tensor], model: nn.Module) -> Tensor:
+    out.backward(retain_graph=True)
+    (2 * out).backward()
+    return out.detach()
+
+
+def of_the_input(out: Tensor, batch: Sequence[Tensor], model: nn.Module) -> Tensor:
+    """No gradient of a parameter is wanted, so none is reduced."""
+    (gradient,) = torch.autograd.grad(out, batch[0])
+    return gradient
+
+
+def with_the_input(out: Tensor, batch: Sequence[Tensor], model: nn.Module) -> Tensor:
+    batch[0].grad = None
+    out.backward()
+    assert batch[0].grad is not None
+    return batch[0].grad
+
+
 def compare(
     build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
     make: Callable[[nn.Module], Forward],
@@ -151,6 +183,26 @@ def build_checkpointed(reentrant: bool) -> tuple[nn.Module, torch.optim.Optimize
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+def with_gradients(n: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    return [(x.requires_grad_(), y) for x, y in pairs(n)]
+
+
+def from_time_to_time(out: Tensor, batch: Sequence[Tensor], model: nn.Module) -> Tensor:
+    """A backward that comes late, once replays have begun, and once more."""
+    step = int(batch[1].flatten()[0])
+    return of_the_input(out, batch, model) if step in (5, 7) else with_the_input(out, batch, model)
+
+
+def numbered() -> list[tuple[Tensor, Tensor]]:
+    return [(x, torch.full_like(y, i)) for i, (x, y) in enumerate(with_gradients(10))]
+
+
+def evaluate(model: nn.Module, i: int) -> None:
+    if i % 3 == 2:
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+
+
 def no_sync(model: nn.Module, i: int) -> None:
     model.set_requires_gradient_sync(i % 2 == 1)  # type: ignore[operator]
 
@@ -175,6 +227,11 @@ CASES: dict[str, Callable[[], Seen]] = {
     "accumulation without sync": lambda: compare(
         build_mlp, mse, pairs(2 * STEPS), micro=2, before=no_sync
     ),
+    "clipped outside": lambda: compare(build_mlp, mse, pairs(STEPS), clipped),
+    "gradient of the input": lambda: compare(build_mlp, mse, with_gradients(), of_the_input),
+    "gradients of the input, too": lambda: compare(nested, mse, with_gradients(), with_the_input),
+    "resharded between": lambda: compare(build_mlp, mse, pairs(STEPS), resharded),
+    "evaluated in between": lambda: compare(build_mlp, mse, pairs(12), before=evaluate),
     "cleared between": lambda: compare(build_mlp, mse, pairs(STEPS), clear="between"),
 }
 
@@ -190,3 +247,68 @@ def test_equals_eager(name: str) -> None:
         assert seen.replays >= 4, seen
         assert seen.backwards == seen.replays, seen
         assert seen.reruns == 0
+
+
+def two_backwards() -> Seen:
+    return compare(build_mlp, mse, pairs(STEPS), twice)
+
+
+def other_backwards() -> Seen:
+    return compare(build_mlp, mse, numbered(), from_time_to_time)
+
+
+@pytest.mark.parametrize("fn", [two_backwards, other_backwards])
+def test_a_backward_of_another_kind_runs_the_forward_again(fn: Callable[[], Seen]) -> None:
+    for seen in run_on_ranks(fn):
+        assert seen.differences == []
+        assert seen.reruns == 1, seen
+        assert seen.backwards >= 5, seen
+
+
+def forwards_apart() -> list[str]:
+    """Forwards that nobody goes backward from, and two before their backwards, in the reverse order."""
+    (eager_model, _), (model, _) = build_mlp(), build_mlp()
+    eager, captured = mse(eager_model), fz.capture(mse(model), backward=True)
+    found: list[str] = []
+    batches = pairs(30)
+    for i in range(6):
+        first, second, dropped = batches[3 * i : 3 * i + 3]
+        for m, forward in ((eager_model, eager), (model, captured)):
+            m.zero_grad()
+            if i > 2:
+                forward(*dropped)
+            a, b = forward(*first), forward(*second)
+            b.backward()
+            a.backward()
+        mine, theirs = (
+            {n: local(p.grad) for n, p in m.named_parameters()} for m in (model, eager_model)
+        )
+        found += differences(i, mine, theirs)
+    if captured.stats.backwards < 6:
+        found.append(f"{captured.stats}")
+    return found
+
+
+def test_forwards_before_their_backwards() -> None:
+    assert run_on_ranks(forwards_apart) == [[], []]
+
+
+def programs() -> tuple[str, str]:
+    model, optimizer = build_mlp()
+    forward = fz.capture(mse(model), backward=True)
+    for batch in pairs(3):
+        forward(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (backward,) = forward.backward_programs
+    return forward.program.print_readable(False), backward.print_readable(False)
+
+
+def test_the_two_graphs(expect: Callable[[str, str], None]) -> None:
+    """No unsharded parameter of a block is saved: the backward gathers it again."""
+    (forward, backward), _ = run_on_ranks(programs)
+    expect("forward", forward)
+    expect("backward", backward)
+    assert forward.count("all_gather") == 3
+    assert backward.count("all_gather") == 2
+    assert backward.count("reduce_scatter") == 3
