@@ -11,7 +11,7 @@ import torch.distributed as dist
 def is_group(value: Any) -> bool:
     """Whether an op's argument is a process group."""
     if isinstance(value, torch.ScriptObject):
-        return str(value._type().qualified_name()).endswith(".ProcessGroup")  # type: ignore[attr-defined]
+        return str(value._type().qualified_name()).endswith(".ProcessGroup")
     return dist.is_available() and isinstance(value, dist.ProcessGroup)
 
 

@@ -75,7 +75,7 @@ class Builder:
         self._clones: dict[fx.Node, fx.Node] = {}
         self._shared: set[int] = set()
         self._value_guards: list[ValueGuard] = []
-        self.early: frozenset[int] = frozenset()  # records whose numbers are guarded before the graph
+        self.early: frozenset[int] = frozenset()  # records whose numbers are guarded first
         self._early: list[tuple[fx.Node, Any, str, str]] = []
         self._number_guards: list[NumberGuard] = []
 

@@ -1,10 +1,9 @@
 """`step.explain()`: why each program exists, which guards missed, where each input comes from.
 
-    train_step: 2 programs, 14 replays, 2 captures, 3 warm-ups
-    program 1: made because the first call
-      8 replays; 412 nodes from 501 ops; 31 inputs, 40 guards
-      inputs
-        model_0_weight   float32[16, 4]   parameter `0.weight` of a Linear
+train_step: 2 programs, 14 replays, 2 captures, 3 warm-ups
+program 1: recorded because of the first call
+  8 replays; 412 nodes, 31 inputs, 40 actions after the graph, 40 guards before it and 0 on numbers ...
+    model_0_weight   float32[16, 4]   parameter `weight` of a Linear
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
     from functionalize.frontend.step import Stats
 
 
-def explanation(
-    name: str, stats: Stats, programs: Programs, refused: Iterable[Exception]
-) -> str:
+def explanation(name: str, stats: Stats, programs: Programs, refused: Iterable[Exception]) -> str:
     """The text of `CapturedStep.explain`."""
     counts = f"{stats.replays} replays, {stats.captures} captures, {stats.warmups} warm-ups"
     if stats.eager:
@@ -81,7 +78,9 @@ def _text(source: Any) -> str:
         inner = "local" if source.attribute == "_local_tensor" else source.attribute
         return f"the {inner} tensor of {_text(source.of)}"
     if isinstance(source, FSDPTensor):
-        where = getattr(source.param, "_param_fqn", None) or getattr(source.param, "_module_fqn", "")
+        where = getattr(source.param, "_param_fqn", None) or getattr(
+            source.param, "_module_fqn", ""
+        )
         return f"FSDP2's {source.attribute.lstrip('_')} of `{where or 'root'}`"
     if isinstance(source, Held):
         return "a variable that the step names" if source.key is None else f"`{source.key}`"

@@ -266,9 +266,7 @@ class FSDPState:
         values = tuple([p.table.get(p.key) for p in places])
         lists = tuple(tuple(order) for order in orders)
         numbers = tuple(tuple(at) for at, _ in indices)
-        return FSDPState(
-            tuple(places), values, lists, numbers, tuple(orders), tuple(indices)
-        )
+        return FSDPState(tuple(places), values, lists, numbers, tuple(orders), tuple(indices))
 
     def _where(self) -> list[Any]:
         """Where it was looked; another list or table is there when FSDP2 has set itself up."""

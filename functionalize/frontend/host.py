@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -60,14 +61,18 @@ def _containers(roots: Roots) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
             if isinstance(value, CONTAINERS) and key not in _REGISTRIES and "hooks" not in key
         ]
     for name, container in found:
-        yield name, lambda container=container: _tokens(container)
+        yield name, partial(_tokens, container)
 
 
 def _attributes(roots: Roots) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
     for name, table in roots.objects:
         for key in table.keys() & roots.named:
             if not isinstance(table[key], (Tensor, *NUMBERS)):
-                yield f"{name}.{key}", lambda table=table, key=key: [_token(table.get(key))]
+                yield f"{name}.{key}", partial(_attribute, table, key)
+
+
+def _attribute(table: dict[str, Any], key: str) -> list[Any]:
+    return [_token(table.get(key))]
 
 
 def _tokens(container: Any) -> list[Any]:

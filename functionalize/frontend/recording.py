@@ -112,7 +112,9 @@ class Entry:
             known = places.get(ref.storage)
             if known is None or ref.geometry.end > known[2].geometry.end:
                 places[ref.storage] = (name, source, ref)
-            shared.setdefault(ref.storage, []).append(Shared(name, source, ref.geometry, id(tensor)))
+            shared.setdefault(ref.storage, []).append(
+                Shared(name, source, ref.geometry, id(tensor))
+            )
         fsdp = FSDPState.now(list(roots.modules.values()))
         gradients = [slot.resolve(call) for _, slot in held]
         keys = liftable(roots.optimizers) | varying if recorder.live else frozenset()
@@ -168,9 +170,7 @@ def _facts(
         for i, leaf in enumerate(leaves)
         if not isinstance(leaf, Tensor)
     ]
-    hyperparameters = [
-        HyperparameterGuard.of(n, o, keys) for n, o in roots.optimizers.items()
-    ]
+    hyperparameters = [HyperparameterGuard.of(n, o, keys) for n, o in roots.optimizers.items()]
     return [
         *constants,
         ModeGuard.now(),
@@ -306,7 +306,9 @@ class Recording:
         """Why this is not the steady state yet, or None. See Note [Steady state]."""
         if self.exit.changed is not None:
             return self.exit.changed
-        if not self.recorder.live and (self.recorder.scalars or liftable(self.entry.roots.optimizers)):
+        if not self.recorder.live and (
+            self.recorder.scalars or liftable(self.entry.roots.optimizers)
+        ):
             return "reads numbers that may change: recorded once more, with these live"
         if self.found and (before is None or self.identities != before.identities):
             first = self.found[0]
@@ -350,7 +352,11 @@ class Recording:
         moving = (FSDPStateGuard(self.entry.fsdp, backward), self.entry.held)
         program.facts = (*moving, *self.entry.facts, *program.facts)
         places = [self.entry.shared.get(storage, []) for storage in storages]
-        program.guards = (*_input_guards(program, storages), *SharedGuard.of(program.inputs, places), *early)
+        program.guards = (
+            *_input_guards(program, storages),
+            *SharedGuard.of(program.inputs, places),
+            *early,
+        )
         return program
 
     def _inputs(

@@ -182,9 +182,7 @@ def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
 _NO_CALL = Call((), [])
 
 
-def slots(
-    roots: Roots, found: Sequence[tuple[str, Source, Tensor]]
-) -> Iterator[tuple[str, Slot]]:
+def slots(roots: Roots, found: Sequence[tuple[str, Source, Tensor]]) -> Iterator[tuple[str, Slot]]:
     """Every place that may hold a gradient: `.grad` of what `parameters` found, and FSDP2's own."""
     for name, source, _ in found:
         yield f"{name}.grad", Gradient(source)
@@ -206,15 +204,15 @@ def _loose_parameters(
 
 
 def candidates(
-    roots: Roots, leaves: Sequence[Any], held: Sequence[tuple[str, Slot]]
+    roots: Roots, leaves: Sequence[Any], places: Sequence[tuple[str, Slot]]
 ) -> Iterator[tuple[str, Source, Tensor]]:
-    """Every place a step's input may come from, the most telling first; `held`: the slots."""
+    """Every place a step's input may come from, the most telling first; `places`: the slots."""
     call = Call(leaves, [])
     for i, leaf in enumerate(leaves):
         yield from unwrapped(f"args_{i}", Argument(i), leaf)
     for name, source, value in module_tensors(roots):
         yield from unwrapped(name, source, value)
-    for name, slot in held:
+    for name, slot in places:
         yield from unwrapped(name, slot, slot.resolve(call))
     for name, optimizer in roots.optimizers.items():
         for full, state, value in _optimizer_tensors(name, optimizer):

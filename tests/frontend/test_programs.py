@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
+from functionalize.core.program import Program
 from functionalize.errors import UncapturableError
 
 
@@ -30,7 +31,10 @@ def trained(**options: Any) -> tuple[nn.Module, Any]:
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
+    return all(
+        torch.equal(x, y)
+        for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 def run(step: Any, x: Tensor, seed: int) -> Tensor:
@@ -59,9 +63,6 @@ def test_a_program_is_found_without_trying_the_others() -> None:
     tried: list[int] = []
     for rows in [*range(1, 31)] * 2:
         step(torch.ones(rows))
-    original = fz.core.program.Program.resolve if hasattr(fz, "core") else None
-    from functionalize.core.program import Program
-
     original = Program.resolve
 
     def counted(self: Program, leaves: Any) -> Any:
@@ -134,8 +135,9 @@ def test_on_uncapturable_eager_warns_once_and_goes_on(caplog: Any) -> None:
             x = torch.arange(i + 1).remainder(2)[:1]
             assert torch.equal(captured(x), step(x))
     assert len(caplog.messages) == 1
-    assert "it runs eagerly from now on: aten.nonzero.default gives a result whose size" in (
-        caplog.messages[0]
+    assert (
+        "it runs eagerly from now on: aten.nonzero.default gives a result whose size"
+        in (caplog.messages[0])
     )
     assert (captured.stats.warmups, captured.stats.eager) == (1, 4)
 
@@ -167,7 +169,7 @@ def test_a_tensor_that_no_program_can_hold_does_not_stop_the_step() -> None:
 
 def test_explain() -> None:
     model, step = trained()
-    for i in range(4):
+    for _ in range(4):
         step(torch.randn(3, 4))
     step(torch.randn(5, 4))
     model.eval()

@@ -32,10 +32,15 @@ Row = tuple[str, list[str], str]
 def rows() -> Iterator[Row]:
     """(group, features with their marks, the file of their tests)."""
     for group, found in features.GROUPS.items():
-        titles = [f"✗ {r.title} (not on gloo)" if r.eager else f"✓ {r.title}" for r in found.values()]
+        titles = [
+            f"✗ {r.title} (not on gloo)" if r.eager else f"✓ {r.title}" for r in found.values()
+        ]
         yield group, titles, "test_features.py"
     proven = {
-        "activation checkpointing, dropout on": (test_checkpointing.MODELS, "test_checkpointing.py"),
+        "activation checkpointing, dropout on": (
+            test_checkpointing.MODELS,
+            "test_checkpointing.py",
+        ),
         "a call per microbatch": (test_microbatches.WAYS, "test_microbatches.py"),
         "optimizers, default arguments": (test_optimizers.TITLES, "test_optimizers.py"),
         "Hugging Face, dropout by default": (test_huggingface.TITLES, "test_huggingface.py"),

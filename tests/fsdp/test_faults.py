@@ -14,7 +14,7 @@ from torch.autograd import Variable
 import functionalize as fz
 from functionalize.frontend.fsdp import FSDPState, fsdp_states
 from tests.faults import Trap, Tripwire, fault_of, interrupt, raising, surroundings
-from tests.fsdp.models import wrapped
+from tests.fsdp.models import Net, wrapped
 from tests.fsdp.twins import (
     differences,
     flat,
@@ -29,12 +29,17 @@ from tests.ranks import run_on_ranks
 WARM_UP, LIVE, AGAIN, OTHER = 0, 1, 6, 6  # calls; from OTHER on, batches have other rows
 
 
+def even() -> Net:
+    """Of sizes that divide, so that the ranks run the same ops."""
+    return Net(classes=4)
+
+
 class Twin:
     """One of two equal models under FSDP2, with a place for every fault."""
 
     def __init__(self, **options: Any) -> None:
         self.trap, self.drawn = Trap(), torch.get_rng_state()
-        self.model, self.optimizer = wrapped(**options)()
+        self.model, self.optimizer = wrapped(make=even, **options)()
         trap, block = self.trap, self.model.blocks[1]
         block.a.register_forward_hook(lambda module, args, out: trap("module hook"))
         block.register_forward_hook(lambda module, args, out: self._watch(out))
@@ -108,7 +113,7 @@ class Pair:
     def batch(self, i: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
         rows = rows or (6 if i >= OTHER else 4)
         g = torch.Generator().manual_seed(100 * i + dist.get_rank())
-        return torch.randn(rows, 8, generator=g), torch.randn(rows, 3, generator=g)
+        return torch.randn(rows, 8, generator=g), torch.randn(rows, 4, generator=g)
 
     def call(self, i: int, rows: int | None = None, reads: bool = False) -> str | None:
         """Step `i` of both; what differs goes to `found`. Returns what both raised."""
