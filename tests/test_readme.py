@@ -7,6 +7,8 @@ import io
 import re
 from pathlib import Path
 
+from tests.fsdp.table import written
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -36,3 +38,7 @@ def test_the_functions_print_what_their_page_says() -> None:
         with contextlib.redirect_stdout(printed):
             exec(compile(code, "docs/functions.md", "exec"), names)
         assert printed.getvalue().strip() == output.strip()
+
+
+def test_the_table_of_features_is_that_of_the_tests() -> None:
+    assert written(README) == README, "python -m tests.fsdp.table --write"

@@ -56,7 +56,7 @@ def _key_of_leaf(leaf: Any) -> Hashable:
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, (float, complex)):
         return repr(leaf)
-    return ("number", leaf) if isinstance(leaf, NUMBERS) else type(leaf)
+    return ("number", leaf) if isinstance(leaf, NUMBERS) else ("object", type(leaf))
 
 
 def _same_numbers(a: Kept, b: Kept) -> bool:

@@ -165,9 +165,7 @@ class Twins:
         """Everything that is the model's, the optimizer's and the generators' is the same."""
         a, b = self.eager, self.ours
         rng = differences(i, {"rng": b.drawn}, {"rng": a.drawn})
-        state = differences(
-            i, state_of(b.model, b.optimizer), state_of(a.model, a.optimizer)
-        )
+        state = differences(i, state_of(b.model, b.optimizer), state_of(a.model, a.optimizer))
         modes = unequal(i, _modes(b.model), _modes(a.model))
         assert rng + state + modes == []
 
@@ -205,7 +203,9 @@ def test_an_exception_while_recording(where: str) -> None:
     train(twins, AGAIN + 1)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), torch.OutOfMemoryError("no")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(3), torch.OutOfMemoryError("no")]
+)
 @pytest.mark.parametrize("where", ["forward", "callback"])
 def test_an_interrupt_while_recording(where: str, error: BaseException) -> None:
     twins = Twins()
@@ -242,7 +242,7 @@ def test_an_op_that_fails_while_recording(at: int) -> None:
         for i in range(min(at, 2)):
             twins.call(i)
         error = raising(torch.OutOfMemoryError(f"op {position}"))
-        found = twins.call(at, around=lambda world: Tripwire(position, error))
+        found = twins.call(at, around=lambda world: Tripwire(position, error))  # noqa: B023
         if found is None:
             continue
         assert found == f"OutOfMemoryError: op {position}"
@@ -477,7 +477,11 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dtype": ("TensorGuard", "args_1` is float64", {"given": of_another_dtype}),
     "requires_grad": ("ParameterGuard", "now requires a gradient", {"given": with_a_gradient}),
     "structure": ("structure", "structure", {"given": as_a_list}),
-    "constant": ("ConstantGuard", "argument leaf 2 is 3.0, was 2.0", {"given": given_to(scale=3.0)}),
+    "constant": (
+        "ConstantGuard",
+        "argument leaf 2 is 3.0, was 2.0",
+        {"given": given_to(scale=3.0)},
+    ),
     "strides": ("TensorGuard", "args_0` is float32", {"given": strided}),
     "aliases": ("AliasGuard", "shares a storage", {"given": on_one_storage}),
     "grad mode": ("ModeGuard", "grad mode is False", {"around": lambda w: torch.no_grad()}),

@@ -17,11 +17,12 @@ from tests.fsdp import (
     features,
     test_boundary,
     test_checkpointing,
-    test_huggingface,
     test_microbatches,
     test_optimizers,
     test_persist,
 )
+from tests.fsdp.test_huggingface import CASES
+from tests.fsdp.test_optimizers import OPTIMIZERS
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN = "<!-- features: begin (written by `python -m tests.fsdp.table --write`) -->"
@@ -42,13 +43,50 @@ def rows() -> Iterator[Row]:
             "test_checkpointing.py",
         ),
         "a call per microbatch": (test_microbatches.WAYS, "test_microbatches.py"),
-        "optimizers, default arguments": (test_optimizers.TITLES, "test_optimizers.py"),
-        "Hugging Face, dropout by default": (test_huggingface.TITLES, "test_huggingface.py"),
-        "a forward alone, its backward outside": (test_boundary.TITLES, "test_boundary.py"),
-        "saved and loaded in another process": (test_persist.TITLES, "test_persist.py"),
+        "optimizers, default arguments": (map(_optimizer, OPTIMIZERS), "test_optimizers.py"),
+        "numbers that are live": (_ALONE.keys(), "test_optimizers.py"),
+        "Hugging Face, dropout by default": (map(_model, CASES), "test_huggingface.py"),
+        "a forward alone, backward outside": (test_boundary.CASES, "test_boundary.py"),
+        "saved, loaded in another process": (test_persist.KINDS, "test_persist.py"),
     }
     for group, (titles, file) in proven.items():
-        yield group, [f"✓ {title}" for title in titles], file
+        yield group, [f"✓ {t if '`' in t else t.replace('_', ' ')}" for t in titles], file
+
+
+_ALONE = {  # a test each
+    "a scheduler of the rate, outside": test_optimizers.test_replays_under_a_scheduler_of_the_learning_rate,
+    "one that cycles `betas`, too": (
+        test_optimizers.test_a_scheduler_that_cycles_momentum_too_costs_one_more_capture
+    ),
+    "`GradScaler`, with overflows": (
+        test_optimizers.test_a_gradient_scaler_skips_the_step_with_an_overflow
+    ),
+    "counts and norms that are read": (
+        test_optimizers.test_replays_numbers_that_the_step_reads_and_computes_with
+    ),
+}
+_NAMES = {"sgd": "SGD with momentum", "adam": "Adam", "adamw": "AdamW"}
+_FORMS = {"single": "one by one"}
+_MODELS = {
+    "llama": "Llama",
+    "gpt2": "GPT-2",
+    "bert": "BERT",
+    "vit": "ViT",
+    "t5": "T5",
+    "mixtral": "Mixtral",
+    "qwen3 moe": "Qwen3-MoE",
+}
+
+
+def _optimizer(key: str) -> str:
+    name, _, form = key.partition("_")
+    return f"{_NAMES[name]}, {_FORMS.get(form, form)}" if form else _NAMES[name]
+
+
+def _model(key: str) -> str:
+    words = key.replace("_", " ")
+    known = next((m for m in _MODELS if words.startswith(m)), None)
+    return f"{_MODELS[known]}{words.removeprefix(known)}" if known else words
 
 
 def table() -> str:
