@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from functionalize.core import archive, epilogue, guards, inputs, numbers, ops, program, structure
 from functionalize.core.archive import FilePath, damaged, refusal
+from functionalize.core.early import EarlyGuard
 from functionalize.core.encoding import Decoder, Encoder, Form, Json, is_target, plain_form
 from functionalize.core.inputs import Captured
 from functionalize.core.program import Program
@@ -125,10 +126,14 @@ class Writer:
         runner, fields = program.runner, {}
         if runner is not None and not _is_by_name(runner):
             raise SaveError(f"is run by {runner!r}, which has no name of its own")
+        early = [g.program for g in program.guards if isinstance(g, EarlyGuard)]
+        others = tuple(g for g in program.guards if not isinstance(g, EarlyGuard))
         for name in _FIELDS:
-            fields[name] = self.encoder.value(getattr(program, name), name)
+            value = others if name == "guards" else getattr(program, name)
+            fields[name] = self.encoder.value(value, name)
         return {
             "label": label,
+            "early": [self.program(p, f"early {i} of {label}") for i, p in enumerate(early)],
             "runner": runner and runner_name(runner),
             "graph": self._graph(program.graph),
             **fields,
@@ -221,6 +226,8 @@ class Reader:
         constants = {
             n.removeprefix(prefix): t for n, t in self.constants.items() if n.startswith(prefix)
         }
+        early = [EarlyGuard(self.program(part)) for part in code["early"]]
+        fields["guards"] = (*fields["guards"], *early)
         return Program(graph=graph, constants=constants, runner=runner, **fields)
 
     def _graph(self, nodes: Json) -> fx.Graph:

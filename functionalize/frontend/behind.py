@@ -141,11 +141,15 @@ class Recorded:
                     "a gradient goes to a tensor that no module and no argument holds: pass it as an argument"
                 )
         for leaf in flatten_result(self._result)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in cut:
-                if leaf.is_leaf:
-                    recorder.unfaithful.append(
-                        "returns a parameter, which a replay would return without its gradient: return a value"
-                    )
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.requires_grad
+                and id(leaf) not in cut
+                and leaf.is_leaf
+            ):
+                recorder.unfaithful.append(
+                    "returns a parameter, which a replay would return without its gradient: return a value"
+                )
 
     def result(self) -> Any:
         """What the callable returned, its outputs leading here."""
@@ -165,11 +169,10 @@ class Recorded:
         if not self._outputs:
             raise RuntimeError(_TWICE)
         for output, (seen, version) in zip(self._outputs, self._watched, strict=False):
-            if (
-                seen._version != version
-            ):  # autograd then knows, and says so if it needs what was there
+            if seen._version != version:  # autograd says so, if it needs what was there
                 torch.autograd.graph.increment_version(output)
         at, self._at = self._at, None
+        gradients: Sequence[Tensor | None]
         if at is None or self._owner.is_busy:
             gradients = run_backward(self._outputs, tangents, self._inputs, wanted, keep)
         else:
@@ -347,7 +350,7 @@ class Replayed:
         theirs = again.parameters if isinstance(again, Recorded) else None
         if theirs is None or len(theirs) != len(self._kept.parameters):
             raise InvariantError("a forward that ran again has other parameters")
-        gradients = again.backward(tangents, wanted, keep)
+        gradients: Sequence[Tensor | None] = again.backward(tangents, wanted, keep)
         if keep:
             self._again = again
         return gradients

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from functionalize.core.inputs import Argument, Captured, InputSpec, WholeStorage
 from functionalize.frontend import sources
 from functionalize.frontend.fsdp import FSDPTensor
+from functionalize.frontend.lifted import HyperparameterNumber
 from functionalize.frontend.reach import Held
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def _text(source: Any) -> str:
             source.param, "_module_fqn", ""
         )
         return f"FSDP2's {source.attribute.lstrip('_')} of `{where or 'root'}`"
+    if isinstance(source, HyperparameterNumber):
+        return f"`{source.key}` of group {source.group} of `{source.name}`"
     if isinstance(source, Held):
         return "a variable that the step names" if source.key is None else f"`{source.key}`"
     if isinstance(source, Captured):

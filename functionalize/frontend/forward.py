@@ -23,6 +23,7 @@ require a gradient; a saved value that was written since, as in eager.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ from functionalize._compat import current_modes, pytree
 from functionalize.core.generators import is_random
 from functionalize.core.inputs import Call, Source
 from functionalize.core.program import Program
-from functionalize.errors import FunctionalizeError
+from functionalize.errors import FunctionalizeError, LoadError, SaveError
 from functionalize.frontend import arguments
 from functionalize.frontend.agreement import Vote
 from functionalize.frontend.arguments import flatten_result, unflatten_result
@@ -60,6 +61,9 @@ from functionalize.frontend.step import CapturedStep, Warmup
 log = logging.getLogger("functionalize")
 _PATIENCE = 4  # forwards in a row that nobody goes backward from, before fewer are recorded
 _BACKWARDS = 8  # kept of one forward
+_NOT_WHOLE = (
+    "is for a forward that is gone backward from outside (`backward=True`): capture a whole step"
+)
 
 
 @dataclass(eq=False)
@@ -108,6 +112,14 @@ class CapturedForward(CapturedStep):
         """Every backward kept, by forward, the last recorded first."""
         forwards = (kept for kept in self._programs if isinstance(kept, Forward))
         return tuple(each.program for kept in forwards for each in kept.backwards)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Refused: only whole steps are saved."""
+        raise SaveError(f"{os.fspath(path)} cannot be saved: it {_NOT_WHOLE}")
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Refused: only whole steps are loaded."""
+        raise LoadError(f"{os.fspath(path)} cannot be loaded: it {_NOT_WHOLE}")
 
     @property
     def callable(self) -> Callable[..., Any]:
@@ -278,7 +290,8 @@ class CapturedForward(CapturedStep):
         if beside is None or not isinstance(kept, Forward) or not _are_same(beside, kept):
             super()._keep(key, kept)
             return
-        # The same forward, which now saves what either backward needs.
+        # The same forward, which now saves what either backward needs; it began in another state than the first.
+        kept.program.facts = beside.program.facts
         beside.program, beside.saved = kept.program, kept.saved
         beside.backwards = [*kept.backwards, *beside.backwards][:_BACKWARDS]
 

@@ -21,6 +21,7 @@ Refusals: see `Boundary.refused`; a storage that is resized between forward and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +53,7 @@ from functionalize.frontend.fsdp import (
 from functionalize.frontend.guards import SlotGuard
 from functionalize.frontend.known_storages import External
 from functionalize.frontend.recording import Entry, Exit, Recording
+from functionalize.frontend.shared import SharedGuard
 from functionalize.frontend.sources import Slot
 from functionalize.run.boxed import boxed
 
@@ -156,8 +158,7 @@ class JointRecording(Recording):
         builder.run(recorder.records[: at.records])
         builder.guard(facts[: at.facts])
         before = builder.half(at.exit.leaves, at.entry.leaves, at.unsharded)
-        text = "\n".join(node_text(n) for n in builder.emit.graph.nodes)
-        sources = tuple(spec.source for spec in builder.inputs)
+        text, sources = builder.summary()
         builder.cross(at.unsharded)
         builder.add_inputs(list(self._given(builder, rest)))
         builder.run(recorder.records[at.records :])
@@ -195,7 +196,11 @@ class JointRecording(Recording):
         entry = self.at.entry
         moving = (FSDPStateGuard(entry.fsdp), entry.held)
         program.facts = (*moving, *entry.facts, *program.facts)
-        program.guards = (*_guards(program, storages, len(program.inputs)), *half.early_guards)
+        program.guards = (
+            *_guards(program, storages, len(program.inputs)),
+            *_shared(program, storages, entry),
+            *half.early_guards,
+        )
         return program
 
     def _backward(self, builder: JointBuilder, cut: Split, half: Half, forward: Program) -> Program:
@@ -213,7 +218,11 @@ class JointRecording(Recording):
         moving = (FSDPStateGuard(self.expected), self._slot_guard(slots))
         program.facts = (*moving, *self.later.facts, *program.facts)
         count = len(program.inputs) - len(saved)
-        program.guards = (*_guards(program, storages, count), *half.early_guards)
+        program.guards = (
+            *_guards(program, storages, count),
+            *_shared(program, storages[:count], self.later),
+            *half.early_guards,
+        )
         return program
 
     def _slot_guard(self, slots: Sequence[tuple[str, Slot]]) -> SlotGuard:
@@ -255,6 +264,12 @@ def expected_state(at: Boundary, later: FSDPState) -> FSDPState | None:
 
 def _storages(builder: Builder, kept: Sequence[int]) -> tuple[int, ...]:
     return tuple(builder.storage_of_input[i] for i in kept if i < len(builder.storage_of_input))
+
+
+def _shared(program: Program, storages: tuple[int, ...], entry: Entry) -> tuple[Guard, ...]:
+    """The guard for other places that held tensors on the inputs' storages."""
+    places = [entry.shared.get(storage, []) for storage in storages]
+    return SharedGuard.of(program.inputs[: len(storages)], places)
 
 
 def _guards(program: Program, storages: tuple[int, ...], count: int) -> Iterator[Guard]:
@@ -349,6 +364,17 @@ class JointBuilder(Builder):
         self._slots, self._clones = {}, {}
         self._value_guards, self._number_guards, self._early = [], [], []
         return half
+
+    def summary(self) -> tuple[str, tuple[Source, ...]]:
+        """The ops so far as text, and where the inputs that they read come from."""
+        nodes = self.emit.graph.nodes
+        read = [i for i, node in enumerate(self._nodes) if node.users]
+        text = [node_text(node) for node in nodes if node.op != "placeholder"]
+        text += [self._nodes[i].name for i in read]
+        same = re.sub(
+            r" at 0x[0-9a-f]+", "", "\n".join(text)
+        )  # a profiler's mark, which goes as dead code
+        return same, tuple(self.inputs[i].source for i in read)
 
     def cross(self, deferred: Collection[int]) -> None:
         """Go over to the backward: inputs are found again, views are taken again.

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize._compat import hook_functions
@@ -169,6 +170,10 @@ class _Search:
             return []
         if isinstance(value, (set, frozenset, deque)):
             return [(f"{name}_{i}", v, None) for i, v in enumerate(value)]
+        if isinstance(value, GradScaler):  # what it keeps by optimizer is made anew in every step
+            kept = {k: v for k, v in vars(value).items() if isinstance(v, (Tensor, *NUMBERS))}
+            self.named.update(kept)
+            return [(f"{name}{k}", v, Held(vars(value), k)) for k, v in kept.items()]
         if isinstance(value, LRScheduler):
             self.named.update(k for k, v in vars(value).items() if isinstance(v, NUMBERS))
             return _items(vars(value))

@@ -103,7 +103,7 @@ def test_an_optimizer_outside_is_eager() -> None:
     (a, eager), (b, captured) = twins()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (a, b)]
     for i in range(6):
-        for (m, forward), optimizer in zip(((a, eager), (b, captured)), optimizers, strict=True):
+        for (_m, forward), optimizer in zip(((a, eager), (b, captured)), optimizers, strict=True):
             torch.manual_seed(i)
             forward(batch(i)).backward()
             optimizer.step()
@@ -177,7 +177,7 @@ def test_two_backwards_through_a_retained_graph() -> None:
 
 
 def test_a_second_backward_needs_a_retained_graph() -> None:
-    _, (model, captured) = twins()
+    _, (_model, captured) = twins()
     for i in range(4):
         loss = captured(batch(i))
         loss.backward()
@@ -402,7 +402,7 @@ def test_without_gradients_it_is_an_ordinary_captured_step() -> None:
 
 
 def test_saved_values_go_with_the_outputs() -> None:
-    _, (model, captured) = twins(output_of)
+    _, (_model, captured) = twins(output_of)
     for i in range(3):
         captured(batch(i)).sum().backward()
     out = captured(batch(5))

@@ -608,6 +608,29 @@ def test_tensors_that_shared_a_storage_are_parted(change: Callable[[nn.Module], 
     train(twins, 5, 9)
 
 
+@pytest.mark.parametrize("name", ["weight", "mask"])
+def test_tensors_that_shared_a_storage_are_parted_in_a_captured_forward(name: str) -> None:
+    eager, ours = Tied(), Tied()
+
+    def forward_of(world: Tied) -> Callable[[Tensor], Tensor]:
+        a, b = world.model["a"], world.model["b"]
+        return lambda x: (b(a(x) * a.mask) * b.mask).square().mean()
+
+    plain, captured = forward_of(eager), fz.capture(forward_of(ours), backward=True)
+    for i in range(9):
+        for world, forward in ((eager, plain), (ours, captured)):
+            if i == 4:
+                b = world.model["b"]
+                setattr(
+                    b, name, nn.Parameter(b.weight.detach() * 2) if name == "weight" else b.mask * 2
+                )
+            world.model.zero_grad()
+            forward(batch(i)).backward()
+        pairs = zip(eager.model.parameters(), ours.model.parameters(), strict=True)
+        assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert captured.stats.replays >= 5
+
+
 # -- in the capture itself -------------------------------------------------------------------------
 
 

@@ -187,6 +187,17 @@ def test_a_model_that_only_the_arguments_lead_to_is_not_saved(tmp_path: Path) ->
         step.save(tmp_path / "argument.fzp")
 
 
+def test_a_forward_without_its_backward_is_neither_saved_nor_loaded(
+    whole: Path, tmp_path: Path
+) -> None:
+    forward = fz.capture(lambda x: x.sin().sum(), backward=True)
+    said = "is for a forward that is gone backward from outside"
+    with pytest.raises(SaveError, match=said):
+        forward.save(tmp_path / "forward.fzp")
+    with pytest.raises(LoadError, match=said):
+        forward.load(whole)
+
+
 def test_a_set_of_modules_is_not_saved(tmp_path: Path) -> None:
     models = {nn.Linear(2, 2), nn.Linear(2, 2)}
 
@@ -399,3 +410,46 @@ def test_every_guard_and_source_has_a_form() -> None:
     } - {kind.__name__ for kind in known}
     assert missing == {"Captured"}  # what no name leads to
     assert {form.kind for form in persist.FORMS} <= known
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    return x * 2 if mask.all() else torch.where(mask, x, 0.0)
+
+
+def test_what_is_known_from_the_arguments_is_guarded_after_load_too(tmp_path: Path) -> None:
+    full = torch.ones(4, dtype=torch.bool)
+    padded = torch.tensor([True, False, True, True])
+    step = fz.capture(masked)
+    for _ in range(3):
+        step(torch.rand(4), full)
+    step.save(tmp_path / "step.fzp")
+    loaded, x = fz.capture(masked), torch.rand(4)
+    loaded.load(tmp_path / "step.fzp")
+    assert torch.equal(loaded(x, full), x * 2)
+    assert (loaded.stats.replays, loaded.stats.captures) == (1, 0)
+    assert torch.equal(loaded(x, padded), masked(x, padded))
+    assert "in masked: return x * 2 if mask.all()" in loaded.stats.guard_failures[0]
+
+
+def test_a_gradient_scaler_is_found_again(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = fz.capture(train_step)
+    for _ in range(4):
+        step(torch.rand(2, 3))
+    assert "sc" in step.explain() and "`_scale`" in step.explain()
+    step.save(tmp_path / "step.fzp")
+    loaded = fz.capture(train_step)
+    loaded.load(tmp_path / "step.fzp")
+    loaded(torch.rand(2, 3))
+    assert (loaded.stats.replays, loaded.stats.captures) == (1, 0)
