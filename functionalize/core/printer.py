@@ -129,7 +129,7 @@ def program_text(program: Program, keep: Callable[[fx.Node], bool] | None = None
     for spec in program.inputs:
         known = isinstance(spec.geometry, Geometry)  # else it is a number
         emptied = " in 0 bytes" if known and spec.nbytes == 0 and spec.geometry.numel else ""
-        lines.append(f"    {spec.name}: {spec.geometry}{emptied},")
+        lines.append(f"    {spec.name}: {spec.geometry if known else 'a number'}{emptied},")
     lines.append("):")
     slots: Sequence[Any] = ()
     for node in nodes:

@@ -220,6 +220,8 @@ class Program:
         """Run the graph on resolved inputs, then the epilogue; raises `GuardError` before the latter.
 
         vote: asks the other ranks whether a guard failed there.
+        Whatever else an op raises passes through, with nothing changed. The epilogue allocates first and then
+        copies: what ends it after that (Ctrl-C, a broken device) leaves the step half done, as it would eager.
         """
         if self._run is None:
             self._random = any(is_random(n) for n in self.graph.nodes)

@@ -60,8 +60,11 @@ class Vote:
     @staticmethod
     def of(recorder: Recorder) -> Vote | None:
         """None where the ranks cannot differ in what they issue."""
-        if not reads_numbers(recorder):
-            return None
+        return Vote.among(recorder) if reads_numbers(recorder) else None
+
+    @staticmethod
+    def among(recorder: Recorder) -> Vote | None:
+        """The vote of all ranks that a recording talked with, None if there are none."""
         names: dict[str, torch.device] = {}
         for record in recorder.records:
             for name in _groups_of(record):

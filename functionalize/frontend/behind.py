@@ -202,7 +202,8 @@ class Recorded:
             taken.wanted, taken.parameters, taken.beside = wanted, self.parameters, self._beside
             return taken
 
-        owner.recorded(take, recorder, self._spec, self._key, self._warmup, self._reason)
+        again = self._beside is not None
+        owner.recorded(take, recorder, self._spec, self._key, self._warmup, self._reason, again)
         return gradients
 
     def _note_resizes(self) -> None:

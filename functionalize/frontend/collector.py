@@ -5,48 +5,51 @@ generations, and each full collection walks every object of the process: half th
 that the step makes is still collected while it is young; the rest is when the capture has ended.
 
 Invariant: when the last of the captures that run at the same time (in other threads, or one inside another) has
-ended, the thresholds are what they were before the first.
+ended, the thresholds are what they were before the first; also if Ctrl-C came between two lines of this file: a
+block that was left without its end is ended when it is collected.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 _NEVER = 2**30
 
 
 class _Thresholds:
-    """Those of the process: there is one collector, whatever thread captures."""
+    """Those of the process: there is one collector, whatever thread captures. What is done twice is done once."""
 
     def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
+        self._lock, self._users = threading.RLock(), set[int]()
         self._before = gc.get_threshold()
 
-    def raise_(self) -> None:
+    def raise_(self, user: int) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
+            if not self._users:
                 self._before = gc.get_threshold()
-                gc.set_threshold(self._before[0], _NEVER, _NEVER)
+            self._users.add(user)
+            gc.set_threshold(self._before[0], _NEVER, _NEVER)
 
-    def restore(self) -> None:
+    def restore(self, user: int) -> None:
         with self._lock:
-            self._users -= 1
-            if self._users == 0:
+            if self._users == {user}:
                 gc.set_threshold(*self._before)
+            self._users.discard(user)
 
 
 _THRESHOLDS = _Thresholds()
 
 
-@contextmanager
-def only_young_collections() -> Iterator[None]:
-    """Inside, only the youngest generation is collected."""
-    _THRESHOLDS.raise_()
-    try:
-        yield
-    finally:
-        _THRESHOLDS.restore()
+class only_young_collections:
+    """A context: inside, only the youngest generation is collected."""
+
+    def __enter__(self) -> None:
+        _THRESHOLDS.raise_(id(self))
+
+    def __exit__(self, *exc: Any) -> None:
+        _THRESHOLDS.restore(id(self))
+
+    def __del__(self) -> None:
+        _THRESHOLDS.restore(id(self))

@@ -252,12 +252,17 @@ class CapturedForward(CapturedStep):
         key: Hashable,
         warmup: Warmup,
         reason: str,
+        again: bool,
     ) -> None:
-        """The backward of a recorded forward ran: keep both, or not yet, or refuse them."""
+        """The backward of a recorded forward (run `again`?) ran: keep both, or not yet, or refuse them."""
         self._unanswered.pop(key, None)
-        self.stats.eager -= 1
-        outcome = self._outcome(take, spec, reason, warmup)
-        self._settle(self._agreed(outcome, recorder), key, warmup)
+        outcome = self._agreed(self._outcome(take, spec, reason, warmup), recorder)
+        if not again:
+            self.stats.eager -= 1  # it was counted so until now
+        elif (vote := Vote.among(recorder)) is not None:
+            # A rank that kept it alone would replay where the others run their forwards again.
+            outcome = outcome.unless(vote.worst(outcome.level))
+        self._settle(outcome, key, warmup)
 
     def _kept(self, taken: Recording, spec: pytree.TreeSpec, reason: str) -> Kept:
         if not isinstance(taken, ForwardRecording):

@@ -135,6 +135,10 @@ class _Outcome:
             return Level.REFUSED
         return Level.KEPT if self.kept is not None else Level.NOT_YET
 
+    def unless(self, worst: Level) -> _Outcome:
+        """This, or not yet if another rank does not keep its recording."""
+        return self if worst is Level.KEPT or self.kept is None else _Outcome(self.remains)
+
 
 class CapturedStep:
     """A training step that is recorded in its steady state and replayed after."""

@@ -493,3 +493,49 @@ def test_shapes_live_side_by_side() -> None:
     captured = compare(use, steps=10)
     assert captured.stats.backwards >= 6
     assert "replays" in captured.explain()
+
+
+def test_a_number_that_python_read_is_saved() -> None:
+    """The scale is another number at every call; the backward multiplies by it, too."""
+
+    def make(model: nn.Module) -> Loss:
+        def forward(x: Tensor) -> Tensor:
+            scale = x.abs().max().item()
+            return (model(x) * scale).square().mean() / (1 + scale)
+
+        return forward
+
+    captured = compare(train, make, steps=8)
+    assert captured.stats.reruns == 0
+    assert captured.stats.backwards >= 5
+    (backward,) = captured.backward_programs
+    assert "a number" in backward.print_readable(print_output=False)
+    assert backward.graph_module.code  # its fake values can be made
+
+
+def test_a_number_that_decides_is_a_guard_of_the_forward() -> None:
+    def make(model: nn.Module) -> Loss:
+        def forward(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            return loss * 2 if x.sum().item() > 0 else loss
+
+        return forward
+
+    captured = compare(train, make, steps=12)
+    assert captured.stats.backwards >= 6
+
+
+def test_passes_run_on_both_programs() -> None:
+    (a, eager), (b, _) = twins()
+    captured = fz.capture(loss_of(b), backward=True, passes="default")
+    for i in range(5):
+        results = []
+        for model, forward in ((a, eager), (b, captured)):
+            torch.manual_seed(i)
+            model.zero_grad()
+            forward(batch(i)).backward()
+            results.append(gradients(model))
+        assert equal(*results)
+    assert captured.program.history
+    assert captured.backward_programs[0].history
+    assert captured.stats.backwards >= 3

@@ -2,188 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 import functionalize as fz
-from functionalize.core.inputs import Call
-from functionalize.core.structure import flatten
 from functionalize.errors import FunctionalizeError, InvariantError, PassError, UncapturableError
+from functionalize.frontend.collector import only_young_collections
+from functionalize.frontend.patches import PATCHES
 from tests.faults import (
-    Trap,
     Tripwire,
     fault_of,
     interrupt,
     raising,
     surroundings,
 )
-from tests.fsdp.twins import differences, flat, state_of, unequal
-
-
-class Trapped(torch.autograd.Function):
-    """The identity, with a place for a fault in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, trap: Trap) -> Tensor:
-        ctx.trap = trap
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.trap("backward")
-        return gradient.clone(), None
-
-
-class Centred(nn.Module):
-    """A buffer that every step changes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
-        return x - self.mean
-
-
-class Net(nn.Module):
-    """Dropout and a buffer: random numbers, state; hooks of every kind, each with a place for a fault."""
-
-    def __init__(self, trap: Trap) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(6, 5), Centred(5), nn.Linear(5, 2)
-        self.drop, self.trap = nn.Dropout(0.3), trap
-        self.norm.register_forward_pre_hook(lambda module, args: trap("module pre-hook"))
-        self.norm.register_forward_hook(lambda module, args, out: trap("module hook"))
-        self.b.register_full_backward_hook(lambda module, *grads: trap("module backward hook"))
-        self.a.weight.register_hook(lambda grad: trap("parameter hook"))
-        self.a.weight.register_post_accumulate_grad_hook(lambda p: trap("accumulated hook"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(F.relu(self.norm(self.a(x))))
-        self.trap("forward")
-        if x.requires_grad:
-            x.register_hook(lambda grad: self.trap("tensor hook"))
-        return self.b(Trapped.apply(x, self.trap))
-
-
-class World:
-    """A model and its optimizer, from one seed; `step` has a place for every fault."""
-
-    def __init__(self, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.trap = Trap()
-        self.model = Net(self.trap)
-        given = {"lr": 0.05, "foreach": False, **options}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **given)
-        self.optimizer.register_step_pre_hook(lambda *given: self.trap("optimizer pre-hook"))
-        self.optimizer.register_step_post_hook(lambda *given: self.trap("optimizer hook"))
-        self.drawn = torch.get_rng_state()
-
-    def step(self, x: Tensor) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = self.model(x).square().mean()
-        if loss.requires_grad:
-            loss.register_hook(lambda grad: self._queue())
-        loss.backward()
-        self.trap("between")
-        self.optimizer.step()
-        self.trap("end")
-        return loss.detach()
-
-    def _queue(self) -> None:
-        Variable._execution_engine.queue_callback(lambda: self.trap("callback"))
-
-
-PLACES = (
-    "forward",
-    "module pre-hook",
-    "module hook",
-    "module backward hook",
-    "backward",
-    "tensor hook",
-    "parameter hook",
-    "accumulated hook",
-    "callback",
-    "between",
-    "optimizer pre-hook",
-    "optimizer hook",
-    "end",
+from tests.frontend.worlds import (
+    AGAIN,
+    LIVE,
+    OTHER,
+    PLACES,
+    STRIDE,
+    WARM_UP,
+    Twins,
+    World,
+    batch,
+    train,
 )
-WARM_UP, LIVE, REPLAY, AGAIN = 0, 1, 4, 6
-STRIDE = 9
-OTHER = 6  # the batch of the call that is recorded again has other rows
-
-
-def batch(i: int) -> Tensor:
-    rows = 7 if i >= OTHER else 4
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(i))
-
-
-class Twins:
-    """One world trained eagerly, one captured; both call by call, each with its own random numbers."""
-
-    def __init__(self, make: Callable[[], Any] = World, **options: Any) -> None:
-        self.eager, self.ours = make(), make()
-        self.step = fz.capture(self.ours.step, **options)
-        self.optimizers = (self.eager.optimizer, self.ours.optimizer)
-
-    def call(
-        self,
-        i: int,
-        given: Callable[[], Sequence[Any]] | None = None,
-        around: Callable[[Any], Any] | None = None,
-    ) -> str | None:
-        """Both calls of step `i`; asserts that they end alike. Returns what was raised.
-
-        given: makes the arguments, of each call its own. around: a context for each call.
-        """
-        raised, results = [], []
-        for world, step in ((self.eager, self.eager.step), (self.ours, self.step)):
-            torch.set_rng_state(world.drawn)
-            args = given() if given else (batch(i),)
-            with surroundings(*self.optimizers), around(world) if around else _nothing():
-                raised.append(fault_of(lambda: results.append(step(*args))))  # noqa: B023
-            world.drawn = torch.get_rng_state()
-        assert raised[0] == raised[1]
-        if raised[0] is None:
-            assert differences(i, flat(results[1]), flat(results[0])) == []
-        self.compare(i)
-        return raised[0]
-
-    def compare(self, i: int) -> None:
-        """Everything that is the model's, the optimizer's and the generators' is the same."""
-        a, b = self.eager, self.ours
-        rng = differences(i, {"rng": b.drawn}, {"rng": a.drawn})
-        state = differences(i, state_of(b.model, b.optimizer), state_of(a.model, a.optimizer))
-        modes = unequal(i, _modes(b.model), _modes(a.model))
-        assert rng + state + modes == []
-
-
-def _nothing() -> Any:
-    return contextlib.nullcontext()
-
-
-def _modes(model: nn.Module) -> dict[str, Any]:
-    return {name: module.training for name, module in model.named_modules()}
-
-
-def train(twins: Twins, at: int, last: int = 10) -> None:
-    """From step `at` on: no fault, and replays at the end."""
-    before = twins.step.stats.replays
-    assert [twins.call(i) for i in range(at, last)] == [None] * (last - at)
-    assert twins.step.stats.replays > before
-
+from tests.fsdp.twins import differences, state_of
+from tests.ranks import leftovers
 
 # -- in the step -----------------------------------------------------------------------------------
 
@@ -343,292 +197,6 @@ def test_memory_runs_out_where_the_epilogue_grows_storages(monkeypatch: pytest.M
     step(batch(4))
     assert step.stats.replays == replays + 1
     assert all(map(torch.equal, vars(ours).values(), vars(eager).values()))
-
-
-# -- guards ----------------------------------------------------------------------------------------
-
-
-class Guarded(World):
-    """A step with a guard of every kind: it reads a number, and is given some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = 1.0
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-
-    def step(self, x: Tensor, y: Tensor, options: Any) -> Tensor:
-        y = y[0] if isinstance(y, list) else y
-        loss = (self.model(x) * options["scale"] * self.factor).square().mean() + y.sum()
-        if loss.item() > 1000:
-            loss = loss * 0.5
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
-def given_to(
-    shape: tuple[int, ...] = (4, 6), times: float = 1.0, **options: Any
-) -> Callable[[], Sequence[Any]]:
-    """Makes arguments for `Guarded.step`."""
-
-    def make() -> Sequence[Any]:
-        g = torch.Generator().manual_seed(5)
-        x, y = torch.randn(shape, generator=g) * times, torch.randn(24, generator=g)
-        return x, y[:4], {"scale": 2.0, **options}
-
-    return make
-
-
-def of_another_dtype() -> Sequence[Any]:
-    x, y, options = given_to()()
-    return x, y.double(), options
-
-
-def with_a_gradient() -> Sequence[Any]:
-    x, y, options = given_to()()
-    return x, y.requires_grad_(), options
-
-
-def strided() -> Sequence[Any]:
-    x, y, options = given_to()()
-    return x.t().contiguous().t(), y, options
-
-
-def on_one_storage() -> Sequence[Any]:
-    x, _, options = given_to()()
-    return x, x[0, :4], options
-
-
-def as_a_list() -> Sequence[Any]:
-    x, y, options = given_to()()
-    return x, [y], options
-
-
-def halve_the_weight(world: Guarded) -> None:
-    world.model.b.weight = nn.Parameter(world.model.b.weight.detach() / 2)
-
-
-def replace_the_buffer(world: Guarded) -> None:
-    world.model.norm.mean = torch.ones(10)[::2]
-
-
-def leave_a_gradient(world: Guarded) -> None:
-    for p in world.model.parameters():
-        p.grad = torch.ones_like(p)
-
-
-def freeze(world: Guarded) -> None:
-    world.model.a.bias.requires_grad_(False)
-
-
-def hook_the_module(world: Guarded) -> None:
-    world.model.b.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def hook_the_parameter(world: Guarded) -> None:
-    world.model.b.weight.register_hook(lambda grad: grad * 2)
-
-
-def forget_the_state(world: Guarded) -> None:
-    world.optimizer.state.clear()
-
-
-def enlarge_the_buffer(world: Guarded) -> None:
-    world.model.norm.mean.set_(torch.zeros(9).untyped_storage(), 0, (5,))
-
-
-def hyperparameter(**values: Any) -> Callable[[Guarded], None]:
-    return lambda world: world.optimizer.param_groups[0].update(values)
-
-
-def attribute(path: str, value: Any) -> Callable[[Guarded], None]:
-    def change(world: Guarded) -> None:
-        *owners, name = path.split(".")
-        owner: Any = world
-        for each in owners:
-            owner = getattr(owner, each)
-        setattr(owner, name, value)
-
-    return change
-
-
-@contextlib.contextmanager
-def default_dtype(world: Any) -> Any:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def deterministic(world: Any) -> Any:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-# What fails, of what kind it is, what it says, and what the call is given or done under.
-CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "shape": ("TensorGuard", "args_0` is float32", {"given": given_to((7, 6))}),
-    "dtype": ("TensorGuard", "args_1` is float64", {"given": of_another_dtype}),
-    "requires_grad": ("ParameterGuard", "now requires a gradient", {"given": with_a_gradient}),
-    "structure": ("structure", "structure", {"given": as_a_list}),
-    "constant": (
-        "ConstantGuard",
-        "argument leaf 2 is 3.0, was 2.0",
-        {"given": given_to(scale=3.0)},
-    ),
-    "strides": ("TensorGuard", "args_0` is float32", {"given": strided}),
-    "aliases": ("AliasGuard", "shares a storage", {"given": on_one_storage}),
-    "grad mode": ("ModeGuard", "grad mode is False", {"around": lambda w: torch.no_grad()}),
-    "inference": ("ModeGuard", " is ", {"around": lambda w: torch.inference_mode()}),
-    "autocast": ("ModeGuard", "autocast", {"around": lambda w: torch.autocast("cpu")}),
-    "default dtype": ("ModeGuard", "default dtype", {"around": default_dtype}),
-    "deterministic": ("ModeGuard", "deterministic mode", {"around": deterministic}),
-    "eval": ("ModuleGuard", "training = False", {"change": lambda w: w.model.eval()}),
-    "module hook": ("ModuleGuard", "_forward_hooks", {"change": hook_the_module}),
-    "dropout": ("ModuleGuard", "p = 0.5", {"change": attribute("model.drop.p", 0.5)}),
-    "python number": ("PlaceGuard", "factor` is 2.0", {"change": attribute("factor", 2.0)}),
-    "parameter hook": ("ParameterGuard", "other hooks", {"change": hook_the_parameter}),
-    "frozen": ("ParameterGuard", "no longer requires", {"change": freeze}),
-    "parameter": ("ParameterGuard", "another parameter", {"change": halve_the_weight}),
-    "buffer": ("TensorGuard", "mean` is float32", {"change": replace_the_buffer}),
-    "storage": ("TensorGuard", "holds 36 bytes", {"change": enlarge_the_buffer}),
-    "gradients": ("SlotGuard", "grad` is there", {"change": leave_a_gradient}),
-    "nesterov": ("HyperparameterGuard", "nesterov", {"change": hyperparameter(nesterov=True)}),
-    "kind of lr": ("HyperparameterGuard", "lr = <class 'int'>", {"change": hyperparameter(lr=1)}),
-    "state": ("source", "is not where it was", {"change": forget_the_state}),
-    "number read": ("ValueGuard", "is True, was False", {"given": given_to(times=300.0)}),
-}
-
-
-def failing_guard(program: Any, args: Sequence[Any]) -> str:
-    """The kind of the first guard that fails; a value guard if all hold that need no replay."""
-    leaves, spec = flatten((tuple(args), {}))
-    if spec != program.in_spec:
-        return "structure"
-    call = Call(leaves, [])
-    for fact in program.facts:
-        if fact.failure(call) is not None:
-            return type(fact).__name__
-    try:
-        call.inputs += [spec.source.resolve(call) for spec in program.inputs]
-    except LookupError:
-        return "source"
-    failed = [type(guard).__name__ for guard in program.guards if guard.failure(call)]
-    return failed[0] if failed else "ValueGuard"
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_guard_that_fails(name: str) -> None:
-    """The world changes between two calls: the call runs eagerly, with nothing done before."""
-    kind, text, how = CHANGES[name]
-    twins = Twins(Guarded)
-    for i in range(3):
-        assert twins.call(i, given_to()) is None
-    replays = twins.step.stats.replays
-    assert replays == 1
-    for world in (twins.eager, twins.ours):
-        how.get("change", lambda world: None)(world)
-    given, around = how.get("given", given_to()), how.get("around")
-    with around(None) if around else contextlib.nullcontext():
-        assert failing_guard(twins.step.program, given()) == kind
-    found = twins.call(3, given, around)
-    assert (found is None) == (name not in ("grad mode", "inference"))
-    assert twins.step.stats.replays == replays
-    assert text in twins.step.stats.guard_failures[-1]
-    for i in range(4, 8):
-        twins.call(i, given, around)
-    if found is None:
-        assert twins.step.stats.replays > replays
-    for i in range(8, 12):
-        assert twins.call(i, given_to()) is None
-    assert twins.step.stats.replays > replays + 1
-
-
-def test_every_kind_of_guard_is_among_them() -> None:
-    twins = Twins(Guarded)
-    for i in range(3):
-        twins.call(i, given_to())
-    program = twins.step.program
-    assert program is not None
-    guards = [*program.facts, *program.guards, *program.value_guards]
-    kinds = {type(guard).__name__ for guard in guards}
-    assert kinds - {kind for kind, _, _ in CHANGES.values()} == {"FSDPStateGuard"}
-
-
-# -- tensors on one storage ------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    """Two modules that hold the same parameter, buffer and plain tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = nn.ModuleDict({n: nn.Linear(6, 6, bias=False) for n in "ab"})
-        self.model["b"].weight = self.model["a"].weight
-        shared = torch.ones(6)
-        for module in self.model.values():
-            module.register_buffer("mask", shared)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.drawn = torch.get_rng_state()
-
-    def step(self, x: Tensor) -> Tensor:
-        a, b = self.model["a"], self.model["b"]
-        loss = (b(a(x) * a.mask) * b.mask).square().mean()
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda b: setattr(b, "weight", nn.Parameter(b.weight.detach() * 2)),
-        lambda b: setattr(b, "mask", torch.zeros(6)),
-    ],
-    ids=["parameter", "buffer"],
-)
-def test_tensors_that_shared_a_storage_are_parted(change: Callable[[nn.Module], None]) -> None:
-    twins = Twins(Tied)
-    for i in range(4):
-        assert twins.call(i) is None
-    for world in (twins.eager, twins.ours):
-        change(world.model["b"])
-    replays = twins.step.stats.replays
-    assert twins.call(4) is None
-    assert twins.step.stats.replays == replays
-    assert "no longer shares a storage" in twins.step.stats.guard_failures[-1]
-    train(twins, 5, 9)
-
-
-@pytest.mark.parametrize("name", ["weight", "mask"])
-def test_tensors_that_shared_a_storage_are_parted_in_a_captured_forward(name: str) -> None:
-    eager, ours = Tied(), Tied()
-
-    def forward_of(world: Tied) -> Callable[[Tensor], Tensor]:
-        a, b = world.model["a"], world.model["b"]
-        return lambda x: (b(a(x) * a.mask) * b.mask).square().mean()
-
-    plain, captured = forward_of(eager), fz.capture(forward_of(ours), backward=True)
-    for i in range(9):
-        for world, forward in ((eager, plain), (ours, captured)):
-            if i == 4:
-                b = world.model["b"]
-                setattr(
-                    b, name, nn.Parameter(b.weight.detach() * 2) if name == "weight" else b.mask * 2
-                )
-            world.model.zero_grad()
-            forward(batch(i)).backward()
-        pairs = zip(eager.model.parameters(), ours.model.parameters(), strict=True)
-        assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
-    assert captured.stats.replays >= 5
 
 
 # -- in the capture itself -------------------------------------------------------------------------
@@ -813,3 +381,35 @@ def test_modes_around_a_capture() -> None:
             assert found.requires_grad == expected.requires_grad
             assert found.is_inference() == expected.is_inference()
         assert captured.stats.replays > replays
+
+
+# -- Ctrl-C at any moment --------------------------------------------------------------------------
+
+
+def test_a_block_of_the_collector_that_is_left_without_its_end() -> None:
+    """Ctrl-C may come after the thresholds were raised, and before Python knows that they are to be restored."""
+    before = gc.get_threshold()
+    block, another = only_young_collections(), only_young_collections()
+    block.__enter__()
+    with another:
+        assert gc.get_threshold() != before
+    assert gc.get_threshold() != before
+    del block
+    assert gc.get_threshold() == before
+
+
+def test_ctrl_c_while_torch_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is put back all the same."""
+    saved, interrupts = PATCHES._saved, []
+
+    class Saved(list[Any]):
+        def pop(self, *at: Any) -> Any:
+            if len(self) == 9 and not interrupts:
+                interrupts.append(1)
+                raise KeyboardInterrupt
+            return super().pop(*at)
+
+    monkeypatch.setattr(PATCHES, "_saved", Saved(saved))
+    assert fault_of(fz.capture(lambda x: x + 1), batch(0)) == "KeyboardInterrupt: "
+    assert interrupts
+    assert leftovers() == []

@@ -124,7 +124,9 @@ def wait_tensor(engine: Functionalizer, record: OpRecord) -> Any:
     (target,) = record.args
     value = wait(engine, engine.read(target))
     engine.write(target, value)
-    return value
+    out = record.outputs
+    born = type(out) is TensorRef and out.storage in record.meta.get("born", ())
+    return value if born else None
 
 
 def into_given(engine: Functionalizer, record: OpRecord) -> Any:

@@ -1,0 +1,172 @@
+"""A recording with a boundary in it, discharged side by side: what each side returns and owes.
+
+    builder.run(records before); first = builder.half(...)     outputs, epilogue, guards of the forward
+    builder.cross(...)
+    builder.run(records after); second = builder.half(...)     those of the backward
+
+Invariant: after `cross`, a read of an input is a read of what the backward finds there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from functionalize.core.epilogue import Action, owed
+from functionalize.core.guards import Guard, NumberGuard, ValueGuard
+from functionalize.core.inputs import Call, InputSpec, Source
+from functionalize.core.numbers import Given, evaluated
+from functionalize.core.ops import Geometry
+from functionalize.core.printer import node_text
+from functionalize.core.program import OutputRole, Program
+from functionalize.core.rules.views import straight
+from functionalize.core.storage import FunctionalStorage, View
+from functionalize.frontend.arguments import flatten_result
+from functionalize.frontend.build import Builder
+from functionalize.frontend.dispatch import Recorder
+from functionalize.run.boxed import boxed
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Where the backward is given a saved value: after the arguments and the tangents. hint: if it is a number."""
+
+    leaf: int
+    hint: Any = None
+
+    def resolve(self, call: Call) -> Any:
+        return call.leaves[self.leaf]
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """What one side of the boundary returns and owes."""
+
+    outputs: list[OutputRole]
+    epilogue: list[Action]
+    results: list[fx.Node]
+    value_guards: tuple[ValueGuard, ...]
+    number_guards: tuple[NumberGuard, ...]
+    early_guards: tuple[Guard, ...]
+
+    def program(
+        self,
+        builder: Builder,
+        graph: fx.Graph,
+        inputs: Sequence[InputSpec],
+        saved: Any,
+        in_spec: Any,
+    ) -> Program:
+        """The program of this side; it returns a flat list, saved values at the end."""
+        outputs = (*self.outputs, *saved)
+        return Program(
+            graph=graph,
+            constants=dict(builder.constants),
+            inputs=tuple(inputs),
+            outputs=outputs,
+            epilogue=tuple(self.epilogue),
+            guards=(),
+            facts=self.number_guards,
+            value_guards=self.value_guards,
+            in_spec=in_spec,
+            out_spec=flatten_result([0] * len(outputs))[1],
+            runner=boxed,
+        )
+
+
+class JointBuilder(Builder):
+    """Discharges a recording that has a boundary in it. before: the ops on its first side."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.before: list[fx.Node] = []
+        self.names: dict[fx.Node, str] = {}
+        self._geometry: dict[fx.Node, tuple[Geometry, torch.device]] = {}
+
+    def half(self, leaves: Sequence[Any], given: Sequence[Any], deferred: Collection[int]) -> Half:
+        """What the ops discharged since the last half return and owe; `deferred` storages owe nothing yet."""
+        outputs = self.roles(leaves, given)
+        epilogue: list[Action] = []
+        for serial, index in self._home.items():
+            if serial not in deferred:
+                epilogue += owed(self.engine.storages[serial], index, self.emit, self.slot)
+        half = Half(
+            outputs,
+            epilogue,
+            list(self._slots),
+            tuple(self._value_guards),
+            tuple(self._number_guards),
+            tuple(self.early_guards(boxed)),
+        )
+        self._slots, self._clones = {}, {}
+        self._value_guards, self._number_guards, self._early = [], [], []
+        return half
+
+    def summary(self) -> tuple[str, tuple[Source, ...]]:
+        """The ops so far as text, and where the inputs that they read come from."""
+        nodes = self.emit.graph.nodes
+        read = [i for i, node in enumerate(self._nodes) if node.users]
+        text = [node_text(node) for node in nodes if node.op != "placeholder"]
+        text += [self._nodes[i].name for i in read]
+        same = re.sub(
+            r" at 0x[0-9a-f]+", "", "\n".join(text)
+        )  # a profiler's mark, which goes as dead code
+        return same, tuple(self.inputs[i].source for i in read)
+
+    def cross(self, deferred: Collection[int]) -> None:
+        """Go over to the backward: inputs are found again, views are taken again.
+
+        A view that the forward took of what it made is taken again from the whole, which is what is saved.
+        """
+        self.before = [n for n in self.emit.graph.nodes if n.op == "call_function"]
+        for serial, storage in list(self.engine.storages.items()):
+            for view in storage.views.values():
+                if isinstance(view.value, fx.Node):
+                    found = view.geometry._replace(offset=0), storage.device
+                    self._geometry.setdefault(view.value, found)
+            if serial in self._home and serial not in deferred:
+                self._find_again(serial, storage)
+            elif not storage.parts and storage.views[storage.root].version == storage.version:
+                for view in storage.views.values():
+                    if view.geometry != storage.root:
+                        view.version = -1
+
+    def _find_again(self, serial: int, storage: FunctionalStorage) -> None:
+        """An input's storage as the backward finds it, whatever happened to it in between."""
+        was = self.inputs[self._home[serial]]
+        name = self._unique(was.name)
+        spec = InputSpec(name, was.geometry, storage.nbytes, was.device, was.source)
+        node = self._placeholder(spec, serial)
+        self.names |= {self._nodes[self._home[serial]]: f"{was.name}_before", node: was.name}
+        self._home[serial] = len(self.inputs) - 1
+        new = FunctionalStorage(
+            serial, spec.geometry, spec.device, node, spec.nbytes, was.name, straight, external=True
+        )
+        for g, view in storage.views.items():
+            if g != spec.geometry:
+                new.views[g] = View(g, view.parent, view.step)
+        self.engine.storages[serial] = new
+
+    def late_inputs(self) -> list[InputSpec]:
+        """Every input as the backward calls it."""
+        pairs = zip(self._nodes, self.inputs, strict=True)
+        return [replace(spec, name=self.names.get(node, spec.name)) for node, spec in pairs]
+
+    def saved(self, node: fx.Node, source: Saved) -> InputSpec:
+        """The input of the backward that a value of the forward is."""
+        number = next((e for e, n in self.emit.numbers.items() if n is node), None)
+        if number is not None:
+            source = replace(source, hint=evaluated(number, _hint))
+        geometry, device = self._geometry.get(node, (None, torch.device("cpu")))
+        nbytes = geometry.end if geometry is not None else 0
+        return InputSpec(node.name, geometry, nbytes, device, source)  # type: ignore[arg-type]
+
+
+def _hint(leaf: Any) -> Any:
+    """What a number was while the step was recorded."""
+    return leaf.hint if isinstance(leaf, Given) else leaf.record.meta["hint"]
