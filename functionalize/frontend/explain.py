@@ -20,7 +20,7 @@ from functionalize.frontend.reach import Held
 
 if TYPE_CHECKING:
     from functionalize.frontend.programs import Kept, Programs
-    from functionalize.frontend.step import Stats
+    from functionalize.frontend.stats import Stats
 
 
 def explanation(name: str, stats: Stats, programs: Programs, refused: Iterable[Exception]) -> str:

@@ -34,7 +34,7 @@ from functionalize._compat import current_modes, pytree
 from functionalize.core.generators import is_random
 from functionalize.core.inputs import Call, Source
 from functionalize.core.program import Program
-from functionalize.errors import FunctionalizeError, LoadError, SaveError
+from functionalize.errors import LoadError, SaveError
 from functionalize.frontend import arguments
 from functionalize.frontend.agreement import Vote
 from functionalize.frontend.arguments import flatten_result, unflatten_result
@@ -220,9 +220,8 @@ class CapturedForward(CapturedStep):
         try:
             entry = Entry.now(self._fn, leaves, recorder, self._varying())
             recorder.given = entry.arguments()
-        except FunctionalizeError as error:
-            self._refuse(key, error)
-            return self._run_refused(error, args, kwargs)
+        except Exception as error:
+            return self._refused_before(key, error, args, kwargs)
         with only_young_collections():
             with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
                 result = self._fn(*args, **kwargs)
@@ -270,7 +269,7 @@ class CapturedForward(CapturedStep):
         beside = taken.beside
         pair = taken.pair(spec, beside.saved if beside is not None else ())
         forward, backward = self._passed(pair.forward), self._passed(pair.backward)
-        self._count(taken, pair.forward.nodes() + pair.backward.nodes(), forward)
+        self.stats.count(taken.recorder, pair.forward.nodes() + pair.backward.nodes(), forward)
         self.stats.nodes += backward.nodes()
         late = Backward(backward, taken.wanted, pair.used, pair.late_slots, pair.effects)
         return Forward(

@@ -18,9 +18,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,10 +27,9 @@ import torch
 from functionalize._compat import current_modes, disable_current_modes, pytree
 from functionalize.core.inputs import Call
 from functionalize.core.program import Program
-from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
 from functionalize.frontend import arguments
-from functionalize.frontend.agreement import Level, Vote, collectives
+from functionalize.frontend.agreement import Level, Vote
 from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.explain import explanation
@@ -41,37 +39,11 @@ from functionalize.frontend.live import plain_tree
 from functionalize.frontend.persist import Saved, load_step, save_step
 from functionalize.frontend.programs import Kept, Programs, key_of
 from functionalize.frontend.recording import Entry, Exit, Recording, Remains
+from functionalize.frontend.stats import Stats
 
 log = logging.getLogger("functionalize")
 _MAX_WARMUPS = 5
-_FAILURES_KEPT = 100
 OnUncapturable = Literal["raise", "eager"]
-
-
-@dataclass(slots=True)
-class Stats:
-    """What happened so far, and what the latest program was made from.
-
-    calls = warmups + captures + replays + eager (a warm-up ran eagerly and was not kept; `eager` ran without
-    being recorded). ops, resizes: recorded. guard_failures: the last hundred. nodes_recorded, nodes: in the graph
-    before and after the passes. Of a captured forward: backwards that were replayed, and forwards that were run
-    again for a backward that was not recorded.
-    """
-
-    warmups: int = 0
-    captures: int = 0
-    replays: int = 0
-    eager: int = 0
-    guard_failures: list[str] = field(default_factory=list)
-    ops: int = 0
-    resizes: int = 0
-    nodes_recorded: int = 0
-    nodes: int = 0
-    collectives: Counter[str] = field(default_factory=Counter)
-    inputs: int = 0
-    guards: int = 0
-    backwards: int = 0
-    reruns: int = 0
 
 
 def capture(
@@ -201,6 +173,16 @@ class CapturedStep:
 
         Inside another recording it is a part of that one: it runs as the callable that it was made from.
         """
+        gradients = torch.is_grad_enabled()
+        try:
+            return self._call(args, kwargs)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C can come between a change of the grad mode and its undoing
+            torch.set_grad_enabled(gradients)
+            raise
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(mode, Recorder) for mode in current_modes()):
             self.stats.eager += 1
             return self._fn(*args, **kwargs)
@@ -214,7 +196,7 @@ class CapturedStep:
             return result
         found = str(result)
         self._note_miss(found)
-        if self._programs.thrashing:
+        if self._programs.thrashing and self._vote is None:  # else the other ranks record
             self.stats.eager += 1
             return self._fn(*args, **kwargs)
         with only_young_collections():
@@ -226,14 +208,33 @@ class CapturedStep:
     def _run_refused(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
         if self._raises:
             raise error
+        if self._vote is None or _ANY in self._refused:
+            self.stats.eager += 1
+            return self._fn(*args, **kwargs)
+        self._vote.any_failed(True)  # the others wait to hear, record, and wait to hear again
+        return self._run_unseen(error, args, kwargs)
+
+    def _refused_before(self, key: Hashable, error: Exception, args: Any, kwargs: Any) -> Any:
+        """Nothing ran yet, and what the step can reach cannot be looked at."""
+        refused = error if isinstance(error, FunctionalizeError) else _bug(error)
+        self._refuse(key, refused)
+        if self._raises and refused is error:
+            raise error
+        return self._run_unseen(refused, args, kwargs)
+
+    def _run_unseen(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
+        """Run a call that cannot be recorded; where ranks agree, none captures the step any more."""
+        result = self._fn(*args, **kwargs)
+        if self._vote is not None:
+            self._vote.worst(Level.REFUSED)
+            self._refuse(_ANY, error)
         self.stats.eager += 1
-        return self._fn(*args, **kwargs)
+        return result
 
     def _note_miss(self, reason: str) -> None:
         if len(self._programs):
             log.info("recording %s again: %s", self._name, reason)
-            self.stats.guard_failures.append(reason)
-            del self.stats.guard_failures[:-_FAILURES_KEPT]
+            self.stats.missed(reason)
 
     # -- replay --------------------------------------------------------------------------------
 
@@ -278,12 +279,8 @@ class CapturedStep:
         try:
             entry = Entry.now(self._fn, leaves, recorder, self._varying())
             recorder.given = entry.arguments()
-        except FunctionalizeError as error:
-            self._refuse(key, error)
-            return self._run_refused(error, args, kwargs)
-        except Exception as bug:
-            self._refuse(key, _bug(bug))
-            return self._fn(*args, **kwargs)
+        except Exception as error:
+            return self._refused_before(key, error, args, kwargs)
         with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
             result = self._fn(*args, **kwargs)
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
@@ -340,7 +337,7 @@ class CapturedStep:
     def _kept(self, taken: Recording, spec: pytree.TreeSpec, reason: str) -> Kept:
         recorded = taken.program(spec)
         program = self._passed(recorded)
-        self._count(taken, recorded.nodes(), program)
+        self.stats.count(taken.recorder, recorded.nodes(), program)
         return Kept(program, taken.exit.assigned, taken.exit.effects, taken.exit.history, reason)
 
     def _passed(self, program: Program) -> Program:
@@ -350,15 +347,6 @@ class CapturedStep:
         import passes  # the arrow of imports points from passes to here
 
         return passes.run(program, self._passes)
-
-    def _count(self, taken: Recording, recorded: int, program: Program) -> None:
-        stats, records = self.stats, taken.recorder.records
-        stats.nodes_recorded, stats.nodes = recorded, program.nodes()
-        stats.ops = len(records)
-        stats.resizes = sum(r.target is RESIZE_STORAGE for r in records)
-        stats.collectives = collectives(program)
-        stats.inputs = len(program.inputs)
-        stats.guards = len(program.facts) + len(program.guards) + len(program.value_guards)
 
     def _agreed(self, mine: _Outcome, recorder: Recorder) -> _Outcome:
         """The outcome, or the worst on any rank where all must do the same from here on."""

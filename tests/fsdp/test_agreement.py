@@ -72,6 +72,46 @@ def test_a_rank_that_settles_later_is_waited_for() -> None:
     assert first.replays == second.replays >= 5
 
 
+def one_kind_refused() -> tuple[list[str], Any, str]:
+    """Every third call is of a kind that rank 1 cannot capture; the others are replayed until that is known."""
+    second = dist.get_rank() == 1
+    scripts = []
+    for _ in range(2):
+        model, optimizer = build_mlp()
+
+        def step(
+            x: Tensor, y: Tensor, log: bool, model: Any = model, optimizer: Any = optimizer
+        ) -> Tensor:
+            loss = F.mse_loss(model(x), y)
+            if loss.item() > 1e6 or (log and second and torch.nonzero(x).shape[0] < 0):
+                raise ValueError("the loss is too large")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        scripts.append((model, optimizer, step))
+    (eager_model, eager_optimizer, eager), (model, optimizer, mine) = scripts
+    captured = fz.capture(mine, on_uncapturable="eager")
+    found: list[str] = []
+    for i, batch in enumerate(pairs(12)):
+        log = i % 3 == 2 and i > 4
+        expected, actual = eager(*batch, log), captured(*batch, log)
+        found += differences(i, {"loss": actual}, {"loss": expected})
+        found += differences(i, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
+    return found, captured.stats, captured.explain()
+
+
+def test_a_kind_of_call_that_one_rank_cannot_capture() -> None:
+    """The ranks vote at every call: a rank that stops must be heard, not waited for."""
+    (found, first, why), (second_found, second, second_why) = run_on_ranks(one_kind_refused)
+    assert found == second_found == []
+    assert first.replays == second.replays == 3
+    assert first.eager == second.eager == 6
+    assert "cannot be captured: another rank cannot capture this step" in why
+    assert "cannot be captured: aten.nonzero.default gives a result whose size" in second_why
+
+
 def shapes_differ(numbers: bool) -> tuple[list[str], Any]:
     """From the fifth step on, rank 1 alone has more rows in every second batch."""
     model, optimizer = build_mlp()
