@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -160,6 +161,10 @@ class Recorded:
         ]
         return with_history(result, self._at.exit.history, self, self._leaves, inputs)
 
+    @property
+    def reduced_together(self) -> WeakSet[Any]:
+        return self._owner.reduced_together
+
     def watch(self, outputs: Sequence[Tensor]) -> None:
         self._watched = [(t, t._version) for t in outputs]
 
@@ -258,6 +263,10 @@ class Replayed:
         """The tensors of the user's graph that gradients go to."""
         arguments = [self._leaves.given[i] for i in self._leaves.cut]
         return arguments + [source.resolve(self._call) for source in self._kept.parameters]
+
+    @property
+    def reduced_together(self) -> WeakSet[Any]:
+        return self._owner.reduced_together
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         known = {storage_of(t)._cdata for t in self._saved or () if isinstance(t, Tensor)}

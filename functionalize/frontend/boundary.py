@@ -8,7 +8,8 @@ Parameters and arguments are inputs of the node, so that autograd accumulates in
 them and answers `torch.autograd.grad` as for any other op. What FSDP2 does in its own backward, and leaves inside
 a reentrant checkpoint, happens behind the node: the anchor says whether it is wanted.
 
-Refusal: a backward that is to be differentiated (`create_graph=True`).
+Refusals: a backward that is to be differentiated (`create_graph=True`); one through several forwards of an FSDP2
+model at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -42,6 +44,11 @@ class Wanted(NamedTuple):
 class Behind(Protocol):
     """The backward of one forward."""
 
+    @property
+    def reduced_together(self) -> WeakSet[Any]:
+        """The nodes of all forwards whose gradients eager would reduce together, in one backward."""
+        ...
+
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Tensors without a history that share storages and version counters with what the user is given."""
         ...
@@ -67,6 +74,13 @@ class _Boundary(torch.autograd.Function):
                 "differentiates the backward of a captured forward (`create_graph=True`), which is a program "
                 "without a graph of its own: take the second derivative inside the captured function"
             )
+        others = (node for node in ctx.behind.reduced_together if node is not ctx)
+        if any(map(will_execute, others)):
+            raise UncapturableError(
+                "goes backward through several captured forwards of an FSDP2 model at once, whose gradients "
+                "eager reduces together and these would reduce one by one, which rounds differently: go backward "
+                "from each by itself, or capture one function that does all of them"
+            )
         first, *rest = (node is not None and will_execute(node) for node, _ in ctx.next_functions)
         wanted = Wanted(first, tuple(rest))
         return None, None, None, *ctx.behind.backward(tangents, wanted, graph_is_kept())
@@ -82,6 +96,7 @@ def attach(behind: Behind, values: Sequence[Tensor], inputs: Sequence[Tensor]) -
     # autograd does not tell whether it wants a leaf's gradient, but whether it will run the node before it
     nodes = [aten.alias.default(t) if t.is_leaf else t for t in (anchor, *inputs)]
     result: Sequence[Tensor] = _Boundary.apply(behind, fresh, *nodes)
+    behind.reduced_together.update(t.grad_fn for t in result[:1])
     return result
 
 

@@ -27,6 +27,7 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -106,6 +107,8 @@ class CapturedForward(CapturedStep):
         self._unanswered: dict[
             Hashable, int
         ] = {}  # recorded forwards that nobody went backward from
+        self._shards = False  # whether FSDP2 reduces the gradients
+        self._nodes: WeakSet[Any] = WeakSet()
 
     @property
     def backward_programs(self) -> tuple[Program, ...]:
@@ -125,6 +128,11 @@ class CapturedForward(CapturedStep):
     def callable(self) -> Callable[..., Any]:
         """What was captured."""
         return self._fn
+
+    @property
+    def reduced_together(self) -> WeakSet[Any]:
+        """The nodes of this forward's calls, where FSDP2 would reduce the gradients of all in one backward."""
+        return self._nodes if self._shards else WeakSet()
 
     @property
     def vote(self) -> Vote | None:
@@ -220,6 +228,7 @@ class CapturedForward(CapturedStep):
         try:
             entry = Entry.now(self._fn, leaves, recorder, self._varying())
             recorder.given = entry.arguments()
+            self._shards = bool(entry.fsdp.places)
         except Exception as error:
             return self._refused_before(key, error, args, kwargs)
         with only_young_collections():

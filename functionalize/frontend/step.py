@@ -249,8 +249,8 @@ class CapturedStep:
                 return True, self._replay(*found)
             except GuardError as error:
                 self._programs.missed(str(error))
-            communicates = self._vote is not None  # and has done so: the ranks now run the step again together
-            found = None if communicates else next(matching, None)
+            # One that communicates has done so: the ranks now run the step again together.
+            found = None if self._vote is not None else next(matching, None)
         return False, self._programs.reason
 
     def _replay(self, kept: Kept, call: Call) -> Any:
@@ -274,8 +274,8 @@ class CapturedStep:
         reason: str,
     ) -> Any:
         warmup = self._warmups.setdefault(key, Warmup())
-        live = bool(warmup.calls or len(self._programs))  # the step has shown that it keeps no number
-        recorder = Recorder(ignore_fake=True, live=live)
+        # A recording before has shown that the step keeps no number where it would stay live.
+        recorder = Recorder(ignore_fake=True, live=bool(warmup.calls or len(self._programs)))
         try:
             entry = Entry.now(self._fn, leaves, recorder, self._varying())
             recorder.given = entry.arguments()

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
+from functionalize.errors import UncapturableError
 from tests.fsdp.models import nested, root_only
 from tests.fsdp.test_capture import build_llama, build_mlp, pairs
 from tests.fsdp.test_checkpointing import Model, sharded
@@ -315,3 +316,31 @@ def test_the_two_graphs(expect: Callable[[str, str], None]) -> None:
     )
     assert forward.count(gathers) == 3
     assert (backward.count(gathers), backward.count(scatters)) == (2, 3)
+
+
+def two_forwards_at_once(record: bool) -> tuple[str, bool]:
+    """What `(a + b).backward()` says, with recorded or replayed forwards, and whether anything was changed."""
+    model, optimizer = build_mlp()
+    forward = fz.capture(mse(model), backward=True)
+    batches = pairs(8)
+    for batch in batches[: 0 if record else 5]:
+        forward(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bool(forward.stats.replays) is not record
+    before = state_of(model, optimizer)
+    with pytest.raises(UncapturableError) as raised:
+        (forward(*batches[5]) + forward(*batches[6])).backward()
+    model.reshard()  # type: ignore[operator]  # the root, after a forward that ran for real
+    after = state_of(model, optimizer)
+    same = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    return str(raised.value), same
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_two_forwards_that_eager_reduces_together_are_refused(record: bool) -> None:
+    for message, same in run_on_ranks(two_forwards_at_once, record):
+        assert message.startswith(
+            "goes backward through several captured forwards of an FSDP2 model"
+        )
+        assert same
