@@ -3,9 +3,10 @@
     python -m benchmarks.capture [--layers 4 16 64] [--repeat 5] [--json]
 
 For each depth of a small transformer (width 128, AdamW fused): an eager step, the floor, a step's first call
-(real, recorded, not kept), our capture (its second: the real step, recorded, discharged, as a program), a replay,
-`make_fx`, `aot_function` and `torch.compile(backend="aot_eager")` of forward and backward. Medians of interleaved runs, each started from
-a clean garbage collector; ratios to the floor, and microseconds per node of the graph that came out.
+(real, recorded, not kept), our capture (its second: the real step, recorded, discharged, as a program), a
+replay, `make_fx`, `aot_function` and `torch.compile(backend="aot_eager")` of forward and backward. Medians of
+interleaved runs, each started from a clean garbage collector; ratios to the floor, and microseconds per node of
+the graph that came out.
 """
 
 from __future__ import annotations

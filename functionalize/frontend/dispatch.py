@@ -90,9 +90,7 @@ class Recorder(Unrepeatable, TorchDispatchMode):
         self.ledger = Ledger(self.unfaithful) if live else None
         self._entered = 0
         self._near_number = False  # whether the op at hand is given a live number
-        self.given: set[int] = (
-            set()
-        )  # the storages of arguments, where their numbers are guarded early
+        self.given: set[int] = set()  # storages whose numbers are guarded early: arguments
         self._outsiders = outsiders
 
     @classmethod

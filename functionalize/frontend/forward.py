@@ -104,9 +104,8 @@ class CapturedForward(CapturedStep):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._unanswered: dict[
-            Hashable, int
-        ] = {}  # recorded forwards that nobody went backward from
+        # recorded forwards that nobody went backward from
+        self._unanswered: dict[Hashable, int] = {}
         self._shards = False  # whether FSDP2 reduces the gradients
         self._nodes: WeakSet[Any] = WeakSet()
 
