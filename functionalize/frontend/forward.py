@@ -143,8 +143,7 @@ class CapturedForward(CapturedStep):
         """Whether another recording is going on here, of which this one is a part."""
         return any(isinstance(mode, Recorder) for mode in current_modes())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward: a replay if every guard of a program holds, else for real, recording."""
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_busy:
             self.stats.eager += 1
             return self._fn(*args, **kwargs)

@@ -16,10 +16,21 @@ from tests.fsdp.twins import differences, state_of
 from tests.ranks import run_on_ranks
 
 
+def compared(scripts: list[Any], batches: list[Any]) -> tuple[list[str], Any, str]:
+    """How a captured step, which may run eagerly, differs from its eager twin."""
+    (eager_model, eager_optimizer, eager), (model, optimizer, mine) = scripts
+    captured = fz.capture(mine, on_uncapturable="eager")
+    found: list[str] = []
+    for i, batch in enumerate(batches):
+        expected, actual = eager(*batch), captured(*batch)
+        found += differences(i, {"loss": actual}, {"loss": expected})
+        found += differences(i, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
+    return found, captured.stats, captured.explain()
+
+
 def parted(kind: str) -> tuple[list[str], Any, str]:
     """Twins whose step reads a number; on rank 1 it does something more."""
     second = dist.get_rank() == 1
-    found: list[str] = []
     scripts = []
     for _ in range(2):
         model, optimizer = build_mlp()
@@ -47,13 +58,7 @@ def parted(kind: str) -> tuple[list[str], Any, str]:
             return loss.detach()
 
         scripts.append((model, optimizer, step))
-    (eager_model, eager_optimizer, eager), (model, optimizer, mine) = scripts
-    captured = fz.capture(mine, on_uncapturable="eager")
-    for i, batch in enumerate(pairs(10)):
-        expected, actual = eager(*batch), captured(*batch)
-        found += differences(i, {"loss": actual}, {"loss": expected})
-        found += differences(i, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
-    return found, captured.stats, captured.explain()
+    return compared(scripts, pairs(10))
 
 
 def test_a_step_that_one_rank_cannot_capture_is_captured_by_none() -> None:
@@ -91,15 +96,7 @@ def one_kind_refused() -> tuple[list[str], Any, str]:
             return loss.detach()
 
         scripts.append((model, optimizer, step))
-    (eager_model, eager_optimizer, eager), (model, optimizer, mine) = scripts
-    captured = fz.capture(mine, on_uncapturable="eager")
-    found: list[str] = []
-    for i, batch in enumerate(pairs(12)):
-        log = i % 3 == 2 and i > 4
-        expected, actual = eager(*batch, log), captured(*batch, log)
-        found += differences(i, {"loss": actual}, {"loss": expected})
-        found += differences(i, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
-    return found, captured.stats, captured.explain()
+    return compared(scripts, [(*b, i % 3 == 2 and i > 4) for i, b in enumerate(pairs(12))])
 
 
 def test_a_kind_of_call_that_one_rank_cannot_capture() -> None:
