@@ -24,6 +24,7 @@ left unsharded, flags set for the next call.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -257,6 +258,9 @@ class Recording:
         known = {recorder.ref(t).storage for leaf in held for t in inner_tensors(leaf)}
         known |= {e.ref.storage for e in recorder.externals}
         self.left = [i for i in recorder.infos if i.serial not in known and i.alive]
+        if self.left:  # some may be garbage in cycles, which is not collected during a capture
+            gc.collect(1)
+            self.left = [i for i in self.left if i.alive]
         self.found = [
             e for e in recorder.externals if e.ref.geometry.numel and self._is_elsewhere(e)
         ]

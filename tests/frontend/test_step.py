@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -297,6 +298,23 @@ def test_state_made_anew_at_every_step_is_refused() -> None:
 
     message = refused(Keeper().step)
     assert message.endswith("assigns another tensor to `last`")
+
+
+def test_garbage_in_cycles_is_not_taken_for_what_the_step_keeps() -> None:
+    class Node:
+        def __init__(self, value: Tensor) -> None:
+            self.value, self.me = value, self
+
+    def step(x: Tensor) -> Tensor:
+        made = [Node(x + i) for i in range(3)]
+        gc.collect(0)  # the next generation has them now, and is left alone during a capture
+        return made[2].value * 2
+
+    captured = fz.capture(step)
+    for i in range(4):
+        assert torch.equal(captured(batch(i)), step(batch(i)))
+    assert captured.stats.captures == 1
+    assert captured.stats.replays == 3
 
 
 def test_an_exception_passes_through_and_leaves_nothing() -> None:
