@@ -29,6 +29,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.capture
+	$(BIN)/python -m benchmarks.replay
 	$(BIN)/python -m benchmarks.side_by_side
 
 env: $(STAMP)
