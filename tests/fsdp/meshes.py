@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -66,6 +66,8 @@ def spmd() -> Built:
             last = Shard(0) if name.endswith((".a", "head")) else Replicate()
             placed = distribute_tensor(p.detach(), both, [Replicate(), last])
             child.register_parameter(key, nn.Parameter(placed))
+    from torch.distributed.fsdp import DataParallelMeshDims  # newer than torch 2.11
+
     dims = DataParallelMeshDims(shard="outer")
     for module in (*model.blocks, model):
         fully_shard(module, mesh=both, dp_mesh_dims=dims)
