@@ -53,6 +53,11 @@ def _of_program(number: int, kept: Kept) -> Iterator[str]:
         yield f"    {spec.name:{width}}  {spec.geometry}  {source_text(spec, program.inputs)}"
     for guard in program.value_guards:
         yield f"    read {guard.where}: {guard.value!r}"
+    for backward in getattr(kept, "backwards", ()):  # of a captured forward
+        yield (
+            f"  backward: {backward.replays} replays; {backward.program.nodes()} nodes, "
+            f"{len(backward.used)} saved values, {len(backward.program.epilogue)} actions after the graph"
+        )
 
 
 def source_text(spec: InputSpec, inputs: tuple[InputSpec, ...]) -> str:

@@ -193,3 +193,14 @@ def test_a_warm_up_of_one_kind_is_not_compared_with_another() -> None:
         assert torch.equal(step(x, bool(i % 2)), x * 2 if i % 2 else x + 1)
     assert len(step.programs) == 2
     assert step.stats.replays >= 4
+
+
+def test_explain_a_captured_forward() -> None:
+    model = nn.Linear(4, 1)
+    forward = fz.capture(lambda x: model(x).square().mean(), backward=True)
+    for _ in range(5):
+        forward(torch.randn(3, 4)).backward()
+        model.zero_grad()
+    (backward,) = (x for x in forward.explain().splitlines() if x.startswith("  backward: "))
+    assert f"backward: {forward.stats.backwards} replays; " in backward
+    assert "saved values" in backward
