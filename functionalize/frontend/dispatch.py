@@ -126,7 +126,8 @@ class Recorder(Unrepeatable, TorchDispatchMode):
 
     def early_records(self) -> frozenset[int]:
         """Ids of the records that depend on arguments and constants alone."""
-        if not self.given:
+        learned = self.scalars or (self.ledger is not None and self.ledger.facts)
+        if not self.given or not learned:  # nothing asks
             return frozenset()
         literals = {e.ref.storage for e in self.externals if e.literal}
         return early_records(self.records, self.given | literals)

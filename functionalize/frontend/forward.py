@@ -29,9 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-import torch
-
-from functionalize._compat import current_modes, pytree
+from functionalize._compat import pytree
 from functionalize.core.generators import is_random
 from functionalize.core.inputs import Call, Source
 from functionalize.core.program import Program
@@ -55,7 +53,7 @@ from functionalize.frontend.joint import Boundary
 from functionalize.frontend.lifted import lifted
 from functionalize.frontend.live import plain_tree
 from functionalize.frontend.programs import Kept, key_of
-from functionalize.frontend.recording import Entry, Exit, Recording
+from functionalize.frontend.recording import Entry, Recording
 from functionalize.frontend.sources import Slot
 from functionalize.frontend.step import CapturedStep, Warmup
 
@@ -138,29 +136,22 @@ class CapturedForward(CapturedStep):
         """How the ranks agree, if they must."""
         return self._vote
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether another recording is going on here, of which this one is a part."""
-        return any(isinstance(mode, Recorder) for mode in current_modes())
+    def _leaves(self, given: list[Any]) -> Any:
+        return Leaves(given)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_busy:
-            self.stats.eager += 1
-            return self._fn(*args, **kwargs)
-        given, spec = arguments.flatten(args, kwargs)
-        leaves = Leaves(given)
-        key = key_of(leaves, spec)
-        refused = self._refusal(key)
-        if refused is not None:
-            return self._run_refused(refused, args, kwargs)
-        done, result = self._try(key, leaves, spec)
-        if done:
-            return result
-        self._note_miss(str(result))
-        if self._programs.thrashing or self._is_ignored(key):
-            self.stats.eager += 1
-            return self._fn(*args, **kwargs)
-        recorded = self._forward(args, kwargs, leaves, spec, key, str(result))
+    def _gives_up(self, key: Hashable) -> bool:
+        return super()._gives_up(key) or self._is_ignored(key)
+
+    def _record(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Any,
+        spec: pytree.TreeSpec,
+        key: Hashable,
+        reason: str,
+    ) -> Any:
+        recorded = self._forward(args, kwargs, leaves, spec, key, reason)
         if not isinstance(recorded, Recorded):
             return recorded
         self.stats.eager += 1  # until its backward is recorded
@@ -239,15 +230,8 @@ class CapturedForward(CapturedStep):
                 return Recorded(
                     self, recorder, at, result, leaves, spec, key, warmup, reason, beside
                 )
-
-            def take() -> Recording:
-                after = Exit.now(entry, result, changed)  # in the callable's own grad mode
-                with torch.no_grad():
-                    return Recording(recorder, entry, after)
-
             self._unanswered.pop(key, None)
-            outcome = self._outcome(take, spec, reason, warmup)
-            self._settle(self._agreed(outcome, recorder), key, warmup)
+            self._conclude(entry, recorder, result, changed, spec, key, reason, warmup)
         return plain_tree(result)
 
     def recorded(

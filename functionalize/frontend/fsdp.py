@@ -80,10 +80,14 @@ def fsdp_params(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def fsdp_registered(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     """Every place, as module and name, where FSDP2 registers a parameter, and the FSDPParam."""
     for _, param in fsdp_params(module):
-        info = param._module_info
-        yield info.module, info.param_name, param
-        for shared in zip(info.shared_modules, info.shared_param_names, strict=True):
-            yield *shared, param
+        for owner, name in _registrations(param):
+            yield owner, name, param
+
+
+def _registrations(param: Any) -> list[tuple[nn.Module, str]]:
+    info = param._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
 
 
 def fsdp_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -312,11 +316,10 @@ def _places(state: Any) -> Iterator[Place]:
         for key in _GROUP_FLAGS:
             yield Place(f"{name}: {key}", vars(group), key)
         for param in group.fsdp_params:
-            info, name = param._module_info, f"FSDP parameter `{param._param_fqn}`"
+            name = f"FSDP parameter `{param._param_fqn}`"
             for key in _PARAM_FLAGS:
                 yield Place(f"{name}: {key}", vars(param), key)
-            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-            for module, key in ((info.module, info.param_name), *shared):
+            for module, key in _registrations(param):
                 yield Place(f"{name}: registered", module._parameters, key)
 
 

@@ -182,11 +182,17 @@ class CapturedStep:
             torch.set_grad_enabled(gradients)
             raise
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether another recording is going on here, of which this call is a part."""
+        return any(isinstance(mode, Recorder) for mode in current_modes())
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(isinstance(mode, Recorder) for mode in current_modes()):
+        if self.is_busy:
             self.stats.eager += 1
             return self._fn(*args, **kwargs)
-        leaves, spec = arguments.flatten(args, kwargs)
+        given, spec = arguments.flatten(args, kwargs)
+        leaves = self._leaves(given)
         key = key_of(leaves, spec)
         refused = self._refusal(key)
         if refused is not None:
@@ -194,13 +200,20 @@ class CapturedStep:
         done, result = self._try(key, leaves, spec)
         if done:
             return result
-        found = str(result)
-        self._note_miss(found)
-        if self._programs.thrashing and self._vote is None:  # else the other ranks record
+        reason = str(result)
+        self._note_miss(reason)
+        if self._gives_up(key):
             self.stats.eager += 1
             return self._fn(*args, **kwargs)
-        with only_young_collections():
-            return self._record(args, kwargs, leaves, spec, key, found)
+        return self._record(args, kwargs, leaves, spec, key, reason)
+
+    def _leaves(self, given: list[Any]) -> Any:
+        """The leaves of the arguments, as they are recorded."""
+        return given
+
+    def _gives_up(self, key: Hashable) -> bool:
+        """Whether to record no more; where ranks agree, the others do."""
+        return self._programs.thrashing and self._vote is None
 
     def _refusal(self, key: Hashable) -> FunctionalizeError | None:
         return self._refused.get(key) or self._refused.get(_ANY)
@@ -281,9 +294,25 @@ class CapturedStep:
             recorder.given = entry.arguments()
         except Exception as error:
             return self._refused_before(key, error, args, kwargs)
-        with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
-            result = self._fn(*args, **kwargs)
-        changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
+        with only_young_collections():
+            with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
+                result = self._fn(*args, **kwargs)
+            changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
+            self._conclude(entry, recorder, result, changed, spec, key, reason, warmup)
+        return plain_tree(result)
+
+    def _conclude(
+        self,
+        entry: Entry,
+        recorder: Recorder,
+        result: Any,
+        changed: str | None,
+        spec: pytree.TreeSpec,
+        key: Hashable,
+        reason: str,
+        warmup: Warmup,
+    ) -> None:
+        """A call ran to its end, recorded: decide what comes of it."""
 
         def take() -> Recording:
             after = Exit.now(entry, result, changed)  # in the step's own grad mode
@@ -292,7 +321,6 @@ class CapturedStep:
 
         outcome = self._outcome(take, spec, reason, warmup)
         self._settle(self._agreed(outcome, recorder), key, warmup)
-        return plain_tree(result)
 
     def _varying(self) -> frozenset[Key]:
         """Hyperparameters that were seen to change between calls: live from now on, as `lr` always is."""
