@@ -38,7 +38,7 @@ from functionalize.frontend.sources import Gradient, ModuleTensor
 
 if TYPE_CHECKING:
     from functionalize.frontend.forward import Backward, CapturedForward, Forward
-    from functionalize.frontend.step import Warmup
+    from functionalize.frontend.outcome import Warmup
 
 _TWICE = (
     "goes backward a second time through a captured forward, whose saved values are freed: give the first "

@@ -52,10 +52,11 @@ from functionalize.frontend.fsdp import FSDPEffects
 from functionalize.frontend.joint import Boundary
 from functionalize.frontend.lifted import lifted
 from functionalize.frontend.live import plain_tree
+from functionalize.frontend.outcome import Warmup
 from functionalize.frontend.programs import Kept, key_of
 from functionalize.frontend.recording import Entry, Recording
 from functionalize.frontend.sources import Slot
-from functionalize.frontend.step import CapturedStep, Warmup
+from functionalize.frontend.step import CapturedStep
 
 log = logging.getLogger("functionalize")
 _PATIENCE = 4  # forwards in a row that nobody goes backward from, before fewer are recorded

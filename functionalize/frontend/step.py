@@ -19,7 +19,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -36,6 +35,7 @@ from functionalize.frontend.explain import explanation
 from functionalize.frontend.history import without_history
 from functionalize.frontend.lifted import Key, lifted
 from functionalize.frontend.live import plain_tree
+from functionalize.frontend.outcome import Outcome, Warmup
 from functionalize.frontend.persist import Saved, load_step, save_step
 from functionalize.frontend.programs import Kept, Programs, key_of
 from functionalize.frontend.recording import Entry, Exit, Recording, Remains
@@ -81,35 +81,6 @@ def capture(
 
         return CapturedForward(train_step, passes, on_uncapturable, max_programs)
     return CapturedStep(train_step, passes, on_uncapturable, max_programs)
-
-
-@dataclass(slots=True)
-class Warmup:
-    """Calls of one kind that were recorded and not kept; `remains` of the last one."""
-
-    calls: int = 0
-    remains: Remains | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What came of a recording: a program, a refusal (`everywhere`: for calls of any kind), or neither yet."""
-
-    remains: Remains | None = None
-    kept: Kept | None = None
-    refused: FunctionalizeError | None = None
-    everywhere: bool = False
-
-    @property
-    def level(self) -> Level:
-        """How it counts in a vote."""
-        if self.refused is not None:
-            return Level.REFUSED
-        return Level.KEPT if self.kept is not None else Level.NOT_YET
-
-    def unless(self, worst: Level) -> _Outcome:
-        """This, or not yet if another rank does not keep its recording."""
-        return self if worst is Level.KEPT or self.kept is None else _Outcome(self.remains)
 
 
 class CapturedStep:
@@ -335,7 +306,7 @@ class CapturedStep:
         spec: pytree.TreeSpec,
         reason: str,
         warmup: Warmup,
-    ) -> _Outcome:
+    ) -> Outcome:
         """What comes of a recording on this rank. The step has run: nothing is raised from here on."""
         try:
             with disable_current_modes():
@@ -344,12 +315,12 @@ class CapturedStep:
                 unsettled = self._unsettled(taken, warmup)
                 if unsettled is not None:
                     log.info("warming up %s: %s", self._name, unsettled)
-                    return _Outcome(taken.remains)
-                return _Outcome(taken.remains, self._kept(taken, spec, reason))
+                    return Outcome(taken.remains)
+                return Outcome(taken.remains, self._kept(taken, spec, reason))
         except FunctionalizeError as error:
-            return _Outcome(refused=error)
+            return Outcome(refused=error)
         except Exception as bug:
-            return _Outcome(refused=_bug(bug))
+            return Outcome(refused=_bug(bug))
 
     def _unsettled(self, taken: Recording, warmup: Warmup) -> str | None:
         """Why the step is not in its steady state; raises if it never will be."""
@@ -376,7 +347,7 @@ class CapturedStep:
 
         return passes.run(program, self._passes)
 
-    def _agreed(self, mine: _Outcome, recorder: Recorder) -> _Outcome:
+    def _agreed(self, mine: Outcome, recorder: Recorder) -> Outcome:
         """The outcome, or the worst on any rank where all must do the same from here on."""
         vote = Vote.of(recorder)
         if vote is None and self._vote is None:
@@ -386,13 +357,13 @@ class CapturedStep:
         worst = vote.worst(mine.level)
         if worst is Level.REFUSED:
             error = mine.refused or UncapturableError("another rank cannot capture this step")
-            return _Outcome(refused=error, everywhere=True)
+            return Outcome(refused=error, everywhere=True)
         if worst is Level.NOT_YET:
-            return _Outcome(mine.remains)
+            return Outcome(mine.remains)
         self._vote = vote
         return mine
 
-    def _settle(self, outcome: _Outcome, key: Hashable, warmup: Warmup) -> None:
+    def _settle(self, outcome: Outcome, key: Hashable, warmup: Warmup) -> None:
         """Act on an outcome."""
         if outcome.refused is not None:
             self._refuse(_ANY if outcome.everywhere else key, outcome.refused)
