@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.core.program import Program
 from functionalize.errors import UncapturableError
+from functionalize.frontend.recording import Recording
 
 
 def trained(**options: Any) -> tuple[nn.Module, Any]:
@@ -204,3 +205,18 @@ def test_explain_a_captured_forward() -> None:
     (backward,) = (x for x in forward.explain().splitlines() if x.startswith("  backward: "))
     assert f"backward: {forward.stats.backwards} replays; " in backward
     assert "saved values" in backward
+
+
+def test_a_bug_is_called_one_and_costs_no_step(monkeypatch: Any, caplog: Any) -> None:
+    def broken(self: Recording, in_spec: Any) -> Any:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(Recording, "program", broken)
+    step = fz.capture(lambda x: x + 1)
+    assert torch.equal(step(torch.ones(2)), torch.ones(2) + 1)
+    with pytest.raises(
+        UncapturableError, match="a bug in functionalize: KeyError: 'lost'"
+    ) as raised:
+        step(torch.ones(2))
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert "a bug in functionalize, please report it" in caplog.messages

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functionalize as fz
+from functionalize.errors import UncapturableError
+from functionalize.frontend import agreement
 from tests.fsdp.test_capture import build_mlp, pairs
 from tests.fsdp.twins import differences, state_of
 from tests.ranks import run_on_ranks
@@ -148,3 +150,49 @@ def test_a_rank_whose_batch_has_another_shape(numbers: bool) -> None:
     else:
         assert first.guard_failures == []
         assert first.replays == second.replays + 1
+
+
+class Absent:
+    """A vote in which some rank takes no part."""
+
+    def wait(self, patience: Any) -> None:
+        raise RuntimeError("Timed out")
+
+
+def test_a_rank_that_takes_no_part_is_told_of() -> None:
+    with pytest.raises(UncapturableError) as raised:
+        agreement._await(Absent(), "7")  # type: ignore[arg-type]
+    assert str(raised.value).startswith(
+        "a rank of process group '7' does not say whether it replays the step: every rank must read numbers"
+    )
+
+
+def unsharded_ahead() -> tuple[list[str], str]:
+    """Every call ends by starting the unshard that the next one waits for."""
+    found: list[str] = []
+    (model, optimizer), (twin, twin_optimizer) = build_mlp(), build_mlp()
+
+    def make(model: Any, optimizer: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.unshard(async_op=True)
+            return loss.detach()
+
+        return step
+
+    captured = fz.capture(make(model, optimizer), on_uncapturable="eager")
+    eager = make(twin, twin_optimizer)
+    for i, batch in enumerate(pairs(8)):
+        found += differences(i, {"loss": captured(*batch)}, {"loss": eager(*batch)})
+        found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
+    assert captured.stats.replays == 0
+    return found, captured.explain()
+
+
+def test_an_unshard_across_calls_is_refused_by_name() -> None:
+    for found, why in run_on_ranks(unsharded_ahead):
+        assert found == []
+        assert "an unshard begins in one call and ends in another" in why
