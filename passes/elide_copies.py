@@ -32,11 +32,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from functionalize.core.aliases import (
+    Aliases,
+    is_view,
+    results,
+    results_of,
+    storage_classes,
+    written_nodes,
+)
 from functionalize.core.dead_code import is_impure
 from functionalize.core.epilogue import Copy, Set
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.program import Program
-from passes.aliases import Aliases, is_view, results, results_of, storage_classes, written_nodes
 from passes.infra import Pass, is_detached, on_graph_module, set_value
 
 aten = torch.ops.aten

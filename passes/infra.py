@@ -27,13 +27,13 @@ from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from functionalize._compat import FakeTensor, FakeTensorMode, pytree
+from functionalize.core.aliases import is_view, results, storage_key
 from functionalize.core.inputs import Argument, InputSpec
 from functionalize.core.metas import fake_input
 from functionalize.core.ops import geometry_of, tensor_metadata
 from functionalize.core.program import Program, Result
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import InvariantError, PassError, VerifyError
-from passes.aliases import is_view, results, storage_key
 
 FUNCTIONAL, PARTITIONED, INPLACE = "FUNCTIONAL", "PARTITIONED", "INPLACE"
 STAGES = (FUNCTIONAL, PARTITIONED, INPLACE)

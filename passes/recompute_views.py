@@ -39,9 +39,9 @@ from functorch.compile import (  # type: ignore[import-untyped]
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from functionalize.core.aliases import Aliases, is_view, results, written_nodes
 from functionalize.core.program import Program
 from functionalize.errors import PassError
-from passes.aliases import Aliases, is_view, results, written_nodes
 from passes.infra import Pass, program_of
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]

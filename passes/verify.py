@@ -20,13 +20,20 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx
 
+from functionalize.core.aliases import (
+    Aliases,
+    is_view,
+    results,
+    results_of,
+    storage_classes,
+    written_nodes,
+)
 from functionalize.core.epilogue import Copy, Resize, Set
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.printer import window_text
 from functionalize.core.program import Program, Result
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import VerifyError
-from passes.aliases import Aliases, is_view, results, results_of, storage_classes, written_nodes
 from passes.infra import INPLACE, STAGES, Pass, program_of
 
 Finding = tuple[fx.Node | None, str]  # where in the graph (None: not in the graph), and what

@@ -354,7 +354,9 @@ def functional_send_and_receive(x: Tensor) -> Any:
     other, name = 1 - dist.get_rank(), dist.group.WORLD.group_name
     out = torch.empty_like(x)
     works = FUNCTIONAL.batch_p2p_ops(["isend", "irecv"], [other, other], [0, 0], [x, out], name)
-    for each in works:  # else the message may be under way when its buffers go, and gloo loses its place
+    for (
+        each
+    ) in works:  # else the message may be under way when its buffers go, and gloo loses its place
         FUNCTIONAL.wait_tensor(each)
     return out
 

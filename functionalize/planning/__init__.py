@@ -1,0 +1,1 @@
+"""Planning: what a program needs, known before it runs."""
