@@ -49,6 +49,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._traceback import CapturedTraceback  # lazily symbolised stack, about 1.5 us
 
 __all__ = [
+    "BACKWARD",
+    "RECOMPUTE",
     "CapturedTraceback",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -177,15 +179,22 @@ def load_resize_op() -> None:
     importlib.import_module("torch._inductor.inductor_prims")
 
 
-def autograd_position() -> tuple[int, str | None]:
-    """The sequence number of autograd's node for the op at hand, and its name if it runs in a backward.
+BACKWARD, RECOMPUTE = "backward", "recompute"
 
-    In a forward the node was made just before the op is dispatched, and the counter stands one further.
+
+def autograd_position() -> tuple[int, str | None, str | None]:
+    """The sequence number of autograd's node for the op at hand; its name, and the phase, if it runs in a backward.
+
+    In a forward the node was made just before the op is dispatched, and the counter stands one further. The
+    callbacks at the end of a backward run in no node. A backward that is not kept records gradients only where it
+    runs a forward again, as activation checkpointing does.
     """
     node = torch._C._current_autograd_node()
     if node is None:
-        return torch.autograd._get_sequence_nr() - 1, None
-    return node._sequence_nr(), node.name()
+        inside = torch._C._current_graph_task_id() != -1
+        return torch.autograd._get_sequence_nr() - 1, None, BACKWARD if inside else None
+    again = torch.is_grad_enabled() and not graph_is_kept()
+    return node._sequence_nr(), node.name(), RECOMPUTE if again else BACKWARD
 
 
 def append_node(
@@ -305,6 +314,19 @@ def fsdp_lazy_init(state: Any) -> None:
     state._lazy_init()
 
 
+def sequence_number(group: Any) -> int:
+    """How many collectives a process group has issued; the same on all of its ranks between two of them."""
+    return int(group._get_sequence_number_for_group())  # no public name in 2.11 to 2.13
+
+
+def store_of_group(group: Any) -> Any:
+    """The store through which the ranks of a group met, None for a fake group; it has no public name."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    return None if dist.get_backend(group) == "fake" else _get_process_group_store(group)
+
+
 def process_groups() -> list[Any]:
     """Every process group that this rank is in, in the order in which they were made."""
     import torch.distributed as dist
@@ -345,6 +367,28 @@ def inductor(gm: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> A
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, example_inputs, **options)
+
+
+def inductor_region(graph: fx.Graph, like: list[Any]) -> Any:
+    """A pure graph of tensors through Inductor: `f(inputs)` empties the list and returns the results."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    module = fx.GraphModule({}, graph)
+    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode, torch.no_grad():
+        given = [
+            torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in like
+        ]
+        traced = make_fx(module, decomposition_table=select_decomp_table())(*given)
+        traced.graph.eliminate_dead_code()
+        (end,) = traced.graph.find_nodes(op="output")
+        end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
+    with torch._guards.tracing(torch._guards.TracingContext(mode)), config.patch(size_asserts=False, alignment_asserts=False):
+        compiled = compile_fx_inner(traced, given, is_inference=True, cudagraphs=False)
+    return compiled.current_callable
 
 
 def register_backend(name: str, backend: Any) -> None:

@@ -16,8 +16,9 @@ Refusals: a pass at a stage that it does not accept; a graph without fake values
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -27,12 +28,14 @@ from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from functionalize._compat import FakeTensor, FakeTensorMode, pytree
-from functionalize.core.aliases import is_view, results, storage_key
+from functionalize.core.aliases import is_view, results, storage_key, written_nodes
+from functionalize.core.dead_code import is_impure
 from functionalize.core.inputs import Argument, InputSpec
 from functionalize.core.metas import fake_input
 from functionalize.core.ops import geometry_of, tensor_metadata
 from functionalize.core.program import Program, Result
 from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.core.sequence import Texts, sequences
 from functionalize.errors import InvariantError, PassError, VerifyError
 
 FUNCTIONAL, PARTITIONED, INPLACE = "FUNCTIONAL", "PARTITIONED", "INPLACE"
@@ -40,18 +43,24 @@ STAGES = (FUNCTIONAL, PARTITIONED, INPLACE)
 
 GraphPass = Callable[..., fx.GraphModule]
 
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_CHAIN = 16  # as far as a pass looks up a chain of views: what is longer would cost quadratic time
+
 
 @dataclass(frozen=True)
 class Pass(ABC):
     """One rewrite of a program. The fields of a subclass are its options.
 
     name: as in pipelines and in the history. accepts: the stages it can run at. produces: the stage
-    it leaves the program at (None: the one it found).
+    it leaves the program at (None: the one it found). changes_collectives: it may merge, split, drop or reorder
+    them, so that ranks must run it alike.
     """
 
     name: ClassVar[str]
     accepts: ClassVar[tuple[str, ...]] = (FUNCTIONAL,)
     produces: ClassVar[str | None] = None
+    changes_collectives: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, program: Program) -> int:
@@ -89,6 +98,7 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
     program.graph_module  # noqa: B018 (fills `node.meta`, once for the program and all its copies)
     check(program)
     new = program.copy()
+    issued = sequences(new.graph)
     for each in passes:
         count = each.apply(new)
         try:
@@ -96,11 +106,27 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
             check(new)
         except (RuntimeError, VerifyError) as error:
             raise InvariantError(f"`{each}` left a broken program: {error}") from error
+        before, issued = issued, sequences(new.graph)
+        if issued != before and not each.changes_collectives:
+            raise InvariantError(f"`{each}` {_what_changed(before, issued)}")
         if count:
             new.graph_module.recompile()
         new.stage = each.produces or new.stage
         new.history = (*new.history, f"{each}: {count}")
     return new
+
+
+def _what_changed(before: Mapping[str, Texts], now: Mapping[str, Texts]) -> str:
+    """Where a pass changed the collectives that ranks rely on."""
+    group = next(g for g in {**before, **now} if before.get(g) != now.get(g))
+    was, texts = before.get(group, ()), now.get(group, ())
+    at = next((i for i, (a, b) in enumerate(zip(was, texts, strict=False)) if a != b), None)
+    at = min(len(was), len(texts)) if at is None else at
+    a, b = (each[at] if at < len(each) else "nothing" for each in (was, texts))
+    return (
+        f"changed the collectives of process group {group!r} and does not say that it may "
+        f"(`changes_collectives`): number {at + 1} was {a} and is {b}"
+    )
 
 
 def _check_stages(stage: str, passes: Sequence[Pass]) -> None:
@@ -135,7 +161,7 @@ def set_value(node: fx.Node) -> None:
 
 def is_detached(node: fx.Node) -> bool:
     """Whether a view's fake value is not on its source's memory: `make_fx` on real tensors loses it."""
-    if not is_view(node):
+    if not is_view(node) and node.target is not _UNSAFE_VIEW:
         return False
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
     return storage_key(value) != storage_key(source)
@@ -147,6 +173,72 @@ def _describe(node: fx.Node, value: Any) -> None:
         node.meta["tensor_meta"] = tensor_metadata(geometry_of(value))
     else:
         node.meta.pop("tensor_meta", None)
+
+
+def revalue(graph: fx.Graph) -> None:
+    """Make the fake values of views anew whose source is another node now; linear in nodes."""
+    for node in graph.nodes:
+        if is_detached(node):
+            set_value(node)
+
+
+# -- views -----------------------------------------------------------------------------------------
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The tensor that a node is a view of, past the tuple that it may be a part of; None if it is no view."""
+    if node.target is _UNSAFE_VIEW:  # whose schema denies it
+        return node.all_input_nodes[0]
+    if not is_view(node):
+        return None
+    source = node.all_input_nodes[0]
+    return viewed(source) if node.target is operator.getitem else source
+
+
+def chain(node: fx.Node, guarded: bool) -> Iterator[fx.Node]:
+    """What a node is a view of, the nearest first, as far as its place there is known, at most 16 of them.
+
+    guarded: whether inputs begin where their fake values do; else `as_strided`, which counts from the
+    beginning of the storage, may find anything in an input.
+    """
+    absolute = False
+    for _ in range(_CHAIN):
+        absolute |= node.target is _AS_STRIDED and not guarded
+        above = viewed(node)
+        if above is None or (absolute and _origin(above).op != "call_function"):
+            return
+        node = above
+        yield node
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    while (above := viewed(node)) is not None:
+        node = above
+    return node
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Whether a value is a strided tensor of known sizes: comparing symbolic ones adds guards."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    return all(type(n) is int for n in numbers)
+
+
+def erase_unused(node: fx.Node) -> None:
+    """Erase a node that nobody uses, and what was there for it alone; what is impure or writes stays."""
+    dead, erased = [node], set[fx.Node]()
+    while dead:
+        node = dead.pop()
+        if node in erased or node.users or node.op == "placeholder":
+            continue
+        if is_impure(node) or written_nodes(node):
+            continue
+        above = node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.add(node)
+        dead += above
 
 
 # -- graph modules ---------------------------------------------------------------------------------

@@ -6,6 +6,10 @@ ran with its collectives: a rank that then ran the step again would issue them t
 such a program agree three times: when it is kept (all keep theirs, or none does), before each replay (all have
 one, or all record), and after its graph ran (every number is as it was, or all run the step again).
 
+A pass may merge, split or drop collectives. A program after such a pass works with the same program only, so its
+ranks agree likewise, and a replay takes part with the fingerprint of what its graph issues: where two differ
+(other shapes, other budgets), all ranks run the step as it is written.
+
 Refusal: a rank that does not take part in time, because its step reads no number where another's does.
 """
 
@@ -13,7 +17,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -21,15 +26,17 @@ import torch.distributed as dist
 
 from functionalize._compat import group_of_name
 from functionalize.core.early import is_early
-from functionalize.core.groups import group_name, is_group
 from functionalize.core.numbers import is_given
-from functionalize.core.ops import OpRecord, refs_in
+from functionalize.core.ops import refs_in
 from functionalize.core.program import Program
+from functionalize.core.sequence import groups_of
 from functionalize.errors import UncapturableError
 from functionalize.frontend.dispatch import Recorder
 
 _NAMESPACE = "_c10d_functional"
 _PATIENCE = timedelta(minutes=5)
+
+Issued = Mapping[str, int]  # a fingerprint per process group, see core/sequence.py
 
 
 def collectives(program: Program) -> Counter[str]:
@@ -46,28 +53,33 @@ class Level(enum.IntEnum):
     """What became of a recording, or of a replay's guards; ranks go by the worst among them."""
 
     KEPT = 0
-    NOT_YET = 1
-    REFUSED = 2
+    DIFFERENT = 1
+    NOT_YET = 2
+    REFUSED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The process groups of a step that both communicates and reads numbers."""
+    """The process groups of a step in which ranks could differ. compares: passes may have changed what it issues."""
 
     groups: tuple[str, ...]
     device: torch.device
+    compares: bool = False
 
     @staticmethod
-    def of(recorder: Recorder) -> Vote | None:
+    def of(recorder: Recorder, compares: bool = False) -> Vote | None:
         """None where the ranks cannot differ in what they issue."""
-        return Vote.among(recorder) if reads_numbers(recorder) else None
+        if not compares and not reads_numbers(recorder):
+            return None
+        vote = Vote.among(recorder)
+        return replace(vote, compares=compares) if vote is not None else None
 
     @staticmethod
     def among(recorder: Recorder) -> Vote | None:
         """The vote of all ranks that a recording talked with, None if there are none."""
         names: dict[str, torch.device] = {}
         for record in recorder.records:
-            for name in _groups_of(record):
+            for name in groups_of(record.target, record.args):
                 refs = refs_in(record.args)
                 device = recorder.infos[refs[0].storage].device if refs else torch.device("cpu")
                 names.setdefault(name, device)
@@ -77,7 +89,8 @@ class Vote:
         """The vote for programs of both."""
         if other is None:
             return self
-        return Vote(tuple(dict.fromkeys((*other.groups, *self.groups))), self.device)
+        groups = tuple(dict.fromkeys((*other.groups, *self.groups)))
+        return Vote(groups, self.device, self.compares or other.compares)
 
     def any_failed(self, failed: bool) -> bool:
         """Whether a guard failed on any rank of any of the groups."""
@@ -87,11 +100,33 @@ class Vote:
         """The worst outcome on any rank of any of the groups, in as many small all-reduces."""
         flag = torch.tensor(int(mine), device=self.device)
         for name in self.groups:
-            group = group_of_name(name)
-            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group, async_op=True)
-            if work is not None:
-                _await(work, name)
+            _all_reduce_max(flag, name)
         return Level(int(flag))
+
+    def before_replay(self, issued: Issued | None) -> Level:
+        """What to do, from what every rank's program issues (a fingerprint per group; None: it has no program).
+
+        `KEPT`: replay. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they do not fit together.
+        A rank learns of a difference that others found in a later group when the groups come round again.
+        """
+        mine = Level.KEPT if issued is not None else Level.NOT_YET
+        if not self.compares:
+            return self.worst(mine)
+        for name in self.groups:
+            sent = (issued or {}).get(
+                name, 0
+            )  # equal if the greatest of them is minus that of the negatives
+            flag = torch.tensor([int(mine), sent, -sent], device=self.device)
+            _all_reduce_max(flag, name)
+            level, high, low = flag.tolist()
+            mine = Level(max(level, Level.DIFFERENT if high != -low else Level.KEPT))
+        return replace(self, groups=self.groups[:-1]).worst(mine)
+
+
+def _all_reduce_max(flag: torch.Tensor, name: str) -> None:
+    work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group_of_name(name), async_op=True)
+    if work is not None:
+        _await(work, name)
 
 
 def _await(work: dist.Work, name: str) -> None:
@@ -112,15 +147,3 @@ def reads_numbers(recorder: Recorder) -> bool:
         return True
     late = (f.expression for f in learned if not is_given(f.expression))
     return any(not is_early(expression, early) for expression in late)
-
-
-def _groups_of(record: OpRecord) -> list[str]:
-    """The names of the process groups that an op talks in."""
-    if record.target.namespace == "c10d":
-        return [group_name(a) for a in record.args if is_group(a)]
-    if record.target.namespace == _NAMESPACE:
-        return [a for a in record.args if isinstance(a, str) and a not in _REDUCTIONS]
-    return []
-
-
-_REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max"})

@@ -33,7 +33,7 @@ from functionalize._compat import pytree
 from functionalize.core.generators import is_random
 from functionalize.core.inputs import Call, Source
 from functionalize.core.program import Program
-from functionalize.errors import LoadError, SaveError
+from functionalize.errors import LoadError, PassError, SaveError
 from functionalize.frontend import arguments
 from functionalize.frontend.agreement import Vote
 from functionalize.frontend.arguments import flatten_result, unflatten_result
@@ -103,6 +103,12 @@ class CapturedForward(CapturedStep):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self._compares:
+            changing = next(each for each in self._passes if each.changes_collectives)
+            raise PassError(
+                f"`{changing}` changes collectives, and a forward's backward may be replayed on one rank and run on "
+                "another: capture a whole step, or leave the pass out"
+            )
         # recorded forwards that nobody went backward from
         self._unanswered: dict[Hashable, int] = {}
         self._shards = False  # whether FSDP2 reduces the gradients

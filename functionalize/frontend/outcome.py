@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from functionalize.errors import FunctionalizeError
-from functionalize.frontend.agreement import Level
+from functionalize.errors import FunctionalizeError, UncapturableError
+from functionalize.frontend.agreement import Level, Vote
 from functionalize.frontend.programs import Kept
 from functionalize.frontend.recording import Remains
 
@@ -41,3 +41,12 @@ class Outcome:
     def unless(self, worst: Level) -> Outcome:
         """This, or not yet if another rank does not keep its recording."""
         return self if worst is Level.KEPT or self.kept is None else Outcome(self.remains)
+
+
+def agreed(mine: Outcome, vote: Vote) -> Outcome:
+    """`mine` itself if every rank keeps its recording, else what the worst outcome on any of them makes of it."""
+    worst = vote.worst(mine.level)
+    if worst is Level.REFUSED:
+        error = mine.refused or UncapturableError("another rank cannot capture this step")
+        return Outcome(refused=error, everywhere=True)
+    return mine if worst is Level.KEPT else Outcome(mine.remains)

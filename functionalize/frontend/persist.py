@@ -108,7 +108,7 @@ def _written(fn: Callable[..., Any], saved: Saved) -> tuple[Json, Json, Writer]:
         "lifted": writer.encoder.value(saved.lifted),
         "vote": None
         if vote is None
-        else [[writer.group(g) for g in vote.groups], str(vote.device)],
+        else [[writer.group(g) for g in vote.groups], str(vote.device), vote.compares],
     }
     metadata = {
         **archive.versions(),
@@ -130,6 +130,7 @@ def _write_kept(writer: Writer, key: Hashable, kept: Kept, number: int) -> Json:
         "effects": value(kept.effects),
         "history": value(list(kept.history)),
         "reason": kept.reason,
+        "issued": [[writer.group(g), number] for g, number in kept.issued.items()],
         "records": writer.encoder.records,
     }
 
@@ -174,8 +175,8 @@ def _read(path: Path, names: Names, metadata: Json) -> Saved:
     groups = names_here(metadata["process groups"], names)
     vote = None
     if content["vote"] is not None:
-        members, device = content["vote"]
-        vote = Vote(tuple(groups[g["group"]] for g in members), torch.device(device))
+        members, device, compares = content["vote"]
+        vote = Vote(tuple(groups[g["group"]] for g in members), torch.device(device), compares)
     kept = []
     for code in content["programs"]:
         decoder = Decoder(code["records"], forms(names), names.object)
@@ -191,6 +192,7 @@ def _read_kept(reader: Reader, code: Json) -> tuple[Hashable, Kept]:
         value(code["effects"]),
         value(code["history"]),
         str(code["reason"]),
+        issued={reader.groups[g["group"]]: number for g, number in code["issued"]},
     )
     return value(code["key"]), kept
 

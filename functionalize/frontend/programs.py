@@ -15,13 +15,14 @@ import logging
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from functionalize.core.inputs import Call
 from functionalize.core.program import Program
+from functionalize.frontend.agreement import Issued
 from functionalize.frontend.fsdp import FSDPEffects
 from functionalize.frontend.reach import NUMBERS
 from functionalize.frontend.sources import Slot
@@ -35,7 +36,7 @@ class Kept:
     """One program of a step, and what a replay does in Python.
 
     slots: where the gradients it returns go. history: which outputs had an autograd history. reason: why the
-    call was recorded.
+    call was recorded. issued: the fingerprint of its collectives in each group, where passes may change them.
     """
 
     program: Program
@@ -44,6 +45,7 @@ class Kept:
     history: Sequence[bool]
     reason: str
     replays: int = 0
+    issued: Issued = field(default_factory=dict)
 
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:

@@ -26,16 +26,18 @@ import torch
 from functionalize._compat import current_modes, disable_current_modes, pytree
 from functionalize.core.inputs import Call
 from functionalize.core.program import Program
+from functionalize.core.sequence import fingerprints
 from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
 from functionalize.frontend import arguments
 from functionalize.frontend.agreement import Level, Vote
 from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.explain import explanation
+from functionalize.frontend.handshake import disagreement
 from functionalize.frontend.history import without_history
 from functionalize.frontend.lifted import Key, lifted
 from functionalize.frontend.live import plain_tree
-from functionalize.frontend.outcome import Outcome, Warmup
+from functionalize.frontend.outcome import Outcome, Warmup, agreed
 from functionalize.frontend.persist import Saved, load_step, save_step
 from functionalize.frontend.programs import Kept, Programs, key_of
 from functionalize.frontend.recording import Entry, Exit, Recording, Remains
@@ -96,6 +98,7 @@ class CapturedStep:
         functools.update_wrapper(self, train_step)
         self.stats = Stats()
         self._fn, self._passes = train_step, _parsed(passes)
+        self._compares = any(each.changes_collectives for each in self._passes)
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         self._raises = on_uncapturable == "raise"
         self._programs = Programs(self._name, max_programs)
@@ -104,6 +107,7 @@ class CapturedStep:
         self._lifted: frozenset[Key] = frozenset()
         self._remains: Remains | None = None
         self._vote: Vote | None = None
+        self._do_not_fit = False  # whether the programs of this call issue different collectives
 
     @property
     def program(self) -> Program | None:
@@ -183,8 +187,8 @@ class CapturedStep:
         return given
 
     def _gives_up(self, key: Hashable) -> bool:
-        """Whether to record no more; where ranks agree, the others do."""
-        return self._programs.thrashing and self._vote is None
+        """Whether to run this call eagerly, unrecorded; where ranks agree, all do or none."""
+        return self._do_not_fit or (self._programs.thrashing and self._vote is None)
 
     def _refusal(self, key: Hashable) -> FunctionalizeError | None:
         return self._refused.get(key) or self._refused.get(_ANY)
@@ -195,7 +199,7 @@ class CapturedStep:
         if self._vote is None or _ANY in self._refused:
             self.stats.eager += 1
             return self._fn(*args, **kwargs)
-        self._vote.any_failed(True)  # the others wait to hear, record, and wait to hear again
+        self._vote.before_replay(None)  # the others wait to hear, record, and wait to hear again
         return self._run_unseen(error, args, kwargs)
 
     def _refused_before(self, key: Hashable, error: Exception, args: Any, kwargs: Any) -> Any:
@@ -226,8 +230,15 @@ class CapturedStep:
         """A replay of a program whose guards hold, on every rank if they must agree; else why there is none."""
         matching = self._programs.matching(key, leaves, spec)
         found = next(matching, None)
-        if self._vote is not None and self._vote.any_failed(found is None):
-            return False, self._programs.reason or "a guard failed on another rank"
+        if self._vote is not None:
+            worst = self._vote.before_replay(found[0].issued if found is not None else None)
+            self._do_not_fit = worst is Level.DIFFERENT
+            if self._do_not_fit:
+                if _DO_NOT_FIT not in self.stats.guard_failures:
+                    log.warning("%s runs eagerly: %s", self._name, _DO_NOT_FIT)
+                return False, _DO_NOT_FIT
+            if worst is not Level.KEPT:
+                return False, self._programs.reason or "a guard failed on another rank"
         while found is not None:
             try:
                 return True, self._replay(*found)
@@ -238,7 +249,10 @@ class CapturedStep:
         return False, self._programs.reason
 
     def _replay(self, kept: Kept, call: Call) -> Any:
-        result, gradients = kept.program.replay(call, self._vote)
+        vote = self._vote
+        if vote is not None and vote.compares and not kept.program.value_guards:
+            vote = None  # what was compared says that no rank has any
+        result, gradients = kept.program.replay(call, vote)
         for slot, gradient in zip(kept.slots, gradients, strict=True):
             slot.assign(call, gradient)
         kept.effects.apply()
@@ -324,7 +338,7 @@ class CapturedStep:
 
     def _unsettled(self, taken: Recording, warmup: Warmup) -> str | None:
         """Why the step is not in its steady state; raises if it never will be."""
-        refused = taken.refused()
+        refused = taken.refused() or disagreement(taken.recorder)
         if refused is not None:
             raise UncapturableError(refused)
         unsettled = taken.unsettled(warmup.remains or self._remains)
@@ -337,7 +351,9 @@ class CapturedStep:
         recorded = taken.program(spec)
         program = self._passed(recorded)
         self.stats.count(taken.recorder, recorded.nodes(), program)
-        return Kept(program, taken.exit.assigned, taken.exit.effects, taken.exit.history, reason)
+        issued = fingerprints(program) if self._compares else {}
+        exit = taken.exit
+        return Kept(program, exit.assigned, exit.effects, exit.history, reason, issued=issued)
 
     def _passed(self, program: Program) -> Program:
         """The program, or a copy of it after the passes."""
@@ -349,19 +365,15 @@ class CapturedStep:
 
     def _agreed(self, mine: Outcome, recorder: Recorder) -> Outcome:
         """The outcome, or the worst on any rank where all must do the same from here on."""
-        vote = Vote.of(recorder)
+        vote = Vote.of(recorder, self._compares)
         if vote is None and self._vote is None:
             return mine
         vote = vote | self._vote if vote is not None else self._vote
         assert vote is not None
-        worst = vote.worst(mine.level)
-        if worst is Level.REFUSED:
-            error = mine.refused or UncapturableError("another rank cannot capture this step")
-            return Outcome(refused=error, everywhere=True)
-        if worst is Level.NOT_YET:
-            return Outcome(mine.remains)
-        self._vote = vote
-        return mine
+        outcome = agreed(mine, vote)
+        if outcome is mine:
+            self._vote = vote
+        return outcome
 
     def _settle(self, outcome: Outcome, key: Hashable, warmup: Warmup) -> None:
         """Act on an outcome."""
@@ -387,6 +399,10 @@ class CapturedStep:
         log.warning("%s cannot be captured, %s: %s", self._name, then, error)
 
 
+_DO_NOT_FIT = (
+    "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
+    "have arguments of different sizes: give passes that decide by memory no budget"
+)
 _ANY = object()  # the key of a refusal that holds for every call
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,11 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.errors import UncapturableError
+import passes
+from functionalize.core.program import Program
+from functionalize.errors import InvariantError, PassError, UncapturableError
 from functionalize.frontend import agreement
+from passes import Pass
 from tests.fsdp.test_capture import build_mlp, pairs
 from tests.fsdp.twins import differences, state_of
 from tests.ranks import run_on_ranks
+
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 def compared(scripts: list[Any], batches: list[Any]) -> tuple[list[str], Any, str]:
@@ -196,3 +202,144 @@ def test_an_unshard_across_calls_is_refused_by_name() -> None:
     for found, why in run_on_ranks(unsharded_ahead):
         assert found == []
         assert "an unshard begins in one call and ends in another" in why
+
+
+# -- passes that change collectives ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DropAnUnreadReduce(Pass):
+    """Drops all-reduces that nobody reads, on the ranks `on`, in programs for batches of `rows` rows."""
+
+    name: ClassVar[str] = "drop_an_unread_reduce"
+    changes_collectives: ClassVar[bool] = True
+    on: tuple[int, ...] = (0, 1)
+    rows: tuple[int, ...] = (4, 6)
+
+    def apply(self, program: Program) -> int:
+        nodes = program.graph.find_nodes(op="call_function", target=ALL_REDUCE)
+        rows = program.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+        if dist.get_rank() not in self.on or rows not in self.rows:
+            return 0
+        dead = [n for n in nodes if not n.users or all(not u.users for u in n.users)]
+        for node in dead:
+            for user in list(node.users):
+                program.graph.erase_node(user)
+            program.graph.erase_node(node)
+        return len(dead)
+
+
+@dataclass(frozen=True)
+class DropInSilence(DropAnUnreadReduce):
+    """The same, and does not say so."""
+
+    name: ClassVar[str] = "drop_in_silence"
+    changes_collectives: ClassVar[bool] = False
+
+
+def silent() -> str:
+    @fz.capture
+    def step(x: Tensor) -> Tensor:
+        dist.all_reduce(x + 1)
+        dist.all_reduce(x * 2, dist.ReduceOp.MAX)
+        return x + 2
+
+    for _ in range(3):
+        step(torch.ones(4))
+    try:
+        passes.run(step.program, [DropInSilence()])
+    except InvariantError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pass_that_changes_collectives_must_say_so() -> None:
+    assert run_on_ranks(silent)[0] == (
+        "`drop_in_silence` changed the collectives of process group '0' and does not say that it may "
+        "(`changes_collectives`): number 1 was all_reduce(float32[4], sum) and is nothing"
+    )
+
+
+def test_a_forward_alone_refuses_passes_that_change_collectives() -> None:
+    with pytest.raises(PassError) as error:
+        fz.capture(lambda x: x, passes=[DropAnUnreadReduce()], backward=True)
+    assert str(error.value) == (
+        "`drop_an_unread_reduce` changes collectives, and a forward's backward may be replayed on one rank and run "
+        "on another: capture a whole step, or leave the pass out"
+    )
+
+
+def dropped(
+    on: tuple[int, ...], rows: tuple[int, ...], longer_on: tuple[int, ...], numbers: bool
+) -> tuple[list[str], Any, int, str]:
+    """Twins whose step reduces something that nobody reads; a pass drops that reduction."""
+    scripts = []
+    for _ in range(2):
+        model, optimizer = build_mlp()
+
+        def step(x: Tensor, y: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            loss = F.mse_loss(model(x), y)
+            dist.all_reduce(loss.detach() + 1)
+            if numbers and loss.item() > 1e6:
+                raise ValueError("the loss is too large")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        scripts.append((model, optimizer, step))
+    (twin, twin_optimizer, eager), (model, optimizer, mine) = scripts
+    captured = fz.capture(mine, passes=[DropAnUnreadReduce(on, rows)])
+    found: list[str] = []
+    group = dist.group.WORLD
+    issued = 0
+    for i in range(12):
+        longer = dist.get_rank() in longer_on and i >= 5 and i % 2 == 1
+        (batch,) = pairs(1, rows=6 if longer else 4)
+        loss = eager(*batch)
+        before = group._get_sequence_number_for_group()
+        found += differences(i, {"loss": captured(*batch)}, {"loss": loss})
+        issued = group._get_sequence_number_for_group() - before
+        found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
+    return found, captured.stats, issued, captured.explain()
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_a_program_with_fewer_collectives_replays_if_all_ranks_have_it(numbers: bool) -> None:
+    (found, first, issued, _), (second_found, second, _, _) = run_on_ranks(
+        dropped, (0, 1), (4, 6), (), numbers
+    )
+    assert found == second_found == []
+    assert first.replays == second.replays >= 8
+    recorded = sum(first.collectives.values()) + 1
+    assert issued == recorded - 1 + 1 + numbers  # one dropped; one vote before, one after a number
+
+
+def test_a_rank_with_other_arguments_waits_for_those_that_record() -> None:
+    """Rank 1 records for its longer batches; rank 0, which has a program, must record, too."""
+    (found, first, _, _), (second_found, second, _, _) = run_on_ranks(
+        dropped, (0, 1), (4, 6), (1,), False
+    )
+    assert found == second_found == []
+    assert first.replays == second.replays >= 5
+    assert first.captures + first.warmups == second.captures + second.warmups > 2
+
+
+def test_programs_that_do_not_fit_together_run_eagerly() -> None:
+    (found, first, _, _), (second_found, second, _, why) = run_on_ranks(
+        dropped, (0,), (4, 6), (), False
+    )
+    assert found == second_found == []
+    assert (first.replays, second.replays) == (0, 0)
+    assert first.eager == second.eager >= 8
+    assert "after the passes the programs of the ranks issue different collectives" in why
+
+
+def test_programs_for_some_arguments_do_not_fit_together() -> None:
+    """Only rank 1 has longer batches, and its program for them has a collective more."""
+    (found, first, _, _), (second_found, second, _, _) = run_on_ranks(
+        dropped, (0, 1), (4,), (1,), False
+    )
+    assert found == second_found == []
+    assert first.replays == second.replays >= 4
+    assert first.eager == second.eager >= 1

@@ -1,0 +1,67 @@
+"""Whether the ranks recorded the same collectives: looked at when a recording ends, without waiting for anyone.
+
+    rank 0  recorded  all_gather, reduce_scatter, ...     writes it under its number, reads its neighbours'
+    rank 1  recorded  all_gather, all_reduce, ...         "collective 2 of 9 in process group '0' is ..., on rank 0 ..."
+
+Every rank writes what it recorded into the store of each process group, with the group's sequence number, and reads
+what the rank before and the rank after it have written. The later of two neighbours sees the difference. Only what
+ends at the same sequence number is compared: a rank that replays writes nothing and need not be waited for.
+Not looked at: point-to-point messages, groups of one rank, fake groups.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from itertools import zip_longest
+from typing import Any
+
+import torch.distributed as dist
+
+from functionalize._compat import group_of_name, sequence_number, store_of_group
+from functionalize.core.sequence import Texts, recorded_sequences
+from functionalize.frontend.dispatch import Recorder
+
+
+def disagreement(recorder: Recorder) -> str | None:
+    """Where a neighbour recorded something else than this rank, None if none has, as far as known."""
+    found = None
+    for name, texts in recorded_sequences(recorder.records).items():
+        group = group_of_name(name)
+        store = store_of_group(group)
+        if store is None or group.size() == 1:
+            continue
+        number, rank, world = sequence_number(group), group.rank(), group.size()
+        store.set(_key(rank), zlib.compress(json.dumps([number, texts]).encode()))
+        for other in {(rank - 1) % world, (rank + 1) % world}:
+            theirs = _written(store, other)
+            if theirs is not None and theirs[0] == number and found is None:
+                found = _first_difference(name, texts, tuple(theirs[1]), _global(group, other))
+    return found
+
+
+def _key(rank: int) -> str:
+    return f"functionalize/recorded/{rank}"
+
+
+def _written(store: Any, rank: int) -> Any:
+    if not store.check([_key(rank)]):
+        return None
+    return json.loads(zlib.decompress(store.get(_key(rank))))
+
+
+def _global(group: Any, rank: int) -> int:
+    return int(dist.get_global_rank(group, rank))
+
+
+def _first_difference(name: str, mine: Texts, theirs: Texts, rank: int) -> str | None:
+    """Both end at the same place, and may begin at different ones."""
+    pairs = list(zip_longest(reversed(mine), reversed(theirs)))[::-1]
+    for back, (here, there) in enumerate(pairs):
+        if here is not None and there is not None and here != there:
+            at = back + len(mine) - len(pairs) + 1
+            return (
+                f"the ranks do not record the same collectives: number {at} of {len(mine)} in process group "
+                f"{name!r} is {here} here and {there} on rank {rank}"
+            )
+    return None
