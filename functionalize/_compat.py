@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import fx
 from torch._C import (  # a replay has no use for autograd's kernels, and they cost time
     _AutoDispatchBelowAutograd as below_autograd,
 )
+from torch._C._profiler import gather_traceback as _gather  # what CapturedTraceback holds
 from torch._higher_order_ops.auto_functionalize import (  # custom ops that only mutate
     auto_functionalized,
     can_auto_functionalize,
@@ -46,7 +47,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack as current_modes,  # which recorder is active in this thread
 )
-from torch.utils._traceback import CapturedTraceback  # lazily symbolised stack, about 1.5 us
+from torch.utils._traceback import CapturedTraceback  # lazily symbolised stack
 
 __all__ = [
     "BACKWARD",
@@ -88,6 +89,7 @@ __all__ = [
     "hook_tables",
     "hooks_of",
     "inductor",
+    "inductor_region",
     "is_dtensor_type",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
@@ -102,6 +104,7 @@ __all__ = [
     "proxy_mode",
     "pytree",
     "register_backend",
+    "stack_here",
     "untraced",
     "will_execute",
     "work_class",
@@ -200,7 +203,7 @@ def autograd_position() -> tuple[int, str | None, str | None]:
 def append_node(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: str
 ) -> fx.Node:
-    """`graph.create_node("call_function", ...)` in a third of the time: half of a capture is making nodes.
+    """`graph.create_node("call_function", ...)` in half of the time: a third of a discharge is making nodes.
 
     Leaves out the walk over the arguments for symbolic leaves, and matches the name only the first time.
     """
@@ -213,11 +216,16 @@ def append_node(
         names._used_names.add(name)
         names._base_count[base] = count + 1
     node = fx.Node(graph, name, "call_function", target, args, kwargs)
-    names.associate_name_with_obj(name, node)
+    names._obj_to_name[node] = name
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+def stack_here() -> CapturedTraceback:
+    """`CapturedTraceback.extract()` in half of the time: it imports the module at every call."""
+    return CapturedTraceback(_gather(python=True, script=False, cpp=False), 1)
 
 
 def load_fsdp_ops() -> None:
@@ -302,11 +310,17 @@ def dynamo_frames() -> Any:
 
 def fsdp_state_of(module: object) -> Any:
     """The FSDP2 state of a module that `fully_shard` was applied to, else None."""
+    find = _fsdp_state_finder()
+    return None if find is None else find(module)
+
+
+@functools.cache
+def _fsdp_state_finder() -> Any:
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
     except ImportError:
         return None
-    return _get_module_fsdp_state(module)  # type: ignore[arg-type]
+    return _get_module_fsdp_state
 
 
 def fsdp_lazy_init(state: Any) -> None:
@@ -369,26 +383,54 @@ def inductor(gm: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> A
     return compile_fx(gm, example_inputs, **options)
 
 
-def inductor_region(graph: fx.Graph, like: list[Any]) -> Any:
-    """A pure graph of tensors through Inductor: `f(inputs)` empties the list and returns the results."""
+def inductor_region(
+    graph: fx.Graph, like: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> Any:
+    """A pure graph of tensors through Inductor: `f(inputs)` empties the list and returns the results.
+
+    like, results: what is given and what must come out, by size, stride, dtype and device. Publicly Inductor takes
+    what Dynamo or AOTAutograd made, and wraps it in code of theirs, which costs time at every call.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    module = fx.GraphModule({}, graph)
+    module, context = fx.GraphModule({}, graph), torch._guards.TracingContext
+
+    def laid_out(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [_with_strides(t, r) for t, r in zip(module(*inputs), results, strict=True)]
+
     with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode, torch.no_grad():
         given = [
             torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in like
         ]
-        traced = make_fx(module, decomposition_table=select_decomp_table())(*given)
-        traced.graph.eliminate_dead_code()
-        (end,) = traced.graph.find_nodes(op="output")
-        end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
-    with torch._guards.tracing(torch._guards.TracingContext(mode)), config.patch(size_asserts=False, alignment_asserts=False):
-        compiled = compile_fx_inner(traced, given, is_inference=True, cudagraphs=False)
-    return compiled.current_callable
+        traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*given)
+    (end,) = traced.graph.find_nodes(op="output")
+    end.meta["user_visible_output_idxs"] = list(range(len(results)))
+    options = {"size_asserts": False, "alignment_asserts": False, "triton.cudagraphs": False}
+    with torch._guards.tracing(context(mode)), config.patch(options):
+        compiled = compile_fx_inner(traced, given, is_inference=True)
+    return getattr(compiled, "current_callable")  # noqa: B009 - without the frame that records runs for debugging
+
+
+def _with_strides(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`t` with the strides of `like`: some decompositions lay out their results in their own way."""
+    if _same_strides(t, like):
+        return t
+    order = sorted(range(t.dim()), key=like.stride, reverse=True)
+    back = [order.index(dim) for dim in range(t.dim())]
+    made = t.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    if not _same_strides(made, like):
+        raise RuntimeError(f"a result has strides {t.stride()}, and cannot have {like.stride()}")
+    return made
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return all(
+        x == y or size == 1 for x, y, size in zip(a.stride(), b.stride(), a.size(), strict=True)
+    )
 
 
 def register_backend(name: str, backend: Any) -> None:

@@ -13,8 +13,8 @@ Work is O(1) amortised per op and per tensor argument. Named after JAX's state d
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,26 +127,22 @@ class Functionalizer:
         elif isinstance(outputs, (list, tuple)):
             for i, out in enumerate(outputs):
                 if any(ref.storage not in self.storages for ref in refs_in(out)):
-                    each = (
-                        values[i]
-                        if isinstance(values, (list, tuple))
-                        else self.emit.call(operator.getitem, values, i)
-                    )
-                    self._bind(record, out, each)
+                    self._bind(record, out, self.part(values, i))
 
     def born(self, record: OpRecord, ref: TensorRef, value: Value) -> None:
         """Declare a storage that the current op made."""
         if value is None:
             raise InvariantError(f"{record.target} gave no value for its output {ref}")
         nbytes, device = record.meta["born"][ref.storage]
-        self.declare(ref, nbytes, device, value, f"output of {record.target}")
+        self.declare(ref, nbytes, device, value, _output_of(record.target))
 
     # -- views ---------------------------------------------------------------------------------
 
     def _is_view(self, record: OpRecord) -> bool:
         outputs = record.outputs
-        if type(outputs) is TensorRef and outputs.storage in record.meta.get("born", ()):
-            return False
+        if type(outputs) is TensorRef:
+            born = outputs.storage in record.meta.get("born", ())
+            return not born and _aliased(record, outputs) is not None
         given = {ref.storage for ref in refs_in(record.args)}
         return any(ref.storage in given for ref in refs_in(outputs))
 
@@ -162,12 +158,15 @@ class Functionalizer:
 
     def view(self, record: OpRecord, out: TensorRef, index: int | None) -> None:
         """Remember how `out` is reached from the argument it aliases."""
-        parent = next((r for r in refs_in(record.args) if r.storage == out.storage), None)
+        parent = _aliased(record, out)
         if parent is None:
             raise InvariantError(
                 f"{record.target} returns {out}, which aliases none of its arguments"
             )
-        if record.args and record.args[0] == parent:
+        known = self.storages.get(out.storage)
+        if known is not None and out.geometry in known.views:
+            return  # most are: a forward and its backward take the same views
+        if record.args[0] == parent:
             step = step_of(record.target, record.args[1:], parent.geometry, out.geometry, index)
             if step is not None:
                 self.storage(out.storage).add_view(parent.geometry, out.geometry, step)
@@ -223,7 +222,7 @@ class Functionalizer:
         """One of several outputs."""
         if isinstance(values, (list, tuple)):
             return values[index]
-        return self.emit.call(operator.getitem, values, index)
+        return self.emit.part(values, index)
 
     def _functional_arguments(
         self, record: OpRecord, form: FunctionalForm, written: list[Any]
@@ -242,10 +241,10 @@ class Functionalizer:
         return args, kwargs
 
     def _write_result(self, target: Any, value: Value, have: Any) -> None:
-        if target is None:
-            return
         if type(target) is TensorRef:
             self.put(target, value, have)
+            return
+        if target is None:
             return
         for i, ref in enumerate(target):
             each = have[i] if isinstance(have, list) else have
@@ -254,11 +253,15 @@ class Functionalizer:
     def put(self, target: TensorRef, value: Value, have: Geometry | None) -> None:
         """Write `value` cast, and broadcast and laid out as `target` if nothing on the way does that."""
         storage, want = self.storage(target.storage), target.geometry
-        plain = have is not None and have is not UNKNOWN and expands(have.size, want.size)
-        if not plain or have.stride == want.stride or not storage.scatters(want):  # type: ignore[union-attr]
-            self.write(target, self.fit(value, have, target))
+        if (
+            have is None
+            or have is UNKNOWN
+            or have.stride == want.stride
+            or not expands(have.size, want.size)
+            or not storage.scatters(want)
+        ):
+            storage.write(want, self.fit(value, have, target), self.emit)
             return
-        assert have is not None
         if have.dtype != want.dtype:
             value = self.emit.call(aten._to_copy.default, value, dtype=want.dtype)
         if have.size != want.size:
@@ -293,6 +296,24 @@ class Functionalizer:
             return self.emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
         empty = self.emit.empty(want, self.device_of(target))
         return self.emit.call(aten.copy.default, empty, value)
+
+
+@cache
+def _output_of(target: Any) -> str:
+    return f"output of {target}"
+
+
+def _aliased(record: OpRecord, out: TensorRef) -> TensorRef | None:
+    """The first argument on the storage of `out`."""
+    for arg in record.args:
+        if type(arg) is TensorRef:
+            if arg.storage == out.storage:
+                return arg
+        elif isinstance(arg, (list, tuple)):
+            found = next((r for r in refs_in(arg) if r.storage == out.storage), None)
+            if found is not None:
+                return found
+    return None
 
 
 def _storage_of(ref: Any) -> int | None:

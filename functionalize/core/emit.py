@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -60,6 +61,13 @@ class GraphEmitter:
             node.meta["record"] = self.now
         return node
 
+    def part(self, values: fx.Node, index: int) -> fx.Node:
+        """`operator.getitem`; many of them come of one fused op."""
+        node = append_node(self.graph, operator.getitem, (values, index), {}, "getitem")
+        if self.now is not None:
+            node.meta["record"] = self.now
+        return node
+
     def _live(self, argument: LiveNumber) -> fx.Node:
         return self.number(argument.expression)
 
@@ -107,6 +115,10 @@ class TensorEmitter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
         """The result of the op."""
         return target(*args, **kwargs)
+
+    def part(self, values: Sequence[Value], index: int) -> Value:
+        """One of them."""
+        return values[index]
 
     def empty(self, geometry: Geometry, device: torch.device) -> Tensor:
         """`aten.empty_strided`."""

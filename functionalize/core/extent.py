@@ -54,8 +54,11 @@ class Extent:
 
     def covers(self, start: int, end: int) -> bool:
         """Whether every byte of [start, end) is marked."""
-        at = bisect_left(self.spans, (start + 1,)) - 1
-        return start >= end or (at >= 0 and self.spans[at][1] >= end)
+        spans = self.spans
+        if len(spans) == 1:
+            return start >= end or (spans[0][0] <= start and end <= spans[0][1])
+        at = bisect_left(spans, (start + 1,)) - 1
+        return start >= end or (at >= 0 and spans[at][1] >= end)
 
 
 def check_bounds(name: str, geometry: Geometry, nbytes: int, original: int, verb: str) -> None:

@@ -167,13 +167,18 @@ def map_refs(fn: Callable[[TensorRef], Any], arg: Any) -> Any:
     kind = type(arg)
     if kind is TensorRef:
         return fn(arg)
-    if kind is list:
-        return [map_refs(fn, a) for a in arg]
-    if kind is tuple:
-        return tuple(map_refs(fn, a) for a in arg)
+    if kind is list or kind is tuple:
+        new = [
+            fn(a) if type(a) is TensorRef else map_refs(fn, a) if type(a) in _NESTED else a
+            for a in arg
+        ]
+        return new if kind is list else tuple(new)
     if kind is dict:
         return {k: map_refs(fn, a) for k, a in arg.items()}
     return arg
+
+
+_NESTED = frozenset({list, tuple, dict})
 
 
 def refs_in(arg: Any) -> list[TensorRef]:
@@ -191,7 +196,7 @@ def _collect(arg: Any, found: list[TensorRef]) -> None:
         for a in arg:
             if type(a) is TensorRef:
                 found.append(a)
-            else:
+            elif type(a) in _NESTED:
                 _collect(a, found)
     elif kind is dict:
         for a in arg.values():
@@ -204,7 +209,7 @@ class OpRecord:
 
     `nbytes` of every storage the op wrote is known to the recorder only; what can change it besides a
     resize (`out=` growing its tensor, `aten.resize_`) is told in `resized`: (storage, bytes) after the op.
-    `live`: it may have been given a `LiveNumber` (see `numbers.py`).
+    `live`: it may have been given a `LiveNumber` (see `numbers.py`). `phase`: if it ran inside a backward.
     """
 
     target: Any
@@ -215,6 +220,7 @@ class OpRecord:
     traceback: CapturedTraceback | None = None
     seq_nr: int | None = None
     autograd_node: str | None = None
+    phase: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     live: bool = False
 

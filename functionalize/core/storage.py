@@ -41,6 +41,10 @@ class Emitter(Protocol):
         """The value of `target` applied to values and constants."""
         ...
 
+    def part(self, values: Value, index: int) -> Value:
+        """One of the several values that an op made."""
+        ...
+
     def empty(self, geometry: Geometry, device: torch.device) -> Value:
         """A value with undefined contents and exactly this size, stride and dtype."""
         ...
@@ -79,7 +83,7 @@ class FunctionalStorage:
 
     original_base, original_nbytes: as on entry (of a storage born inside: as at birth).
     external: an input's storage, whose bytes around the root can be asked for.
-    parts: what was written and is not in the base yet; floor: the version of the base without them.
+    parts: what was written and is not in the base yet, if anything; floor: the version of the base without them.
     valid: which bytes may be read. written: whether the contents differ from entry.
     lost: whether the contents of entry were given up.
     widened: the root is the whole storage, see Note [Widening the base].
@@ -100,16 +104,16 @@ class FunctionalStorage:
     written: bool = False
     lost: bool = False
     widened: bool = False
-    valid: Extent = field(default_factory=Extent)
-    parts: Parts = field(default_factory=Parts)
-    views: dict[Geometry, View] = field(default_factory=dict)
+    valid: Extent = field(init=False)
+    parts: Parts | None = None
+    views: dict[Geometry, View] = field(init=False)
 
     def __post_init__(self) -> None:
         self.base = self.original_base
         self.nbytes = self.original_nbytes
         self.valid = Extent((0, self.nbytes))
         version = self.version if self.nbytes or not self.root.numel else -1
-        self.views[self.root] = View(self.root, None, None, self.base, version)
+        self.views = {self.root: View(self.root, None, None, self.base, version)}
 
     # -- views ---------------------------------------------------------------------------------
 
@@ -215,9 +219,9 @@ class FunctionalStorage:
         holds the second all-gather.
         """
         found = self.views.get(geometry)
-        is_current = found is not None and self._is_current(found)
-        if is_current and self.valid.covers(geometry.start, geometry.end):
-            return found.value  # type: ignore[union-attr]
+        is_current = found and (found.version == self.version or self._is_current(found))
+        if found and is_current and self.valid.covers(geometry.start, geometry.end):
+            return found.value
         if geometry.numel == 0:
             return emit.empty(geometry, self.device)
         check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "reads")
@@ -241,8 +245,10 @@ class FunctionalStorage:
         """Whether a view's value is what it holds now: no write since has touched its bytes."""
         if view.version == self.version:
             return True
-        g, known = view.geometry, bool(self.parts) and view.version >= self.floor
-        return known and not self.parts.newer(g.start, g.end, view.version)
+        if not self.parts or view.version < self.floor:
+            return False
+        g = view.geometry
+        return not self.parts.newer(g.start, g.end, view.version)
 
     def _regenerate(self, view: View, emit: Emitter) -> Value:
         chain: list[tuple[View, Step]] = []
@@ -293,12 +299,18 @@ class FunctionalStorage:
         self.check_writable(geometry)
         if not geometry.numel:
             return
+        if exact and geometry == self.root:  # what follows comes to this
+            self.parts = None
+            self._rebase(value)
+            self.written = True
+            self.valid.add_view(geometry)
+            return
         view = self._reach(geometry, emit)
         if self._passes_overlap(view):  # no way back through a view that shows an element twice
             view.parent = view.step = None
             view = self._reach(geometry, emit)
         if geometry.nbytes == self.root.nbytes:
-            self.parts = Parts()
+            self.parts = None
             self._apply(view, value, emit, exact)
         elif exact:
             self._postpone(view, value, emit)
@@ -310,9 +322,11 @@ class FunctionalStorage:
 
     def _postpone(self, view: View, value: Value, emit: Emitter) -> None:
         part = Part(view, value, self.version + 1, emit.now)
+        self.parts = self.parts or Parts()
         if not self.parts.put(part):
             self._settle(emit)
             part.version = self.version + 1
+            self.parts = Parts()
             self.parts.put(part)
         self.version += 1
         view.value, view.version = value, self.version
@@ -339,7 +353,7 @@ class FunctionalStorage:
         """Put what was written in parts into the base: several that lie side by side by one `cat`."""
         if not self.parts:
             return
-        parts, self.parts = self.parts, Parts()
+        parts, self.parts = self.parts, None
         order = sorted(parts, key=lambda part: part.version)
         before, self.version = self.floor, self.version + 1
         self.floor = self.version
@@ -380,7 +394,7 @@ class FunctionalStorage:
         """The contents are gone: no view has a value, no byte may be read."""
         self.version += 1
         self.floor = self.version
-        self.parts = Parts()
+        self.parts = None
         self.valid = Extent()
         self.lost = True
 

@@ -105,14 +105,14 @@ class Builder:
             g = self.inputs[index].geometry
             return g.is_dense and not g.conj and not g.neg, g.end - g.start
 
-        home = max(indices, key=reach)
+        home = max(indices, key=reach) if len(indices) > 1 else indices[0]
         spec = self.inputs[home]
         self._home[serial] = home
         ref = TensorRef(serial, spec.geometry)
         storage = self.engine.declare(
             ref, spec.nbytes, spec.device, self._nodes[home], spec.name, external=True
         )
-        for index in indices:
+        for index in indices if len(indices) > 1 else ():
             g = self.inputs[index].geometry
             if g not in storage.views:
                 version = storage.version if spec.nbytes else -1

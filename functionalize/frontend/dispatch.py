@@ -17,21 +17,19 @@ import torch
 from torch import Tensor
 
 from functionalize._compat import (
-    CapturedTraceback,
     FakeTensor,
     TorchDispatchMode,
     autograd_position,
     disable_current_modes,
     is_dtensor_type,
     is_traceable_wrapper_subclass_type,
+    stack_here,
 )
 from functionalize.core.early import early_records
-from functionalize.core.extent import check_bounds, check_overlap
+from functionalize.core.extent import check_bounds
 from functionalize.core.generators import generator_states
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of, refs_in
 from functionalize.core.resize import checked_nbytes
-from functionalize.core.rules import RULES
-from functionalize.core.rules.collectives import check_known_collective
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.core.where import located
@@ -54,9 +52,10 @@ from functionalize.frontend.op_kinds import (
 )
 from functionalize.frontend.outsiders import Outsiders
 from functionalize.frontend.patches import PATCHES
-from functionalize.frontend.unrepeatable import Unrepeatable
+from functionalize.frontend.refusals import Refusals
 
 aten = torch.ops.aten
+_LIFT_FRESH = aten.lift_fresh.default
 
 
 class Scalar:
@@ -68,7 +67,7 @@ class Scalar:
         self.record, self.value = record, value
 
 
-class Recorder(Unrepeatable, TorchDispatchMode):
+class Recorder(Refusals, TorchDispatchMode):
     """Records while active.
 
     ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
@@ -162,22 +161,25 @@ class Recorder(Unrepeatable, TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        record = OpRecord(func, (), {}, None, (), CapturedTraceback.extract())
-        record.seq_nr, record.autograd_node = autograd_position()
-        if func is aten.lift_fresh.default and self.info_of(args[0]) is None:
+        record = OpRecord(func, (), {}, None, (), stack_here())
+        record.seq_nr, record.autograd_node, record.phase = autograd_position()
+        if func is _LIFT_FRESH and self.info_of(args[0]) is None:
             return self._literal(args[0])
         try:
             self._near_resize = False
             if self._outsiders is not None:
                 args, kwargs = self._to_fake(args), self._to_fake(kwargs)
-            record.args = tuple([self._map_in(a) for a in args])
+            record.args = tuple(
+                [self.ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in args]
+            )
             if kwargs:
                 record.kwargs = {k: self._map_in(v) for k, v in kwargs.items()}
             if self._near_number or (self.ledger is not None and self.ledger.handed is not None):
                 args, kwargs = self._take_numbers(record, args, kwargs)
             if op.reads_grad_mode:
                 record.meta["gradients"] = torch.is_grad_enabled()
-            self._check(op, record)
+            if op.may_be_refused or self._near_resize:
+                self.check(op, record)
         except FunctionalizeError as error:
             self.note_or_raise(located(error, record))
             return self._call(func, args, kwargs)
@@ -248,7 +250,7 @@ class Recorder(Unrepeatable, TorchDispatchMode):
         with disable_current_modes():
             kept = tensor.detach().clone()
         with self.quiet():
-            out = aten.lift_fresh.default(tensor)
+            out = _LIFT_FRESH(tensor)
             self.bring_in(out, f"constant_{len(self.externals)}", literal=kept)
         return out
 
@@ -269,7 +271,7 @@ class Recorder(Unrepeatable, TorchDispatchMode):
         if isinstance(arg, Tensor):
             return self.ref(arg)
         if isinstance(arg, (list, tuple)):
-            return [self._map_in(a) for a in arg]
+            return [self.ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in arg]
         if type(arg) in SYMBOLIC:
             self._near_number = True
         return arg
@@ -280,33 +282,6 @@ class Recorder(Unrepeatable, TorchDispatchMode):
         if isinstance(out, (list, tuple)):
             return [self._map_out(o) for o in out]
         return None
-
-    def _check(self, op: OpKind, record: OpRecord) -> None:
-        """Refuse, before it runs, an op on data that is not there."""
-        func = record.target
-        if func is RESIZE_STORAGE:
-            checked_nbytes(record.args[1], self.infos[record.args[0].storage].name)
-            return
-        if op.communicates and func not in RULES:
-            check_known_collective(func)
-        if op.same_reach:
-            ref = record.args[0]
-            if len(ref.geometry.size) > 1 or func is not aten.t_.default:
-                self._check_bounds(ref, "takes a view of")
-        if self._near_resize and not op.looks:
-            for ref in refs_in([record.args, record.kwargs]):
-                self._check_bounds(ref, "uses")
-        if op.mutating and not op.looks:
-            for at, name in written_arguments(func):
-                inside = at is not None and at < len(record.args)
-                written = record.args[at or 0] if inside else record.kwargs.get(name)
-                for ref in refs_in(written):
-                    check_overlap(self.infos[ref.storage].name, ref.geometry)
-
-    def _check_bounds(self, ref: TensorRef, verb: str) -> None:
-        info = self.infos[ref.storage]
-        if info.resized:
-            check_bounds(info.name, ref.geometry, info.nbytes, info.original_nbytes, verb)
 
     def _finish(
         self,
@@ -387,7 +362,7 @@ class Recorder(Unrepeatable, TorchDispatchMode):
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
         """`UntypedStorage.resize_` was called (it does not dispatch); `original` does it."""
-        record = OpRecord(RESIZE_STORAGE, (), {}, None, (), CapturedTraceback.extract())
+        record = OpRecord(RESIZE_STORAGE, (), {}, None, (), stack_here())
         info = self._by_address.get(storage._cdata)
         size = plain(size)
         try:

@@ -23,7 +23,10 @@ _new = tuple.__new__  # makes a named tuple in half the time of calling its clas
 
 
 class StorageInfo:
-    """What the recorder knows of one storage. `resized`: its size is not to be trusted to fit its tensors."""
+    """What the recorder knows of one storage. `resized`: its size is not to be trusted to fit its tensors.
+
+    `seen`: the last tensor seen on it; mostly the next one looks the same, and they share one object.
+    """
 
     __slots__ = (
         "address",
@@ -32,6 +35,7 @@ class StorageInfo:
         "nbytes",
         "original_nbytes",
         "resized",
+        "seen",
         "serial",
         "weak",
     )
@@ -43,6 +47,14 @@ class StorageInfo:
         self.device = tensor.device
         self.name = "a temporary"
         self.resized = self.nbytes == 0
+        self.seen = _new(TensorRef, (serial, geometry_of(tensor)))
+
+    def ref(self, tensor: Tensor) -> TensorRef:
+        """A tensor on this storage, as it looks now."""
+        geometry = geometry_of(tensor)
+        if geometry != self.seen[1]:
+            self.seen = _new(TensorRef, (self.serial, geometry))
+        return self.seen
 
     @property
     def alive(self) -> bool:
@@ -98,10 +110,9 @@ class KnownStorages:
         storage = storage_of(tensor)
         info = self._by_address.get(storage._cdata)
         if info is not None:
-            return TensorRef(info.serial, geometry_of(tensor))
+            return info.ref(tensor)
         info = self._new(tensor, storage)
-        info.name = name
-        ref = TensorRef(info.serial, geometry_of(tensor))
+        info.name, ref = name, info.seen
         held = literal
         if held is None:
             held = tensor if tensor.grad_fn is None else tensor.detach()
@@ -131,7 +142,7 @@ class KnownStorages:
             info = self.infos[ref.storage]
         if info.resized:
             self._near_resize = True
-        return _new(TensorRef, (info.serial, geometry_of(tensor)))
+        return info.ref(tensor)
 
     def out_ref(self, tensor: Tensor) -> TensorRef:
         storage = storage_of(tensor)
@@ -139,7 +150,8 @@ class KnownStorages:
         if info is None:
             info = self._new(tensor, storage)
             self._born[info.serial] = (info.nbytes, info.device)
-        return _new(TensorRef, (info.serial, geometry_of(tensor)))
+            return info.seen
+        return info.ref(tensor)
 
     def note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
         """The storage's new size, if it changed."""

@@ -150,22 +150,26 @@ class OpKind:
     random: bool
     sized_by_data: bool
     reads_grad_mode: bool
+    may_be_refused: bool
 
 
 @cache
 def kind_of(func: Any) -> OpKind:
     """What kind of op `func` is."""
+    looks, communicates = only_looks(func), func.namespace in ("c10d", "fsdp")
+    writes = is_mutating(func) and not looks
     return OpKind(
-        looks=only_looks(func),
+        looks=looks,
         metadata=is_metadata(func),
         composite=is_composite(func),
         mutating=is_mutating(func),
         moves=_may_move(func),
         to_python=func in TO_PYTHON,
-        communicates=func.namespace in ("c10d", "fsdp"),
+        communicates=communicates,
         same_reach=func in SAME_REACH,
         restrides=func in (aten.as_strided.default, aten.as_strided_.default),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
         reads_grad_mode=func in READS_GRAD_MODE,
+        may_be_refused=communicates or writes or func in SAME_REACH or func is RESIZE_STORAGE,
     )

@@ -262,7 +262,7 @@ class Recording:
             gc.collect(1)
             self.left = [i for i in self.left if i.alive]
         self.found = [
-            e for e in recorder.externals if e.ref.geometry.numel and self._is_elsewhere(e)
+            e for e in recorder.externals if self._is_elsewhere(e) and e.ref.geometry.numel
         ]
         if any(not self._is_unknown(e) for e in self.found):
             self.found = [e for e in self.found if e.ref.storage in self._used]

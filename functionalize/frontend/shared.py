@@ -47,6 +47,7 @@ class SharedGuard:
         found = tuple(
             (place.name, place.source, index, place.geometry)
             for index, (spec, several) in enumerate(zip(inputs, places, strict=True))
+            if len(several) != 1 or several[0].source is not spec.source
             for place in _beside(spec, several)
         )
         return (SharedGuard(found),) if found else ()

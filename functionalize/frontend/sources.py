@@ -117,13 +117,18 @@ class Inner:
 
 def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Source, Tensor]]:
     """`value` itself, or the plain tensors inside it, each with its source."""
-    if is_traceable_wrapper_subclass(value):
+    if type(value) in _PLAIN:  # the others are asked, which takes time
+        yield name, source, value
+    elif is_traceable_wrapper_subclass(value):
         for attribute in value.__tensor_flatten__()[0]:
             inner = getattr(value, attribute)
             short = name if attribute == "_local_tensor" else f"{name}.{attribute}"
             yield from unwrapped(short, Inner(source, attribute), inner)
     elif isinstance(value, Tensor):
         yield name, source, value
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:

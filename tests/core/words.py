@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ class Words:
             target._schema.name.split("::")[-1] if hasattr(target, "_schema") else target.__name__
         )
         return f"{name}({', '.join([*map(str, args), *(f'{k}={v}' for k, v in kwargs.items())])})"
+
+    def part(self, values: str, index: int) -> str:
+        return self.call(operator.getitem, values, index)
 
     def empty(self, geometry: Geometry, device: torch.device) -> str:
         return f"empty({list(geometry.size)})"

@@ -36,15 +36,16 @@ def needs_wrapper(target: Any) -> bool:
 def wrapped(engine: Functionalizer, record: OpRecord) -> Any:
     """Emit the wrapper around a mutating custom op and write what it returns."""
     schema = record.target._schema
-    names = [a.name for a in schema.arguments]
-    given = {**dict(zip(names, record.args, strict=False)), **record.kwargs}
+    places = [a.name for a in schema.arguments]
+    given = {**dict(zip(places, record.args, strict=False)), **record.kwargs}
     for a in schema.arguments:
         if a.name not in given:
             given[a.name] = a.default_value
-    written = [given[name] for _, name in written_arguments(record.target)]
+    names = [name for _, name in written_arguments(record.target)]
+    written = [given[name] for name in names]
     for ref in refs_in(written):
         engine.storage(ref.storage).check_writable(ref.geometry)
-    _check_apart(list(refs_in(written)), list(refs_in(list(given.values()))))
+    _check_apart([(ref, name in names) for name, arg in given.items() for ref in refs_in(arg)])
 
     def value_of(ref: TensorRef) -> Any:
         storage = engine.storage(ref.storage)
@@ -53,7 +54,7 @@ def wrapped(engine: Functionalizer, record: OpRecord) -> Any:
         return engine.emit.empty(ref.geometry, storage.device)
 
     values = {
-        name: map_refs(value_of if any(arg is w for w in written) else engine.read, arg)
+        name: map_refs(value_of if name in names else engine.read, arg)
         for name, arg in given.items()
     }
     out = engine.emit.call(auto_functionalized, record.target, **values)
@@ -71,12 +72,12 @@ def wrapped(engine: Functionalizer, record: OpRecord) -> Any:
     return values_out[0] if len(values_out) == 1 else values_out
 
 
-def _check_apart(written: list[TensorRef], all_refs: list[TensorRef]) -> None:
-    """Each argument is given on a copy of its own, so a write through one must not show in another."""
-    for ref in written:
+def _check_apart(refs: list[tuple[TensorRef, bool]]) -> None:
+    """Each argument is given on a copy of its own, so a write (True) through one must not show in another."""
+    for at, (ref, is_written) in enumerate(refs):
         g = ref.geometry
-        for other in all_refs:
-            if other is not ref and other.storage == ref.storage:
+        for i, (other, _) in enumerate(refs if is_written else ()):
+            if i != at and other.storage == ref.storage:
                 h = other.geometry
                 if max(g.start, h.start) < min(g.end, h.end):
                     raise UnsupportedOpError(

@@ -72,6 +72,8 @@ def written_arguments(target: Any) -> tuple[tuple[int | None, str], ...]:
 
 def expands(have: tuple[int, ...], want: tuple[int, ...]) -> bool:
     """Whether a tensor of size `have` broadcasts to `want`."""
+    if have == want:
+        return True
     pairs = zip(reversed(have), reversed(want), strict=False)
     return len(have) <= len(want) and all(h in (1, w) for h, w in pairs)
 
@@ -124,6 +126,24 @@ def functional_form(target: Any) -> FunctionalForm:
         f"writes {', '.join(f'`{name}`' for _, name in written)} and has no functional form: "
         "use an op that returns its result, or give it one with torch.library"
     )
+
+
+@cache
+def inplace_form(target: Any) -> tuple[Any, FunctionalForm] | None:
+    """The op that writes what `target` returns to an argument of its own, and its form; None: there is none."""
+    namespace, name = target._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    found = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+    found.sort(key=lambda o: o._overloadname != target._overloadname)
+    for candidate in filter(is_mutating, found):
+        try:
+            form = functional_form(candidate)
+        except UnsupportedOpError:
+            continue
+        alone = all(at is None for at in form.returned)  # it returns nothing but what it wrote
+        if form.target is target and alone and not (form.dropped or form.order or form.defaults):
+            return candidate, form
+    return None
 
 
 def _only_factory_arguments(

@@ -12,7 +12,6 @@ Refusal: none here; overlapping writes are refused by `FunctionalStorage.check_w
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +77,7 @@ class Part:
 
     def forward(self, emit: Emitter, parent: Value) -> Value:
         out = emit.call(self.target, parent, *self.args)
-        return out if self.index is None else emit.call(operator.getitem, out, self.index)
+        return out if self.index is None else emit.part(out, self.index)
 
     def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
         if self.covers:
