@@ -4,6 +4,7 @@ val            a fake tensor like the node's value
 tensor_meta    its size, stride and dtype, as FX passes read them
 stack_trace    the user's frames; seq_nr, autograd_node: where autograd had it from
 original_aten  the op that was recorded, where the node is its functional counterpart
+phase          the part of a training step that it belongs to, see `phases.py`
 
 A number that Python reads has the value it had while the step was recorded, kept in `hint`.
 """
@@ -17,7 +18,8 @@ from torch import Tensor, fx
 
 from functionalize._compat import FakeTensorMode, disable_current_modes
 from functionalize.core.ops import Geometry, geometry_of, tensor_metadata
-from functionalize.core.where import stack_trace_of
+from functionalize.core.phases import set_phases
+from functionalize.core.where import trace_and_update
 
 if TYPE_CHECKING:
     from functionalize.core.inputs import InputSpec
@@ -29,18 +31,33 @@ aten = torch.ops.aten
 
 def annotate(program: Program) -> None:
     """Fill the `meta` of every node."""
-    for node in program.graph.nodes:
-        record = node.meta.pop("record", None)
-        if record is not None:
-            trace = stack_trace_of(record.traceback)
-            if trace:
-                node.meta["stack_trace"] = trace
-            if record.seq_nr is not None:
-                node.meta["seq_nr"] = record.seq_nr
-            if record.autograd_node is not None:
-                node.meta["autograd_node"] = record.autograd_node
-            node.meta["original_aten"] = record.target
+    read_records(program.graph)
     propagate(program)
+
+
+def read_records(graph: fx.Graph) -> None:
+    """Fill what the records of the ops tell, each in place of its record."""
+    known: dict[int, tuple[str | None, bool]] = {}  # one record may have many nodes
+    updates: list[fx.Node] = []
+    for node in graph.nodes:
+        record = node.meta.get("record")
+        if record is None:
+            continue
+        if id(record) not in known:
+            known[id(record)] = trace_and_update(record.traceback)
+        trace, update = known[id(record)]
+        if update:
+            updates.append(node)
+        if trace:
+            node.meta["stack_trace"] = trace
+        if record.seq_nr is not None:
+            node.meta["seq_nr"] = record.seq_nr
+        if record.autograd_node is not None:
+            node.meta["autograd_node"] = record.autograd_node
+        node.meta["original_aten"] = record.target
+    set_phases(graph, updates)
+    for node in graph.nodes:
+        node.meta.pop("record", None)
 
 
 def propagate(program: Program) -> None:

@@ -18,11 +18,14 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 def sink_waits(graph: fx.Graph) -> int:
     """Move every wait before its first user; returns how many moved."""
     place = {node: i for i, node in enumerate(graph.nodes)}
+    settled: dict[fx.Node, fx.Node] = {}  # a user -> the first of the waits that stand before it
     moved = 0
-    for node in graph.find_nodes(op="call_function", target=_WAIT):
+    for node in reversed(graph.find_nodes(op="call_function", target=_WAIT)):
         if node.users:
             first = min(node.users, key=place.__getitem__)
-            if node.next is not first:
-                first.prepend(node)
+            before = settled.get(first, first)
+            if node.next is not before:
+                before.prepend(node)
                 moved += 1
+            settled[first] = node
     return moved

@@ -18,6 +18,7 @@ from functionalize.core.ops import OpRecord
 from functionalize.errors import FunctionalizeError
 
 _ROOT = Path(__file__).resolve().parents[2]
+_UPDATES = str(Path(torch.__file__).parent / "optim") + os.sep
 _FOLDERS = (Path(torch.__file__).parent, _ROOT / "functionalize", _ROOT / "passes")
 _INTERNAL = (
     *(f"{folder}{os.sep}" for folder in _FOLDERS),
@@ -31,12 +32,19 @@ def user_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.Fram
     return [f for f in frames if not f.filename.startswith(_INTERNAL)]
 
 
-def stack_trace_of(captured: CapturedTraceback | None) -> str | None:
-    """The user's frames in the form FX keeps in `node.meta["stack_trace"]`."""
+def trace_and_update(captured: CapturedTraceback | None) -> tuple[str | None, bool]:
+    """(the user's frames in the form FX keeps in `node.meta["stack_trace"]`, whether `torch.optim` ran the op).
+
+    A closure that an optimizer calls, and an optimizer of the user's own, are the user's.
+    """
     if captured is None:
-        return None
-    frames = user_frames(captured.summary())
-    return "".join(traceback.StackSummary.from_list(frames).format()) if frames else None
+        return None, False
+    all_frames = list(captured.summary())
+    frames = user_frames(all_frames)
+    inner = (f.filename for f in reversed(all_frames))
+    last = next((f for f in inner if f.startswith(_UPDATES) or not f.startswith(_INTERNAL)), "")
+    text = "".join(traceback.StackSummary.from_list(frames).format()) if frames else None
+    return text, last.startswith(_UPDATES)
 
 
 def line_of(captured: CapturedTraceback | None) -> str:

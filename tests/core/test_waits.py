@@ -31,6 +31,16 @@ def test_waits_move_to_their_first_user_and_collectives_stay(expect) -> None:
     assert sink_waits(graph) == 0
 
 
+def test_waits_for_one_reader_keep_their_order() -> None:
+    graph = two_gathers()
+    (mm,) = graph.find_nodes(op="call_function", target=aten.mm.default)
+    waits = graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+    mm.args = tuple(reversed(waits))
+    assert sink_waits(graph) == 2
+    assert [mm.prev.prev, mm.prev] == waits
+    assert sink_waits(graph) == 0
+
+
 def test_a_wait_that_nobody_reads_stays() -> None:
     graph = fx.Graph()
     gather = graph.call_function(
