@@ -64,6 +64,10 @@ class PassError(FunctionalizeError):
     """A pass was applied at a stage, or with an option, that it does not accept."""
 
 
+class CompileError(FunctionalizeError):
+    """A runner (`compile="inductor"`, `"cudagraphs"`) cannot take a program; nothing has run."""
+
+
 class VerifyError(FunctionalizeError):
     """A program breaks an invariant; the message lists every violation."""
 

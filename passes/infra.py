@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from functionalize._compat import FakeTensor, FakeTensorMode, pytree
-from functionalize.core.aliases import is_view, results, storage_key, written_nodes
+from functionalize.core.aliases import is_view, results, storage_key
 from functionalize.core.dead_code import is_impure
 from functionalize.core.inputs import Argument, InputSpec
 from functionalize.core.metas import fake_input
@@ -53,8 +53,8 @@ class Pass(ABC):
     """One rewrite of a program. The fields of a subclass are its options.
 
     name: as in pipelines and in the history. accepts: the stages it can run at. produces: the stage
-    it leaves the program at (None: the one it found). changes_collectives: it may merge, split, drop or reorder
-    them, so that ranks must run it alike.
+    it leaves a program at that it rewrote (None: the one it found). changes_collectives: it may merge, split, drop or
+    reorder them, so that ranks must run it alike.
     """
 
     name: ClassVar[str]
@@ -98,9 +98,11 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
     program.graph_module  # noqa: B018 (fills `node.meta`, once for the program and all its copies)
     check(program)
     new = program.copy()
-    issued = sequences(new.graph)
+    issued, rewritten = sequences(new.graph), False
     for each in passes:
         count = each.apply(new)
+        if count:
+            new.stage = each.produces or new.stage
         try:
             new.graph.lint()
             check(new)
@@ -109,10 +111,10 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
         before, issued = issued, sequences(new.graph)
         if issued != before and not each.changes_collectives:
             raise InvariantError(f"`{each}` {_what_changed(before, issued)}")
-        if count:
-            new.graph_module.recompile()
-        new.stage = each.produces or new.stage
         new.history = (*new.history, f"{each}: {count}")
+        rewritten |= bool(count)
+    if rewritten:  # once: it costs more than most passes
+        new.graph_module.recompile()
     return new
 
 
@@ -205,16 +207,20 @@ def chain(node: fx.Node, guarded: bool) -> Iterator[fx.Node]:
     for _ in range(_CHAIN):
         absolute |= node.target is _AS_STRIDED and not guarded
         above = viewed(node)
-        if above is None or (absolute and _origin(above).op != "call_function"):
+        if above is None or (absolute and _may_be_lent(above)):
             return
         node = above
         yield node
 
 
-def _origin(node: fx.Node) -> fx.Node:
-    while (above := viewed(node)) is not None:
+def _may_be_lent(node: fx.Node) -> bool:
+    """Whether a value is a view of an input or a constant, or of something too far away to tell."""
+    for _ in range(_CHAIN):
+        above = viewed(node)
+        if above is None:
+            return node.op != "call_function"
         node = above
-    return node
+    return True
 
 
 def is_plain(node: fx.Node) -> bool:
@@ -231,9 +237,7 @@ def erase_unused(node: fx.Node) -> None:
     dead, erased = [node], set[fx.Node]()
     while dead:
         node = dead.pop()
-        if node in erased or node.users or node.op == "placeholder":
-            continue
-        if is_impure(node) or written_nodes(node):
+        if node in erased or node.users or node.op == "placeholder" or is_impure(node):
             continue
         above = node.all_input_nodes
         node.graph.erase_node(node)

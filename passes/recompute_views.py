@@ -162,10 +162,12 @@ def named(graph: fx.Graph, chosen: Iterable[str | int]) -> list[fx.Node]:
 def views_of(graph: fx.Graph, origins: Collection[fx.Node]) -> list[fx.Node]:
     """The views of `origins`, and views of those, in the order of the graph."""
     found = dict.fromkeys(origins)
+    views = []
     for node in graph.nodes:
-        if is_view(node) and node.all_input_nodes[0] in found:
+        if node not in found and is_view(node) and node.all_input_nodes[0] in found:
             found[node] = None
-    return [n for n in found if n.op != "placeholder"]
+            views.append(node)
+    return views
 
 
 # -- which nodes are backward ----------------------------------------------------------------------

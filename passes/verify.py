@@ -2,7 +2,9 @@
 
     > add_ = aten.add_.Tensor(a, 1)        `add_` writes its argument `self` (`a`): ...
 
-1. No node writes an argument (by its schema), no node is a resize; only until stage INPLACE.
+1. No node writes an argument (by its schema), no node is a resize. At stage INPLACE there is one `commit`
+   (core/commit.py): before it ops write what the graph made, after it inputs that `writes` names; no
+   number, random op or collective comes after it.
 2. No node reads an input whose storage is empty on entry, not even through a view.
 3. Nothing of the caller's changes before the last guard, and nothing but what the epilogue names:
    what epilogue, guards and outputs name exists and fits; what is handed out shares memory with
@@ -28,6 +30,8 @@ from functionalize.core.aliases import (
     storage_classes,
     written_nodes,
 )
+from functionalize.core.commit import is_commit
+from functionalize.core.dead_code import is_impure, is_number
 from functionalize.core.epilogue import Copy, Resize, Set
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.printer import window_text
@@ -131,11 +135,11 @@ def _metadata(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
                 f"`{node.name}` is {now} on {value.device} by meta['val'], "
                 f"{spec.geometry} on {spec.device} as an input",
             )
-        if (value.untyped_storage().nbytes() == 0) != (spec.nbytes == 0):
-            nbytes = value.untyped_storage().nbytes()
+        held = value.untyped_storage().nbytes()
+        if now.numel and (held == 0) != (spec.nbytes == 0):
             yield (
                 node,
-                f"the storage of `{node.name}` holds {nbytes} bytes by meta['val'], "
+                f"the storage of `{node.name}` holds {held} bytes by meta['val'], "
                 f"{spec.nbytes} as an input",
             )
 
@@ -149,17 +153,54 @@ def _look(size: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> str:
 
 def _purity(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
     if program.stage == INPLACE:
+        yield from _written_in_place(program, nodes)
         return
     for node in nodes:
         if node.target is RESIZE_STORAGE:
             yield node, f"`{node.name}` is a resize: resizes belong to the epilogue"
             continue
+        if is_commit(node):
+            yield node, f"`{node.name}` commits at stage {program.stage}: only {INPLACE} has one"
         for name, written in written_nodes(node):
             yield (
                 node,
                 f"`{node.name}` writes its argument `{name}` (`{written.name}`): use the "
                 f"functional form of {node.target}, and let the epilogue write inputs",
             )
+
+
+def _written_in_place(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+    commits = [n for n in nodes if is_commit(n)]
+    if len(commits) != 1:
+        yield None, f"a program at stage {INPLACE} has one commit, this one has {len(commits)}"
+        return
+    slots = results(program.graph)
+    told = [slots[guard.slot] for guard in program.value_guards if guard.slot < len(slots)]
+    if list(commits[0].args) != told:
+        yield commits[0], "the commit is not given what the guards on values are of, in their order"
+    aliases, after, written = Aliases(program.graph), False, set[int]()
+    inputs = {n: i for i, n in enumerate(n for n in nodes if n.op == "placeholder")}
+    memory = {aliases.of(n): n for n in nodes if n.op in ("placeholder", "get_attr")}
+    for node in nodes:
+        after |= is_commit(node)
+        if node.target is RESIZE_STORAGE:
+            yield node, f"`{node.name}` is a resize: resizes belong to the epilogue"
+            continue
+        writes = written_nodes(node)
+        for name, each in writes:
+            owner = memory.get(aliases.of(each))
+            if owner in inputs and after:
+                written.add(inputs[owner])
+            elif owner is not None:
+                when = "before the commit" if owner in inputs else "which is a constant"
+                yield node, f"`{node.name}` writes its argument `{name}` (`{each.name}`), {when}"
+        if after and not writes and not is_commit(node) and (is_impure(node) or is_number(node)):
+            yield node, f"`{node.name}` may fail, or wait for others, after the commit"
+    if written != set(program.writes):
+        yield (
+            None,
+            f"ops write the inputs {sorted(written)}, and `writes` says {sorted(program.writes)}",
+        )
 
 
 def _empty_reads(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:

@@ -43,18 +43,29 @@ def is_view(node: fx.Node) -> bool:
 
 
 def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
-    """(argument name, node) of everything that a node writes to or resizes."""
+    """(argument name, node) of everything that a node writes to or resizes.
+
+    A fused optimizer's schema says that it writes the gradients: it does if it is to unscale them.
+    """
     target: Any = node.target
     if node.op != "call_function" or not hasattr(target, "_schema"):
         return []
     places = ((0, "variable"),) if target is RESIZE_STORAGE else written_arguments(target)
     found = []
     for at, name in places:
+        if name == "grads" and leaves_gradients(node):
+            continue
         value = node.kwargs.get(name)
         if value is None and at is not None and at < len(node.args):
             value = node.args[at]
         found += [(name, each) for each in _nodes_in(value)]
     return found
+
+
+def leaves_gradients(node: fx.Node) -> bool:
+    """Whether a node is a fused optimizer step that is not told to unscale the gradients."""
+    name = str(getattr(node.target, "_schema", None) and node.target._schema.name)  # type: ignore[union-attr]
+    return name.startswith("aten::_fused_") and node.kwargs.get("grad_scale") is None
 
 
 def results(graph: fx.Graph) -> tuple[Any, ...]:

@@ -1,14 +1,19 @@
-"""Which nodes of a pure graph may go: those whose value nobody uses and that do nothing else.
+"""Which nodes of a graph may go: those whose value nobody uses and that do nothing else.
 
 Invariant: a random op stays, so that replay consumes the generator as eager does; a collective
-stays, so that every rank issues the same ones. The state of a generator that nobody reads may go.
+stays, so that every rank issues the same ones; so does what writes (at stage INPLACE). The state of a
+generator that nobody reads may go.
 """
 
 from __future__ import annotations
 
-from torch import fx
+import operator
 
+from torch import Tensor, fx
+
+from functionalize.core.aliases import written_nodes
 from functionalize.core.barrier import BARRIER
+from functionalize.core.commit import is_commit
 from functionalize.core.generators import GET_STATE, is_random
 
 _TALKING = ("_c10d_functional", "_dtensor")
@@ -26,7 +31,16 @@ def drop_dead_code(graph: fx.Graph) -> int:
 
 def is_impure(node: fx.Node) -> bool:
     """Whether a node does more than make its value: draws random numbers, sets a generator, talks to
-    other ranks."""
+    other ranks, writes."""
     if is_random(node) and node.target is not GET_STATE:
         return True
-    return getattr(node.target, "namespace", "") in _TALKING or node.target is BARRIER
+    if getattr(node.target, "namespace", "") in _TALKING or node.target is BARRIER:
+        return True
+    return is_commit(node) or bool(written_nodes(node))
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node's value is a number for Python, whose making may fail (`1 / 0`)."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return not isinstance(node.meta.get("val"), (Tensor, list, tuple, type(None)))

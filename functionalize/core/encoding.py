@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from functionalize._compat import auto_functionalized, pytree
+from functionalize.core.commit import commit
 from functionalize.errors import LoadError, SaveError
 
 Json = Any
@@ -68,6 +69,7 @@ _FUNCTIONS: Mapping[str, Any] = {
     **{n: getattr(builtins, n) for n in ("bool", "int", "float", "abs", "format", "repr", "round")},
     "float.is_integer": float.is_integer,
     "auto_functionalized": auto_functionalized,
+    "commit": commit,
 }
 _NAMES: Mapping[Any, str] = {function: name for name, function in _FUNCTIONS.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ class TensorGuard:
 
     def failure(self, call: Call) -> str | None:
         t, spec = call.inputs[self.input], self.spec
+        if self._holds(t):
+            return None
         if not isinstance(t, Tensor):
             return f"`{spec.name}` is {type(t).__name__}, was a tensor"
         now = geometry_of(t)
@@ -42,6 +44,21 @@ class TensorGuard:
         if nbytes != spec.nbytes:
             return f"the storage of `{spec.name}` holds {nbytes} bytes, held {spec.nbytes}"
         return None
+
+    def _holds(self, t: Any) -> bool:
+        """The same in half the time, which a step with hundreds of inputs feels; may say no too often."""
+        spec = self.spec
+        size, stride, offset, dtype, conj, neg = spec.geometry
+        return (
+            isinstance(t, Tensor)
+            and t.dtype is dtype
+            and t.shape == size
+            and t.stride() == stride
+            and t.storage_offset() == offset
+            and t.device == spec.device
+            and t.untyped_storage().nbytes() == spec.nbytes
+            and not (conj or neg or dtype.is_complex or t.is_neg())
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +134,7 @@ class ValueGuard:
     where: str
     what: str = "a tensor's value"
 
-    def failure_of(self, results: Sequence[Any]) -> str | None:
+    def failure_of(self, results: Sequence[Any] | Mapping[int, Any]) -> str | None:
         now = results[self.slot]
         if same_constant(now, self.value):
             return None

@@ -11,7 +11,8 @@ Placeholders are the tensor leaves of the arguments, in order; tensors that the 
 attributes. Returns the output leaves as a tuple.
 
 Invariant: on fresh arguments it leaves outputs, inputs, aliasing and storage sizes as a replay does.
-Guards are not lowered: call it with what was captured.
+Guards are not lowered: call it with what was captured. What a program at stage INPLACE writes in its graph is
+written there, where it had its `commit`.
 Refusal: an input that is found another way (a training step's), and a window that no view op can make.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from functionalize.core.commit import is_commit
 from functionalize.core.epilogue import Copy, Resize, Set
 from functionalize.core.inputs import Argument, Captured, WholeStorage
 from functionalize.core.ops import Geometry
@@ -121,7 +123,7 @@ class _Lowering:
             if node.op == "output":
                 self.results = [fx.node.map_arg(a, env.__getitem__) for a in node.args[0]]
                 self.offsets = [_offset_of(a) for a in node.args[0]]
-            elif node.op != "placeholder":
+            elif node.op != "placeholder" and not is_commit(node):
                 env[node] = self.graph.node_copy(node, env.__getitem__)
 
     # -- the epilogue ----------------------------------------------------------------------------

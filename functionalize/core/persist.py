@@ -24,8 +24,8 @@ from functionalize.core.archive import FilePath, damaged, refusal
 from functionalize.core.early import EarlyGuard
 from functionalize.core.encoding import Decoder, Encoder, Form, Json, is_target, plain_form
 from functionalize.core.inputs import Captured
+from functionalize.core.metas import read_records
 from functionalize.core.program import Program
-from functionalize.core.where import stack_trace_of
 from functionalize.errors import LoadError, SaveError
 
 Runner = Callable[[Program], Callable[[list[Any]], Sequence[Any]]]
@@ -91,8 +91,9 @@ _FIELDS = (
     "facts",
     "stage",
     "history",
+    "writes",
 )
-_META = ("hint", "stack_trace", "seq_nr", "autograd_node", "original_aten")
+_META = ("hint", "stack_trace", "seq_nr", "autograd_node", "original_aten", "phase")
 
 
 @dataclass(slots=True)
@@ -141,6 +142,7 @@ class Writer:
 
     def _graph(self, graph: fx.Graph) -> Json:
         index = {node: i for i, node in enumerate(graph.nodes)}
+        read_records(graph)
 
         def written(arg: Any) -> Json:
             if isinstance(arg, fx.Node):
@@ -170,16 +172,10 @@ class Writer:
         return nodes
 
     def _meta(self, node: fx.Node) -> Json:
-        """What cannot be made again from the graph; a recorded stack becomes text."""
-        meta, record = dict(node.meta), node.meta.get("record")
-        if record is not None:
-            meta.update(
-                stack_trace=stack_trace_of(record.traceback),
-                seq_nr=record.seq_nr,
-                autograd_node=record.autograd_node,
-                original_aten=record.target,
-            )
-        return {k: self.encoder.value(meta[k], k) for k in _META if meta.get(k) is not None}
+        """What cannot be made again from the graph."""
+        return {
+            k: self.encoder.value(node.meta[k], k) for k in _META if node.meta.get(k) is not None
+        }
 
 
 def runner_name(runner: Any) -> str:

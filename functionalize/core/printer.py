@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functionalize.core.commit import is_commit
 from functionalize.core.epilogue import Action, Copy, Resize, Set
 from functionalize.core.guards import NumberGuard
 from functionalize.core.inputs import Captured
@@ -64,6 +65,8 @@ def node_text(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{node.name} = {argument_text(node.args[0])}[{node.args[1]}]"
     parts = [argument_text(a) for a in node.args]
+    if is_commit(node):
+        return f"commit({', '.join(parts)})"
     number = applied_text(node.target, parts)
     if number is not None:
         return f"{node.name} = {number}"

@@ -2,6 +2,9 @@
 
     inputs ──sources──▶ guards ──▶ graph ──▶ value guards ──▶ epilogue ──▶ outputs
 
+At stage INPLACE the value guards are checked in the middle of the graph, and what follows may write inputs: see
+`commit.py`.
+
 Invariant: nothing of the caller's is changed before the last guard has passed.
 """
 
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat import below_autograd, pytree
+from functionalize.core.commit import Commit, Interpreter, commit
 from functionalize.core.epilogue import Action, alias, apply_epilogue, placed
 from functionalize.core.generators import generators_restored_on_error, is_random
 from functionalize.core.guards import Guard, ValueGuard
@@ -97,7 +101,8 @@ class Program:
 
     inputs: one per placeholder of the graph. outputs: one role per leaf of `out_spec`. epilogue: what the
     caller still sees, in order. facts: guards that look at no input, checked before inputs are found.
-    history: what each pass did, as `name{options}: rewrites`.
+    history: what each pass did, as `name{options}: rewrites`. writes: the inputs that ops of the graph write,
+    all of them after its `commit`; it has one at stage INPLACE only.
     """
 
     graph: fx.Graph
@@ -112,9 +117,10 @@ class Program:
     facts: tuple[Guard, ...] = ()
     stage: str = "FUNCTIONAL"
     history: tuple[str, ...] = ()
-    runner: Callable[[Program], Callable[[list[Any]], Sequence[Any]]] | None = None
+    writes: tuple[int, ...] = ()
+    runner: Callable[[Program], Callable[..., Sequence[Any]]] | None = None
     _module: fx.GraphModule | None = field(default=None, repr=False)
-    _run: Callable[[list[Any]], Sequence[Any]] | None = field(default=None, repr=False)
+    _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
 
     @property
@@ -221,10 +227,10 @@ class Program:
 
         vote: asks the other ranks whether a guard failed there.
         Whatever else an op raises passes through, with nothing changed. The epilogue allocates first and then
-        copies: what ends it after that (Ctrl-C, a broken device) leaves the step half done, as it would eager.
+        copies: what ends it after that (Ctrl-C, a broken device) leaves the step half done, as it would eager;
+        and so does what ends a graph at stage INPLACE after its `commit`.
         """
-        if self._run is None:
-            self._random = any(is_random(n) for n in self.graph.nodes)
+        self.prepare()
         with torch.no_grad():
             with generators_restored_on_error() if self._random else nullcontext():
                 results = self._results(call, vote)
@@ -239,31 +245,53 @@ class Program:
         return pytree.tree_unflatten(outs, self.out_spec)
 
     def _results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
+        committed = False
+
+        def check(*values: Any) -> None:
+            nonlocal committed
+            self._check(values, vote)
+            committed = True
+
         try:
             with below_autograd():
-                results = self.run(list(call.inputs))
+                results = self.run(list(call.inputs), check)
         except ArithmeticError as error:  # Python's, of numbers: eager may be ready for it
-            if any(
+            if committed or any(
                 getattr(n.target, "namespace", "") == "_c10d_functional" for n in self.graph.nodes
             ):
                 raise  # the other ranks are past the collectives that eager would issue again
             raise GuardError(f"a number cannot be computed: {error}") from None
-        failures = (guard.failure_of(results) for guard in self.value_guards)
+        if not committed:
+            self._check([results[guard.slot] for guard in self.value_guards], vote)
+        return results
+
+    def _check(self, values: Sequence[Any], vote: Vote | None) -> None:
+        """Raise `GuardError` unless every value guard holds, on every rank. values: one for each."""
+        pairs = zip(self.value_guards, values, strict=True)
+        failures = (guard.failure_of({guard.slot: value}) for guard, value in pairs)
         failure = next((f for f in failures if f is not None), None)
         if vote is not None and vote.any_failed(failure is not None):
             failure = failure or "a number that Python reads differs on another rank"
         if failure is not None:
             raise GuardError(failure)
-        return results
 
-    def run(self, inputs: list[Any]) -> Sequence[Any]:
-        """What the graph returns for these inputs; empties the list."""
+    def run(self, inputs: list[Any], check: Commit = commit) -> Sequence[Any]:
+        """What the graph returns for these inputs; empties the list.
+
+        check: called with the values of the value guards where the graph commits, if it does.
+        """
+        self.prepare()
+        assert self._run is not None
+        return self._run(inputs, check) if self.stage == "INPLACE" else self._run(inputs)
+
+    def prepare(self) -> None:
+        """Have the runner do now what the first replay would wait for; it may raise `CompileError`."""
         if self._run is None:
+            self._random = any(is_random(n) for n in self.graph.nodes)
             self._run = self.runner(self) if self.runner else self._interpreted
-        return self._run(inputs)
 
-    def _interpreted(self, inputs: list[Any]) -> Sequence[Any]:
-        result: Sequence[Any] = fx.Interpreter(self.graph_module).run(*inputs)
+    def _interpreted(self, inputs: list[Any], check: Commit = commit) -> Sequence[Any]:
+        result: Sequence[Any] = Interpreter(self.graph_module, check).run(*inputs)
         return result
 
 

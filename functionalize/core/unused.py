@@ -1,4 +1,4 @@
-"""Inputs that a program does not need: removed, and everything that names inputs by number renumbered.
+"""Inputs and results that a program does not need: removed, and what names them by number renumbered.
 
 A step is given every parameter, buffer and state it can reach; a program keeps what its graph reads, what
 its epilogue writes and what its outputs are views of. An FSDP2 parameter's unsharded storage, empty on entry
@@ -21,12 +21,16 @@ def drop_unused_inputs(program: Program) -> list[int]:
     """
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     needed = {i for i, n in enumerate(placeholders) if n.users}
-    needed |= {i for item in (*program.outputs, *program.epilogue) for i in _inputs_of(item)}
+    needed |= {
+        i for item in (*program.outputs, *program.epilogue) for i in _numbers_of(item, _INPUT)
+    }
     for i in sorted(needed, reverse=True):
         source = program.inputs[i].source
         if isinstance(source, WholeStorage):
             needed.add(source.input)
     kept = sorted(needed)
+    if len(kept) == len(placeholders):
+        return kept
     new = {old: i for i, old in enumerate(kept)}
     for i, node in enumerate(placeholders):
         if i not in needed:
@@ -34,20 +38,38 @@ def drop_unused_inputs(program: Program) -> list[int]:
     program.inputs = tuple(_renumbered_source(program.inputs[i], new) for i in kept)
     program.outputs = tuple(_renumbered(role, new) for role in program.outputs)
     program.epilogue = tuple(_renumbered(action, new) for action in program.epilogue)
+    program.writes = tuple(new[i] for i in program.writes)
     return kept
 
 
-def _inputs_of(item: Any) -> list[int]:
-    """The inputs that an output role or an action names."""
-    if isinstance(item, Wrapped):
-        return [i for role in item.inner.values() for i in _inputs_of(role)]
-    return [i for name in ("input", "other") if (i := getattr(item, name, None)) is not None]
+def drop_unused_results(program: Program) -> None:
+    """Return from the graph, whose output is flat, only what an output, an action or a guard names."""
+    named = (*program.outputs, *program.epilogue, *program.value_guards)
+    kept = sorted({slot for item in named for slot in _numbers_of(item, _SLOT)})
+    new = {old: i for i, old in enumerate(kept)}
+    (output,) = program.graph.find_nodes(op="output")
+    returned: Any = output.args[0]
+    output.args = (tuple(returned[slot] for slot in kept),)
+    program.outputs = tuple(_renumbered(role, new, _SLOT) for role in program.outputs)
+    program.epilogue = tuple(_renumbered(action, new, _SLOT) for action in program.epilogue)
+    program.value_guards = tuple(_renumbered(each, new, _SLOT) for each in program.value_guards)
 
 
-def _renumbered(item: Any, new: dict[int, int]) -> Any:
+_INPUT, _SLOT = ("input", "other"), ("slot",)  # the fields that name inputs, and results
+
+
+def _numbers_of(item: Any, fields: tuple[str, ...]) -> list[int]:
+    """The inputs, or results, that an output role, an action or a guard names."""
     if isinstance(item, Wrapped):
-        return replace(item, inner={k: _renumbered(r, new) for k, r in item.inner.items()})
-    names = [n for n in ("input", "other") if getattr(item, n, None) is not None]
+        return [i for role in item.inner.values() for i in _numbers_of(role, fields)]
+    return [i for name in fields if (i := getattr(item, name, None)) is not None]
+
+
+def _renumbered(item: Any, new: dict[int, int], fields: tuple[str, ...] = _INPUT) -> Any:
+    if isinstance(item, Wrapped):
+        inner = {k: _renumbered(role, new, fields) for k, role in item.inner.items()}
+        return replace(item, inner=inner)
+    names = [n for n in fields if getattr(item, n, None) is not None]
     return replace(item, **{n: new[getattr(item, n)] for n in names}) if names else item
 
 

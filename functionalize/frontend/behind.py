@@ -21,7 +21,7 @@ from functionalize._compat import pytree
 from functionalize.core.epilogue import Copy, alias
 from functionalize.core.generators import generator_states, set_generators
 from functionalize.core.inputs import Argument, Call, Source
-from functionalize.core.ops import OpRecord, TensorRef
+from functionalize.core.ops import OpRecord, TensorRef, geometry_of
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import GuardError, InvariantError
 from functionalize.frontend.arguments import flatten_result, unflatten_result
@@ -252,6 +252,9 @@ class Replayed:
         for action in self._kept.program.epilogue:
             if isinstance(action, Copy):
                 yield self._call.inputs[action.input], action.geometry
+        for index in self._kept.program.writes:
+            tensor = self._call.inputs[index]
+            yield tensor, geometry_of(tensor)
 
     def take(self, saved: Sequence[Any]) -> None:
         """What the program returned for the backward."""

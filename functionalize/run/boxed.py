@@ -5,29 +5,43 @@
         mul = op0(a, b); del a
         return (mul,)
 
-Ops are called through their C++ handle, without the Python frame of `OpOverload.__call__`.
+Ops are called through their C++ handle, without the Python frame of `OpOverload.__call__`. At stage INPLACE it is
+`run(inputs, commit)`, which calls what it is given in the place of the graph's `commit`.
 Invariant: order of execution is the order of nodes; nothing else keeps a value alive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from functionalize.core.aliases import written_nodes
+from functionalize.core.commit import commit, is_commit
 from functionalize.core.program import Program
 
-Runner = Callable[[list[Any]], Sequence[Any]]
+Runner = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxedCall:
+    """A target that takes its arguments in one list, which it empties: it frees each after its last use there."""
+
+    code: Callable[[list[Any]], Sequence[Any]]
+
+    def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        return self.code(list(inputs))
 
 
 def boxed(program: Program) -> Runner:
     """A function from the list of inputs (emptied by the call) to the tuple of results."""
     namespace: dict[str, Any] = {}
-    lines = ["def run(inputs):"]
     names: dict[fx.Node, str] = {}
-    handles: dict[Any, str] = {}
+    handles: dict[Any, str] = {commit: "commit"}
     nodes = list(program.graph.nodes)
+    lines = [f"def run(inputs{', commit' if program.stage == 'INPLACE' else ''}):"]
     last_use = _last_uses(nodes)
     dying: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last_use.items():
@@ -52,6 +66,7 @@ def boxed(program: Program) -> Runner:
         return _bind(namespace, "k", arg)
 
     for node in nodes:
+        silent = not node.users and _is_effect(node)
         if node.op == "call_function":
             handle = handles.get(node.target)
             if handle is None:
@@ -59,19 +74,33 @@ def boxed(program: Program) -> Runner:
                 handles[node.target] = handle
             parts = [text(a) for a in node.args]
             parts += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-            lines.append(f"    {names[node]} = {handle}({', '.join(parts)})")
+            if isinstance(node.target, BoxedCall):
+                ending = [names[n] for n in dying.pop(node, [])]
+                lines += [
+                    f"    args = {parts[0]}",
+                    *([f"    del {', '.join(ending)}"] if ending else []),
+                ]
+                parts, handles[node.target] = ["args"], _bind(namespace, "op", node.target.code)
+                handle = handles[node.target]
+            kept = "" if silent else f"{names[node]} = "
+            lines.append(f"    {kept}{handle}({', '.join(parts)})")
         elif node.op == "get_attr":
             constant = _bind(namespace, "c", program.constants[str(node.target)])
             lines.append(f"    {names[node]} = {constant}")
         elif node.op == "output":
             lines.append(f"    return {text(tuple(node.args[0]))}")
             break
-        dead = dying.get(node, []) + ([node] if node not in last_use else [])
+        dead = dying.get(node, []) + ([node] if node not in last_use and not silent else [])
         if dead:
             lines.append(f"    del {', '.join(names[n] for n in dead)}")
     exec(compile("\n".join(lines), "<functionalize boxed program>", "exec"), namespace)
     run: Runner = namespace["run"]
     return run
+
+
+def _is_effect(node: fx.Node) -> bool:
+    """Whether a node is called for what it does to others."""
+    return is_commit(node) or (node.op == "call_function" and bool(written_nodes(node)))
 
 
 def _bind(namespace: dict[str, Any], prefix: str, value: Any) -> str:

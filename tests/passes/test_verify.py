@@ -14,6 +14,7 @@ import functionalize as fz
 import passes
 from examples.programs import PROGRAMS
 from examples.resize_program import R, values, z
+from functionalize.core.commit import commit
 from functionalize.core.epilogue import Copy, Resize, Set
 from functionalize.core.guards import TensorGuard, ValueGuard
 from functionalize.core.ops import contiguous_geometry
@@ -175,11 +176,68 @@ def test_mutation_of_a_list():
     assert "writes its argument `self` (`b`)" in words(broken)
 
 
+def in_place(write: bool = True) -> fz.Program:
+    """The program at stage INPLACE, whose commit comes before `sin`."""
+    made = program()
+    insert(made, "sin", commit)
+    made.stage = "INPLACE"
+    if write:
+        insert(made, "sin", aten.add_.Tensor, node(made, "b"), 1)
+        made.writes = (2,)
+    return made
+
+
 def test_mutation_is_allowed_in_place():
-    program_in_place = program()
-    insert(program_in_place, "sin", aten.add_.Tensor, node(program_in_place, "a"), 1)
-    program_in_place.stage = "INPLACE"
-    check(program_in_place)
+    check(in_place())
+
+
+def test_a_commit_is_for_stage_in_place():
+    broken = in_place(write=False)
+    broken.stage = "FUNCTIONAL"
+    assert "`commit` commits at stage FUNCTIONAL: only INPLACE has one" in words(broken)
+
+
+def test_two_commits():
+    broken = in_place()
+    insert(broken, "sin", commit)
+    assert "a program at stage INPLACE has one commit, this one has 2" in words(broken)
+
+
+def test_a_commit_that_is_not_given_what_is_guarded():
+    broken = in_place()
+    broken.value_guards = (ValueGuard(0, 1.0, "here"),)
+    assert "the commit is not given what the guards on values are of" in words(broken)
+
+
+def test_a_write_before_the_commit():
+    broken = in_place()
+    insert(broken, "commit", aten.add_.Tensor, node(broken, "b"), 1)
+    assert "writes its argument `self` (`b`), before the commit" in words(broken)
+
+
+def test_a_temporary_may_be_written_before_the_commit():
+    fine = in_place()
+    made = insert(fine, "commit", aten.cos.default, node(fine, "a"))
+    insert(fine, "commit", aten.add_.Tensor, made, 1)
+    check(fine)
+
+
+def test_a_resize_in_place():
+    broken = in_place()
+    insert(broken, "sin", RESIZE_STORAGE, node(broken, "a"), 0)
+    assert "is a resize: resizes belong to the epilogue" in words(broken)
+
+
+def test_a_random_op_after_the_commit():
+    broken = in_place()
+    insert(broken, "sin", aten.rand_like.default, node(broken, "a"))
+    assert "may fail, or wait for others, after the commit" in words(broken)
+
+
+def test_a_write_that_is_not_told():
+    broken = in_place()
+    broken.writes = (0,)
+    assert "ops write the inputs [2], and `writes` says [0]" in words(broken)
 
 
 def test_resize():
