@@ -6,12 +6,15 @@
     live.storages                    a record per storage that the graph makes: nbytes, first, last, nodes
 
 Inputs and constants are the caller's and are not counted: they are live throughout. Results are live to the end.
+What a collective reads is live until its wait: the backend holds it, or a copy of it as large (gloo's reduce-scatter).
 Sizes are those of the fake values in `node.meta["val"]`. Linear in nodes and edges.
 Invariant: a storage counts once however many values are views of it.
+Not counted: what an op, or a backend for a collective, allocates and frees while it runs.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,6 +23,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from functionalize.core.aliases import Aliases, storage_key
+
+_FUNCTIONAL = "_c10d_functional"
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +41,7 @@ class Liveness:
     """The lifetimes of the storages that a graph makes, in the order of its nodes, or in another `order`."""
 
     def __init__(self, graph: fx.Graph, order: Sequence[fx.Node] | None = None) -> None:
+        self.graph = graph
         self.nodes = list(graph.nodes) if order is None else list(order)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.of: dict[fx.Node, tuple[Storage, ...]] = {}
@@ -73,9 +79,30 @@ class Liveness:
                     found[id(storage)] = storage
                     storage.nodes.append(node)
             self.of[node] = tuple(found.values())
+        self._use()
+
+    def _use(self) -> None:
+        """Let every storage live to its last use: once per node, a list's parts would each ask for all of it."""
+        last: dict[fx.Node, int] = {}
+        for place, node in enumerate(self.nodes):
             for used in (node, *node.all_input_nodes):
-                for storage in self.of[used]:
-                    storage.last = max(storage.last, place)
+                last[used] = max(place, last.get(used, 0))
+            for held in held_before(node):
+                last[held] = max(place - 1, last.get(held, 0))
+        for node, place in last.items():
+            for storage in self.of[node]:
+                storage.last = max(storage.last, place)
+
+
+def held_before(node: fx.Node) -> list[fx.Node]:
+    """What a backend holds no longer than to this wait: what the collective reads."""
+    if getattr(node.target, "namespace", "") != _FUNCTIONAL or not node.all_input_nodes:
+        return []
+    source = node.all_input_nodes[0]
+    if source.target is operator.getitem:  # of a coalesced collective
+        source = source.all_input_nodes[0]
+    started = getattr(source.target, "namespace", "") == _FUNCTIONAL
+    return source.all_input_nodes if started else []
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

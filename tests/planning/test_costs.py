@@ -1,0 +1,143 @@
+"""The roofline: FLOPs are those that `FlopCounterMode` counts, and each kind of node is priced as its table says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import functionalize as fz
+from functionalize._compat import FakeTensorMode
+from functionalize.errors import PassError
+from functionalize.planning.costs import MACHINES, Machine, flops, machine_named, moved, seconds
+
+MACHINE = Machine(100.0, 10.0, 5.0, 3.0, 1.0, 2.0, ((torch.bfloat16, 400.0),))
+
+
+def node_of(target, *args, **kwargs) -> fx.Node:
+    """A node on tensors, with fake values."""
+    graph, mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [mode.from_tensor(a) if torch.is_tensor(a) else a for a in args]
+        value = target(*fakes, **kwargs)
+    nodes = []
+    for fake in fakes:
+        nodes.append(graph.placeholder("x") if torch.is_tensor(fake) else fake)
+        if torch.is_tensor(fake):
+            nodes[-1].meta["val"] = fake
+    node = graph.call_function(target, tuple(nodes), kwargs)
+    node.meta["val"] = value
+    return node
+
+
+def captured(step, *args):
+    """The program of a step, and the FLOPs that torch counts while it runs."""
+    step = fz.capture(step)
+    for _ in range(3):
+        step(*args)
+    assert step.stats.replays
+    program = step.program
+    program.graph_module  # noqa: B018
+    return program
+
+
+def test_flops_of_a_whole_step_are_what_torch_counts():
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 8)),
+        nn.Conv1d(1, 4, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(32, 64),
+        nn.GELU(),
+        nn.Unflatten(1, (4, 16)),
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        nn.Linear(16, 3),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x):
+        with sdpa_kernel(SDPBackend.MATH):  # the other one of CPUs counts as nothing in torch
+            loss = model(x).pow(2).mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x = torch.randn(5, 8)
+    program = captured(step, x)
+    with FlopCounterMode(display=False) as counter:
+        step(x)
+    assert sum(map(flops, program.graph.nodes)) == counter.get_total_flops() > 0
+
+
+def test_attention_on_cpus_counts_as_two_matmuls():
+    q = torch.empty(2, 3, 16, 8)
+    program = fz.trace(lambda q: F.scaled_dot_product_attention(q, q, q), q)
+    program.graph_module  # noqa: B018
+    assert sum(map(flops, program.graph.nodes)) == 2 * (2 * 2 * 3 * 16 * 16 * 8)
+
+
+def test_an_op_takes_as_long_as_the_slower_of_compute_and_memory():
+    mm = node_of(torch.ops.aten.mm.default, torch.empty(10, 10), torch.empty(10, 10))
+    assert (flops(mm), moved(mm)) == (2000, 1200)
+    assert seconds(mm, MACHINE) == 1 + 120
+    assert seconds(mm, Machine(1.0, 10.0, 5.0, 3.0, 1.0)) == 1 + 2000
+    half = node_of(torch.ops.aten.mm.default, *(torch.empty(50, 50).bfloat16(),) * 2)
+    assert seconds(half, Machine(1.0, 1e9, 5.0, 3.0, 0.0, matrix_flops=MACHINE.matrix_flops)) == (
+        250_000 / 400
+    )
+
+
+def test_views_parts_and_waits_cost_nothing():
+    t = node_of(torch.ops.aten.t.default, torch.empty(3, 4))
+    split = node_of(torch.ops.aten.split.Tensor, torch.empty(4), 2)
+    wait = node_of(torch.ops._c10d_functional.wait_tensor.default, torch.empty(4))
+    for node in (t, split, wait, *t.all_input_nodes):
+        assert (moved(node), flops(node), seconds(node, MACHINE)) == (0, 0, 0)
+
+
+def test_an_expanded_tensor_is_read_once():
+    expanded = torch.empty(()).expand(100)
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x = torch.empty(()).expand(100)
+    a = graph.placeholder("a")
+    a.meta["val"] = x
+    node = graph.call_function(torch.ops.aten.add.Tensor, (a, 1))
+    node.meta["val"] = torch.empty_like(expanded)
+    assert moved(node) == 4 + node.meta["val"].untyped_storage().nbytes()
+
+
+def test_collectives_cost_latency_and_what_a_ring_sends():
+    ops, x = torch.ops._c10d_functional, torch.empty(8)
+    gather = node_of(ops.all_gather_into_tensor.default, x, 4, "0")
+    scatter = node_of(ops.reduce_scatter_tensor.default, x, "sum", 4, "0")
+    reduce = node_of(ops.all_reduce.default, x, "sum", "0")
+    assert [moved(n) for n in (gather, scatter, reduce)] == [96, 24, 64]
+    assert seconds(gather, MACHINE) == 3 + 96 / 5
+
+
+def test_a_copy_to_the_host_goes_over_its_link():
+    graph = fx.Graph()
+    a = graph.placeholder("a")
+    with FakeTensorMode():
+        a.meta["val"] = torch.empty(100, device="cuda")
+        to_host = graph.call_function(torch.ops.aten._to_copy.default, (a,), {"device": "cpu"})
+        to_host.meta["val"] = torch.empty(100)
+    assert seconds(to_host, MACHINE) == 1 + 400 / 2
+
+
+def test_machines_have_names():
+    graph = node_of(torch.ops.aten.t.default, torch.empty(3, 4)).graph
+    assert machine_named("auto") is machine_named("auto", graph) is MACHINES["cpu"]
+    with FakeTensorMode():
+        next(iter(graph.nodes)).meta["val"] = torch.empty(1, device="cuda")
+    assert machine_named("auto", graph) is MACHINES["h100"]
+    with pytest.raises(PassError) as error:
+        machine_named("abacus")
+    assert_expected_inline(
+        str(error.value), """no machine `abacus`; there are auto, a100, cpu, h100"""
+    )
