@@ -1,0 +1,60 @@
+"""Erase ops whose value nobody uses.
+
+    sin = aten.sin(x)                                           (gone)
+    mul = aten.mul(x, 2)                                        mul = aten.mul(x, 2)
+    rand = aten.rand([4])                                       rand = aten.rand([4])
+    return mul                                                  return mul
+
+A captured program has none; passes leave some behind. (FX's `eliminate_dead_code` and Inductor's keep what their flags
+call impure: a collective is not, a generator's state that nobody reads is.)
+
+Invariant: random ops stay, so that a replay draws as eager does; collectives, their waits and barriers stay, so that
+every rank issues the same; so do ops that write. One sweep from the end, linear.
+
+Refuses to drop an input that nobody needs: guards and sources name inputs by number, and the caller owns them anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from functionalize.core.dead_code import is_impure
+from functionalize.core.generators import is_random
+from functionalize.core.program import Program
+from passes.infra import STAGES, Pass, on_graph_module
+
+
+@dataclass(frozen=True)
+class DropDeadCode(Pass):
+    """Erase what nobody uses."""
+
+    name: ClassVar[str] = "drop_dead_code"
+    accepts: ClassVar[tuple[str, ...]] = STAGES
+
+    def apply(self, program: Program) -> int:
+        erased = 0
+        for node in reversed(program.graph.nodes):
+            if node.op in ("call_function", "get_attr") and not node.users and _is_pure(node):
+                program.graph.erase_node(node)
+                erased += 1
+        return erased
+
+
+def drop_dead_code(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
+) -> fx.GraphModule:
+    """`gm` itself without the ops whose value nobody uses."""
+    return on_graph_module(DropDeadCode())(gm, example_inputs)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node does no more than make its value; a bare graph may hold ops that no program has."""
+    if is_impure(node):
+        return False
+    return (
+        is_random(node) or not node.is_impure()
+    )  # the only pure random op reads a generator's state

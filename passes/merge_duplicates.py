@@ -1,0 +1,235 @@
+"""Compute what is computed twice only once (common subexpressions).
+
+    t = aten.t(w); mm = aten.mm(x, t)            t = aten.t(w); mm = aten.mm(x, t)
+    t_1 = aten.t(w); mm_1 = aten.mm(y, t_1)      mm_1 = aten.mm(y, t)
+
+Two values are equal if the same pure op made them from equal arguments; views, if they look the same way at equal
+memory, whatever ops led there. `1`, `1.0` and `True` are not equal, nor are `0.0` and `-0.0`. torch's `fx_graph_cse`
+takes a list of random ops for complete, merges collectives, knows no lifetimes (it would undo activation
+checkpointing), compares arguments with `==` and leaves every value alone that shares memory with an output.
+
+Invariant: every op computes on equal bits with the same geometry. At no point of the graph is more memory live, unless
+`held` allows it: a value takes the place of a later one only if it is live then anyway, or shares its memory.
+
+Refuses
+- random ops, collectives, waits, barriers, ops that write, ops without a value, `empty` and its like, ops that torch
+  calls nondeterministic, and ops of other libraries, which may do what they do not say;
+- to make one value of two that are both handed out: the caller was promised memory of his own for each;
+- to keep a value for longer than it would live (`held` bytes of it are allowed; none: any size);
+- a graph in which an op writes (at a stage where ops do).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from functionalize.core.aliases import results, results_of, written_nodes
+from functionalize.core.dead_code import is_impure
+from functionalize.core.epilogue import Set
+from functionalize.core.generators import is_random
+from functionalize.core.ops import geometry_of
+from functionalize.core.program import Program
+from functionalize.planning.liveness import Liveness, Storage
+from passes.infra import Pass, chain, is_plain, on_graph_module, revalue
+
+aten = torch.ops.aten
+_UNDEFINED = frozenset(
+    {
+        aten.empty,
+        aten.empty_like,
+        aten.empty_permuted,
+        aten.empty_quantized,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+    }
+)
+_PYTHON = ("_operator", "math")  # functions of numbers, and `getitem`
+_WRITING = (operator.setitem, operator.delitem)
+_TORCH = ("aten", "prims")
+_ATOMS = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+
+
+@dataclass(frozen=True)
+class MergeDuplicates(Pass):
+    """Compute equal values once.
+
+    held: how many bytes of a value may be kept for a later one when it is not live then anyway; None: any number.
+    """
+
+    name: ClassVar[str] = "merge_duplicates"
+    held: int | None = 0
+
+    def apply(self, program: Program) -> int:
+        nodes = list(program.graph.nodes)
+        if any(written_nodes(node) for node in nodes):
+            return 0
+        lives, numbers = Lives(program), Numbers(bool(program.guards))
+        kept: dict[Hashable, fx.Node] = {}  # (number, memory) -> the last node of that value
+        done = 0
+        for node in nodes:
+            number = numbers.number(node)
+            first = kept.get((number, lives.home(node)), kept.get(number))
+            if first is None or not lives.may_merge(first, node, self.held):
+                kept[number] = kept[number, lives.home(node)] = node
+                continue
+            lives.merge(first, node)
+            node.replace_all_uses_with(first)
+            done += 1
+        if done:
+            for node in reversed(nodes):  # what was there for the duplicates goes with them
+                if not node.users and numbers.is_known(node):
+                    program.graph.erase_node(node)
+            revalue(program.graph)
+        return done
+
+
+def merge_duplicates(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, *, held: int | None = 0
+) -> fx.GraphModule:
+    """`gm` itself, equal values computed once; its outputs share no memory anew."""
+    return on_graph_module(MergeDuplicates(held))(gm, example_inputs)
+
+
+# -- which values are equal ------------------------------------------------------------------------
+
+
+class Numbers:
+    """A number for every node, equal for nodes whose values are equal bit for bit and laid out alike."""
+
+    def __init__(self, guarded: bool) -> None:
+        self.guarded = guarded
+        self._of: dict[fx.Node, int] = {}
+        self._known: dict[Hashable, int] = {}
+        self._pure: set[fx.Node] = set()
+        self._origin: dict[fx.Node, fx.Node] = {}  # what a view is a view of in the end
+
+    def number(self, node: fx.Node) -> int:
+        """The number of a node; ask for every node, in the order of the graph."""
+        key = self._key(node)
+        if key is None:
+            key = node  # equal to nothing else
+        else:
+            self._pure.add(node)
+        found = self._of[node] = self._known.setdefault(key, len(self._known))
+        return found
+
+    def is_known(self, node: fx.Node) -> bool:
+        """Whether a node is of a kind that can be merged."""
+        return node in self._pure
+
+    def _key(self, node: fx.Node) -> Hashable | None:
+        if node.op == "get_attr":
+            return ("constant", str(node.target))
+        if node.op != "call_function" or not _is_repeatable(node):
+            return None
+        above = next(chain(node, self.guarded), None) if is_plain(node) else None
+        if above is not None and is_plain(above):
+            origin = self._origin[node] = self._origin.get(above, above)
+            return ("view", self._of[origin], geometry_of(node.meta["val"]))
+        try:
+            return (node.target, self._canonical(node.args), self._canonical(node.kwargs))
+        except TypeError:
+            return None
+
+    def _canonical(self, arg: Any) -> Hashable:
+        """An argument so that equal keys mean equal values; raises `TypeError` if that cannot be told."""
+        if isinstance(arg, fx.Node):
+            return ("node", self._of[arg])
+        if isinstance(arg, (list, tuple)):
+            return tuple(self._canonical(each) for each in arg)
+        if isinstance(arg, dict):
+            return tuple((name, self._canonical(arg[name])) for name in sorted(arg))
+        if isinstance(arg, float):
+            return (float, arg.hex())
+        if isinstance(arg, complex):
+            return (complex, arg.real.hex(), arg.imag.hex())
+        if type(arg) in (bool, int) or isinstance(arg, _ATOMS):
+            return (type(arg), arg)
+        raise TypeError(type(arg))
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether a node makes the same value again from the same arguments, and does nothing else."""
+    target: Any = node.target
+    if not hasattr(target, "_schema"):
+        return getattr(target, "__module__", None) in _PYTHON and target not in _WRITING
+    if target.namespace not in _TORCH or is_impure(node) or is_random(node):
+        return False
+    if torch.Tag.nondeterministic_bitwise in target.tags:
+        return False
+    return bool(target._schema.returns) and target.overloadpacket not in _UNDEFINED
+
+
+# -- which of them may be one ----------------------------------------------------------------------
+
+
+class Lives:
+    """The lives of storages before any merge, and which of them have become one since."""
+
+    def __init__(self, program: Program) -> None:
+        self._live = Liveness(program.graph)
+        self._joined: dict[Storage, Storage] = {}
+        self._given: set[Storage] = set()
+        slots = results(program.graph)
+        handed = [r.slot for role in program.outputs for r in results_of(role)]
+        handed += [a.slot for a in program.epilogue if isinstance(a, Set) and a.slot is not None]
+        for slot in handed:
+            if isinstance(slots[slot], fx.Node):
+                self._given |= set(self._storages(slots[slot]))
+
+    def home(self, node: fx.Node) -> Hashable:
+        """What is equal for nodes on the same memory."""
+        return tuple(map(id, self._storages(node)))
+
+    def may_merge(self, first: fx.Node, node: fx.Node, held: int | None) -> bool:
+        """Whether `first` may be used for `node`, too."""
+        mine, its = self._storages(node), self._storages(first)
+        if mine == its:
+            return True
+        parts, others = _parts(node), _parts(first)
+        if len(mine) != len(its) or (parts.keys() - others.keys() and held is not None):
+            return False  # a part taken late keeps all parts until then
+        return all(self._may_join(a, b, node, held) for a, b in self._joining(first, node))
+
+    def _joining(self, first: fx.Node, node: fx.Node) -> list[tuple[Storage, Storage]]:
+        """The storages of `node` that are used, and those of `first` that would take their place."""
+        used = {s for part in _parts(node).values() for s in self._storages(part)}
+        pairs = zip(self._storages(node), self._storages(first), strict=True)
+        return [(a, b) for a, b in pairs if a is not b and a in used]
+
+    def _may_join(self, mine: Storage, its: Storage, node: fx.Node, held: int | None) -> bool:
+        place = self._live.place[node]
+        if mine.first != place or (mine in self._given and its in self._given):
+            return False
+        return its.last >= place or held is None or its.nbytes <= held
+
+    def merge(self, first: fx.Node, node: fx.Node) -> None:
+        """`first` is used for `node`, too."""
+        for mine, its in self._joining(first, node):
+            self._joined[mine] = its
+            its.last = max(its.last, mine.last)
+            if mine in self._given:
+                self._given.add(its)
+
+    def _storages(self, node: fx.Node) -> list[Storage]:
+        return [self._now(storage) for storage in self._live.of[node]]
+
+    def _now(self, storage: Storage) -> Storage:
+        while storage in self._joined:
+            storage = self._joined[storage]
+        return storage
+
+
+def _parts(node: fx.Node, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], fx.Node]:
+    """The tensors that are taken out of a tuple of them, by place in it; a node that is no tuple is its only part."""
+    if not isinstance(node.meta.get("val"), (list, tuple)):
+        return {place: node}
+    taken = [n for n in node.users if n.target is operator.getitem]
+    return {at: n for each in taken for at, n in _parts(each, (*place, each.args[1])).items()}

@@ -1,0 +1,148 @@
+"""Remove ops that change nothing, and views that undo each other.
+
+    t = aten.t(w); t_1 = aten.t(t); mm = aten.mm(x, t_1)     mm = aten.mm(x, w)
+    detach = aten.detach(x); view = aten.view(detach, [4])   x, if it is of size [4]
+    (a,) = aten.split_with_sizes(x, [4])                     x, likewise
+    pow = aten.pow(x, 1)                                     clone = aten.clone(x)
+
+A view goes if its source, or what that is a view of, is seen through it with the same size, stride, offset and dtype.
+An op that copies its argument bit for bit becomes a `clone`; whether a copy may go is a question of whose memory it
+is, which `elide_copies` answers. (Inductor's `remove_noop_ops` answers it for neither an epilogue nor lifetimes, and
+sees no views that undo each other.)
+
+Invariant: every op computes on values with the same geometry, on the same memory. No memory lives longer.
+
+Refuses
+- a view that is handed out, if what it is a view of is an input, a constant or handed out, too;
+- an `as_strided` of an input that may begin anywhere in its storage (in a bare graph: no guard says where);
+- a copy whose result is laid out otherwise than a `clone` of its argument;
+- arithmetic that changes nothing but the payload of a NaN (`x * 1`, `x + 0`); values of unknown sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from functionalize.core.ops import geometry_of
+from functionalize.core.program import Program
+from passes.infra import Pass, chain, erase_unused, is_plain, on_graph_module, set_value, viewed
+
+aten = torch.ops.aten
+_CLONE = aten.clone.default
+
+
+@dataclass(frozen=True)
+class RemoveNoops(Pass):
+    """Remove what changes nothing."""
+
+    name: ClassVar[str] = "remove_noops"
+
+    def apply(self, program: Program) -> int:
+        done, guarded = 0, bool(program.guards)
+        for node in list(program.graph.nodes):
+            if node.op != "call_function" or not node.users or not is_plain(node):
+                continue
+            same = _same(node, guarded)
+            if same is not None:
+                node.replace_all_uses_with(same)
+                erase_unused(node)
+                done += 1
+            elif node.target in _COPIED:
+                done += _to_clone(node)
+        return done
+
+
+def remove_noops(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
+    """`gm` itself without the ops that change nothing."""
+    return on_graph_module(RemoveNoops())(gm, example_inputs)
+
+
+def _same(node: fx.Node, guarded: bool) -> fx.Node | None:
+    """The farthest value that a view is a view of and looks just like, and that may take its place."""
+    if viewed(node) is None:
+        return None
+    wanted, found = geometry_of(node.meta["val"]), None
+    returned = any(user.op == "output" for user in node.users)
+    for above in chain(node, guarded):
+        if not is_plain(above) or geometry_of(above.meta["val"]) != wanted:
+            continue
+        if not returned or not _is_spoken_for(above):
+            found = above
+    return found
+
+
+def _is_spoken_for(node: fx.Node) -> bool:
+    """Whether a value is the caller's already, or will be."""
+    return node.op != "call_function" or any(user.op == "output" for user in node.users)
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def _given(node: fx.Node, at: int, name: str, default: Any = None) -> Any:
+    return node.args[at] if at < len(node.args) else node.kwargs.get(name, default)
+
+
+def _of_power(node: fx.Node) -> Any:
+    return node.args[0] if _given(node, 1, "exponent") == 1 else None
+
+
+def _of_cat(node: fx.Node) -> Any:
+    tensors = _given(node, 0, "tensors")
+    return tensors[0] if len(tensors) == 1 else None
+
+
+def _of_repeat(node: fx.Node) -> Any:
+    return node.args[0] if all(n == 1 for n in _given(node, 1, "repeats")) else None
+
+
+def _of_padding(node: fx.Node) -> Any:
+    return node.args[0] if not any(_given(node, 1, "pad")) else None
+
+
+def _of_rounding(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return None if value.is_floating_point() else node.args[0]
+
+
+def _of_slice(node: fx.Node) -> Any:
+    """Of a `slice_scatter` that writes over all there is."""
+    source, step = _given(node, 1, "src"), _given(node, 5, "step", 1)
+    return source if step == 1 and source.meta["val"].shape == node.meta["val"].shape else None
+
+
+_COPIED: Mapping[Any, Callable[[fx.Node], Any]] = MappingProxyType(
+    {
+        aten.pow.Tensor_Scalar: _of_power,  # torch's kernels copy for this exponent
+        aten.cat.default: _of_cat,
+        aten.repeat.default: _of_repeat,
+        aten.constant_pad_nd.default: _of_padding,
+        aten.slice_scatter.default: _of_slice,
+        **{op.default: _of_rounding for op in (aten.ceil, aten.floor, aten.round, aten.trunc)},
+    }
+)
+
+
+def _to_clone(node: fx.Node) -> bool:
+    """Make a `clone` of an op that copies its argument, unless that would be laid out otherwise."""
+    source = _COPIED[node.target](node)
+    if not isinstance(source, fx.Node) or not is_plain(source):
+        return False
+    with node.graph.inserting_before(node):
+        clone = node.graph.create_node("call_function", _CLONE, (source,), name="clone")
+    clone.meta = dict(node.meta)
+    set_value(clone)
+    old, new = node.meta["val"], clone.meta["val"]
+    assert isinstance(old, Tensor)
+    if geometry_of(old) != geometry_of(new) or old.device != new.device:
+        node.graph.erase_node(clone)
+        return False
+    node.replace_all_uses_with(clone)
+    erase_unused(node)
+    return True
