@@ -1,0 +1,255 @@
+"""Issue all-gathers before they are needed, reduce-scatters as soon as they can be, and wait as late as possible.
+
+    w = wait(all_gather(cat(a)))                 g = all_gather(cat(a)); h = all_gather(cat(b))
+    y = mm(x, w)                                 w = wait(g); y = mm(x, w)
+    v = wait(all_gather(cat(b)))                 v = wait(h); z = mm(y, v)
+    z = mm(y, v)
+
+A gather is issued, with the pack of its shards, before the wait of the one that comes `depth` before it: so many are
+under way while the model computes. A reduce-scatter is issued after the last of its gradients. Waits move down to the
+first reader of their result. Until then a backend holds what a reduce-scatter reads, whole gradients: with `reduces`,
+one is waited for before the pack of the one that comes so many after it (eager FSDP2: 1).
+
+Invariant: the same nodes, in another order. No two collectives change places, of whatever group, so that ranks which
+replay another order of the rest still meet. `reorder` lets gathers pass reduce-scatters, in which case all ranks must
+run this pass alike. budget_mb bounds the peak (`planning/liveness.py`) in MiB: reduce-scatters are waited for earlier
+and gathers issued later until it fits; a program that is above the budget anyway is told in the history.
+Refuses to move
+- a gather past what its shards are computed from, past another collective, a barrier, or a gather of its own group;
+- a collective that `passes/patterns.py` does not know.
+
+torch's `overlap_scheduling` reorders collectives by times that the ranks agree on while compiling, and asks Triton for
+the bandwidth of the device; `raise_comms` and `sink_waits` work on Inductor's scheduler nodes, not on a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from functionalize.core.program import Program
+from functionalize.errors import PassError
+from functionalize.planning.liveness import Liveness, held_before
+from passes.infra import Pass, on_graph_module
+from passes.patterns import WAIT, Gather, Reduce, gathers, is_collective, reduces
+
+_MB = 2**20
+_BOUNDS = (None, 8, 4, 2, 1)
+_ROUNDS = 16  # two do; a graph on which this one would not settle is as right after any number
+
+
+@dataclass(frozen=True)
+class Prefetch(Pass):
+    """Issue collectives early, wait for them late.
+
+    depth: how many gathers are under way besides the one that is waited for. reduces: how many reduce-scatters are
+    (None: as many as the budget allows). budget_mb: the peak may be that many MiB. reorder: gathers may be issued
+    before reduce-scatters that were recorded before them.
+    """
+
+    name: ClassVar[str] = "prefetch"
+    depth: int = 1
+    reduces: int | None = None
+    budget_mb: float | None = None
+    reorder: bool = False
+
+    def __post_init__(self) -> None:
+        for name, given in (("depth", self.depth), ("reduces", self.reduces)):
+            if given is not None and given < 1:
+                raise PassError(
+                    f"`prefetch`: {name} says how many are under way, at least 1, not {given}"
+                )
+
+    @property
+    def changes_collectives(self) -> bool:  # type: ignore[override]
+        """Whether gathers may pass reduce-scatters."""
+        return self.reorder
+
+    def apply(self, program: Program) -> int:
+        graph, before = program.graph, list(program.graph.nodes)
+        bound = self._bound(graph)
+        for _ in range(_ROUNDS):
+            if not _settle_waits(graph, bound) + self._hoist(graph, bound):
+                break
+        if self.budget_mb is not None:
+            peak = Liveness(graph).peak / _MB
+            if peak > self.budget_mb:
+                text = f"a peak of {peak:.3f} MiB, above the budget of {self.budget_mb:.3f} MiB"
+                program.history = (*program.history, f"{self.name}: {text}")
+        return _moved(before, list(graph.nodes))
+
+    def _bound(self, graph: fx.Graph) -> int | None:
+        """How many reduce-scatters may be under way."""
+        if self.reduces is not None or self.budget_mb is None:
+            return self.reduces
+        for bound in _BOUNDS:
+            _settle_waits(graph, bound)
+            if Liveness(graph).peak <= self.budget_mb * _MB:
+                return bound
+        return 1
+
+    def _hoist(self, graph: fx.Graph, bound: int | None) -> int:
+        """Issue every collective as early as it may be, in their order; returns how many moved."""
+        room = None if self.budget_mb is None else _Room(graph, int(self.budget_mb * _MB))
+        order = _Order(graph, bound)
+        for node in list(graph.nodes):
+            if is_collective(node):
+                wanted = order.anchors(node, self.depth, self.reorder)
+                at = next((at for at in wanted if room is None or room.take(node, order, at)), None)
+                order.settle(node, at)
+        return order.move()
+
+
+def prefetch(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    depth: int = 1,
+    reduces: int | None = None,
+    budget_mb: float | None = None,
+    reorder: bool = False,
+) -> fx.GraphModule:
+    """`gm` itself with its collectives issued earlier and waited for later."""
+    return on_graph_module(Prefetch(depth, reduces, budget_mb, reorder))(gm, example_inputs)
+
+
+def _settle_waits(graph: fx.Graph, bound: int | None) -> int:
+    """Move waits to the first reader of their result, or as far as the bound allows; returns how many moved."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    last = _last(graph, place, bound)
+    waits = graph.find_nodes(op="call_function", target=WAIT)
+    waits.sort(key=lambda wait: place[wait.all_input_nodes[0]])
+    settled: dict[fx.Node, fx.Node] = {}  # a node -> the first of the waits that stand before it
+    moved = 0
+    for wait in reversed(waits):
+        if wait.users:
+            ends = [*wait.users, last[wait]] if wait in last else [*wait.users]
+            end = min(ends, key=place.__getitem__)
+            before = settled.get(end, end)
+            if wait.next is not before:
+                before.prepend(wait)
+                moved += 1
+            settled[end] = wait
+    return moved
+
+
+def _last(graph: fx.Graph, place: dict[fx.Node, int], bound: int | None) -> dict[fx.Node, fx.Node]:
+    """The waits of reduce-scatters that must stand before the pack of a later one, and that pack."""
+    found: dict[fx.Node, fx.Node] = {}
+    every = reduces(graph) if bound is not None else []
+    for each, later in zip(every, every[bound:], strict=False):
+        pack = later.pack if later.pack is not None else later.start
+        found[each.wait] = pack if place[pack] > place[each.start] else later.start
+    return found
+
+
+def _moved(before: list[fx.Node], after: list[fx.Node]) -> int:
+    """How many collectives and waits stand behind other ops than they did, not counting each other."""
+    if before == after:
+        return 0
+    places: list[dict[fx.Node, int]] = []
+    fixed = {n for n in before if not is_collective(n) and n.target is not WAIT}
+    for nodes in (before, after):
+        count = list(accumulate(node in fixed for node in nodes))
+        places.append({n: at for n, at in zip(nodes, count, strict=True) if n not in fixed})
+    return max(1, sum(places[0][node] != at for node, at in places[1].items()))
+
+
+class _Order:
+    """Where the collectives of a graph go, decided one after the other."""
+
+    def __init__(self, graph: fx.Graph, bound: int | None) -> None:
+        self.nodes = list(graph.nodes)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        last = _last(graph, self.place, bound)
+        self.awaited = {pack: self.place[wait] + 1 for wait, pack in last.items()}
+        self.inputs = sum(node.op == "placeholder" for node in self.nodes)
+        self.gathers = gathers(graph)
+        self.number = {gather.start: i for i, gather in enumerate(self.gathers)}
+        known: list[Gather | Reduce] = [*self.gathers, *reduces(graph)]
+        self.chain = {
+            each.start: [*each.feed, each.start] for each in known
+        }  # what is moved with it
+        self.passable = {each.start for each in known if isinstance(each, Reduce)}
+        self.passable |= {r.all_reduce for r in known if isinstance(r, Reduce) and r.all_reduce}
+        self.moves: list[tuple[fx.Node, fx.Node]] = []
+        self.moved: set[fx.Node] = set()
+        self.floor = self.gather_floor = self.inputs  # what comes next cannot go above these places
+
+    def anchors(self, node: fx.Node, depth: int, reorder: bool) -> Iterator[int]:
+        """The places before which a collective may go, the earliest first."""
+        chain, here = self.chain.get(node), self.place[node]
+        if chain is None:
+            return
+        above = (self.place[n] for each in chain for n in each.all_input_nodes if n not in chain)
+        ready = max((at + 1 for at in above), default=0)
+        if node not in self.number:
+            awaited = max((self.awaited.get(n, 0) for n in chain), default=0)
+            at = self._free(max(ready, self.floor, awaited), chain)
+            if at < here:
+                yield at
+            return
+        floor = max(ready, self.gather_floor if reorder else self.floor)
+        last, number = -1, self.number[node]
+        for ahead in range(min(depth, number + 1), 0, -1):
+            first = [*self.gathers[number - ahead].waits] if ahead <= number else []
+            at = self._free(max(floor, min((self.place[n] for n in first), default=0)), chain)
+            if last < at < here:
+                yield at
+            last = at
+
+    def _free(self, at: int, chain: list[fx.Node]) -> int:
+        """The first place from `at` on whose node stays: it is neither moved nor of the chain that moves there."""
+        while at < len(self.nodes) and (self.nodes[at] in chain or self.nodes[at] in self.moved):
+            at += 1
+        return at
+
+    def settle(self, node: fx.Node, at: int | None) -> None:
+        """A collective goes before the node at a place, or stays."""
+        if at is None:
+            floor = self.place[node] + 1
+        else:
+            floor = at
+            self.moves.append((self.nodes[at], node))
+            self.moved.update(n for n in self.chain[node] if self.place[n] > at)
+        self.floor = max(self.floor, floor)
+        if node not in self.passable:
+            self.gather_floor = max(self.gather_floor, floor)
+
+    def move(self) -> int:
+        """Do what was decided."""
+        for before, node in self.moves:
+            for each in self.chain[node]:
+                if self.place[each] > self.place[before]:
+                    before.prepend(each)
+                    self.place[each] = self.place[before]  # it may be of a later chain, too
+        return len(self.moves)
+
+
+class _Room:
+    """How much memory is in use at each place, and how much may be."""
+
+    def __init__(self, graph: fx.Graph, limit: int) -> None:
+        self.live = Liveness(graph)
+        self.limit = max(limit, self.live.peak)
+        self.used = torch.tensor(self.live.timeline, dtype=torch.int64)
+
+    def take(self, node: fx.Node, order: _Order, at: int) -> bool:
+        """Account for a collective before another place, if it fits there."""
+        made = {s for n in order.chain[node] for s in self.live.of[n] if order.nodes[s.first] is n}
+        for storage in made:
+            self.used[at : max(at, storage.first)] += storage.nbytes
+        held = {
+            s for n in held_before(order.nodes[at]) for s in self.live.of[n] if s.last == at - 1
+        }
+        peak = int(self.used[at : order.place[node]].max())
+        if max(peak, int(self.used[at]) + sum(s.nbytes for s in held)) <= self.limit:
+            return True
+        for storage in made:
+            self.used[at : max(at, storage.first)] -= storage.nbytes
+        return False

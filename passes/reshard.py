@@ -1,0 +1,313 @@
+"""Choose which gathered parameters live on from forward to backward, and which are gathered again.
+
+    keep="none" (ZeRO-3)                               keep="all" (ZeRO-2)
+    w = wait(all_gather(shard))                        w = wait(all_gather(shard))
+    y = mm(x, w)                                       y = mm(x, w)
+    ...                                                ...
+    w_1 = wait(all_gather(shard))                      dx = mm(dy, t(w))
+    dx = mm(dy, t(w_1))
+
+Two gathers of the same shards have the same value: to keep is to let the second one go, to reshard is to repeat the
+first one, with the views that lead from it to its readers, before the first reader in another phase. What lies
+between two phases that read one parameter group is a gap. `keep="budget"` keeps as many gaps as fit, those first that
+save the most time for a byte (`planning/costs.py`), of equal ones the shortest. Microbatches have a gap between each
+forward and backward, so that a group may be kept for some of them.
+
+budget_mb bounds the peak (`planning/liveness.py`) of the graph that results, in MiB. It sees activations, whose sizes
+may differ from rank to rank, and with them the choice: ranks must then be given kept_mb, which bounds the gathered
+parameters alone that are kept at once, and these are equal on all ranks.
+
+Invariant: every reader gets the same bits. A group keeps the order of its collectives but for those that go or come.
+Refuses
+- gathers of different values: other shards (an optimizer ran in between), pieces, casts or ranks;
+- a gather that `passes/patterns.py` does not know, or whose parts are laid out in another way;
+- to repeat a gather that is handed to the caller, who keeps it anyway.
+A budget that cannot be met is told in the history, and everything that helps is done.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from functionalize.core.aliases import is_view
+from functionalize.core.program import Program
+from functionalize.errors import PassError
+from functionalize.planning.costs import machine_named, seconds
+from functionalize.planning.liveness import Liveness, Storage
+from passes.infra import Pass, on_graph_module, revalue, set_value
+from passes.patterns import Gather
+from passes.periods import Gap, Period, chain_of, gaps_of, nodes_of, split_node
+
+_MB = 2**20
+_KEEP = ("all", "none", "budget")
+
+
+_Choose = Callable[["_Room"], list[Gap]]
+_Change = Callable[[fx.Graph, list[Gap]], int]
+
+
+@dataclass(frozen=True)
+class Reshard(Pass):
+    """Keep gathered parameters for backward, or gather them again.
+
+    keep: `all`, `none`, or `budget`, under which the peak is at most budget_mb MiB and the parameters that are kept
+    at most kept_mb MiB. machine: by which times are modelled, see `planning/costs.py`.
+    """
+
+    name: ClassVar[str] = "reshard"
+    changes_collectives: ClassVar[bool] = True
+    keep: str = "all"
+    budget_mb: float | None = None
+    kept_mb: float | None = None
+    machine: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.keep not in _KEEP:
+            raise PassError(f"`reshard`: keep is all, none or budget, not {self.keep!r}")
+        limits = self.budget_mb is not None or self.kept_mb is not None
+        if limits != (self.keep == "budget"):
+            raise PassError("`reshard`: budget_mb and kept_mb go with keep=budget, which needs one")
+
+    def apply(self, program: Program) -> int:
+        graph = program.graph
+        if self.keep == "none":
+            return _split(graph, [gap for gap in gaps_of(graph) if gap.kept])
+        if self.keep == "all":
+            count = 0
+            while gaps := [gap for gap in gaps_of(graph) if not gap.kept]:
+                count += _merge(graph, gaps)
+            return count
+        count = self._while_any(graph, _shrink, _split) + self._while_any(graph, _grow, _merge)
+        over = _Room(graph, self).over()
+        if over:
+            program.history = (*program.history, f"{self.name}: {over}")
+        return count
+
+    def _while_any(self, graph: fx.Graph, choose: _Choose, change: _Change) -> int:
+        """Choose by the graph as it is and change it, until nothing is left to choose."""
+        total = 0
+        while count := change(graph, choose(_Room(graph, self))):
+            total += count
+        return total
+
+
+def reshard(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    keep: str = "all",
+    budget_mb: float | None = None,
+    kept_mb: float | None = None,
+    machine: str = "auto",
+) -> fx.GraphModule:
+    """`gm` itself with other gathers; without recorded phases (`node.meta["phase"]`) it can only keep."""
+    return on_graph_module(Reshard(keep, budget_mb, kept_mb, machine))(gm, example_inputs)
+
+
+# -- what fits -------------------------------------------------------------------------------------
+
+
+class _Room:
+    """The gaps of a graph, and how much memory is in use at each place."""
+
+    def __init__(self, graph: fx.Graph, options: Reshard) -> None:
+        self.gaps, self.live = gaps_of(graph), Liveness(graph)
+        machine = machine_named(options.machine, graph)
+        self.seconds = {
+            gap: sum(seconds(n, machine) for n in chain_of(gap.after[0].gather))
+            for gap in self.gaps
+        }
+        self.limits = [m and int(m * _MB) for m in (options.budget_mb, options.kept_mb)]
+        self.last = {storage: storage.last for storage in self.live.storages}
+        self.home: dict[fx.Node, Gather] = {}  # what a gather's readers will read, by its start
+        # in all, and by what is kept
+        self.used = torch.zeros(2, len(self.live.nodes), dtype=torch.int64)
+        self.used[0] = torch.tensor(self.live.timeline, dtype=torch.int64)
+        for gap in self.gaps:
+            if gap.kept:
+                self.used[1, self._inside(gap)] += self._nbytes(gap)
+        self.first_peaks = self.peaks()
+
+    def over(self) -> str:
+        """Which limit the graph is above, in words."""
+        names = ("a peak", "parameters kept")
+        for name, limit, used in zip(names, self.limits, self.peaks(), strict=True):
+            if limit is not None and used > limit:
+                return f"{name} of {used / _MB:.3f} MiB, above the budget of {limit / _MB:.3f} MiB"
+        return ""
+
+    def peaks(self) -> list[int]:
+        return [int(row.max()) if row.numel() else 0 for row in self.used]
+
+    def by_worth(self, kept: bool) -> list[Gap]:
+        """The gaps, those first that are worth the most to keep."""
+        found = [gap for gap in self.gaps if gap.kept is kept]
+        worth = {g: self.seconds[g] / max(self._nbytes(g), 1) for g in found}
+        return sorted(found, key=lambda g: (-worth[g], g.after[0].first - g.before.last))
+
+    def close(self, gap: Gap) -> bool:
+        """Keep a gap if it fits, or at least makes nothing worse."""
+        gone, chain = gap.after[0].gather, set(chain_of(gap.after[0].gather))
+        kept = self.home.get(gap.before.gather.start, gap.before.gather)
+        before, extended = self.used.clone(), dict[Storage, int]()
+        for i in gap.parts:
+            for its in self._storages(gone, i):
+                for mine in self._storages(kept, i):
+                    extended.setdefault(mine, self.last[mine])
+                    self._extend(mine, self.last[its])
+        for storage in {s for n in chain for s in self.live.of[n]}:
+            if self.live.nodes[storage.first] in chain:
+                self.used[0, storage.first : self.last[storage] + 1] -= storage.nbytes
+        self.used[1, self._inside(gap)] += self._nbytes(gap)
+        limits = zip(self.limits, self.first_peaks, self.peaks(), strict=True)
+        if any(limit is not None and used > max(limit, first) for limit, first, used in limits):
+            self.used = before
+            self.last.update(extended)
+            return False
+        for start, home in self.home.items():
+            if home is gone:
+                self.home[start] = kept
+        self.home[gone.start] = kept
+        return True
+
+    def open(self, gap: Gap) -> None:
+        """Do not keep a gap any more; leaves out what it takes to gather again."""
+        self.used[0, self._inside(gap)] -= self._nbytes(gap)
+        self.used[1, self._inside(gap)] -= self._nbytes(gap)
+
+    def covering(self, row: int, gaps: Sequence[Gap]) -> list[Gap]:
+        """Those of the gaps that are live where the most is in use."""
+        at = int(self.used[row].argmax())
+        return [g for g in gaps if g.before.last < at < g.after[0].first and self._nbytes(g)]
+
+    def _inside(self, gap: Gap) -> slice:
+        return slice(gap.before.last + 1, max(gap.after[0].first, gap.before.last + 1))
+
+    def _nbytes(self, gap: Gap) -> int:
+        gather = gap.after[0].gather
+        return sum(s.nbytes for s in {s for i in gap.parts for s in self._storages(gather, i)})
+
+    def _storages(self, gather: Gather, part: int) -> tuple[Storage, ...]:
+        node, split = gather.parts[part], split_node(gather)
+        if node is not None:
+            return self.live.of[node]
+        made = self.live.of[split] if split is not None else ()
+        return made[part : part + 1] if len(made) == len(gather.parts) else made
+
+    def _extend(self, storage: Storage, last: int) -> None:
+        if last > self.last[storage]:
+            self.used[0, self.last[storage] + 1 : last + 1] += storage.nbytes
+            self.last[storage] = last
+
+
+def _grow(room: _Room) -> list[Gap]:
+    return [gap for gap in room.by_worth(kept=False) if room.close(gap)]
+
+
+def _shrink(room: _Room) -> list[Gap]:
+    """What to gather again until the limits hold, that first which is worth the least to keep."""
+    gaps, chosen = room.by_worth(kept=True), []
+    for row, limit in enumerate(room.limits):
+        while limit is not None and room.peaks()[row] > limit:
+            found = room.covering(row, gaps)
+            if not found:
+                break
+            room.open(found[-1])
+            gaps.remove(found[-1])
+            chosen.append(found[-1])
+    return chosen
+
+
+# -- rewriting -------------------------------------------------------------------------------------
+
+
+def _merge(graph: fx.Graph, gaps: list[Gap]) -> int:
+    """Read the earlier gather of each gap; the later one goes."""
+    home: dict[fx.Node, Gather] = {}
+    for gap in sorted(gaps, key=lambda g: g.after[0].first):
+        kept, gone = gap.before.gather, gap.after[0].gather
+        kept = home[gone.start] = home.get(kept.start, kept)
+        for i in gap.parts:
+            part = gone.parts[i]
+            if part is not None:
+                part.replace_all_uses_with(_part(graph, kept, i))
+        for node in reversed(chain_of(gone)):
+            if not node.users:
+                graph.erase_node(node)
+    if gaps:
+        revalue(graph)
+    return len(gaps)
+
+
+def _part(graph: fx.Graph, gather: Gather, number: int) -> fx.Node:
+    """A part of a gather, made if nobody has read it yet."""
+    part, split = gather.parts[number], split_node(gather)
+    if part is not None:
+        return part
+    assert split is not None
+    for user in split.users:
+        if user.args[1] == number:
+            return user
+    with graph.inserting_after(split):
+        part = graph.call_function(operator.getitem, (split, number))
+    part.meta = {k: v for k, v in split.meta.items() if k not in ("val", "tensor_meta")}
+    set_value(part)
+    return part
+
+
+def _split(graph: fx.Graph, gaps: list[Gap]) -> int:
+    """Gather again for what comes after each gap, up to the next one."""
+    for gap in sorted(
+        gaps, key=lambda g: -g.after[0].first
+    ):  # the last one first: each takes all that follows
+        _repeat(graph, gap.after)
+    return len(gaps)
+
+
+def _repeat(graph: fx.Graph, periods: list[Period]) -> None:
+    """Repeat a gather, and the views of it that are read, before the first reader of the periods."""
+    gather = periods[0].gather
+    reads = [read for period in periods for read in period.reads]
+    reads = [(reader, value) for reader, value in reads if value in reader.all_input_nodes]
+    before, copies = reads[0][0], dict[fx.Node, fx.Node]()
+    place: dict[str, Any] = {
+        k: before.meta[k] for k in ("phase", "seq_nr", "autograd_node") if k in before.meta
+    }
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            with graph.inserting_before(before):
+                copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+            copies[node].meta = {**node.meta, **place}
+            set_value(copies[node])
+        return copies[node]
+
+    for node in nodes_of(gather):
+        if not is_view(node) or any(n in copies for n in node.all_input_nodes):
+            copy(node)
+    for reader, value in reads:
+        for view in reversed(list(_up(value, copies))):
+            copy(view)
+        reader.replace_input_with(value, copies[value])
+        _erase(graph, value)
+
+
+def _up(value: fx.Node, until: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+    """A view and what it is a view of, up to what is in `until`."""
+    while value not in until:
+        yield value
+        value = value.all_input_nodes[0]
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a view that nobody reads, and those that were there for it."""
+    while not node.users and is_view(node):
+        above = node.all_input_nodes[0]
+        graph.erase_node(node)
+        node = above
