@@ -22,17 +22,62 @@ from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from functionalize.errors import PassError
+from passes.bucket_gathers import BucketGathers
+from passes.bucket_reduces import BucketReduces
+from passes.drop_dead_code import DropDeadCode
 from passes.elide_copies import ElideCopies
+from passes.fold_views import FoldViews
 from passes.infra import Pass, option_text
+from passes.merge_duplicates import MergeDuplicates
+from passes.offload import Offload
+from passes.partition import Partition
+from passes.prefetch import Prefetch
 from passes.recompute_views import RecomputeViews
+from passes.reinplace import Reinplace
+from passes.remat import Remat
+from passes.remove_noops import RemoveNoops
+from passes.reshard import Reshard
+from passes.schedule_memory import ScheduleMemory
 from passes.verify import Verify
 
 PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
-    {each.name: each for each in (ElideCopies, RecomputeViews, Verify)}
+    {
+        each.name: each
+        for each in (
+            BucketGathers,
+            BucketReduces,
+            DropDeadCode,
+            ElideCopies,
+            FoldViews,
+            MergeDuplicates,
+            Partition,
+            Prefetch,
+            Offload,
+            RecomputeViews,
+            Reinplace,
+            Remat,
+            RemoveNoops,
+            Reshard,
+            ScheduleMemory,
+            Verify,
+        )
+    }
 )
 
-# default: preserves every bit of every result, and never needs more memory.
-PIPELINES: Mapping[str, str] = types.MappingProxyType({"default": "elide_copies"})
+# cleanup: fewer nodes; what they compute, and what communicates, stays.
+# default: preserves every bit of every result, and never needs more memory; collectives stay as eager issues them.
+# fast: may round differently (sums over more than two ranks are merged) and may need more memory.
+_CLEANUP = "remove_noops,elide_copies,fold_views,merge_duplicates,drop_dead_code"
+PIPELINES: Mapping[str, str] = types.MappingProxyType(
+    {
+        "cleanup": _CLEANUP,
+        "default": f"{_CLEANUP},reinplace,schedule_memory",
+        "fast": (
+            f"{_CLEANUP},bucket_gathers{{mb=1, across=true}},bucket_reduces{{mb=1, across=true, rounding=true}},"
+            "prefetch,reinplace"
+        ),
+    }
+)
 
 _ITEM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\{(?P<options>[^{}]*)\})?\s*(?P<end>,|$)")
 

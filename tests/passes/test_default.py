@@ -8,6 +8,8 @@ import functionalize as fz
 import passes
 from examples.compare import assert_bitwise_equal, run_eager, run_trace
 from examples.programs import PROGRAMS
+from functionalize.errors import PassError
+from passes.infra import INPLACE
 
 
 def traced(fn, *args):
@@ -21,7 +23,23 @@ def test_replay_is_eager(program):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
 def test_second_run_changes_nothing(program):
+    once = passes.run(fz.trace(program.fns[0], *program.make_args()), "cleanup")
+    twice = passes.run(once, "cleanup")
+    again = twice.history[len(once.history) :]
+    assert [each.partition(": ")[2] for each in again] == ["0"] * len(passes.parse("cleanup")), (
+        again
+    )
+    assert twice.print_readable(False) == once.print_readable(False)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
+def test_in_place_or_not_a_second_run_of_the_end_changes_nothing(program):
     once = traced(program.fns[0], *program.make_args())
-    twice = passes.run(once, "default")
-    assert twice.history == (*once.history, "elide_copies: 0")
+    if once.stage == INPLACE:
+        with pytest.raises(
+            PassError, match="accepts a program at stage FUNCTIONAL, this one is at INPLACE"
+        ):
+            passes.run(once, "default")
+    twice = passes.run(once, "schedule_memory")
+    assert twice.history == (*once.history, "schedule_memory: 0")
     assert twice.print_readable(False) == once.print_readable(False)

@@ -9,7 +9,23 @@ import pytest
 
 import passes
 from functionalize.errors import PassError
-from passes import ElideCopies, Pass, RecomputeViews, Verify, parse, pipeline, pipeline_text
+from passes import (
+    DropDeadCode,
+    ElideCopies,
+    FoldViews,
+    MergeDuplicates,
+    Pass,
+    RecomputeViews,
+    Reinplace,
+    RemoveNoops,
+    ScheduleMemory,
+    Verify,
+    parse,
+    pipeline,
+    pipeline_text,
+)
+
+CLEANUP = (RemoveNoops(), ElideCopies(), FoldViews(), MergeDuplicates(), DropDeadCode())
 
 
 @dataclass(frozen=True)
@@ -32,11 +48,12 @@ class Options(Pass):
     ("text", "expected"),
     [
         ("", ()),
-        ("default", (ElideCopies(),)),
+        ("cleanup", CLEANUP),
+        ("default", (*CLEANUP, Reinplace(), ScheduleMemory())),
         ("elide_copies", (ElideCopies(),)),
         (" elide_copies , verify ", (ElideCopies(), Verify())),
         ("elide_copies{}", (ElideCopies(),)),
-        ("default,verify", (ElideCopies(), Verify())),
+        ("cleanup,verify", (*CLEANUP, Verify())),
         (
             "elide_copies{parts=true},recompute_views{outputs=3, emptied=w+b}",
             (ElideCopies(parts=True), RecomputeViews(3, ("w", "b"))),
@@ -69,8 +86,8 @@ def test_defaults_are_left_out():
     [
         (
             "elide_copy",
-            "no pass `elide_copy` (did you mean `elide_copies`?); there are default, elide_copies, "
-            "recompute_views, verify",
+            "no pass `elide_copy` (did you mean `elide_copies`?); there are "
+            + ", ".join(sorted({*passes.PASSES, *passes.PIPELINES})),
         ),
         (
             "elide_copies{part=true}",
@@ -78,8 +95,9 @@ def test_defaults_are_left_out():
         ),
         ("verify{x=1}", "`verify` has no option `x`; it has none"),
         (
-            "default{parts=true}",
-            "`default` is a pipeline, which has no options; it is 'elide_copies'",
+            "cleanup{parts=true}",
+            "`cleanup` is a pipeline, which has no options; it is "
+            "'remove_noops,elide_copies,fold_views,merge_duplicates,drop_dead_code'",
         ),
         (
             "elide_copies{parts=1}",
