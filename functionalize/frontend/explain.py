@@ -17,6 +17,7 @@ from functionalize.frontend import sources
 from functionalize.frontend.fsdp import FSDPTensor
 from functionalize.frontend.lifted import HyperparameterNumber
 from functionalize.frontend.reach import Held
+from functionalize.run.boxed import boxed
 
 if TYPE_CHECKING:
     from functionalize.frontend.programs import Kept, Programs
@@ -48,6 +49,8 @@ def _of_program(number: int, kept: Kept) -> Iterator[str]:
         f"{len(program.epilogue)} actions after the graph, {guards} guards before it and "
         f"{len(program.value_guards)} on numbers that Python read"
     )
+    if program.runner is not None and program.runner is not boxed:
+        yield f"  run by {getattr(program.runner, '__name__', program.runner)}"
     width = max((len(spec.name) for spec in program.inputs), default=0)
     for spec in program.inputs:
         yield f"    {spec.name:{width}}  {spec.geometry}  {source_text(spec, program.inputs)}"

@@ -30,7 +30,7 @@ from functionalize.core.archive import FilePath, damaged, refusal
 from functionalize.core.encoding import Decoder, Encoder
 from functionalize.core.persist import Reader, Runner, Writer
 from functionalize.core.program import Program
-from functionalize.errors import LoadError, SaveError
+from functionalize.errors import CompileError, LoadError, SaveError
 from functionalize.frontend.agreement import Vote
 from functionalize.frontend.fingerprint import fingerprint, mismatch, world
 from functionalize.frontend.forms import Gone, forms
@@ -40,10 +40,10 @@ from functionalize.frontend.lifted import Key
 from functionalize.frontend.naming import Names, check_order
 from functionalize.frontend.programs import Kept
 from functionalize.frontend.reach import reachable
-from functionalize.run.boxed import boxed
+from functionalize.run import RUNNERS
 
 log = logging.getLogger("functionalize")
-RUNNERS: Mapping[str, Runner] = {persist.runner_name(boxed): boxed}
+_RUNNERS: Mapping[str, Runner] = {persist.runner_name(each): each for each in RUNNERS.values()}
 Json = Any
 
 
@@ -61,7 +61,7 @@ def load(path: FilePath) -> Program:
 
     Raises `LoadError` if the file is damaged, or of another version of torch, Python or this library.
     """
-    return persist.load_program(path, RUNNERS)
+    return persist.load_program(path, _RUNNERS)
 
 
 def path_of_rank(path: FilePath) -> Path:
@@ -180,14 +180,20 @@ def _read(path: Path, names: Names, metadata: Json) -> Saved:
     kept = []
     for code in content["programs"]:
         decoder = Decoder(code["records"], forms(names), names.object)
-        kept.append(_read_kept(Reader(decoder, RUNNERS, groups, constants), code))
+        kept.append(_read_kept(Reader(decoder, _RUNNERS, groups, constants), code))
     return Saved(kept, Decoder((), ()).value(content["lifted"]), vote)
 
 
 def _read_kept(reader: Reader, code: Json) -> tuple[Hashable, Kept]:
     value = reader.decoder.value
+    program = reader.program(code["program"])
+    if program.runner is not RUNNERS[None]:
+        try:
+            program.prepare()
+        except CompileError as error:
+            raise LoadError(f"holds a program that cannot be compiled here: {error}") from error
     kept = Kept(
-        reader.program(code["program"]),
+        program,
         value(code["slots"]),
         value(code["effects"]),
         value(code["history"]),

@@ -42,6 +42,8 @@ from functionalize.frontend.persist import Saved, load_step, save_step
 from functionalize.frontend.programs import Kept, Programs, key_of
 from functionalize.frontend.recording import Entry, Exit, Recording, Remains
 from functionalize.frontend.stats import Stats
+from functionalize.run import runner
+from functionalize.run.boxed import boxed
 
 log = logging.getLogger("functionalize")
 _MAX_WARMUPS = 5
@@ -55,6 +57,7 @@ def capture(
     on_uncapturable: OnUncapturable = "raise",
     max_programs: int = 16,
     backward: bool = False,
+    compile: Literal["inductor", "cudagraphs"] | None = None,
 ) -> Any:
     """Record `train_step` (any callable; also a decorator) and replay it from then on.
 
@@ -64,12 +67,15 @@ def capture(
     max_programs: how many programs are kept side by side (shapes, train and eval, microbatches); the least recently
     used goes.
     backward: it is a forward, whose outputs are gone backward from outside: by a program, too, see `forward.py`.
+    compile: what runs the programs: Inductor (not bit for bit), CUDA graphs, or (None) one op after the other. A
+    program that it cannot take is refused as one that cannot be captured, with a `CompileError`.
     Whatever the step itself raises passes through. Raises `ValueError` for a mode it does not know.
     """
     if on_uncapturable not in ("raise", "eager"):
         raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
     if max_programs < 1:
         raise ValueError(f"max_programs is at least 1, not {max_programs}")
+    runner(compile)
     if train_step is None:
         return functools.partial(
             capture,
@@ -77,12 +83,13 @@ def capture(
             on_uncapturable=on_uncapturable,
             max_programs=max_programs,
             backward=backward,
+            compile=compile,
         )
     if backward:
         from functionalize.frontend.forward import CapturedForward  # which builds on this file
 
-        return CapturedForward(train_step, passes, on_uncapturable, max_programs)
-    return CapturedStep(train_step, passes, on_uncapturable, max_programs)
+        return CapturedForward(train_step, passes, on_uncapturable, max_programs, compile)
+    return CapturedStep(train_step, passes, on_uncapturable, max_programs, compile)
 
 
 class CapturedStep:
@@ -94,10 +101,11 @@ class CapturedStep:
         passes: Sequence[Any] | str,
         on_uncapturable: OnUncapturable,
         max_programs: int,
+        compile: str | None,
     ) -> None:
         functools.update_wrapper(self, train_step)
         self.stats = Stats()
-        self._fn, self._passes = train_step, _parsed(passes)
+        self._fn, self._passes, self._runner = train_step, _parsed(passes), runner(compile)
         self._compares = any(each.changes_collectives for each in self._passes)
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         self._raises = on_uncapturable == "raise"
@@ -356,12 +364,15 @@ class CapturedStep:
         return Kept(program, exit.assigned, exit.effects, exit.history, reason, issued=issued)
 
     def _passed(self, program: Program) -> Program:
-        """The program, or a copy of it after the passes."""
-        if not self._passes:
-            return program
-        import passes  # the arrow of imports points from passes to here
+        """The program, or a copy of it after the passes, ready to be run."""
+        if self._passes:
+            import passes  # the arrow of imports points from passes to here
 
-        return passes.run(program, self._passes)
+            program = passes.run(program, self._passes)
+        program.runner = self._runner
+        if self._runner is not boxed:  # which asks for nothing that the first replay could not do
+            program.prepare()
+        return program
 
     def _agreed(self, mine: Outcome, recorder: Recorder) -> Outcome:
         """The outcome, or the worst on any rank where all must do the same from here on."""

@@ -1,0 +1,118 @@
+"""Whether a device can record a program as one graph, and if not, every reason why.
+
+    `item` reads a number of a tensor on cuda:0, which waits for the device: ...
+    `opt_0_0_step` (float32[]) is in host memory: ...
+
+A recording fixes addresses, sizes and everything that the host computes; a launch repeats what the device does.
+So all tensors must be the device's. The exceptions are numbers: an input of no dimensions in host memory is read at
+every call, and what is computed from it alone is computed while recording.
+
+Refusals: listed by `reasons`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from functionalize._compat import group_of_name
+from functionalize.core.barrier import BARRIER
+from functionalize.core.commit import is_commit
+from functionalize.core.generators import GET_STATE, SEED, SET_STATE
+from functionalize.core.inputs import InputSpec
+from functionalize.core.program import Program
+
+
+def is_host_number(spec: InputSpec, kind: str) -> bool:
+    """Whether an input is a number in host memory, as a lifted learning rate is. kind: of the device that records."""
+    return kind != "cpu" and spec.device.type == "cpu" and spec.geometry.size == ()
+
+
+def reasons(program: Program, kind: str, backends: Sequence[str]) -> list[str]:
+    """Why a program cannot be recorded by a device. kind: of device; backends: that it can record.
+
+    Every node needs its `val`. Linear in nodes.
+    """
+    found = list(_of_inputs(program, kind))
+    written = {program.inputs[a.input].name for a in program.epilogue if hasattr(a, "nbytes")}
+    found += [f"`{name}` is grown or freed at the end of every step" for name in sorted(written)]
+    host: set[fx.Node] = set()  # numbers, and what is computed from them alone
+    told: set[fx.Node] = set()  # on another device, for which there is a reason already
+    specs = iter(program.inputs)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = next(specs)
+            if is_host_number(spec, kind):
+                host.add(node)
+            elif spec.device.type != kind:
+                told.add(node)
+        elif node.op == "get_attr":
+            if _is_host_scalar(node):
+                host.add(node)
+        elif node.op == "call_function" and not is_commit(node):
+            found += _of_node(node, kind, backends, host, told)
+    return found
+
+
+def _of_inputs(program: Program, kind: str) -> Iterator[str]:
+    for spec in program.inputs:
+        if spec.device.type != kind and not is_host_number(spec, kind):
+            yield f"`{spec.name}` ({spec.geometry}) is on {spec.device}: move it to the device"
+
+
+def _of_node(
+    node: fx.Node,
+    kind: str,
+    backends: Sequence[str],
+    host: set[fx.Node],
+    told: set[fx.Node],
+) -> Iterator[str]:
+    if node.target is BARRIER:
+        yield f"`{node.name}` is a barrier, at which the host waits"
+    elif node.target in (GET_STATE, SET_STATE, SEED):
+        told.add(node)
+        yield f"`{node.name}` reads or sets a generator, which the host does: draw other numbers without that"
+    elif getattr(node.target, "namespace", "") == "_c10d_functional":
+        yield from _of_collective(node, backends)
+    elif _is_number(node.meta.get("val")):
+        if all(n in host for n in node.all_input_nodes):
+            host.add(node)
+        else:
+            source = node.all_input_nodes[0].name
+            yield f"`{node.name}` reads a number from `{source}`, for which the host waits: keep it a tensor"
+    elif any(t.device.type != kind for t in _tensors(node.meta.get("val"))):
+        if told.isdisjoint(node.all_input_nodes):
+            device = next(_tensors(node.meta["val"])).device
+            yield (
+                f"`{node.name}` ({node.target}) computes on {device}, which no launch repeats: an optimizer's "
+                "step count moves to the device with `capturable=True` or `fused=True`"
+            )
+        told.add(node)
+
+
+def _of_collective(node: fx.Node, backends: Sequence[str]) -> Iterator[str]:
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+        if argument.name == "group_name":
+            backend = str(dist.get_backend(group_of_name(str(value))))
+            if backend not in backends:
+                yield f"`{node.name}` communicates by {backend}, which only the host can do"
+
+
+def _is_host_scalar(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, complex))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)

@@ -1,0 +1,65 @@
+"""Ops at stage INPLACE that may as well make a new value: what a compiler takes must be pure.
+
+    mul = aten.mul.Tensor(x, 2)                    mul = aten.mul.Tensor(x, 2)
+    add_ = aten.add_.Tensor(mul, 1)           ->   add = aten.add.Tensor(mul, 1)
+    return add_                                    return add
+
+Invariant: nobody can tell: nothing on the written memory is read after the op but what the op itself returns.
+Refusals: memory of an input or a constant; a value of another layout than what is written; several results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from functionalize.core.aliases import Aliases, written_nodes
+from functionalize.core.ops import geometry_of
+from functionalize.core.program import Program
+from functionalize.core.rules.mutations import functional_form, is_mutating
+from functionalize.errors import UnsupportedOpError
+
+
+def undone(program: Program) -> dict[fx.Node, Any]:
+    """The functional op for every op of the graph that writes where it need not. Linear in nodes and edges."""
+    nodes = list(program.graph.nodes)
+    if program.stage != "INPLACE":
+        return {}
+    aliases, place = Aliases(program.graph), {node: i for i, node in enumerate(nodes)}
+    latest: dict[fx.Node, int] = {}  # group -> the last use of any of its nodes so far
+    lent = {aliases.of(n) for n in nodes if n.op in ("placeholder", "get_attr")}
+    found: dict[fx.Node, Any] = {}
+    for node in nodes:
+        group = aliases.of(node)
+        target = _functional(node)
+        if target is not None and group not in lent and latest.get(group, -1) <= place[node]:
+            found[node] = target
+        last = max((place[user] for user in node.users), default=place[node])
+        latest[group] = max(latest.get(group, -1), last)
+    return found
+
+
+def _functional(node: fx.Node) -> Any:
+    """The op that returns what this one writes, if that is all that either does."""
+    target: Any = node.target
+    if node.op != "call_function" or not hasattr(target, "_schema") or not is_mutating(target):
+        return None
+    try:
+        form = functional_form(target)
+    except UnsupportedOpError:
+        return None
+    written = written_nodes(node)
+    if form.dropped or form.order or form.defaults or not form.single or len(written) != 1:
+        return None
+    result = _result(node, form.target)
+    same = isinstance(result, Tensor) and geometry_of(result) == geometry_of(
+        written[0][1].meta["val"]
+    )
+    return form.target if same else None
+
+
+def _result(node: fx.Node, target: Any) -> Any:
+    """What the functional op makes, as a fake."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return target(*args, **kwargs)

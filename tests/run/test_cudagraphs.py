@@ -1,0 +1,241 @@
+"""`compile="cudagraphs"`: what may be recorded, and what happens around a recording.
+
+No device is needed, and none has been: a stand-in runs the ops again where CUDA would launch its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import functionalize as fz
+import passes
+from functionalize.core.generators import GET_STATE, SEED
+from functionalize.errors import CompileError, GuardError
+from functionalize.run.cudagraphs import Device, Recordings, cudagraphs
+from functionalize.run.recordable import reasons
+from tests.ranks import run_on_ranks
+
+
+class StandIn:
+    """Counts recordings and launches; a launch writes new results where the recorded ones are."""
+
+    def __init__(self) -> None:
+        self.recorded = self.launched = 0
+
+    def record(self, body: Callable[[], Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
+        self.recorded += 1
+        results = body()
+
+        def launch() -> None:
+            self.launched += 1
+            for old, new in zip(results, body(), strict=True):
+                old.copy_(new)
+
+        return launch, results
+
+
+def step(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    loss = (x @ w).sum(0)
+    w.sub_(loss, alpha=0.1)
+    return loss, loss[1:]
+
+
+def captured(device: StandIn) -> tuple[Any, nn.Linear]:
+    """A step whose weight is found in a module, run by recordings of `device`."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    captured = fz.capture(train)
+    for _ in range(3):
+        captured(torch.ones(2, 3))
+    program = captured.program
+    program.runner = lambda p: Recordings(p, Device("cuda", ("nccl",), device.record))
+    program._run = None
+    return captured, model
+
+
+def test_a_real_step_then_one_recording_then_launches() -> None:
+    device = StandIn()
+    ours, model = captured(device)
+    other, twin = captured(StandIn())
+    other.program.runner, other.program._run = None, None
+    results: list[tuple[Tensor, Tensor]] = []
+    for i in range(5):
+        x = torch.full((2, 3), float(i))  # in other memory each time
+        results.append((ours(x), other(x).clone()))
+        assert torch.equal(model.weight, twin.weight)
+    assert all(
+        torch.equal(a, b) for a, b in results
+    )  # no launch has overwritten what was handed out
+    assert (device.recorded, device.launched) == (1, 4)
+
+
+def test_a_parameter_that_moves_is_recorded_again() -> None:
+    device = StandIn()
+    ours, model = captured(device)
+    for _ in range(3):
+        ours(torch.ones(2, 3))
+    model.weight.data = model.weight.data.clone()
+    before = model.weight.clone()
+    ours(torch.ones(2, 3))
+    assert device.recorded == 2
+    assert not torch.equal(model.weight, before)
+
+
+def test_there_is_a_recording_for_each_rate() -> None:
+    device = StandIn()
+    ours, model = captured(device)
+    (optimizer,) = [
+        c.cell_contents for c in ours.__wrapped__.__closure__ if hasattr(c.cell_contents, "state")
+    ]
+    optimizer.zero_grad()
+    for rate in (0.1, 0.1, 0.2, 0.1, 0.2):
+        optimizer.param_groups[0]["lr"] = rate
+        before = model.weight.clone()
+        ours(torch.ones(2, 3))
+        assert not torch.equal(model.weight, before)
+    assert (device.recorded, device.launched) == (2, 4)
+
+
+def test_results_share_memory_with_each_other_only() -> None:
+    device = StandIn()
+    program = fz.trace(step, torch.ones(2, 3), torch.ones(3, 3))
+    program.runner = lambda p: Recordings(p, Device("cpu", (), device.record))
+    x, w = torch.ones(2, 3), torch.ones(3, 3)
+    program(x, w), program(x, w)
+    loss, part = program(x, w)
+    kept = loss.clone()
+    assert part.untyped_storage().data_ptr() == loss.untyped_storage().data_ptr()
+    program(x, w)
+    assert torch.equal(loss, kept) and torch.equal(part, kept[1:])
+
+
+def test_in_place_a_commit_comes_before_each_launch() -> None:
+    device = StandIn()
+    seen: list[tuple[Any, int]] = []
+    program = passes.run(fz.trace(step, torch.ones(2, 3), torch.ones(3, 3)), "reinplace")
+    assert program.stage == "INPLACE" and program.writes == (1,)
+    run = Recordings(program, Device("cpu", (), device.record))
+    x, w = torch.ones(2, 3), torch.ones(3, 3)
+    run([x, w], lambda *values: seen.append((values, device.launched)))
+    run([x, w], lambda *values: seen.append((values, device.launched)))
+    assert seen == [((), 0), ((), 0)]
+
+    def refuses(*values: Any) -> None:
+        raise GuardError("no")
+
+    before = w.clone()
+    with pytest.raises(GuardError):
+        run([x, w], refuses)
+    assert torch.equal(w, before)  # written where it is, and only by a launch
+
+
+def test_a_step_that_is_recorded_again_and_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    run = Recordings(fz.trace(lambda x: x + 1, torch.ones(2)), Device("cpu", (), StandIn().record))
+    run._arguments, run._fixed = [], [0]  # as if the argument were a parameter that always moves
+    tensors = [torch.ones(2) for _ in range(17)]
+    for tensor in tensors:
+        run([tensor])
+    assert "has recorded a step 16 times: parameters move" in caplog.text
+    assert len(run._kept) == 4
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+def test_every_reason_is_told() -> None:
+    def fn(x: Tensor, lr: Tensor) -> Tensor:
+        state = GET_STATE(torch.device("cpu"))
+        SEED(3)
+        n = x.sum().item()
+        return x * lr.item() * n + state.sum()
+
+    program = _captured(fn, torch.ones(3), torch.tensor(0.5))
+    with pytest.raises(CompileError) as raised:
+        cudagraphs(program)
+    text = str(raised.value)
+    assert text.startswith("compile='cudagraphs' cannot take this step, for 4 reasons:\n  1. ")
+    assert "`args_0` (float32[3]) is on cpu: move it to the device" in text
+    assert "`get_rng_state` reads or sets a generator, which the host does" in text
+    assert "`manual_seed` reads or sets a generator" in text
+    assert "reads a number from `sum_1`, for which the host waits: keep it a tensor" in text
+    assert "`_local_scalar_dense_1`" not in text  # of a number in host memory: part of a recording
+    assert text.endswith("run it without `compile`, or with compile='inductor'")
+
+
+def _captured(fn: Callable[..., Any], *args: Any) -> fz.Program:
+    step = fz.capture(fn)
+    for _ in range(3):
+        step(*args)
+    program = step.program
+    assert program is not None
+    program.graph_module  # noqa: B018 (fills `node.meta`)
+    return program
+
+
+def test_what_is_on_the_other_device_is_told_once() -> None:
+    program = fz.trace(lambda x: (torch.ones(2, device="cpu").sin() + 1).cos(), torch.ones(3))
+    program.graph_module  # noqa: B018
+    program.inputs = ()
+    (reason,) = reasons(_without_inputs(program), "cuda", ("nccl",))
+    assert reason.startswith("`ones` (aten.ones.default) computes on cpu, which no launch repeats")
+    assert "`capturable=True` or `fused=True`" in reason
+
+
+def _without_inputs(program: fz.Program) -> fz.Program:
+    for node in program.graph.find_nodes(op="placeholder"):
+        program.graph.erase_node(node)
+    return program
+
+
+def test_a_storage_that_is_freed_is_told() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x + 1
+        fz.resize_storage_bytes_(x, 0)
+        return y
+
+    program = fz.trace(fn, torch.ones(3))
+    program.graph_module  # noqa: B018
+    assert reasons(program, "cpu", ()) == ["`x` is grown or freed at the end of every step"]
+
+
+def communicating() -> list[str]:
+    def fn(x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        dist.barrier()
+        return x + 1
+
+    return reasons(_captured(fn, torch.ones(2)), "cpu", ("nccl",))
+
+
+def test_what_the_host_communicates_is_told() -> None:
+    for found in run_on_ranks(communicating, world=2):
+        assert found == [
+            "`all_reduce` communicates by gloo, which only the host can do",
+            "`barrier` is a barrier, at which the host waits",
+        ]
+
+
+def test_a_captured_step_that_cannot_be_recorded_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    step = fz.capture(lambda x: x + 1, compile="cudagraphs")
+    x = torch.ones(2)
+    with pytest.raises(CompileError, match="is on cpu: move it to the device"):
+        for _ in range(4):
+            assert torch.equal(step(x), x + 1)
+    assert "cannot be captured" in caplog.text
