@@ -1,0 +1,179 @@
+"""Peak live bytes of a training step, on two gloo ranks: eager FSDP2, and what a captured step makes of it.
+
+    python -m benchmarks.memory [--only NAME ...] [--passes PIPELINE ...] [--where] [--json]
+
+Counted by c10's own allocator count on rank 0, the same for every way (`benchmarks/allocations.py`): every CPU tensor
+byte of the process, gloo's buffers included. Megabytes of 10**6 bytes:
+
+    state   live when the step begins: shards, optimizer state, the batch
+    peak    the most that is live at one moment of the step beyond `state`: what the step itself needs
+
+The columns after are `peak` as a ratio to eager's, and behind the bar `state + peak` as a ratio to eager's. AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import functionalize as fz
+from benchmarks.allocations import count_everything, counted
+from benchmarks.capture import VOCABULARY
+from benchmarks.machine import machine
+from benchmarks.step_time import SUBJECTS, Step, Subject
+
+EAGER = "eager"
+SMALL, DEEP, WIDE, LLAMA = SUBJECTS.values()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batch, how it is sharded, and the form of AdamW."""
+
+    subject: Subject
+    optimizer: str = "fused"
+    reshard: bool = True
+
+    def step(self) -> Step:
+        """An eager training step, one FSDP2 unit for each layer and one for the rest."""
+        model, layers = self.subject.model()
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=self.reshard)
+        fully_shard(model)
+        form = {} if self.optimizer == "default" else {self.optimizer: True}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **form)  # type: ignore[arg-type]
+
+        def step(tokens: Tensor) -> Tensor:
+            llama = self.subject.llama
+            loss = model(input_ids=tokens, labels=tokens).loss if llama else model(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            detached: Tensor = loss.detach()
+            return detached
+
+        return step
+
+    def batch(self) -> Tensor:
+        """Random tokens."""
+        return torch.randint(VOCABULARY, (self.subject.batch, self.subject.sequence))
+
+
+def cases() -> dict[str, Case]:
+    """Every subject of `benchmarks.step_time`, with the forms of AdamW, resharded after forward or not."""
+    found = {name: Case(subject) for name, subject in SUBJECTS.items()}
+    for name, subject in (("4 layers", SMALL), ("width 512", WIDE)):
+        found[f"{name}, AdamW default"] = Case(subject, "default")
+        found[f"{name}, AdamW foreach"] = Case(subject, "foreach")
+        found[f"{name}, not resharded"] = Case(subject, reshard=False)
+    return found
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes. where: the ops at the moment of the peak, outermost first."""
+
+    state: int
+    peak: int
+    where: tuple[str, ...]
+
+
+def captured(step: Step, pipeline: str) -> Step:
+    """The step as it is measured: captured with a pipeline, or eager."""
+    result: Step = step if pipeline == EAGER else fz.capture(step, passes=pipeline)
+    return result
+
+
+def settle(step: Step, batch: Callable[[], Tensor]) -> None:
+    """Run until a captured step replays, an eager one as often."""
+    for _ in range(5):
+        step(batch())
+    stats: Any = getattr(step, "stats", None)
+    assert stats is None or stats.replays >= 2, step.explain()  # type: ignore[attr-defined]
+
+
+def measure(case: Case, pipeline: str) -> Peak:
+    """The counter's view of one step in the steady state."""
+    with counted() as others:  # what is left of the ways before this one
+        pass
+    step = captured(case.step(), pipeline)
+    settle(step, case.batch)
+    batch = case.batch()
+    with counted() as count:
+        step(batch)
+    return Peak(count.before - others.before, count.peak, count.where)
+
+
+def run(rank: int, folder: str, names: list[str], pipelines: list[str]) -> None:
+    """One rank; the first one writes what was measured."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    count_everything()
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        found = {p: vars(measure(cases()[name], p)) for p in (EAGER, *pipelines)}
+        results[name] = found
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(results: dict[str, dict[str, Any]], pipelines: list[str], where: bool) -> str:
+    """One row for each case."""
+    wide = max(map(len, results))
+    heads = "".join(f"  {p or 'no passes':>13}" for p in pipelines)
+    lines = [f"{'':<{wide}}  {'state MB':>9}  {'eager MB':>9}{heads}"]
+    for name, found in results.items():
+        eager = found[EAGER]
+        line = f"{name:<{wide}}  {eager['state'] / 1e6:9.2f}  {eager['peak'] / 1e6:9.2f}"
+        whole = eager["state"] + eager["peak"]
+        for p in pipelines:
+            own, all_of_it = found[p]["peak"], found[p]["state"] + found[p]["peak"]
+            line += f"  {own / eager['peak']:6.2f} | {all_of_it / whole:4.2f}"
+        lines.append(line)
+        if where:
+            lines += [f"    {p}: {' > '.join(each['where'])}" for p, each in found.items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=list(cases()), choices=list(cases()))
+    parser.add_argument("--passes", nargs="+", default=["", "default"], metavar="PIPELINE")
+    parser.add_argument("--where", action="store_true", help="which op runs at the peak")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (folder, args.only, args.passes), nprocs=2)
+        results = json.loads(Path(folder, "results.json").read_text())
+    if args.json:
+        print(json.dumps({"machine": machine(), "bytes": results}))
+        return
+    print(machine())
+    print("two gloo ranks, bytes of rank 0")
+    print(table(results, args.passes, args.where))
+
+
+if __name__ == "__main__":
+    main()
