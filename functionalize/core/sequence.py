@@ -32,14 +32,9 @@ _FUNCTIONAL = "_c10d_functional"
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "_allgather_into_tensor_out_c10d")
 _REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max", "premul_sum"})
 _SAME_SIZES = (
-    "all_reduce",
-    "allreduce",
-    "all_gather_into",
-    "_allgather_base",
-    "allgather_into",
-    "broadcast",
+    *("all_reduce", "allreduce", "all_gather_into", "_allgather_base", "allgather_into"),
+    *("reduce_scatter_tensor", "_reduce_scatter_base", "broadcast"),
 )
-_SAME_SIZES += ("reduce_scatter_tensor", "_reduce_scatter_base")
 
 
 def sequences(graph: fx.Graph) -> dict[str, Texts]:
