@@ -319,9 +319,8 @@ def _rewrite(
     for op, stay in chosen.items():
         _put_in_place(op, plan.writes[op], stay, moved)
     node.args = tuple(_now(guard, moved) for guard in guards)
-    for (
-        each
-    ) in graph.nodes:  # one at a time, `replace_all_uses_with` would be quadratic in long lists
+    # One node at a time: `replace_all_uses_with` would be quadratic in long lists.
+    for each in graph.nodes:
         if each not in moved and any(n in moved for n in each.all_input_nodes):
             each.args = fx.node.map_arg(each.args, lambda n: _now(n, moved))
             each.kwargs = fx.node.map_arg(each.kwargs, lambda n: _now(n, moved))
