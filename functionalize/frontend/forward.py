@@ -52,6 +52,7 @@ from functionalize.frontend.fsdp import FSDPEffects
 from functionalize.frontend.joint import Boundary
 from functionalize.frontend.lifted import lifted
 from functionalize.frontend.live import plain_tree
+from functionalize.frontend.options import Options
 from functionalize.frontend.outcome import Warmup
 from functionalize.frontend.programs import Kept, key_of
 from functionalize.frontend.recording import Entry, Recording
@@ -101,10 +102,10 @@ class Forward(Kept):
 class CapturedForward(CapturedStep):
     """A callable whose forward and backward are replayed, each when it is called."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        if self._compares:
-            changing = next(each for each in self._passes if each.changes_collectives)
+    def __init__(self, forward: Callable[..., Any], options: Options) -> None:
+        super().__init__(forward, options)
+        if options.compares:
+            changing = next(each for each in options.passes if each.changes_collectives)
             raise PassError(
                 f"`{changing}` changes collectives, and a forward's backward may be replayed on one rank and run on "
                 "another: capture a whole step, or leave the pass out"
@@ -266,7 +267,10 @@ class CapturedForward(CapturedStep):
             return super()._kept(taken, spec, reason)
         beside = taken.beside
         pair = taken.pair(spec, beside.saved if beside is not None else ())
-        forward, backward = self._passed(pair.forward), self._passed(pair.backward)
+        forward, backward = (
+            self._options.applied(pair.forward),
+            self._options.applied(pair.backward),
+        )
         self.stats.count(taken.recorder, pair.forward.nodes() + pair.backward.nodes(), forward)
         self.stats.nodes += backward.nodes()
         late = Backward(backward, taken.wanted, pair.used, pair.late_slots, pair.effects)

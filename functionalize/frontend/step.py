@@ -19,7 +19,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -37,17 +37,15 @@ from functionalize.frontend.handshake import disagreement
 from functionalize.frontend.history import without_history
 from functionalize.frontend.lifted import Key, lifted
 from functionalize.frontend.live import plain_tree
+from functionalize.frontend.options import Compile, OnUncapturable, Options
 from functionalize.frontend.outcome import Outcome, Warmup, agreed
 from functionalize.frontend.persist import Saved, load_step, save_step
 from functionalize.frontend.programs import Kept, Programs, key_of
 from functionalize.frontend.recording import Entry, Exit, Recording, Remains
 from functionalize.frontend.stats import Stats
-from functionalize.run import runner
-from functionalize.run.boxed import boxed
 
 log = logging.getLogger("functionalize")
 _MAX_WARMUPS = 5
-OnUncapturable = Literal["raise", "eager"]
 
 
 def capture(
@@ -57,7 +55,7 @@ def capture(
     on_uncapturable: OnUncapturable = "raise",
     max_programs: int = 16,
     backward: bool = False,
-    compile: Literal["inductor", "cudagraphs"] | None = None,
+    compile: Compile = None,
 ) -> Any:
     """Record `train_step` (any callable; also a decorator) and replay it from then on.
 
@@ -71,11 +69,7 @@ def capture(
     program that it cannot take is refused as one that cannot be captured, with a `CompileError`.
     Whatever the step itself raises passes through. Raises `ValueError` for a mode it does not know.
     """
-    if on_uncapturable not in ("raise", "eager"):
-        raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
-    if max_programs < 1:
-        raise ValueError(f"max_programs is at least 1, not {max_programs}")
-    runner(compile)
+    options = Options.of(passes, on_uncapturable, max_programs, compile)
     if train_step is None:
         return functools.partial(
             capture,
@@ -88,28 +82,19 @@ def capture(
     if backward:
         from functionalize.frontend.forward import CapturedForward  # which builds on this file
 
-        return CapturedForward(train_step, passes, on_uncapturable, max_programs, compile)
-    return CapturedStep(train_step, passes, on_uncapturable, max_programs, compile)
+        return CapturedForward(train_step, options)
+    return CapturedStep(train_step, options)
 
 
 class CapturedStep:
     """A training step that is recorded in its steady state and replayed after."""
 
-    def __init__(
-        self,
-        train_step: Callable[..., Any],
-        passes: Sequence[Any] | str,
-        on_uncapturable: OnUncapturable,
-        max_programs: int,
-        compile: str | None,
-    ) -> None:
+    def __init__(self, train_step: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, train_step)
         self.stats = Stats()
-        self._fn, self._passes, self._runner = train_step, _parsed(passes), runner(compile)
-        self._compares = any(each.changes_collectives for each in self._passes)
+        self._fn, self._options = train_step, options
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
-        self._raises = on_uncapturable == "raise"
-        self._programs = Programs(self._name, max_programs)
+        self._programs = Programs(self._name, options.max_programs)
         self._warmups: dict[Hashable, Warmup] = {}
         self._refused: dict[Hashable, FunctionalizeError] = {}
         self._lifted: frozenset[Key] = frozenset()
@@ -202,7 +187,7 @@ class CapturedStep:
         return self._refused.get(key) or self._refused.get(_ANY)
 
     def _run_refused(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
-        if self._raises:
+        if self._options.raises:
             raise error
         if self._vote is None or _ANY in self._refused:
             self.stats.eager += 1
@@ -214,7 +199,7 @@ class CapturedStep:
         """Nothing ran yet, and what the step can reach cannot be looked at."""
         refused = error if isinstance(error, FunctionalizeError) else _bug(error)
         self._refuse(key, refused)
-        if self._raises and refused is error:
+        if self._options.raises and refused is error:
             raise error
         return self._run_unseen(refused, args, kwargs)
 
@@ -357,26 +342,15 @@ class CapturedStep:
 
     def _kept(self, taken: Recording, spec: pytree.TreeSpec, reason: str) -> Kept:
         recorded = taken.program(spec)
-        program = self._passed(recorded)
+        program = self._options.applied(recorded)
         self.stats.count(taken.recorder, recorded.nodes(), program)
-        issued = fingerprints(program) if self._compares else {}
+        issued = fingerprints(program) if self._options.compares else {}
         exit = taken.exit
         return Kept(program, exit.assigned, exit.effects, exit.history, reason, issued=issued)
 
-    def _passed(self, program: Program) -> Program:
-        """The program, or a copy of it after the passes, ready to be run."""
-        if self._passes:
-            import passes  # the arrow of imports points from passes to here
-
-            program = passes.run(program, self._passes)
-        program.runner = self._runner
-        if self._runner is not boxed:  # which asks for nothing that the first replay could not do
-            program.prepare()
-        return program
-
     def _agreed(self, mine: Outcome, recorder: Recorder) -> Outcome:
         """The outcome, or the worst on any rank where all must do the same from here on."""
-        vote = Vote.of(recorder, self._compares)
+        vote = Vote.of(recorder, self._options.compares)
         if vote is None and self._vote is None:
             return mine
         vote = vote | self._vote if vote is not None else self._vote
@@ -406,7 +380,7 @@ class CapturedStep:
     def _refuse(self, key: Hashable, error: FunctionalizeError) -> None:
         self._warmups.pop(key, None)
         self._refused[key] = error
-        then = "its next call will raise" if self._raises else "it runs eagerly from now on"
+        then = "its next call will raise" if self._options.raises else "it runs eagerly from now on"
         log.warning("%s cannot be captured, %s: %s", self._name, then, error)
 
 
@@ -423,12 +397,3 @@ def _bug(bug: Exception) -> UncapturableError:
     refused = UncapturableError(f"a bug in functionalize: {type(bug).__name__}: {bug}")
     refused.__cause__ = bug
     return refused
-
-
-def _parsed(pipeline: Sequence[Any] | str) -> Sequence[Any]:
-    """The passes of a pipeline; a mistake in its text is told before any step runs."""
-    if not isinstance(pipeline, str):
-        return pipeline
-    import passes
-
-    return passes.parse(pipeline)

@@ -60,7 +60,7 @@ def test_history_and_stage():
 
 
 def test_pipeline_text_is_accepted():
-    assert passes.run(program(), "default").history == ("elide_copies: 1",)
+    assert passes.run(program(), "elide_copies,verify").history == ("elide_copies: 1", "verify: 0")
 
 
 def test_original_is_untouched():
