@@ -9,13 +9,19 @@
 3. Nothing of the caller's changes before the last guard, and nothing but what the epilogue names:
    what epilogue, guards and outputs name exists and fits; what is handed out shares memory with
    nothing else; what the epilogue copies is not overwritten by the epilogue itself.
-4. `val` and `tensor_meta` are there and agree with each other and with the inputs.
+4. What a collective makes is read through its wait and by nothing else.
+5. `val` and `tensor_meta` are there and agree with each other and with the inputs.
 
+That every rank issues the same collectives is checked where ranks are: when a recording ends
+(`frontend/handshake.py`), before replays of programs whose passes may have changed them
+(`frontend/agreement.py`), and for every other pass by `passes.run`. That work is linear is no property
+of a graph: `tests/laws/test_linear.py` counts it.
 Rewrites nothing. Linear in nodes and edges.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -37,6 +43,7 @@ from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.printer import window_text
 from functionalize.core.program import Program, Result
 from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.core.sequence import groups_of
 from functionalize.errors import VerifyError
 from passes.infra import INPLACE, STAGES, Pass, program_of
 
@@ -222,6 +229,28 @@ def _empty_reads(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding
             yield node, f"{verb} {empty[each]}"
 
 
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def _waited(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+    started: dict[fx.Node, str] = {}  # what is under way, and the collective that it is of
+    for node in nodes:
+        if groups_of(node.target, node.args):
+            started[node] = node.name
+        elif node.target is operator.getitem and node.all_input_nodes[0] in started:
+            started[node] = started[node.all_input_nodes[0]]
+            continue
+        if getattr(node.target, "namespace", "") == "_c10d_functional" and node not in started:
+            continue  # a wait
+        for used in node.all_input_nodes:
+            if used in started and used is not node:
+                yield (
+                    node,
+                    f"`{node.name}` reads `{used.name}`, which `{started[used]}` has only begun to make: "
+                    "read what `wait_tensor` returns",
+                )
+
+
 # -- what leaves the graph -------------------------------------------------------------------------
 
 
@@ -347,4 +376,4 @@ def _guards(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
             yield None, f"a {type(each).__name__} names input {index} of {len(program.inputs)}"
 
 
-_CHECKS = (_metadata, _purity, _empty_reads, _outputs, _epilogue, _guards)
+_CHECKS = (_metadata, _purity, _empty_reads, _waited, _outputs, _epilogue, _guards)

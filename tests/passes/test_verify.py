@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from functionalize.errors import VerifyError
 from passes.verify import check
 
 aten = torch.ops.aten
+FUNCTIONAL = torch.ops._c10d_functional
 FLAT = contiguous_geometry((4,), torch.float32)
 
 
@@ -283,6 +285,40 @@ def test_read_past_the_end_of_an_input():
 
 
 # -- what leaves the graph -------------------------------------------------------------------------
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def test_what_a_collective_has_only_begun_to_make():
+    broken = program()
+    begun = insert(broken, "sin", FUNCTIONAL.all_reduce.default, node(broken, "a"), "sum", "0")
+    insert(broken, "sin", aten.cos.default, begun)
+    assert (
+        f"`cos_default` reads `{begun.name}`, which `{begun.name}` has only begun to make: read what `wait_tensor` returns"
+        in words(broken)
+    )
+
+
+def test_a_wait_and_a_collective_that_nobody_reads():
+    sound = program()
+    begun = insert(sound, "sin", FUNCTIONAL.all_reduce.default, node(sound, "a"), "sum", "0")
+    insert(sound, "sin", FUNCTIONAL.wait_tensor.default, begun)
+    insert(sound, "sin", FUNCTIONAL.all_reduce.default, node(sound, "a"), "max", "0")
+    check(sound)
+
+
+def test_part_of_a_list_that_is_under_way():
+    broken = program()
+    begun = insert(
+        broken, "sin", FUNCTIONAL.all_reduce_coalesced.default, [node(broken, "a")], "sum", "0"
+    )
+    part = insert(broken, "sin", operator.getitem, begun, 0)
+    insert(broken, "sin", aten.cos.default, part)
+    assert (
+        f"`cos_default` reads `{part.name}`, which `{begun.name}` has only begun to make"
+        in words(broken)
+    )
 
 
 def test_output_on_an_input():
