@@ -117,7 +117,7 @@ def per_node(sizes: list[int], repeat: int, only: str | None) -> list[Row]:
     programs = [of_size(size) for size in sizes]
     print(f"programs: {time.perf_counter():.0f}", file=sys.stderr)
     for program in programs:
-        program.graph_module  # noqa: B018 (fills `node.meta`)
+        program.describe()
     print(f"metadata: {time.perf_counter():.0f}", file=sys.stderr)
     rows: list[Row] = []
     for name, way in ways(only).items():

@@ -16,6 +16,7 @@ Refusals: a pass at a stage that it does not accept; a graph without fake values
 
 from __future__ import annotations
 
+import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -95,10 +96,10 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
 
     passes = parse(passes) if isinstance(passes, str) else tuple(passes)
     _check_stages(program.stage, passes)
-    program.graph_module  # noqa: B018 (fills `node.meta`, once for the program and all its copies)
+    program.describe()  # once for the program and all its copies
     check(program)
     new = program.copy()
-    issued, rewritten = sequences(new.graph), False
+    issued = sequences(new.graph)
     for each in passes:
         count = each.apply(new)
         if count:
@@ -112,9 +113,6 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
         if issued != before and not each.changes_collectives:
             raise InvariantError(f"`{each}` {_what_changed(before, issued)}")
         new.history = (*new.history, f"{each}: {count}")
-        rewritten |= bool(count)
-    if rewritten:  # once: it costs more than most passes
-        new.graph_module.recompile()
     return new
 
 
@@ -151,9 +149,14 @@ def value_of(arg: Any) -> Any:
 
 
 def set_value(node: fx.Node) -> None:
-    """Fill `val` and `tensor_meta` of one node by running it on its arguments' fake values."""
+    """Fill `val` and `tensor_meta` of one node by running it on its arguments' fake values.
+
+    One that is given no tensor (`full`) makes a fake one of the mode of the first in the graph.
+    """
     args, kwargs = value_of(node.args), value_of(node.kwargs)
-    leaves = pytree.tree_leaves((args, kwargs))
+    others = (n.meta.get("val") for n in node.graph.nodes)
+    near = itertools.chain([(args, kwargs)], others)
+    leaves = itertools.chain.from_iterable(map(pytree.tree_leaves, near))
     mode = next((t.fake_mode for t in leaves if isinstance(t, FakeTensor)), nullcontext())
     target: Any = node.target
     with mode, torch.no_grad():
@@ -286,6 +289,7 @@ def program_of(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) 
         in_spec=None,
         out_spec=pytree.tree_structure(slots),
         _module=gm,
+        _described=True,
     )
 
 

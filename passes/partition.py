@@ -49,7 +49,7 @@ class Partition(Pass):
     produces: ClassVar[str | None] = PARTITIONED
 
     def apply(self, program: Program) -> int:
-        program.graph_module  # noqa: B018 (fills `node.meta`)
+        program.describe()
         graph = program.graph
         early, late = _sides(graph)
         for node in graph.nodes:

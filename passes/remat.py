@@ -42,8 +42,8 @@ from functionalize.planning.budget import within
 from functionalize.planning.costs import machine_named
 from functionalize.planning.recompute import Recomputation, Step, Trial
 from functionalize.planning.saved import Saved
-from passes.infra import Pass, on_graph_module
-from passes.rewiring import Rewiring, set_value_like
+from passes.infra import Pass, on_graph_module, set_value
+from passes.rewiring import Rewiring
 
 _SELECTS = ("all", "layer", "budget")
 _MB = 1 << 20
@@ -152,7 +152,7 @@ def _copy(graph: fx.Graph, step: Step, copies: dict[fx.Node, fx.Node]) -> fx.Nod
     sources = _sources(step, copies)
     copy = graph.node_copy(step.value.node, lambda n: sources.get(n, n))
     copy.meta["phase"] = RECOMPUTE
-    set_value_like(copy, step.value.node)
+    set_value(copy)
     return copy
 
 

@@ -10,12 +10,11 @@ Invariant: `Aliases(graph)` is right after `settle`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, fx
 
-from functionalize._compat import FakeTensor, pytree
+from functionalize._compat import pytree
 from functionalize.core.aliases import storage_key
 from passes.infra import set_value
 
@@ -48,13 +47,6 @@ class Rewiring:
             if lost and not lost.isdisjoint(_memory(node)):
                 moved[node] = set(_memory(node))
                 set_value(node)
-
-
-def set_value_like(node: fx.Node, like: fx.Node) -> None:
-    """`set_value` of a node that may have no tensor arguments, among the fake values of the graph of `like`."""
-    leaves = pytree.tree_leaves(like.meta.get("val"))
-    with next((t.fake_mode for t in leaves if isinstance(t, FakeTensor)), nullcontext()):
-        set_value(node)
 
 
 def _memory(node: fx.Node) -> Iterator[int]:

@@ -74,7 +74,7 @@ def verify(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> f
 
 def check(program: Program) -> None:
     """Raise `VerifyError`, listing every violation, unless `program` holds its invariants."""
-    program.graph_module  # noqa: B018 (fills `node.meta`)
+    program.describe()
     nodes = list(program.graph.nodes)
     found = list(_structure(program, nodes))
     if not found:  # the rest relies on it

@@ -62,15 +62,15 @@ def read_records(graph: fx.Graph) -> None:
 
 def propagate(program: Program) -> None:
     """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes."""
-    module, mode = program.graph_module, FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     specs = iter(program.inputs)
     env: dict[fx.Node, Any] = {}
     with disable_current_modes(), mode, torch.no_grad():
-        for node in module.graph.nodes:
+        for node in program.graph.nodes:
             if node.op == "placeholder":
                 value = fake_input(next(specs))
             elif node.op == "get_attr":
-                value = mode.from_tensor(getattr(module, str(node.target)), static_shapes=True)
+                value = mode.from_tensor(program.constants[str(node.target)], static_shapes=True)
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
                 known = node.meta.get("hint")

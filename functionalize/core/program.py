@@ -120,24 +120,30 @@ class Program:
     writes: tuple[int, ...] = ()
     runner: Callable[[Program], Callable[..., Sequence[Any]]] | None = None
     _module: fx.GraphModule | None = field(default=None, repr=False)
+    _described: bool = field(default=False, repr=False)
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The pure graph; `node.meta` has `val`, `tensor_meta`, `stack_trace`, `seq_nr` where known.
-
-        Built on first access: symbolising stacks and making fake values costs as much as the capture.
-        """
+        """The pure graph, described; built on first access."""
         if self._module is None:
+            self.describe()
             self._module = _module_of(self)
-            self.graph = self._module.graph
-            annotate(self)
         return self._module
 
     @graph_module.setter
     def graph_module(self, module: fx.GraphModule) -> None:
         self._module, self.graph, self._run = module, module.graph, None
+
+    def describe(self) -> None:
+        """Fill every `node.meta`: `val`, `tensor_meta`, `phase`; `stack_trace`, `seq_nr` where known.
+
+        Done once, when somebody first needs it: symbolising stacks and making fake values costs as much as the capture.
+        """
+        if not self._described:
+            annotate(self)
+            self._described = True
 
     def nodes(self) -> int:
         """Ops in the graph, without placeholders and the output."""
@@ -158,10 +164,7 @@ class Program:
         copied: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             copied[node] = graph.node_copy(node, copied.__getitem__)
-        new = replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
-        if self._module is not None:
-            new.graph_module = _module_of(new)
-        return new
+        return replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
 
     def print_readable(self, print_output: bool = True) -> str:
         """The graph, then the epilogue, as text; printed unless told not to."""

@@ -262,7 +262,9 @@ def _guards(program: Program, storages: tuple[int, ...], count: int) -> Iterator
 
 def _measured(saved: Sequence[InputSpec], cut: Split, forward: Program) -> list[InputSpec]:
     """The geometry of values that are on no storage of the program, from the forward's own fake values."""
-    outs = forward.copy().graph_module.graph.find_nodes(op="output")[0].args[0]
+    copy = forward.copy()
+    copy.describe()
+    outs = copy.graph.find_nodes(op="output")[0].args[0]
     values = dict(zip([n.name for n in cut.saved], outs[len(outs) - len(cut.saved) :], strict=True))
     return [replace(s, **_look(values[s.name].meta["val"])) if _is_unknown(s) else s for s in saved]
 

@@ -60,7 +60,7 @@ class Device:
 
 def cudagraphs(program: Program, device: Device = Device()) -> Runner:
     """The runner; raises `CompileError` with every reason why the program cannot be recorded."""
-    program.graph_module  # noqa: B018 (fills `node.meta`)
+    program.describe()
     found = reasons(program, device.kind, device.backends)
     if found:
         numbered = "\n".join(f"  {i}. {reason}" for i, reason in enumerate(found, 1))

@@ -54,7 +54,7 @@ def inductor(program: Program, options: Options = Options()) -> Runner:
 
     Raises `CompileError` if Inductor cannot, or if there is no compiler for it.
     """
-    program.graph_module  # noqa: B018 (fills `node.meta`)
+    program.describe()
     plan = plan_of(program, options)
     return boxed(replace(program, graph=plan.graph, _module=None, _run=None))
 

@@ -22,7 +22,7 @@ def captured(step: Callable[..., Any], *args: Any) -> Program:
     for _ in range(4):
         replayed(*args)
     assert replayed.program is not None and replayed.stats.replays
-    replayed.program.graph_module  # noqa: B018 (fills `node.meta`)
+    replayed.program.describe()
     return replayed.program
 
 

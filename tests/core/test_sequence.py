@@ -25,7 +25,7 @@ def texts(length: int, dims: int = 1) -> tuple[dict[str, tuple[str, ...]], dict[
     for _ in range(3):
         step(torch.ones([length] * dims))
     program = step.program
-    program.graph_module  # noqa: B018 (fills `node.meta`)
+    program.describe()
     return sequences(program.graph), fingerprints(program)
 
 
@@ -63,7 +63,7 @@ def unequal() -> dict[str, tuple[str, ...]]:
 
     for _ in range(3):
         step(torch.ones(sum(mine)))
-    step.program.graph_module  # noqa: B018
+    step.program.describe()
     return sequences(step.program.graph)
 
 

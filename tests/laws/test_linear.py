@@ -80,7 +80,7 @@ def counted() -> dict[str, list[tuple[int, int]]]:
         step, number = captured(layers)
         found.setdefault("capture", []).append((step.stats.ops, number))
         program = step.program
-        program.graph_module  # noqa: B018 (fills `node.meta`)
+        program.describe()
         size = sum(1 + len(n.all_input_nodes) for n in program.graph.nodes)
         for name, kind in passes.PASSES.items():
             copy = program.copy()

@@ -18,7 +18,7 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 def with_dead_code() -> fz.Program:
     """A program with ops that nobody uses, as passes leave behind."""
     program = fz.trace(lambda x: (x * 2).sin() + torch.rand(4), values(4))
-    program.graph_module  # noqa: B018 (fills `node.meta`)
+    program.describe()
     graph = program.graph
     (end,) = graph.find_nodes(op="output")
     x = graph.find_nodes(op="placeholder")[0]

@@ -13,8 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import functionalize as fz
 import passes
 from examples.resize_program import values
+from functionalize._compat import FakeTensor
 from functionalize.errors import InvariantError, PassError
 from passes import ElideCopies, Pass, Verify
+from passes.infra import set_value
 
 aten = torch.ops.aten
 
@@ -126,3 +128,13 @@ def test_adapter_needs_fake_values():
     )
     passes.elide_copies(gm, [values(4)])
     assert all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
+
+
+def test_a_node_without_tensor_arguments_has_a_fake_value():
+    made = program()
+    made.describe()
+    with made.graph.inserting_before(made.graph.find_nodes(op="output")[0]):
+        node = made.graph.call_function(torch.ops.aten.full.default, ([2], 1.0))
+    set_value(node)
+    assert isinstance(node.meta["val"], FakeTensor)
+    assert tuple(node.meta["tensor_meta"].shape) == (2,)

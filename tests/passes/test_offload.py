@@ -42,7 +42,7 @@ def gradients(x: Tensor, *given: Tensor) -> list[Tensor]:
 def on_cuda(fn, *args: Tensor) -> fz.Program:
     """The program of `fn` as it would be on a GPU: autograd cannot run there on fakes, fake values can."""
     program = fz.trace(fn, *args)
-    program.graph_module  # noqa: B018
+    program.describe()
     cuda = torch.device("cuda", 0)
     program.inputs = tuple(replace(spec, device=cuda) for spec in program.inputs)
     with FakeTensorMode():
@@ -119,7 +119,7 @@ def test_a_budget_sends_what_is_needed_last():
 def test_the_bits_are_those_that_left():
     """On the host the same rewrite copies from the host to the host, which a replay can run."""
     before = fz.trace(gradients, *inputs())
-    before.graph_module  # noqa: B018
+    before.describe()
     after = before.copy()
     live = Liveness(after.graph)
     regions = forwards(live)

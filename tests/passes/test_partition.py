@@ -125,7 +125,7 @@ def test_a_second_run_is_refused():
 def test_a_wait_stays_with_its_collective():
     def program() -> fz.Program:
         traced = fz.trace(joint, *primals(), values(4, 8))
-        traced.graph_module  # noqa: B018 (fills `node.meta`)
+        traced.describe()
         graph = traced.graph
         mm = graph.find_nodes(op="call_function", target=aten.mm.default)[0]
         first = next(n for n in graph.nodes if phase_of(n) == "backward")

@@ -91,7 +91,7 @@ def test_waits_move_down():
         return b @ b, whole + 1
 
     program = fz.trace(fn, torch.ones(8, 8), torch.ones(8, 8))
-    program.graph_module  # noqa: B018 (fills `node.meta`)
+    program.describe()
     (wait,) = program.graph.find_nodes(op="call_function", target=WAIT)
     wait.all_input_nodes[0].append(wait)
     assert order(program) == "r0 v0 *"

@@ -507,7 +507,7 @@ def test_time_is_linear() -> None:
             return w * 1
 
         program = fz.trace(fn, torch.zeros(2), torch.ones(2))
-        program.graph_module  # noqa: B018
+        program.describe()
         return program
 
     for n in (100, 400):

@@ -42,7 +42,7 @@ def names(program: fz.Program) -> list[str]:
 def both(fn: Callable[..., Any]) -> tuple[int, fz.Program, fz.Program]:
     """The nodes that moved in `fn`, and its programs before and after; checked by `rewrite`."""
     before = fz.trace(fn, *four())
-    before.graph_module  # noqa: B018 (fills the fake values)
+    before.describe()
     moved, after = rewrite(fn, four, ScheduleMemory())
     return moved, before, after
 
@@ -103,7 +103,7 @@ def two_layers(a, b, x, y):
 def test_collectives_are_waited_for_at_once(expect):
     args = four()
     before = fz.trace(two_layers, *args)
-    before.graph_module  # noqa: B018
+    before.describe()
     moved, after = traced(two_layers, *args, each=ScheduleMemory(overlap=False))
     assert moved and peak(after) < peak(before)
     assert starts(after) == starts(before)

@@ -39,7 +39,7 @@ def step(a, p, b):
 
 def program() -> fz.Program:
     made = fz.trace(step, values(4), z(4), values(4))
-    made.graph_module  # noqa: B018 (fills `meta`)
+    made.describe()
     return made
 
 
@@ -295,8 +295,8 @@ def test_what_a_collective_has_only_begun_to_make():
     begun = insert(broken, "sin", FUNCTIONAL.all_reduce.default, node(broken, "a"), "sum", "0")
     insert(broken, "sin", aten.cos.default, begun)
     assert (
-        f"`cos_default` reads `{begun.name}`, which `{begun.name}` has only begun to make: read what `wait_tensor` returns"
-        in words(broken)
+        f"`cos_default` reads `{begun.name}`, which `{begun.name}` has only begun to make: "
+        "read what `wait_tensor` returns" in words(broken)
     )
 
 

@@ -28,7 +28,7 @@ ROW = 64 * 64 * 4  # bytes of the tensors below
 
 def liveness(fn: Callable[..., Any], *args: Tensor) -> Liveness:
     program = fz.trace(fn, *args)
-    program.graph_module  # noqa: B018 (fills the fake values)
+    program.describe()
     return Liveness(program.graph)
 
 
@@ -182,7 +182,7 @@ def inner(tree: Any) -> Any:
 def program_of(fn: Callable[..., Any], *args: Tensor) -> Program:
     program = fz.trace(fn, *args)
     program.runner = boxed
-    program.graph_module  # noqa: B018
+    program.describe()
     return program
 
 
@@ -238,7 +238,7 @@ def fsdp_differences() -> list[int]:
     try:
         while step.stats.replays < 2:
             step(torch.randn(4, 32))
-        step.program.graph_module  # noqa: B018 (fills the fake values)
+        step.program.describe()
         batch = torch.randn(4, 32)
         found = seen(step.program, lambda: step(batch))
     finally:

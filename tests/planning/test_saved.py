@@ -33,7 +33,7 @@ def blocks(depth: int, rows: int = 64, microbatches: int = 1):
         return [w.grad for w in ws]
 
     program = fz.trace(gradients, torch.empty(rows, 8), *weights)
-    program.graph_module  # noqa: B018
+    program.describe()
     return program
 
 
@@ -64,7 +64,7 @@ def test_what_the_caller_is_handed_is_not_saved():
         return grad, h.detach()
 
     program = fz.trace(step, torch.empty(8, 8), torch.empty(8, 8))
-    program.graph_module  # noqa: B018
+    program.describe()
     live, _, saved = saved_of(program)
     (output,) = program.graph.find_nodes(op="output")
     given = {s for node in output.all_input_nodes for s in live.of[node]}
@@ -126,7 +126,7 @@ def test_random_values_stay_saved_and_what_follows_need_not():
         return grad
 
     program = fz.trace(step, torch.empty(64, 8), torch.empty(8, 8))
-    program.graph_module  # noqa: B018
+    program.describe()
     plan = Recomputation(program.graph, CPU)
     names = {n.name for s in plan.candidates for n in s.storage.nodes}
     assert "mm" in names

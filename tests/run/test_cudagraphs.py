@@ -183,13 +183,13 @@ def _captured(fn: Callable[..., Any], *args: Any) -> fz.Program:
         step(*args)
     program = step.program
     assert program is not None
-    program.graph_module  # noqa: B018 (fills `node.meta`)
+    program.describe()
     return program
 
 
 def test_what_is_on_the_other_device_is_told_once() -> None:
     program = fz.trace(lambda x: (torch.ones(2, device="cpu").sin() + 1).cos(), torch.ones(3))
-    program.graph_module  # noqa: B018
+    program.describe()
     program.inputs = ()
     (reason,) = reasons(_without_inputs(program), "cuda", ("nccl",))
     assert reason.startswith("`ones` (aten.ones.default) computes on cpu, which no launch repeats")
@@ -209,7 +209,7 @@ def test_a_storage_that_is_freed_is_told() -> None:
         return y
 
     program = fz.trace(fn, torch.ones(3))
-    program.graph_module  # noqa: B018
+    program.describe()
     assert reasons(program, "cpu", ()) == ["`x` is grown or freed at the end of every step"]
 
 

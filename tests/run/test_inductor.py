@@ -118,7 +118,7 @@ def placed() -> tuple[int, int]:
     step = fz.capture(twin(sharded=True)[1])
     train(step)
     program, counts = step.program, []
-    program.graph_module  # noqa: B018
+    program.describe()
     made, inductor.inductor_region = inductor.inductor_region, lambda *_: tuple
     try:
         for collectives in (True, False):

@@ -27,7 +27,7 @@ def layers(count: int) -> fz.Program:
         return torch.autograd.grad(x.square().mean(), ws)
 
     program = fz.trace(step, x, *ws)
-    program.graph_module  # noqa: B018 (fills `node.meta`)
+    program.describe()
     return program
 
 
@@ -57,7 +57,7 @@ def test_a_stretch_that_does_not_repeat_itself_is_cut_where_little_is_live() -> 
         return x
 
     program = fz.trace(fn, torch.randn(3))
-    program.graph_module  # noqa: B018
+    program.describe()
     regions = regions_of(program.graph, everything, 1, 20)
     assert all(len(region.nodes) <= 20 for region in regions)
     assert [len(region.inputs) for region in regions] == [1] * len(regions)
@@ -70,7 +70,7 @@ def test_regions_end_at_what_is_not_accepted_and_return_what_is_read() -> None:
         return b * 2 + c, b.cos() + a
 
     program = fz.trace(fn, torch.randn(4))
-    program.graph_module  # noqa: B018
+    program.describe()
 
     def accepts(node: fx.Node) -> bool:
         return node.target is not torch.ops.aten.cumsum.default
@@ -86,7 +86,7 @@ def test_regions_end_at_what_is_not_accepted_and_return_what_is_read() -> None:
 def test_names_and_offsets_make_no_kinds_and_strides_and_numbers_do() -> None:
     def text(fn: Callable[[Tensor], Any], x: Tensor) -> str:
         program = fz.trace(fn, x)
-        program.graph_module  # noqa: B018
+        program.describe()
         (region,) = regions_of(program.graph, lambda n: not is_view(n), 1, 100)
         return canonical(region, {})[0]
 
@@ -106,7 +106,7 @@ def test_ops_on_temporaries_are_undone_and_those_on_inputs_are_not() -> None:
         return torch.relu(x.sin() + 1) * 2
 
     program = passes.run(fz.trace(fn, torch.randn(4), torch.randn(4)), "reinplace")
-    program.graph_module  # noqa: B018
+    program.describe()
     found = {str(node.target): str(target) for node, target in undone(program).items()}
     assert found == {
         "aten.add_.Tensor": "aten.add.Tensor",
@@ -120,7 +120,7 @@ def test_an_op_stays_in_place_where_the_old_name_is_read_after_it() -> None:
         return x.sin() * (x.sin() + 1)
 
     program = passes.run(fz.trace(fn, torch.randn(3)), "reinplace")
-    program.graph_module  # noqa: B018
+    program.describe()
     (add,) = [n for n in undone(program) if "add_" in str(n.target)]
     (mul,) = add.users
     mul.replace_input_with(mul.args[0], add.args[0])
