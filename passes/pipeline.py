@@ -66,15 +66,15 @@ PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
 
 # cleanup: fewer nodes; what they compute, and what communicates, stays.
 # default: preserves every bit of every result, and never needs more memory; collectives stay as eager issues them.
-# fast: may round differently (sums over more than two ranks are merged) and may need more memory.
+# fast: may round differently (small sums over more than two ranks are merged) and needs more memory: parameters stay
+# gathered for the backward, and communication overlaps.
 _CLEANUP = "remove_noops,elide_copies,fold_views,merge_duplicates,drop_dead_code"
 PIPELINES: Mapping[str, str] = types.MappingProxyType(
     {
         "cleanup": _CLEANUP,
         "default": f"{_CLEANUP},reinplace,schedule_memory",
         "fast": (
-            f"{_CLEANUP},bucket_gathers{{mb=1, across=true}},bucket_reduces{{mb=1, across=true, rounding=true}},"
-            "prefetch,reinplace"
+            f"{_CLEANUP},reshard{{keep=all}},bucket_reduces{{mb=1, rounding=true}},prefetch,reinplace"
         ),
     }
 )

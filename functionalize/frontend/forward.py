@@ -223,7 +223,8 @@ class CapturedForward(CapturedStep):
         warmup = self._warmups.setdefault(key, Warmup())
         recorder = Recorder(ignore_fake=True, live=bool(warmup.calls or len(self._programs)))
         try:
-            entry = Entry.now(self._fn, leaves, recorder, self._varying())
+            with only_young_collections():
+                entry = Entry.now(self._fn, leaves, recorder, self._varying())
             recorder.given = entry.arguments()
             self._shards = bool(entry.fsdp.places)
         except Exception as error:

@@ -268,7 +268,8 @@ class CapturedStep:
         # A recording before has shown that the step keeps no number where it would stay live.
         recorder = Recorder(ignore_fake=True, live=bool(warmup.calls or len(self._programs)))
         try:
-            entry = Entry.now(self._fn, leaves, recorder, self._varying())
+            with only_young_collections():
+                entry = Entry.now(self._fn, leaves, recorder, self._varying())
             recorder.given = entry.arguments()
         except Exception as error:
             return self._refused_before(key, error, args, kwargs)
