@@ -31,6 +31,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.capture
 	$(BIN)/python -m benchmarks.replay
 	$(BIN)/python -m benchmarks.side_by_side
+	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.passes
 
 env: $(STAMP)
 
