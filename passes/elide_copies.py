@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from functionalize.core.aliases import (
     Aliases,
@@ -40,11 +40,10 @@ from functionalize.core.aliases import (
     storage_classes,
     written_nodes,
 )
-from functionalize.core.dead_code import is_impure
 from functionalize.core.epilogue import Copy, Set
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.program import Program
-from passes.infra import Pass, is_detached, on_graph_module, set_value
+from passes.infra import Pass, erase_unused, is_plain, on_graph_module, revalue
 
 aten = torch.ops.aten
 
@@ -80,7 +79,7 @@ class ElideCopies(Pass):
             else:
                 _replace(node, _source(node))
         if copies:
-            _revalue(program.graph)
+            revalue(program.graph)
         return len(views) + len(copies)
 
 
@@ -239,8 +238,8 @@ class Copies:
 def _copies_plain(node: fx.Node) -> bool:
     """Whether a node copies strided tensors of known sizes."""
     if node.target is _SPLIT:
-        return _is_plain(node.all_input_nodes[0]) and all(_is_plain(part) for part in node.users)
-    return node.target in _SOURCE and _is_plain(node) and _is_plain(_source(node))
+        return is_plain(node.all_input_nodes[0]) and all(is_plain(part) for part in node.users)
+    return node.target in _SOURCE and is_plain(node) and is_plain(_source(node))
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -259,18 +258,9 @@ def _is_whole(node: fx.Node) -> bool:
     return _storage_bytes(node) == _storage_bytes(_source(node))
 
 
-def _is_plain(node: fx.Node) -> bool:
-    """Whether a value is a strided tensor of known sizes: comparing symbolic ones adds guards."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return False
-    numbers = (*value.shape, *value.stride(), value.storage_offset())
-    return all(type(n) is int for n in numbers)
-
-
 def _same_layout(a: fx.Node, b: fx.Node) -> bool:
     """Whether two values differ in nothing but where in their storage they begin."""
-    if not _is_plain(a) or not _is_plain(b):
+    if not is_plain(a) or not is_plain(b):
         return False
     x, y = a.meta["val"], b.meta["val"]
     g, h = geometry_of(x), geometry_of(y)
@@ -304,7 +294,7 @@ def _windows(node: fx.Node) -> Iterator[Geometry]:
 
 def _replace(node: fx.Node, source: fx.Node) -> None:
     node.replace_all_uses_with(source)
-    _erase(node)
+    erase_unused(node)
 
 
 def _to_views(node: fx.Node) -> None:
@@ -325,23 +315,3 @@ def _to_views(node: fx.Node) -> None:
     views.meta = dict(node.meta)
     node.replace_all_uses_with(views)
     node.graph.erase_node(node)
-
-
-def _erase(node: fx.Node) -> None:
-    """Erase a node that nobody uses, and what was there for it alone."""
-    dead, erased = [node], set[fx.Node]()
-    while dead:
-        node = dead.pop()
-        if node in erased or node.users or node.op == "placeholder":
-            continue
-        above = node.all_input_nodes
-        node.graph.erase_node(node)
-        erased.add(node)
-        dead += [n for n in above if not is_impure(n) and not written_nodes(n)]
-
-
-def _revalue(graph: fx.Graph) -> None:
-    """Views of what was a copy lie elsewhere now: make their fake values anew."""
-    for node in graph.nodes:
-        if is_detached(node):
-            set_value(node)

@@ -11,6 +11,7 @@ A number that Python reads has the value it had while the step was recorded, kep
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,3 +96,12 @@ def fake_input(spec: InputSpec) -> Any:
     if spec.geometry.conj:
         value = aten._conj.default(value)
     return aten._neg_view.default(value) if spec.geometry.neg else value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors that a node's value is, or holds in lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_of(each)

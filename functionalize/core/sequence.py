@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from functionalize.core.barrier import BARRIER
 from functionalize.core.groups import group_name, is_group
+from functionalize.core.metas import tensors_of
 from functionalize.core.ops import OpRecord, refs_in
 from functionalize.core.rules.collectives import reduction
 from functionalize.errors import UnsupportedOpError
@@ -42,7 +43,7 @@ def sequences(graph: fx.Graph) -> dict[str, Texts]:
     found: dict[str, list[str]] = {}
     for node in graph.nodes:
         for group in groups_of(node.target, node.args):
-            tensors = [t for n in node.all_input_nodes for t in _tensors(n.meta["val"])]
+            tensors = [t for n in node.all_input_nodes for t in tensors_of(n.meta["val"])]
             looks = [(tuple(t.shape), t.dtype) for t in tensors]
             found.setdefault(group, []).append(_text(node.target, looks, node.args))
     return {group: tuple(texts) for group, texts in found.items()}
@@ -99,9 +100,3 @@ def _name_of(boxed: Any) -> str:
         return reduction(boxed)
     except UnsupportedOpError:  # it is recorded, and refused later by name
         return str(boxed.op())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, (list, tuple)):
-        return [t for each in value for t in _tensors(each)]
-    return [value] if isinstance(value, Tensor) else []

@@ -15,7 +15,7 @@ Not counted: what an op, or a backend for a collective, allocates and frees whil
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from functionalize.core.aliases import Aliases, storage_key
+from functionalize.core.metas import tensors_of
 
 _FUNCTIONAL = "_c10d_functional"
 
@@ -66,7 +67,7 @@ class Liveness:
         for place, node in enumerate(self.nodes):
             borrowed = node.op in ("placeholder", "get_attr")
             found: dict[int, Storage] = {}
-            for value in _tensors(node.meta.get("val")):
+            for value in tensors_of(node.meta.get("val")):
                 fake = storage_key(value)
                 key = aliases.of(node) if value is node.meta["val"] else group.get(fake or 0, fake)
                 nbytes = int(value.untyped_storage().nbytes())
@@ -103,11 +104,3 @@ def held_before(node: fx.Node) -> list[fx.Node]:
         source = source.all_input_nodes[0]
     started = getattr(source.target, "namespace", "") == _FUNCTIONAL
     return source.all_input_nodes if started else []
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)

@@ -23,6 +23,7 @@ from functionalize.core.barrier import BARRIER
 from functionalize.core.commit import is_commit
 from functionalize.core.generators import GET_STATE, SEED, SET_STATE
 from functionalize.core.inputs import InputSpec
+from functionalize.core.metas import tensors_of
 from functionalize.core.program import Program
 
 
@@ -83,9 +84,9 @@ def _of_node(
         else:
             source = node.all_input_nodes[0].name
             yield f"`{node.name}` reads a number from `{source}`, for which the host waits: keep it a tensor"
-    elif any(t.device.type != kind for t in _tensors(node.meta.get("val"))):
+    elif any(t.device.type != kind for t in tensors_of(node.meta.get("val"))):
         if told.isdisjoint(node.all_input_nodes):
-            device = next(_tensors(node.meta["val"])).device
+            device = next(tensors_of(node.meta["val"])).device
             yield (
                 f"`{node.name}` ({node.target}) computes on {device}, which no launch repeats: an optimizer's "
                 "step count moves to the device with `capturable=True` or `fused=True`"
@@ -108,11 +109,3 @@ def _is_host_scalar(node: fx.Node) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
