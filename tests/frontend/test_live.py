@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -549,3 +551,30 @@ def test_a_program_says_why_a_number_no_longer_fits() -> None:
     step = replayed(lambda x: x * 2 if x.item() < 3 else x, [1.0, 2.0, 2.5])
     with pytest.raises(GuardError, match=r"`item < 3` read at .* is False, was True"):
         step.program(torch.tensor(4.0))
+
+
+@pytest.mark.parametrize("pipeline", ["", "default"])
+def test_nothing_keeps_a_captured_step_that_was_dropped(pipeline: str) -> None:
+    """A rate leads to its optimizer, and so to the model: no cache may keep it. Sizes that no other test has."""
+
+    def run() -> list[weakref.ref[Any]]:
+        model = nn.Linear(37, 41 + len(pipeline))
+        optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        captured = fz.capture(step, passes=pipeline)
+        for _ in range(4):
+            captured(torch.randn(3, 37))
+        assert captured.stats.replays
+        kept = (model, optimizer, captured, captured.program, *model.parameters())
+        return [weakref.ref(each) for each in kept]
+
+    left = run()
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)

@@ -71,7 +71,7 @@ def _freeze(arg: Any) -> Any:
 
 
 class _Key:
-    """A call that compares by its signature and can still be run."""
+    """A call that compares by its signature and can be run, until it was: the cache must not keep its arguments."""
 
     __slots__ = ("args", "frozen", "kwargs", "target")
 
@@ -89,7 +89,9 @@ class _Key:
 
 @lru_cache(maxsize=4096)
 def _by_meta_kernel(key: _Key) -> list[Any]:
-    return _run(key.target, key.args, key.kwargs)
+    found = _run(key.target, key.args, key.kwargs)
+    key.args, key.kwargs = (), {}  # a live number leads to the optimizer, and so to the model
+    return found
 
 
 # Their meta kernels do not know the strides that LAPACK, the FFT libraries and others leave.
