@@ -33,6 +33,10 @@ _ATOMS = (*NUMBERS, torch.dtype, torch.device)
 CONTAINERS = (list, dict, set, deque, queue.Queue, queue.SimpleQueue, io.IOBase)
 
 
+# A program that the step's object keeps (`self.program = step.program`) would lead to the places of its own inputs.
+_NOT_SEARCHED = ("torch", "builtins", "functionalize")
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """What Python holds somewhere: `container[key]`, an attribute, or a closure's cell (`key` None).
@@ -183,7 +187,7 @@ class _Search:
         is_class, is_module = isinstance(value, type), isinstance(value, types.ModuleType)
         owner = value if is_class else type(value)
         package = value.__name__ if is_module else owner.__module__
-        if package.partition(".")[0] in ("torch", "builtins"):
+        if package.partition(".")[0] in _NOT_SEARCHED:
             return []
         if is_class or is_module:
             self.tables.append((value, set()))

@@ -404,3 +404,23 @@ def test_a_resize_inside_a_capture_inside_a_capture() -> None:
         assert torch.equal(outer(p, x), x * 2 + 1)
         assert p.untyped_storage().nbytes() == 0
     assert outer.stats.replays >= 2
+
+
+def test_an_object_that_keeps_a_program_is_captured_again() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = nn.Linear(3, 3)
+            self.captured = fz.capture(self.step)
+            self.program: fz.Program | None = None
+
+        def step(self, x: Tensor) -> Tensor:
+            return self.model(x).detach() if self.program is None else self.model(x).detach() + 1
+
+    trainer = Trainer()
+    x = torch.ones(2, 3)
+    first = [trainer.captured(x) for _ in range(4)]
+    trainer.program = trainer.captured.program
+    second = [trainer.captured(x) for _ in range(4)]
+    assert trainer.captured.stats.replays >= 3
+    assert all(torch.equal(each, first[0]) for each in first)
+    assert all(torch.equal(each, first[0] + 1) for each in second)
