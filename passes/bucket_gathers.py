@@ -42,11 +42,11 @@ import torch
 from torch import fx
 
 from functionalize.core.program import Program
+from functionalize.core.waits import WAIT
 from passes.infra import Pass, is_detached, on_graph_module, set_value
 from passes.patterns import (
     GATHER,
     GATHER_LIST,
-    WAIT,
     Gather,
     Maker,
     collectives,

@@ -48,8 +48,9 @@ from functionalize._compat import group_of_name
 from functionalize.core.aliases import Aliases, results, results_of
 from functionalize.core.epilogue import Set
 from functionalize.core.program import Program
+from functionalize.core.waits import WAIT
 from passes.infra import Pass, is_detached, on_graph_module, set_value
-from passes.patterns import ALL_REDUCE, REDUCE_SCATTER, WAIT, Maker, Reduce, collectives, reduces
+from passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Maker, Reduce, collectives, reduces
 
 aten = torch.ops.aten
 
@@ -96,10 +97,7 @@ class BucketReduces(Pass):
         known = {each.start: each for each in found}
         inner = {each.all_reduce for each in found}
         lists: list[list[Reduce]] = []
-        nbytes, read = (
-            math.inf,
-            0,
-        )  # of the last list; read: the place where its shards are first read
+        nbytes, read = math.inf, 0  # of the last list; where its shards are first read
         for collective in collectives(graph):
             each = known.get(collective.node)
             if each is None:

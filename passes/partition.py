@@ -25,19 +25,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from functionalize.core.aliases import is_view
 from functionalize.core.dead_code import is_impure
 from functionalize.core.phases import FORWARD, in_backward, phase_of
 from functionalize.core.program import Program
+from functionalize.core.waits import WAIT
 from functionalize.errors import PassError
 from passes.infra import FUNCTIONAL, PARTITIONED, Pass
 from passes.recompute_views import recompute
 
 TAG, EARLY, LATE = "partitioner_tag", "is_forward", "is_backward"
-_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _sides(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
         )
     early, late = set(ops[:first]), set(ops[first:])
     for node in ops[first:]:
-        if node.target is _WAIT and node.args[0] in early:  # it was issued in forward
+        if node.target is WAIT and node.args[0] in early:  # it was issued in forward
             early.add(node)
             late.remove(node)
         elif phase_of(node) == FORWARD:

@@ -42,6 +42,7 @@ from torch import Tensor, fx
 
 from functionalize.core.barrier import BARRIER
 from functionalize.core.ops import geometry_of, tensor_metadata
+from functionalize.core.waits import WAIT
 from passes.infra import set_value
 
 aten = torch.ops.aten
@@ -51,7 +52,6 @@ GATHER = FUNCTIONAL.all_gather_into_tensor.default
 GATHER_LIST = FUNCTIONAL.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = FUNCTIONAL.reduce_scatter_tensor.default
 ALL_REDUCE = FUNCTIONAL.all_reduce.default
-WAIT = FUNCTIONAL.wait_tensor.default
 
 _SPLITS = (aten.split_with_sizes_copy.default, aten.split_with_sizes.default)
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -71,11 +71,6 @@ class Collective:
     op: str | None
     dtypes: tuple[torch.dtype, ...]
     sizes: tuple[tuple[int, ...], ...]
-
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """What every rank of the group must share, and replays in one run must too."""
-        return (self.kind, self.group, self.op, self.dtypes, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -152,14 +147,6 @@ def is_collective(node: fx.Node) -> bool:
         return False
     namespace = getattr(node.target, "namespace", "")
     return namespace in ("_c10d_functional", "_dtensor") or node.target is BARRIER
-
-
-def orders(graph: fx.Graph) -> dict[str, list[tuple[Any, ...]]]:
-    """For each group, the facts of its collectives in order: equal on all of its ranks."""
-    found: dict[str, list[tuple[Any, ...]]] = {}
-    for each in collectives(graph):
-        found.setdefault(each.group, []).append(each.facts)
-    return found
 
 
 def gathers(graph: fx.Graph) -> list[Gather]:

@@ -33,10 +33,11 @@ import torch
 from torch import fx
 
 from functionalize.core.program import Program
+from functionalize.core.waits import WAIT, sink_waits
 from functionalize.errors import PassError
 from functionalize.planning.liveness import Liveness, held_before
 from passes.infra import Pass, on_graph_module
-from passes.patterns import WAIT, Gather, Reduce, gathers, is_collective, reduces
+from passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 
 _MB = 2**20
 _BOUNDS = (None, 8, 4, 2, 1)
@@ -120,22 +121,10 @@ def prefetch(
 
 def _settle_waits(graph: fx.Graph, bound: int | None) -> int:
     """Move waits to the first reader of their result, or as far as the bound allows; returns how many moved."""
+    if bound is None:
+        return sink_waits(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
-    last = _last(graph, place, bound)
-    waits = graph.find_nodes(op="call_function", target=WAIT)
-    waits.sort(key=lambda wait: place[wait.all_input_nodes[0]])
-    settled: dict[fx.Node, fx.Node] = {}  # a node -> the first of the waits that stand before it
-    moved = 0
-    for wait in reversed(waits):
-        if wait.users:
-            ends = [*wait.users, last[wait]] if wait in last else [*wait.users]
-            end = min(ends, key=place.__getitem__)
-            before = settled.get(end, end)
-            if wait.next is not before:
-                before.prepend(wait)
-                moved += 1
-            settled[end] = wait
-    return moved
+    return sink_waits(graph, _last(graph, place, bound))
 
 
 def _last(graph: fx.Graph, place: dict[fx.Node, int], bound: int | None) -> dict[fx.Node, fx.Node]:

@@ -23,13 +23,12 @@ from functionalize.core.guards import AliasGuard
 from functionalize.core.program import OutputRole, Program, Result, Wrapped
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.core.waits import WAIT
 
 aten = torch.ops.aten
 
 # Ops that give back an argument although their schema says they do not.
-_GIVES_BACK = frozenset(
-    {torch.ops._c10d_functional.wait_tensor.default} if torch.distributed.is_available() else ()
-)
+_GIVES_BACK = frozenset([WAIT] if WAIT is not None else [])
 
 
 def is_view(node: fx.Node) -> bool:

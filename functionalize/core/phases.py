@@ -18,15 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import fx
 
 from functionalize._compat import BACKWARD, RECOMPUTE
+from functionalize.core.waits import WAIT
 
 FORWARD, OPTIMIZER = "forward", "optimizer"
 PHASES = (FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER)
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
 
 
 def phase_of(node: fx.Node) -> str | None:
@@ -55,7 +53,7 @@ def set_phases(graph: fx.Graph, updates: Iterable[fx.Node]) -> None:
     had_backward = False
     for node in graph.nodes:
         record = node.meta.get("record")
-        if node.op != "call_function" or record is None or node.target is _WAIT:
+        if node.op != "call_function" or record is None or node.target is WAIT:
             continue
         if node in updates:
             part.append(node)
@@ -67,7 +65,7 @@ def set_phases(graph: fx.Graph, updates: Iterable[fx.Node]) -> None:
             node.meta.setdefault("phase", record.phase)
             part, update, had_backward = [], 0, True
     _settle(part, update, OPTIMIZER if had_backward else FORWARD)
-    for node in graph.find_nodes(op="call_function", target=_WAIT) if _WAIT else ():
+    for node in graph.find_nodes(op="call_function", target=WAIT) if WAIT else ():
         phase = phase_of(node.all_input_nodes[0]) if node.all_input_nodes else None
         if phase is not None:
             node.meta.setdefault("phase", phase)

@@ -9,23 +9,32 @@ every rank must share, stays. Linear in nodes and edges.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
 
 
-def sink_waits(graph: fx.Graph) -> int:
-    """Move every wait before its first user; returns how many moved."""
+def sink_waits(graph: fx.Graph, latest: Mapping[fx.Node, fx.Node] | None = None) -> int:
+    """Move every wait before its first user; returns how many moved. Waits for one user keep their starts' order.
+
+    latest: waits that go no further down than this node, whatever reads them.
+    """
     place = {node: i for i, node in enumerate(graph.nodes)}
-    settled: dict[fx.Node, fx.Node] = {}  # a user -> the first of the waits that stand before it
+    latest = latest or {}
+    settled: dict[fx.Node, fx.Node] = {}  # a node -> the first of the waits that stand before it
     moved = 0
-    for node in reversed(graph.find_nodes(op="call_function", target=_WAIT)):
-        if node.users:
-            first = min(node.users, key=place.__getitem__)
-            before = settled.get(first, first)
-            if node.next is not before:
-                before.prepend(node)
+    waits = graph.find_nodes(op="call_function", target=WAIT) if WAIT is not None else []
+    waits.sort(key=lambda wait: place[wait.all_input_nodes[0]])
+    for wait in reversed(waits):
+        if wait.users:
+            ends = [*wait.users, latest[wait]] if wait in latest else wait.users
+            end = min(ends, key=place.__getitem__)
+            before = settled.get(end, end)
+            if wait.next is not before:
+                before.prepend(wait)
                 moved += 1
-            settled[first] = node
+            settled[end] = wait
     return moved

@@ -27,13 +27,13 @@ from torch import Tensor, fx
 
 from functionalize.core.dead_code import is_impure
 from functionalize.core.generators import is_random
+from functionalize.core.waits import WAIT
 from functionalize.planning.costs import Machine, is_collective, seconds
 from functionalize.planning.layers import Layers
 from functionalize.planning.liveness import Liveness, Storage
 from functionalize.planning.saved import Saved, forwards, made_in, saved_values
 
 _NEVER = 1 << 62
-_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
 # On accelerators these add in the order in which threads arrive.
 _ATOMIC = frozenset(
     (
@@ -272,7 +272,7 @@ def _is_repeatable(node: fx.Node) -> bool:
 def _value_key(node: fx.Node, of: dict[fx.Node, int]) -> Hashable:
     """Equal for nodes of equal value; an all-gather of the same shards counts as one."""
     gathers = is_collective(node) and "all_gather" in str(node.target)
-    waits = node.target is _WAIT
+    waits = node.target is WAIT
     if node.op != "call_function" or not (gathers or waits or _is_repeatable(node)):
         return node
     return (node.target, _frozen(node.args, of), _frozen(node.kwargs, of))

@@ -6,15 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import functionalize as fz
 import passes
+from passes.patterns import collectives
 from tests.fsdp.features import FEATURES
 from tests.fsdp.twins import compare_twins
 from tests.passes.helpers import count, seen
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
+
+
+def orders(graph: fx.Graph) -> dict[str, list[tuple[Any, ...]]]:
+    """For each group, its collectives in order: kind, group, reduction, dtypes and sizes."""
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    for each in collectives(graph):
+        facts = (each.kind, each.group, each.op, each.dtypes, each.sizes)
+        found.setdefault(each.group, []).append(facts)
+    return found
 
 
 def unshard(*shards: Tensor, group: str = "0", world: int = 2) -> list[Tensor]:

@@ -8,9 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import passes
 from passes import BucketGathers
-from passes.patterns import orders
 from tests.fsdp.features import FEATURES
-from tests.passes.chains import aten, feature, functional, traced, unshard
+from tests.passes.chains import aten, feature, functional, orders, traced, unshard
 from tests.passes.helpers import graph_text
 from tests.ranks import run_on_ranks
 

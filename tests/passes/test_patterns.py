@@ -12,7 +12,7 @@ from functionalize.core.barrier import BARRIER
 from passes import patterns
 from tests.fsdp.features import FEATURES
 from tests.fsdp.twins import run
-from tests.passes.chains import all_reduced, aten, functional, reduce, unshard
+from tests.passes.chains import all_reduced, aten, functional, orders, reduce, unshard
 from tests.ranks import run_on_ranks
 
 w, b = torch.ones(6, 8), torch.ones(6)
@@ -100,7 +100,7 @@ def test_orders():
     graph = graph_of(lambda w, b: (*unshard(w, b), *reduce(w, group="1", op="sum")), w, b)
     graph.call_function(BARRIER, ("0", []))
     float32 = (torch.float32,)
-    assert patterns.orders(graph) == {
+    assert orders(graph) == {
         "0": [
             ("all_gather_into_tensor", "0", None, float32, ((54,),)),
             ("barrier", "0", None, (), ()),
@@ -117,7 +117,7 @@ def found_in(name: str) -> tuple[list[Any], list[Any], Any]:
         run(step, batch)
     graph = step.program.graph_module.graph
     gathers = [(len(g.shards), [p is None for p in g.parts]) for g in patterns.gathers(graph)]
-    return gathers, [len(r.parts) for r in patterns.reduces(graph)], patterns.orders(graph)
+    return gathers, [len(r.parts) for r in patterns.reduces(graph)], orders(graph)
 
 
 def test_all_chains_of_a_step_are_found_alike_on_all_ranks():
