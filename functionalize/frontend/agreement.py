@@ -113,9 +113,8 @@ class Vote:
         if not self.compares:
             return self.worst(mine)
         for name in self.groups:
-            sent = (issued or {}).get(
-                name, 0
-            )  # equal if the greatest of them is minus that of the negatives
+            # Equal on all ranks if the greatest of them is minus the greatest of the negatives.
+            sent = (issued or {}).get(name, 0)
             flag = torch.tensor([int(mine), sent, -sent], device=self.device)
             _all_reduce_max(flag, name)
             level, high, low = flag.tolist()

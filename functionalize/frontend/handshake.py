@@ -25,6 +25,8 @@ from functionalize.frontend.dispatch import Recorder
 
 def disagreement(recorder: Recorder) -> str | None:
     """Where a neighbour recorded something else than this rank, None if none has, as far as known."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None  # nobody to talk with, and no op stream to look through
     found = None
     for name, texts in recorded_sequences(recorder.records).items():
         group = group_of_name(name)

@@ -83,9 +83,7 @@ def plan_of(program: Program, options: Options) -> Plan:
     def copy(node: fx.Node) -> None:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        for user in (
-            node.users
-        ):  # a tuple is taken apart at once: a region that begins before may read of it
+        for user in node.users:  # a tuple is taken apart at once: a region may read of it before
             if user.target is operator.getitem and user not in within:
                 copy(user)
 
