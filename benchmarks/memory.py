@@ -56,17 +56,7 @@ class Case:
         fully_shard(model)
         form = {} if self.optimizer == "default" else {self.optimizer: True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **form)  # type: ignore[arg-type]
-
-        def step(tokens: Tensor) -> Tensor:
-            llama = self.subject.llama
-            loss = model(input_ids=tokens, labels=tokens).loss if llama else model(tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            detached: Tensor = loss.detach()
-            return detached
-
-        return step
+        return self.subject.training(model, optimizer)
 
     def batch(self) -> Tensor:
         """Random tokens."""

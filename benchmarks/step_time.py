@@ -81,7 +81,10 @@ class Subject:
                 layer.compile()
             fully_shard(layer)
         fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        return self.training(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+
+    def training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        """A training step of a model that is wrapped already."""
 
         def step(tokens: Tensor) -> Tensor:
             loss = model(input_ids=tokens, labels=tokens).loss if self.llama else model(tokens)
