@@ -139,5 +139,66 @@ def test_machines_have_names():
     with pytest.raises(PassError) as error:
         machine_named("abacus")
     assert_expected_inline(
-        str(error.value), """no machine `abacus`; there are auto, a100, cpu, h100"""
+        str(error.value), """no machine `abacus`; there are auto, a100, b200, cpu, h100, h200"""
     )
+
+
+def test_a_lookup_reads_what_it_gives():
+    table = torch.empty(100, 4)
+    rows = node_of(torch.ops.aten.embedding.default, table, torch.zeros(3, dtype=torch.int64))
+    assert moved(rows) == 3 * 8 + 2 * 3 * 16
+    whole = node_of(torch.ops.aten.index_select.default, table, 0, torch.arange(100).repeat(2))
+    assert moved(whole) == 200 * 8 + 100 * 16 + 200 * 16
+
+
+def test_what_is_not_written_moves_nothing():
+    empty = node_of(torch.ops.aten.new_empty.default, torch.empty(3), [100])
+    assert (moved(empty), seconds(empty, MACHINE)) == (0, 1)
+
+
+def test_an_op_in_place_moves_what_it_writes():
+    add = node_of(torch.ops.aten.add_.Tensor, torch.empty(5), torch.empty(5))
+    assert moved(add) == 3 * 20
+    assert seconds(add, MACHINE) == 1 + 60 / 10
+    foreach = torch.ops.aten._foreach_mul_.Scalar
+    graph = fx.Graph()
+    a = graph.placeholder("a")
+    with FakeTensorMode():
+        a.meta["val"] = torch.empty(7)
+    node = graph.call_function(foreach, ([a], 2.0))
+    node.meta["val"] = None
+    assert moved(node) == 2 * 28
+
+
+def test_a_fused_step_does_not_write_its_gradients():
+    parameter = torch.nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+
+    def step(x):
+        (parameter * x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    program = captured(step, torch.ones(10))
+    (node,) = program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._fused_adamw.default
+    )
+    # reads the parameter, its gradient, two moments and the count of steps; writes three of them
+    assert moved(node) == 4 * 40 + 4 + 3 * 40
+
+
+def test_matrices_of_8_bits_have_a_rate_of_their_own():
+    ops, kind = torch.ops.aten, torch.float8_e4m3fn
+    one = torch.ones(())
+    a, b = torch.empty(16, 32).to(kind), torch.empty(64, 32).to(kind).t()
+    node = node_of(ops._scaled_mm.default, a, b, one, one, out_dtype=torch.bfloat16)
+    assert flops(node) == 2 * 16 * 32 * 64
+    machine = Machine(1.0, 1e12, 1.0, 0.0, 0.0, matrix_flops=((kind, 1024.0),))
+    assert seconds(node, machine) == 64
+
+
+def test_presets_of_gpus_have_nodes():
+    for name, machine in MACHINES.items():
+        assert machine.streams == (name != "cpu")
+        assert machine.ranks_per_node == (None if name == "cpu" else 8)
+        assert name == "cpu" or machine.internode_bandwidth < machine.link_bandwidth
