@@ -23,7 +23,7 @@ Refuses to touch a graph whose peak (`planning/liveness.py`) would not become lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -36,7 +36,7 @@ from functionalize.core.dead_code import is_impure
 from functionalize.core.generators import is_random
 from functionalize.core.program import Program
 from functionalize.planning.liveness import Liveness
-from functionalize.planning.ordering import Order
+from functionalize.planning.ordering import Order, Schedule, Uses
 from passes.infra import FUNCTIONAL, INPLACE, Pass, on_graph_module
 
 _WORTH = 1 / 256
@@ -56,42 +56,65 @@ class ScheduleMemory(Pass):
     def apply(self, program: Program) -> int:
         """Returns the number of nodes that moved."""
         overlap = _is_on_device(program.graph) if self.overlap is None else self.overlap
-        best = first = Liveness(program.graph)
-        chains = _chains(program.graph)
-        while (found := _better(best, chains, overlap)).peak < best.peak * (1 - _WORTH):
+        live = Liveness(program.graph)
+        rules = _Rules.of(live, overlap)
+        best = first = Schedule(Uses.among(live), range(len(live.nodes)))
+        while (found := _better(best, rules)).peak < best.peak * (1 - _WORTH):
             best = found
-        return _reorder(best.nodes) if best is not first else 0
+        return _reorder([live.nodes[i] for i in best.order]) if best is not first else 0
 
 
 schedule_memory = on_graph_module(ScheduleMemory())
 
 
-def _better(live: Liveness, chains: list[list[fx.Node]], overlap: bool) -> Liveness:
+def _better(best: Schedule, rules: _Rules) -> Schedule:
     """The best of a few orders that start from one."""
-    start = Liveness(live.graph, _one_reduction_in_flight(live)) if overlap else live
+    start = Schedule(best.uses, _one_reduction_in_flight(best)) if rules.overlap else best
+    order = Order(start, rules.chains, rules.fixed, rules.walls, rules.late)
     found = [start]
-    for sweeps in ((Order.later, Order.earlier), (Order.earlier, Order.later)):
+    for sweeps in ((order.later, order.earlier), (order.earlier, order.later)):
         each = start
         for sweep in sweeps:
-            each = Liveness(live.graph, sweep(_order(each, chains, overlap)))
+            each = Schedule(best.uses, sweep(each))
             found.append(each)
-    return min(found, key=lambda each: (each.peak, sum(each.timeline)))
+    return min(found, key=lambda each: (each.peak, each.total))
 
 
-def _order(live: Liveness, chains: list[list[fx.Node]], overlap: bool) -> Order:
-    effects = [n for n in live.nodes if _is_effect(n) or (overlap and _is_wait(n))]
-    fixed = [n for n in effects if not (_is_gather(n) or is_commit(n))]
-    late = () if overlap else (n for n in live.nodes if _is_wait_of_gather(n))
-    return Order(live, [effects, *chains], fixed, filter(is_commit, effects), late)
+# -- what must stay in order -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rules:
+    """What `Order` asks for, the same whatever the order to start from."""
+
+    overlap: bool
+    chains: list[list[int]]
+    fixed: list[int]
+    walls: list[int]
+    late: list[int]
+
+    @staticmethod
+    def of(live: Liveness, overlap: bool) -> _Rules:
+        effects = [n for n in live.nodes if _is_effect(n) or (overlap and _is_wait(n))]
+        fixed = [n for n in effects if not (_is_gather(n) or is_commit(n))]
+        late = () if overlap else filter(_is_wait_of_gather, live.nodes)
+
+        def numbers(nodes: Iterable[fx.Node]) -> list[int]:
+            return [live.place[node] for node in nodes]
+
+        return _Rules(
+            overlap,
+            [numbers(chain) for chain in (effects, *_chains(live.graph))],
+            numbers(fixed),
+            numbers(filter(is_commit, effects)),
+            numbers(late),
+        )
 
 
 def _is_on_device(graph: fx.Graph) -> bool:
     """Whether a collective is on something else than the CPU."""
     sent = (t for n in graph.nodes if _kind(n) for t in n.all_input_nodes)
     return any(t.meta["val"].device.type != "cpu" for t in sent if hasattr(t.meta["val"], "device"))
-
-
-# -- what must stay in order -----------------------------------------------------------------------
 
 
 def _is_effect(node: fx.Node) -> bool:
@@ -138,37 +161,39 @@ def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
 # -- one reduction in flight -----------------------------------------------------------------------
 
 
-def _one_reduction_in_flight(live: Liveness) -> list[fx.Node]:
+def _one_reduction_in_flight(now: Schedule) -> list[int]:
     """The nodes with every reduction waited for before the next one of its kind is packed."""
-    moved: set[fx.Node] = set()
-    before: dict[fx.Node, list[fx.Node]] = {}
-    latest: dict[tuple[str, object], fx.Node] = {}
-    for node in live.nodes:
-        if "reduce" not in _kind(node):
-            continue
-        key = (_kind(node), node.args[-1])  # which ends in the group
+    nodes, place = now.uses.nodes, now.place
+    number = {node: i for i, node in enumerate(nodes)}
+    reductions = [i for i, node in enumerate(nodes) if "reduce" in _kind(node)]
+    moved: set[int] = set()
+    before: dict[int, list[int]] = {}
+    latest: dict[tuple[str, object], int] = {}
+    for i in sorted(reductions, key=place.__getitem__):
+        key = (_kind(nodes[i]), nodes[i].args[-1])  # which ends in the group
         start = latest.get(key)
-        latest[key] = node
+        latest[key] = i
         if start is None:
             continue
-        pack = _pack_of(live, node)
-        to = pack if live.place[pack] > live.place[start] else node
-        for late in _waits(start):
-            if live.place[late] > live.place[to] and late not in moved:
+        pack = _pack_of(now, i)
+        to = pack if place[pack] > place[start] else i
+        for late in (number[node] for node in _waits(nodes[start])):
+            if place[late] > place[to] and late not in moved:
                 moved.add(late)
                 before.setdefault(to, []).append(late)
     found = []
-    for node in live.nodes:
-        found += before.get(node, [])
-        if node not in moved:
-            found.append(node)
+    for i in now.order:
+        found += before.get(i, [])
+        if i not in moved:
+            found.append(i)
     return found
 
 
-def _pack_of(live: Liveness, start: fx.Node) -> fx.Node:
+def _pack_of(now: Schedule, start: int) -> int:
     """The last node that makes what a collective reads; the collective itself if that is the caller's."""
-    made = [storage.first for n in start.all_input_nodes for storage in live.of[n]]
-    return live.nodes[max(made)] if made else start
+    uses = now.uses
+    made = [now.first[storage] for i in uses.reads[start] for storage in uses.of[i]]
+    return now.order[max(made)] if made else start
 
 
 def _waits(start: fx.Node) -> Iterator[fx.Node]:

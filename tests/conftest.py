@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests.expect import OrphanCheck, Snapshots
@@ -49,8 +50,14 @@ def expect(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves torch patched, a mode on, or gradients off, and clean up after it."""
+    """Fail a test that leaves torch patched, a mode on, or gradients off, and clean up after it.
+
+    A process group that a test makes in this process goes with it: fake worlds make their own.
+    """
+    had_group = dist.is_initialized()
     yield
+    if dist.is_initialized() and not had_group:
+        dist.destroy_process_group()
     if problems := leftovers():
         restore()
         pytest.fail("the test left torch changed: " + "; ".join(problems), pytrace=False)

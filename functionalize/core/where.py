@@ -23,6 +23,7 @@ _FOLDERS = (Path(torch.__file__).parent, _ROOT / "functionalize", _ROOT / "passe
 _INTERNAL = (
     *(f"{folder}{os.sep}" for folder in _FOLDERS),
     "<frozen",
+    "<functionalize",  # what runs a program
     "<string>",
 )
 
@@ -50,6 +51,15 @@ def trace_and_update(captured: CapturedTraceback | None) -> tuple[str | None, bo
 def line_of(captured: CapturedTraceback | None) -> str:
     """The innermost line of the user's code, as 'at file:line, in function: code'."""
     return _innermost(captured.summary() if captured is not None else [])
+
+
+def line_or_empty(captured: CapturedTraceback | None) -> str:
+    """The same as 'file:line, in function: code'; empty where no frame is the user's."""
+    frames = user_frames(captured.summary()) if captured is not None else []
+    if not frames:
+        return ""
+    f = frames[-1]
+    return f"{f.filename}:{f.lineno}, in {f.name}: {(f.line or '').strip()}"
 
 
 def line_of_traceback(found: TracebackType | None) -> str:

@@ -119,11 +119,14 @@ def is_metadata(func: Any) -> bool:
 def is_composite(func: Any) -> bool:
     """Whether an op reaches the mode only because autograd's keys are off (inference mode).
 
-    An op with a kernel of its own is not taken apart: `silu_backward` has both, and they round differently.
+    An op with a kernel of its own is not taken apart: `silu_backward` has both, and they round differently. Nor is
+    one that a target of a fake world gives a kernel.
     """
     if func.namespace != "aten" or not func._can_decompose():
         return False
     name = func.name()
+    if name == "aten::_fused_rms_norm":
+        return False
     return not any(has_kernel(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
 
 

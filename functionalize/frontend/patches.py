@@ -10,6 +10,7 @@
     torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
     torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
     torch.UntypedStorage.size        the function has given its storage
+    torch.nn.Module.__call__         while memory is recorded only, see module_calls.py
 
 The replacements act only in a thread whose dispatch mode stack has a watcher on it (a mode with a method
 `resize_storage`); everywhere else they are the originals. They are shared by all captures that run at the
@@ -28,13 +29,15 @@ from typing import Any
 import torch
 
 from functionalize._compat import current_modes, dynamo_frames, work_class
-from functionalize.frontend import generators, number_patches
+from functionalize.frontend import generators, module_calls, number_patches
 
 Owner = type | ModuleType
 Patch = tuple[Owner, str, Any]
 
 
-class _Patches:
+class Patches:
+    """Replacements that are made once, however many use them, and undone when the last one has left."""
+
     def __init__(self, patches: Callable[[], Iterator[Patch]]) -> None:
         self._patches = patches
         self._lock = threading.Lock()
@@ -187,5 +190,6 @@ def _of_live_calls() -> Iterator[Patch]:
         yield torch.UntypedStorage, name, _watched_size(getattr(torch.UntypedStorage, name))
 
 
-PATCHES = _Patches(_of_captures)
-SIZE_PATCHES = _Patches(_of_live_calls)
+PATCHES = Patches(_of_captures)
+SIZE_PATCHES = Patches(_of_live_calls)
+CALL_PATCHES = Patches(lambda: module_calls.patches(_watchers))

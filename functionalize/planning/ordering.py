@@ -6,103 +6,153 @@
     a = f(x); b = g(x); c = h(a); d = k(b)    ->    a = f(x); c = h(a); b = g(x); d = k(b)     h frees `a`
 
 Everything else keeps its place. Both are list schedules with a heap, n log n in nodes and edges;
-`passes/schedule_memory.py` tries several, one after the other.
-Invariant: an order that comes out has every node once, after all that it must follow.
+`passes/schedule_memory.py` tries several, one after the other. So that a try costs little, whatever is needed of the
+nodes is read once (`Uses`); orders, what must follow what and lifetimes are numbers: nodes by their place in the graph.
+Invariant: an order that comes out has every node once, after all that it must follow; its peak is what `Liveness`
+finds for it.
 """
 
 from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import fx
 
 from functionalize.core.aliases import is_view
 from functionalize.planning.liveness import Liveness, held_before
 
+# Tuples: the garbage collector does not come back to those that hold numbers only.
+Rows = Sequence[tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uses:
-    """Who touches which storage. makes, touches: per node, storages by number; left: per storage, its nodes."""
+    """Which nodes use which storages, by number: a node's is its place in `nodes`, a storage's in `nbytes`.
 
+    reads: per node, those it is given. holds: those that a wait frees (`held_before`). of: per node, the storages
+    that it is a value on. touches: and those of what it reads or holds. users: per storage, the nodes that touch it.
+    """
+
+    nodes: Sequence[fx.Node]
     nbytes: list[int]
-    makes: list[list[int]]
-    touches: list[list[int]]
-    users: list[list[int]]
+    reads: Rows
+    holds: Rows
+    of: Rows
+    touches: Rows
+    users: Rows
 
     @staticmethod
-    def of(live: Liveness) -> Uses:
-        """The uses of the storages that a graph makes; nodes are numbered as `live.nodes`."""
+    def among(live: Liveness) -> Uses:
+        """The uses of the storages that a graph makes."""
         number = {id(s): i for i, s in enumerate(live.storages)}
-        makes: list[list[int]] = [[] for _ in live.nodes]
-        touches: list[list[int]] = []
-        users: list[list[int]] = [[] for _ in live.storages]
-        for i, storage in enumerate(live.storages):
-            makes[storage.first].append(i)
-        for place, node in enumerate(live.nodes):
+        place = live.place
+        of = [tuple(number[id(s)] for s in live.of[n]) for n in live.nodes]
+        reads = [tuple(place[n] for n in node.all_input_nodes) for node in live.nodes]
+        holds = [tuple(place[n] for n in held_before(node)) for node in live.nodes]
+        touches = []
+        for i, node in enumerate(live.nodes):
             # A part of a list is on one storage: asking for the others, too, would be quadratic in its length.
             part = node.target is operator.getitem and not is_view(node)
-            near = (node,) if part else (node, *node.all_input_nodes, *held_before(node))
-            found = dict.fromkeys(number[id(s)] for n in near for s in live.of[n])
-            touches.append(list(found))
-            for storage_number in found:
-                users[storage_number].append(place)
-        return Uses([s.nbytes for s in live.storages], makes, touches, users)
+            near = () if part else (*reads[i], *holds[i])
+            touches.append(tuple(dict.fromkeys((*of[i], *(s for j in near for s in of[j])))))
+        nbytes = [s.nbytes for s in live.storages]
+        users = _transposed(touches, len(nbytes))
+        return Uses(live.nodes, nbytes, reads, holds, of, touches, users)
+
+
+def _transposed(rows: Rows, size: int) -> Rows:
+    """For each of `size` numbers the rows that it is in."""
+    found: list[list[int]] = [[] for _ in range(size)]
+    for i, row in enumerate(rows):
+        for j in row:
+            found[j].append(i)
+    return list(map(tuple, found))
+
+
+class Schedule:
+    """The nodes in some order, and what is live in it.
+
+    order: the nodes' numbers. place: where each of them is. first: per storage, the place of the node that makes it.
+    peak: bytes; total: the sum of what is live at each node.
+    """
+
+    def __init__(self, uses: Uses, order: Sequence[int]) -> None:
+        self.uses, self.order = uses, order
+        self.place = [0] * len(order)
+        for at, i in enumerate(order):
+            self.place[i] = at
+        self.first = [-1] * len(uses.nbytes)
+        last = [0] * len(uses.nbytes)
+        used = self._last_uses()
+        for at, i in enumerate(order):
+            for storage in uses.of[i]:
+                if self.first[storage] < 0:
+                    self.first[storage] = at
+                if last[storage] < used[i]:
+                    last[storage] = used[i]
+        steps = [0] * (len(order) + 1)
+        for nbytes, begin, end in zip(uses.nbytes, self.first, last, strict=True):
+            steps[begin] += nbytes
+            steps[end + 1] -= nbytes
+        timeline = list(accumulate(steps))
+        self.peak, self.total = max(timeline), sum(timeline)
+
+    def _last_uses(self) -> list[int]:
+        """The place at which each value, itself, is used last, as `Liveness` counts it."""
+        used = self.place.copy()
+        reads, holds = self.uses.reads, self.uses.holds
+        for at, i in enumerate(self.order):
+            for j in reads[i]:
+                used[j] = at
+            for j in holds[i]:
+                used[j] = max(used[j], at - 1)
+        return used
 
 
 class Order:
-    """A graph's nodes in some order, and for each the nodes that it must follow (by place in that order)."""
+    """For each node of a graph those that it must follow: what it reads, and what it is told to."""
 
     def __init__(
         self,
-        live: Liveness,
-        chains: Iterable[Sequence[fx.Node]] = (),
-        fixed: Iterable[fx.Node] = (),
-        walls: Iterable[fx.Node] = (),
-        late: Iterable[fx.Node] = (),
+        start: Schedule,
+        chains: Iterable[Sequence[int]] = (),
+        fixed: Iterable[int] = (),
+        walls: Iterable[int] = (),
+        late: Iterable[int] = (),
     ) -> None:
-        """chains: of nodes that keep their order. walls: nodes that no other passes.
+        """chains: of nodes that keep the order that they have in `start`. walls: nodes that no other passes there.
 
         fixed: nodes that are neither hastened nor put off. late: nodes that are put off whatever they make.
         """
-        self.live, self.uses = live, Uses.of(live)
-        place = live.place
-        self.follows = [{place[n] for n in node.all_input_nodes} for node in live.nodes]
-        for chain in chains:
-            places = sorted(place[node] for node in chain)
-            for one, other in pairwise(places):
-                self.follows[other].add(one)
-        for wall in map(place.__getitem__, walls):
-            self.follows[wall].update(range(wall))
-            for after in self.follows[wall + 1 :]:
-                after.add(wall)
-        self.leads: list[list[int]] = [[] for _ in self.follows]
-        for i, before in enumerate(self.follows):
-            for j in before:
-                self.leads[j].append(i)
-        pinned = {place[n] for n in fixed}
-        self.free = [n.op == "call_function" and i not in pinned for i, n in enumerate(live.nodes)]
-        self.late = {place[n] for n in late}
-        self.views = [is_view(n) or n.target is operator.getitem for n in live.nodes]
+        self.uses = start.uses
+        nodes = self.uses.nodes
+        self.follows = _follows(start, chains, walls)
+        self.leads = _transposed(self.follows, len(nodes))
+        pinned = set(fixed)
+        self.free = [n.op == "call_function" and i not in pinned for i, n in enumerate(nodes)]
+        self.given = [i for i, n in enumerate(nodes) if n.op == "placeholder"]
+        self.late = set(late)
+        self.views = [is_view(n) or n.target is operator.getitem for n in nodes]
 
-    def earlier(self) -> list[fx.Node]:
-        """The nodes in an order in which memory is freed earlier, and no move goes beyond the peak so far."""
-        uses = self.uses
-        left = [len(users) for users in uses.users]
-        last = [sum(users) for users in uses.users]  # the last user, once a single one is left
-        needs = [sum(uses.nbytes[s] for s in made) for made in uses.makes]
-        delta = list(needs)  # what is live after a node, less what was before
-        for storage, users in enumerate(uses.users):
+    def earlier(self, start: Schedule) -> list[int]:
+        """An order in which memory is freed earlier than in `start`, and no move goes beyond its peak."""
+        uses, free, views = self.uses, self.free, self.views
+        left = list(map(len, uses.users))
+        last = list(map(sum, uses.users))  # the last user, once a single one is left
+        needs = _made(start)
+        delta = needs.copy()  # what is live after a node, less what was before
+        for nbytes, users in zip(uses.nbytes, uses.users, strict=True):
             if len(users) == 1:
-                delta[users[0]] -= uses.nbytes[storage]
-        ready = _Ready(self.follows)
+                delta[users[0]] -= nbytes
+        ready = _Ready(start, self.follows)
         memory = 0
 
         def offer(i: int) -> None:
-            if self.free[i] and (delta[i] < 0 or (self.views[i] and not needs[i])):
+            if free[i] and (delta[i] < 0 or (views[i] and not needs[i])):
                 ready.hasten(i)
 
         def run(i: int) -> None:
@@ -117,54 +167,82 @@ class Order:
             for j in ready.done(i, self.leads[i]):
                 offer(j)
 
-        for each in self.live.graph.find_nodes(op="placeholder"):
-            run(self.live.place[each])
-        while (node := ready.next(lambda i: memory + needs[i] <= self.live.peak)) is not None:
-            run(node)
-        return [self.live.nodes[i] for i in ready.order]
+        for i in self.given:
+            run(i)
+        for i in ready.each(lambda i: memory + needs[i] <= start.peak):
+            run(i)
+        return ready.order
 
-    def later(self) -> list[fx.Node]:
-        """The nodes in an order in which memory is made later."""
-        uses = self.uses
-        is_live = [False] * len(uses.nbytes)
-        delta = [  # what is live before a node, less what is after
-            sum(uses.nbytes[s] for s in touched) - sum(uses.nbytes[s] for s in made)
-            for touched, made in zip(uses.touches, uses.makes, strict=True)
-        ]
-        ready = _Ready(self.leads, -1)
+    def later(self, start: Schedule) -> list[int]:
+        """An order in which memory is made later than in `start`."""
+        uses, nbytes, free, views = self.uses, self.uses.nbytes, self.free, self.views
+        is_live = [False] * len(nbytes)
+        makes = _made(start)
+        made = {start.order[at] for at in start.first}  # also what is empty
+        # What is live before a node, less what is after.
+        delta = [sum(nbytes[s] for s in row) - makes[i] for i, row in enumerate(uses.touches)]
+        ready = _Ready(start, self.leads, -1)
 
         def offer(i: int) -> None:
-            light = delta[i] <= 0 and (bool(uses.makes[i]) or self.views[i])
-            if self.free[i] and (light or i in self.late):
+            if free[i] and ((delta[i] <= 0 and (views[i] or i in made)) or i in self.late):
                 ready.hasten(i)
 
-        while (node := ready.next(lambda _: True)) is not None:
-            for storage in uses.touches[node]:
+        for i in ready.each(lambda _: True):
+            for storage in uses.touches[i]:
                 if not is_live[storage]:
                     is_live[storage] = True
                     for user in uses.users[storage]:
-                        delta[user] -= uses.nbytes[storage]
+                        delta[user] -= nbytes[storage]
                         offer(user)
-            for j in ready.done(node, self.follows[node]):
+            for j in ready.done(i, self.follows[i]):
                 offer(j)
-        return [self.live.nodes[i] for i in reversed(ready.order)]
+        ready.order.reverse()
+        return ready.order
+
+
+def _follows(start: Schedule, chains: Iterable[Sequence[int]], walls: Iterable[int]) -> Rows:
+    """What each node reads, and what else it must follow."""
+    place, order = start.place, start.order
+    others: dict[int, list[int]] = {}
+    for chain in chains:
+        for one, other in pairwise(sorted(chain, key=place.__getitem__)):
+            others.setdefault(other, []).append(one)
+    for wall in walls:
+        others.setdefault(wall, []).extend(order[: place[wall]])
+        for i in order[place[wall] + 1 :]:
+            others.setdefault(i, []).append(wall)
+    rows = list(start.uses.reads)
+    for i, before in others.items():
+        rows[i] = tuple(dict.fromkeys((*rows[i], *before)))
+    return rows
+
+
+def _made(start: Schedule) -> list[int]:
+    """Per node, the bytes of the storages that it makes."""
+    found = [0] * len(start.order)
+    for nbytes, at in zip(start.uses.nbytes, start.first, strict=True):
+        found[start.order[at]] += nbytes
+    return found
 
 
 class _Ready:
     """Which nodes can run, given what ran: those in haste first, then by place (`sign` -1: from the end)."""
 
-    def __init__(self, waits_for: Sequence[Collection[int]], sign: int = 1) -> None:
+    def __init__(
+        self, start: Schedule, waits_for: Sequence[Collection[int]], sign: int = 1
+    ) -> None:
         self.order: list[int] = []
-        self._sign = sign
-        self._missing = [len(others) for others in waits_for]
+        self._at, self._sign = start.order, sign
+        self._rank = start.place if sign > 0 else [-at for at in start.place]
+        self._missing = list(map(len, waits_for))
         self._ran = [False] * len(waits_for)
         self._hasty: list[int] = []
-        self._waiting = sorted(sign * i for i, n in enumerate(self._missing) if not n)
+        self._waiting = sorted(self._rank[i] for i, n in enumerate(self._missing) if not n)
 
     def hasten(self, i: int) -> None:
         """Let a node run as soon as it can, if it can."""
         if not self._missing[i] and not self._ran[i]:
-            heapq.heappush(self._hasty, self._sign * i)
+            heapq.heappush(self._hasty, self._rank[i])
 
     def done(self, i: int, others: Iterable[int]) -> list[int]:
         """Note that a node ran; returns which of the `others`, which wait for it, can run now."""
@@ -174,15 +252,19 @@ class _Ready:
         for j in others:
             self._missing[j] -= 1
             if not self._missing[j]:
-                heapq.heappush(self._waiting, self._sign * j)
+                heapq.heappush(self._waiting, self._rank[j])
                 found.append(j)
         return found
 
-    def next(self, fits: Callable[[int], bool]) -> int | None:
-        """The next node; one in haste that does not fit now runs in its place."""
+    def each(self, fits: Callable[[int], bool]) -> Iterator[int]:
+        """The next node, again and again; one in haste that does not fit now runs in its place."""
+        while (i := self._next(fits)) is not None:
+            yield i
+
+    def _next(self, fits: Callable[[int], bool]) -> int | None:
         for heap in (self._hasty, self._waiting):
             while heap:
-                i = self._sign * heapq.heappop(heap)
+                i = self._at[self._sign * heapq.heappop(heap)]
                 if not self._ran[i] and (heap is self._waiting or fits(i)):
                     return i
         return None

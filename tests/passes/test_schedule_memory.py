@@ -16,7 +16,7 @@ import functionalize as fz
 import passes
 from functionalize.core.commit import commit, is_commit
 from functionalize.planning.liveness import Liveness
-from functionalize.planning.ordering import Order
+from functionalize.planning.ordering import Order, Schedule, Uses
 from passes import ScheduleMemory
 from passes.infra import set_value
 from tests.passes.chains import feature, reduce, traced, unshard
@@ -229,6 +229,24 @@ def test_a_step_in_another_order_is_eagers(name, option):
         assert differences == [] and replays >= 3
 
 
+@pytest.mark.parametrize("sweep", [Order.later, Order.earlier])
+def test_an_orders_peak_is_what_liveness_finds_for_it(sweep):
+    def f(a, b, c, d):
+        one, two = torch.cat([a, b]).split(8)
+        early = (c @ d).t()
+        return (one * two).sum() + early.sum(), torch.cat([b, c]).relu()
+
+    program = fz.trace(f, *four())
+    program.describe()
+    live = Liveness(program.graph)
+    now = Schedule(Uses.among(live), range(len(live.nodes)))
+    after = Schedule(now.uses, sweep(Order(now), now))
+    assert sorted(after.order) == list(now.order) and list(after.order) != list(now.order)
+    for schedule in (now, after):
+        known = Liveness(program.graph, [live.nodes[i] for i in schedule.order])
+        assert (schedule.peak, schedule.total) == (known.peak, sum(known.timeline))
+
+
 # -- linear ----------------------------------------------------------------------------------------
 
 
@@ -254,8 +272,9 @@ def test_time_per_node_does_not_grow():
         gc.disable()
         try:
             start = time.process_time()
-            order = Order(live)
-            assert len(order.later()) == len(order.earlier()) == len(live.nodes)
+            now = Schedule(Uses.among(live), range(len(live.nodes)))
+            order = Order(now)
+            assert len(order.later(now)) == len(order.earlier(now)) == len(live.nodes)
             return (time.process_time() - start) / len(live.nodes)
         finally:
             gc.enable()

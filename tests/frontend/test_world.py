@@ -1,0 +1,221 @@
+"""Fake worlds: the programs that real ranks record, at any size, with nothing left behind."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import functionalize as fz
+from functionalize.errors import WorldError
+from functionalize.frontend.world import in_world
+from tests.fsdp.features import FEATURES
+from tests.fsdp.models import Net, mesh
+from tests.ranks import run_on_ranks
+
+
+def program_of(name: str) -> str:
+    """The program of a feature's step, with process groups numbered as they come."""
+    feature = FEATURES[name]
+    step = fz.capture(feature.make_step(*feature.build()))
+    for batch in feature.batches():
+        step(*batch)
+        if step.program is not None:
+            break
+    assert step.program is not None, step.explain()
+    text = step.program.print_readable(print_output=False)
+    # On fakes functional collectives leave out a wrapper, which is the identity below autograd.
+    text = re.sub(r"\n +(\w+) = _c10d_functional._wrap_tensor_autograd.default\(\w+\)", "", text)
+    groups: dict[str, str] = {}
+    return re.sub(
+        r"(?<=['\"])\d+(?=['\"])", lambda m: groups.setdefault(m[0], f"group {len(groups)}"), text
+    )
+
+
+def program_in_world(name: str, rank: int = 0) -> str:
+    torch.manual_seed(0)
+    mesh.cache_clear()  # those of the world before
+    with fz.world(size=FEATURES[name].world, rank=rank, target="cpu"):
+        return program_of(name)
+
+
+def programs_of(names: list[str]) -> list[str]:
+    return [program_of(name) for name in names]
+
+
+ON_TWO = [
+    "blocks_and_root", "grouped", "shard_1", "keep_unsharded", "bf16", "fp16", "cpu_offload",
+    "no_sync", "tied_in_the_root", "frozen_weights", "clip_grad_norm",
+]  # fmt: skip
+ON_FOUR = ["uneven_shards", "reshard_to_some", "hsdp", "tensor_parallel"]
+
+
+# torch warns of what a feature's model does; the other one is of a deprecated name that it calls itself.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module", "ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(("names", "world"), [(ON_TWO, 2), (ON_FOUR, 4)])
+def test_the_program_is_that_of_real_ranks(names: list[str], world: int):
+    by_rank = run_on_ranks(programs_of, names, world=world)
+    for rank in {0, world - 1}:
+        for name, real in zip(names, by_rank[rank], strict=True):
+            assert program_in_world(name, rank) == real, (name, rank)
+
+
+def training(width: int = 8, **options: object):
+    """A model, its optimizer and its step, built as on real ranks."""
+    model = Net(width)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, step
+
+
+def captured(width: int = 8, rows: int = 4):
+    model, train = training(width)
+    step = fz.capture(train)
+    while step.program is None:
+        step(torch.randn(rows, width))
+    return model, step
+
+
+def test_a_world_as_large_as_there_are():
+    with fz.world(size=16_384, rank=16_383, target="cpu") as world:
+        model, step = captured(width=32_768)
+        assert dist.get_world_size() == world.mesh.size() == 16_384
+        assert model.blocks[0].a.weight.to_local().numel() == 0  # 16 rows for 16,384 ranks
+        assert model.blocks[0].b.weight.to_local().shape == (2, 16)
+        assert step(torch.randn(4, 32_768)).shape == ()
+        assert step.stats.replays == 1
+    text = step.program.print_readable(print_output=False)
+    assert "all_gather_into_tensor.default" in text and ", 16384, " in text
+
+
+def test_no_work_is_done_for_every_rank():
+    """torch cuts a parameter into one view for every rank."""
+
+    def ops_at(size: int) -> int:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Counting(TorchDispatchMode):
+            seen = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                Counting.seen += 1
+                return func(*args, **(kwargs or {}))
+
+        with fz.world(size=size, target="cpu"), Counting():
+            training()
+        return Counting.seen
+
+    assert ops_at(16_384) == ops_at(4)
+
+
+def test_tensors_are_never_allocated():
+    """ViT-B/16's first layer at ten billion images."""
+    with fz.world(size=1, target="cpu"):
+        images = torch.empty(10**10, 3, 224, 224)
+        patches = nn.Conv2d(3, 768, 16, 16)(images)
+        assert patches.shape == (10**10, 768, 14, 14)
+
+
+def test_meshes():
+    with fz.world(mesh={"dp": 64, "tp": 8}, rank=11, target="cpu") as world:
+        assert world.size == 512 and world.mesh.get_coordinate() == (1, 3)
+        mine = init_device_mesh("cuda", (64, 8), mesh_dim_names=("dp", "tp"))
+        assert mine == world.mesh and mine["tp"].size() == 8 and mine["dp"].get_local_rank() == 1
+        training(mesh=world.mesh["dp"])
+        by_list = DeviceMesh("cuda", [[0, 11], [1, 12]])
+        assert by_list.get_coordinate() == (0, 1)
+        assert DeviceMesh("cuda", by_list.mesh.view(-1)).size() == 4
+
+
+def test_a_hugging_face_model_from_its_config():
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=2)  # 7B's shapes
+    with fz.world(size=64, target="cpu"):
+        model = AutoModelForCausalLM.from_config(config)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        tokens = torch.randint(0, config.vocab_size, (1, 4096))
+
+        def train(tokens: Tensor) -> Tensor:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            return loss.detach()
+
+        step = fz.capture(train)
+        step(tokens), step(tokens)
+    assert step.program is not None and step.stats.collectives["all_gather_into_tensor"] == 5
+
+
+def test_numbers_that_are_read_are_assumed():
+    with fz.world(size=2, target="cpu") as world:
+        _, train = training()
+        losses = [train(torch.randn(4, 8)).item() for _ in range(2)]
+    assert losses == [1.0, 1.0]
+    ((line, count),) = world.assumed.items()
+    assert "train(torch.randn(4, 8)).item()" in line and count == 2
+
+
+def test_what_real_ranks_do_afterwards_is_as_before():
+    before = FEATURES["hsdp"].title
+    (first, *_) = run_on_ranks(around_a_world, "blocks_and_root")
+    assert first == program_in_world("blocks_and_root") and before
+
+
+def around_a_world(name: str) -> str:
+    """On a real rank: a world is refused, and changes nothing."""
+    with pytest.raises(WorldError, match="a process group of 2 ranks exists"), fz.world(size=4):
+        pass
+    return program_of(name)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left(fails: bool):
+    before = {name: vars(DeviceMesh)[name] for name in vars(DeviceMesh)}
+    try:
+        with fz.world(size=8, target="cuda"):
+            assert in_world()
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert not in_world() and not dist.is_initialized()
+    assert {name: vars(DeviceMesh)[name] for name in vars(DeviceMesh)} == before
+    assert type(torch.ones(2)) is Tensor
+    assert F.linear(torch.ones(1, 2), torch.ones(1, 2)).item() == 2
+
+
+def test_what_a_world_refuses():
+    with pytest.raises(WorldError, match=r"a mesh of shape \(2, 3\) has 6 ranks, the world 4"):
+        fz.world(size=4, mesh=(2, 3)).__enter__()
+    with pytest.raises(WorldError, match="positive whole numbers"):
+        fz.world(mesh=(2, 0)).__enter__()
+    with pytest.raises(WorldError, match="rank 4 is not in a world of 4 ranks"):
+        fz.world(size=4, rank=4).__enter__()
+    with fz.world(size=4, target="cpu"):
+        with pytest.raises(WorldError, match="a fake world inside a fake world"):
+            fz.world(size=2).__enter__()
+        x = torch.randn(4)
+        with pytest.raises(WorldError, match=r"aten.nonzero.default gives a result whose size"):
+            x.nonzero()
+        with pytest.raises(WorldError, match=r"aten.equal.default decides by data[\s\S]*torch.equal"):
+            torch.equal(x, x)
+        with pytest.raises(WorldError, match="a mesh is made of a tensor of ranks"):
+            DeviceMesh("cuda", torch.ones(4).int())
