@@ -14,7 +14,7 @@ Seen in torch 2.11 (one parameter group per module) and 2.13 (several).
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,10 +46,16 @@ _PARAM_FLAGS = ("sharded_state",)
 _PLAIN = (bool, int, float, str, enum.Enum, type(None))
 
 
-def fsdp_states(module: nn.Module) -> Iterator[Any]:
-    """Every `FSDPState` under `module`, each once."""
+Under = nn.Module | Sequence[Any]  # a module, or the states under it, if they were found already
+
+
+def fsdp_states(under: Under) -> Iterator[Any]:
+    """Every `FSDPState` under a module, each once."""
+    if not isinstance(under, nn.Module):
+        yield from under
+        return
     seen: set[int] = set()
-    for child in module.modules():
+    for child in under.modules():
         state = fsdp_state_of(child)
         if state is not None and id(state) not in seen:
             seen.add(id(state))
@@ -63,15 +69,15 @@ def _groups_of(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def fsdp_groups(module: nn.Module) -> Iterator[Any]:
-    """Every FSDP parameter group under `module`, each once."""
-    for state in fsdp_states(module):
+def fsdp_groups(under: Under) -> Iterator[Any]:
+    """Every FSDP parameter group under a module, each once."""
+    for state in fsdp_states(under):
         yield from _groups_of(state)
 
 
-def fsdp_params(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every FSDPParam under `module` with its fully qualified name."""
-    for group in fsdp_groups(module):
+def fsdp_params(under: Under) -> Iterator[tuple[str, Any]]:
+    """Every FSDPParam under a module with its fully qualified name."""
+    for group in fsdp_groups(under):
         for param in group.fsdp_params:
             info = param._module_info
             yield param._param_fqn or info.param_name, param
@@ -175,9 +181,9 @@ class FSDPTensor:
         setattr(self.param, self.attribute, value)
 
 
-def fsdp_tensors(module: nn.Module) -> Iterator[tuple[str, FSDPTensor]]:
+def fsdp_tensors(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
     """Tensors FSDP2 keeps beside `parameters()`: padded shards, unsharded storages."""
-    for fqn, param in fsdp_params(module):
+    for fqn, param in fsdp_params(under):
         if isinstance(getattr(param, "_sharded_param_data", None), Tensor):
             yield f"{fqn}.sharded_param_data", FSDPTensor(param, "_sharded_param_data")
         for i in range(len(param.all_gather_outputs)):
@@ -186,9 +192,9 @@ def fsdp_tensors(module: nn.Module) -> Iterator[tuple[str, FSDPTensor]]:
             yield f"{fqn}.unsharded_inner_{i}", FSDPTensor(param, "_unsharded_inner_tensors", i)
 
 
-def fsdp_parameters(module: nn.Module) -> Iterator[tuple[str, FSDPTensor]]:
+def fsdp_parameters(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
     """Each parameter twice: sharded, and unsharded if it was made; only one of them is registered."""
-    for fqn, param in fsdp_params(module):
+    for fqn, param in fsdp_params(under):
         yield fqn, FSDPTensor(param, "sharded_param")
         if hasattr(param, "_unsharded_param"):
             yield f"{fqn}.unsharded", FSDPTensor(param, "_unsharded_param")
@@ -203,14 +209,14 @@ def fsdp_unsharded(module: nn.Module) -> Iterator[Tensor]:
             yield param._unsharded_param
 
 
-def fsdp_slots(module: nn.Module) -> Iterator[tuple[str, FSDPTensor]]:
+def fsdp_slots(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
     """Places, apart from `.grad`, that hold a gradient between microbatches, or nothing."""
-    for fqn, param in fsdp_params(module):
+    for fqn, param in fsdp_params(under):
         yield (
             f"{fqn}.unsharded_accumulated_grad",
             FSDPTensor(param, "unsharded_accumulated_grad"),
         )
-    for group in fsdp_groups(module):
+    for group in fsdp_groups(under):
         name = group._module_fqn or "root"
         yield f"{name}.partial_reduce_output", FSDPTensor(group, "_partial_reduce_output")
 
@@ -254,9 +260,9 @@ class FSDPState:
     _indices: tuple[tuple[list[int], int], ...]
 
     @staticmethod
-    def now(modules: Sequence[nn.Module]) -> FSDPState:
-        """Look at every FSDP2 module under `modules`."""
-        states = [state for module in modules for state in fsdp_states(module)]
+    def now(roots: Iterable[Under]) -> FSDPState:
+        """Look at every FSDP2 module under these roots."""
+        states = [state for root in roots for state in fsdp_states(root)]
         places = [place for state in states for place in _places(state)]
         orders: list[list[Any]] = []
         indices: list[tuple[list[int], int]] = []

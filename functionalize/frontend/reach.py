@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize._compat import hook_functions
 from functionalize.core.inputs import Call
+from functionalize.frontend.fsdp import fsdp_states
 
 _MAX_OBJECTS = 20_000  # a bound on the search, far above what a training script reaches
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
@@ -82,6 +83,7 @@ class Roots:
     named: set[Any] = field(default_factory=set)
     functions: list[types.FunctionType] = field(default_factory=list)
     _walked: list[tuple[str, nn.Module]] | None = None
+    _states: dict[str, list[Any]] | None = None
 
     def walk(self) -> list[tuple[str, nn.Module]]:
         """Every module under the roots with its full name; made once."""
@@ -92,6 +94,12 @@ class Roots:
                 for fqn, module in root.named_modules()
             ]
         return self._walked
+
+    def states(self) -> dict[str, list[Any]]:
+        """FSDP2's states under every root module, by its name, as they were when first asked for."""
+        if self._states is None:
+            self._states = {name: list(fsdp_states(root)) for name, root in self.modules.items()}
+        return self._states
 
 
 _Found = tuple[str, Any, Held | None]

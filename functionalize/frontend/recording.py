@@ -116,7 +116,7 @@ class Entry:
             shared.setdefault(ref.storage, []).append(
                 Shared(name, source, ref.geometry, id(tensor))
             )
-        fsdp = FSDPState.now(list(roots.modules.values()))
+        fsdp = FSDPState.now(roots.states().values())
         gradients = [slot.resolve(call) for _, slot in held]
         keys = liftable(roots.optimizers) | varying if recorder.live else frozenset()
         return Entry(

@@ -170,8 +170,8 @@ def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
     """Every leaf of autograd whose `.grad` a step may assign, each once."""
     seen: set[int] = set()
     found: list[tuple[str, Source, Any]] = []
-    for name, root in roots.modules.items():  # first: what FSDP2 swaps is not found where it was
-        managed = fsdp_parameters(root)
+    for name, states in roots.states().items():  # first: what FSDP2 swaps is not where it was
+        managed = fsdp_parameters(states)
         found += [(f"{name}.{n}", source, source.resolve(_NO_CALL)) for n, source in managed]
     found += module_tensors(roots)
     for name, optimizer in roots.optimizers.items():
@@ -191,8 +191,8 @@ def slots(roots: Roots, found: Sequence[tuple[str, Source, Tensor]]) -> Iterator
     """Every place that may hold a gradient: `.grad` of what `parameters` found, and FSDP2's own."""
     for name, source, _ in found:
         yield f"{name}.grad", Gradient(source)
-    for root_name, root in roots.modules.items():
-        for name, slot in fsdp_slots(root):
+    for root_name, states in roots.states().items():
+        for name, slot in fsdp_slots(states):
             yield f"{root_name}.{name}", slot
 
 
@@ -222,10 +222,10 @@ def candidates(
     for name, optimizer in roots.optimizers.items():
         for full, state, value in _optimizer_tensors(name, optimizer):
             yield from unwrapped(full, state, value)
-    for root_name, root in roots.modules.items():
-        for name, kept in fsdp_tensors(root):
+    for root_name, states in roots.states().items():
+        for name, kept in fsdp_tensors(states):
             yield from unwrapped(f"{root_name}.{name}", kept, kept.resolve(call))
-        for name, managed in fsdp_parameters(root):
+        for name, managed in fsdp_parameters(states):
             yield from unwrapped(f"{root_name}.{name}", managed, managed.resolve(call))
     for name, optimizer in roots.optimizers.items():
         for full, loose, value in _loose_parameters(name, optimizer):
