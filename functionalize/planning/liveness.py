@@ -47,7 +47,8 @@ class Liveness:
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.of: dict[fx.Node, tuple[Storage, ...]] = {}
         self.storages: list[Storage] = []
-        self._find(Aliases(graph))
+        self.aliases = Aliases(graph)
+        self._find(self.aliases)
         steps = [0] * (len(self.nodes) + 1)
         for storage in self.storages:
             steps[storage.first] += storage.nbytes
