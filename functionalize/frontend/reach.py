@@ -71,7 +71,7 @@ class Roots:
 
     held: the place of every module, optimizer, tensor and number that has one. objects: the attributes of
     every other object. containers: every list, dict, set, queue and file. named: the attributes and globals that
-    the code uses. functions: those of the user.
+    the code uses. functions: those of the user. arguments: a name per leaf that the step is given.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -82,6 +82,7 @@ class Roots:
     containers: list[tuple[str, Any]] = field(default_factory=list)
     named: set[Any] = field(default_factory=set)
     functions: list[types.FunctionType] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
     _walked: list[tuple[str, nn.Module]] | None = None
     _states: dict[str, list[Any]] | None = None
 
@@ -251,11 +252,15 @@ def is_installed(module: str | None) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-def reachable(fn: Callable[..., Any], args: Sequence[Any] = ()) -> Roots:
-    """Search `fn` and `args`, breadth first."""
+def reachable(
+    fn: Callable[..., Any], args: Sequence[Any] = (), names: Sequence[str] | None = None
+) -> Roots:
+    """Search `fn` and `args`, breadth first; names: of the arguments, as its signature has them."""
     search = _Search()
     search.queue.append(("", fn, None))
-    search.queue += [(f"args_{i}", a, None) for i, a in enumerate(args) if not _is_number(a)]
+    search.roots.arguments = [f"args_{i}" for i in range(len(args))] if names is None else [*names]
+    named = zip(search.roots.arguments, args, strict=True)
+    search.queue += [(name, a, None) for name, a in named if not _is_number(a)]
     return search.run()
 
 

@@ -98,12 +98,13 @@ class Entry:
         leaves: Sequence[Any],
         recorder: Recorder,
         varying: frozenset[Key] = frozenset(),
+        names: Sequence[str] | None = None,
     ) -> Entry:
         """Look at everything `fn` can reach; each storage is known by the widest tensor on it.
 
-        varying: hyperparameters that are to be live, besides the learning rates.
+        varying: hyperparameters that are to be live, besides the learning rates. names: of the leaves.
         """
-        call, roots = Call(leaves, []), reachable(fn, leaves)
+        call, roots = Call(leaves, []), reachable(fn, leaves, names)
         found = list(parameters(roots, leaves))
         held = list(slots(roots, found))
         places: dict[int, tuple[str, Source, TensorRef]] = {}
@@ -162,8 +163,8 @@ def _facts(
 ) -> list[Guard]:
     """Guards on what a step reads and does not write; what differs most often comes first."""
     given: list[tuple[str, Source, Tensor]] = [
-        (f"args_{i}", Argument(i), leaf)
-        for i, leaf in enumerate(leaves)
+        (name, Argument(i), leaf)
+        for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True))
         if isinstance(leaf, Tensor)
     ]
     constants = [

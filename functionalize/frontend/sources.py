@@ -176,7 +176,8 @@ def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
     found += module_tensors(roots)
     for name, optimizer in roots.optimizers.items():
         found += _loose_parameters(name, optimizer)
-    found += [(f"args_{i}", Argument(i), leaf) for i, leaf in enumerate(leaves)]
+    given = zip(roots.arguments, leaves, strict=True)
+    found += [(name, Argument(i), leaf) for i, (name, leaf) in enumerate(given)]
     found += roots.tensors
     for name, source, value in found:
         if isinstance(value, Tensor) and id(value) not in seen and _may_have_grad(source, value):
@@ -213,8 +214,8 @@ def candidates(
 ) -> Iterator[tuple[str, Source, Tensor]]:
     """Every place a step's input may come from, the most telling first; `places`: the slots."""
     call = Call(leaves, [])
-    for i, leaf in enumerate(leaves):
-        yield from unwrapped(f"args_{i}", Argument(i), leaf)
+    for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True)):
+        yield from unwrapped(name, Argument(i), leaf)
     for name, source, value in module_tensors(roots):
         yield from unwrapped(name, source, value)
     for name, slot in places:

@@ -35,7 +35,7 @@ def test_of_two_programs_the_one_that_fits_the_mask_is_replayed() -> None:
     assert captured.stats.replays >= 8
     assert all(program.value_guards == () for program in captured.programs)
     full = next(p for p in captured.programs if "where" not in p.print_readable(print_output=False))
-    assert [spec.name for spec in full.inputs] == ["args_0"]  # the mask is only looked at
+    assert [spec.name for spec in full.inputs] == ["x"]  # the mask is only looked at
 
 
 def test_a_failure_says_where_the_number_was_read() -> None:

@@ -143,8 +143,8 @@ def deterministic(world: Any) -> Any:
 
 # What fails, of what kind it is, what it says, and what the call is given or done under.
 CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "shape": ("TensorGuard", "args_0` is float32", {"given": given_to((7, 6))}),
-    "dtype": ("TensorGuard", "args_1` is float64", {"given": of_another_dtype}),
+    "shape": ("TensorGuard", "x` is float32", {"given": given_to((7, 6))}),
+    "dtype": ("TensorGuard", "y` is float64", {"given": of_another_dtype}),
     "requires_grad": ("ParameterGuard", "now requires a gradient", {"given": with_a_gradient}),
     "structure": ("structure", "structure", {"given": as_a_list}),
     "constant": (
@@ -152,7 +152,7 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "argument leaf 2 is 3.0, was 2.0",
         {"given": given_to(scale=3.0)},
     ),
-    "strides": ("TensorGuard", "args_0` is float32", {"given": strided}),
+    "strides": ("TensorGuard", "x` is float32", {"given": strided}),
     "aliases": ("AliasGuard", "shares a storage", {"given": on_one_storage}),
     "grad mode": ("ModeGuard", "grad mode is False", {"around": lambda w: torch.no_grad()}),
     "inference": ("ModeGuard", " is ", {"around": lambda w: torch.inference_mode()}),

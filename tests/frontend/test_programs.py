@@ -178,7 +178,7 @@ def test_explain() -> None:
     text = step.explain()
     assert text.startswith("train_step: ")
     assert "recorded because of the first call" in text
-    assert "recorded because of `args_0` is float32[5, 4], was float32[3, 4]" in text
+    assert "recorded because of `x` is float32[5, 4], was float32[3, 4]" in text
     assert "recorded because of `model` has training = False, had True" in text
     assert "parameter `weight` of a Linear" in text
     assert "state `exp_avg` of parameter 0 in group 0" in text

@@ -149,7 +149,7 @@ def test_a_rank_whose_batch_has_another_shape(numbers: bool) -> None:
     (found, first), (second_found, second) = run_on_ranks(shapes_differ, numbers)
     assert found == second_found == []
     assert second.captures == 2
-    assert second.guard_failures[0].startswith("`args_0` is float32[6, 8], was float32[4, 8]")
+    assert second.guard_failures[0].startswith("`x` is float32[6, 8], was float32[4, 8]")
     if numbers:  # they record together
         assert first.guard_failures == ["a guard failed on another rank"]
         assert first.replays == second.replays

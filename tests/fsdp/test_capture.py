@@ -193,7 +193,7 @@ def test_llama() -> None:
 def test_another_shape_has_another_program() -> None:
     verdicts = run_on_ranks(shapes_change)
     check(verdicts, captures=2)
-    assert verdicts[0].guard_failures == ["`args_0` is float32[6, 8], was float32[4, 8]"]
+    assert verdicts[0].guard_failures == ["`x` is float32[6, 8], was float32[4, 8]"]
 
 
 def test_another_rate_needs_no_other_program() -> None:

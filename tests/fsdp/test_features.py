@@ -120,7 +120,7 @@ def test_a_rank_that_records_works_beside_one_that_replays(name: str) -> None:
     for verdict in others:
         assert (verdict.differences, verdict.guard_failures, verdict.captures) == ([], [], 1)
     assert last.differences == []
-    assert last.guard_failures[0] == "`args_0` is float32[8, 8], was float32[4, 8]"
+    assert last.guard_failures[0] == "`x` is float32[8, 8], was float32[4, 8]"
 
 
 def reading(what: str) -> Callable[..., Any]:

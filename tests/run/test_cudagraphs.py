@@ -169,7 +169,7 @@ def test_every_reason_is_told() -> None:
         cudagraphs(program)
     text = str(raised.value)
     assert text.startswith("compile='cudagraphs' cannot take this step, for 4 reasons:\n  1. ")
-    assert "`args_0` (float32[3]) is on cpu: move it to the device" in text
+    assert "`x` (float32[3]) is on cpu: move it to the device" in text
     assert "`get_rng_state` reads or sets a generator, which the host does" in text
     assert "`manual_seed` reads or sets a generator" in text
     assert "reads a number from `sum_1`, for which the host waits: keep it a tensor" in text
