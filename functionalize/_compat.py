@@ -69,12 +69,18 @@ __all__ = [
     "below_autograd",
     "below_functionalization",
     "can_auto_functionalize",
+    "checkpoint_module",
     "current_modes",
+    "current_node_leaf",
     "disable_current_modes",
     "dtensor_parts",
     "dynamo_frames",
+    "fake_process_group",
+    "fake_work_ids",
+    "forget_shardings",
     "fsdp_lazy_init",
     "fsdp_state_of",
+    "fully_sharded_chunks",
     "functional_inside",
     "functional_needs_storage",
     "functional_put_inside",
@@ -88,6 +94,7 @@ __all__ = [
     "hook_functions",
     "hook_tables",
     "hooks_of",
+    "in_backward",
     "inductor",
     "inductor_region",
     "is_dtensor_type",
@@ -98,12 +105,16 @@ __all__ = [
     "load_dynamo",
     "load_fsdp_ops",
     "load_resize_op",
+    "mesh_methods",
+    "next_node_number",
     "no_dispatch",
+    "plain_kernels",
     "plain_resize",
     "process_groups",
     "proxy_mode",
     "pytree",
     "register_backend",
+    "sharding_propagation",
     "stack_here",
     "untraced",
     "will_execute",
@@ -167,6 +178,11 @@ def all_op_names() -> list[str]:
     return list(torch._C._dispatch_get_all_op_names())
 
 
+def ops_with_kernel(key: str) -> list[str]:
+    """`namespace::op.overload` of every op that has a kernel of its own for a dispatch key."""
+    return list(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+
 def has_kernel(name: str, key: str) -> bool:
     """Whether an op has a kernel of its own for a dispatch key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
@@ -198,6 +214,22 @@ def autograd_position() -> tuple[int, str | None, str | None]:
         return torch.autograd._get_sequence_nr() - 1, None, BACKWARD if inside else None
     again = torch.is_grad_enabled() and not graph_is_kept()
     return node._sequence_nr(), node.name(), RECOMPUTE if again else BACKWARD
+
+
+def next_node_number() -> int:
+    """The number that autograd gives the next node of this thread."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def current_node_leaf() -> torch.Tensor | None:
+    """The leaf that the node at hand accumulates a gradient into, if it does."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else leaf_of(node)
 
 
 def append_node(
@@ -350,6 +382,78 @@ def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_names)
 
 
+@contextmanager
+def fake_process_group(rank: int, size: int) -> Iterator[None]:
+    """A default process group whose collectives return at once (torch.testing has the only one)."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = (
+        sys.excepthook
+    )  # every group made puts `[rank0]:` before each line of a traceback, once more
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def fake_work_ids() -> tuple[Any, str]:
+    """The function that numbers the works of fake collectives, where it is called (2.11 to 2.13)."""
+    return importlib.import_module("torch.distributed._meta_registrations"), "generate_unique_id"
+
+
+def sharding_propagation() -> tuple[type, str]:
+    """The method by which DTensor finds the global shape of an op's result, on fake tensors (2.11 to 2.13)."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return ShardingPropagator, "_propagate_tensor_meta_non_cached"
+
+
+def checkpoint_module(module: torch.nn.Module) -> None:
+    """Checkpoint the activations of a module in place, composable with `fully_shard` (2.11 to 2.13)."""
+    from torch.distributed._composable import checkpoint
+
+    checkpoint(module)
+
+
+def plain_kernels(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Inside, ops on fake tensors run on the meta tensors that they are (2.11 to 2.13)."""
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+    return in_kernel_invocation_manager(mode)
+
+
+def forget_shardings() -> None:
+    """Empty DTensor's caches of propagated shardings: they hold meshes, equal ones of other process groups too."""
+    import torch.distributed.tensor.debug as debug
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
+
+    for clear in (
+        getattr(debug, "_clear_sharding_prop_cache", None),  # 2.11 to 2.13
+        getattr(_gen_transform_infos, "cache_clear", None),
+    ):
+        if clear is not None:
+            clear()
+
+
+def fully_sharded_chunks() -> list[tuple[Any, str]]:
+    """The function by which FSDP2 cuts a parameter into a chunk per rank, where it is called (2.11 to 2.13)."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    return [(_fsdp_param, "_chunk_with_empty")]
+
+
+def mesh_methods() -> list[tuple[Any, str]]:
+    """Methods of a mesh that compute on its tensor of ranks (2.11 to 2.13)."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    names = ("__init__", "__getitem__", "mesh", "get_coordinate", "_flatten", "_unflatten")
+    more = ("_concatenate", "from_group", "_get_all_submeshes", "__getstate__")
+    return [(DeviceMesh, name) for name in (*names, *more) if name in vars(DeviceMesh)]
+
+
 def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:
     """The records in a DTensor's spec; the kinds of placements, each with what it is made from."""
     try:
@@ -367,6 +471,76 @@ def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:
         _StridedShard: ("dim", "split_factor"),
     }
     return records, placements
+
+
+def op_overrides(namespace: str) -> AbstractContextManager[Any]:
+    """A library whose `impl` replaces kernels of existing ops until the context ends.
+
+    A public `Library` gives its kernels back only when it is collected.
+    """
+    return torch.library._scoped_library(namespace, "IMPL")
+
+
+@contextmanager
+def composite_override(op: Any, kernel: Any) -> Iterator[None]:
+    """`kernel` in place of what a composite op is made of, where a mode or the fake mode takes it apart."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    before = op.py_kernels.get(key)
+    op.py_kernels[key] = kernel
+    try:
+        yield
+    finally:
+        op.py_kernels.pop(key, None)
+        if before is not None:
+            op.py_kernels[key] = before
+
+
+def composite_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run what a composite op is made of: torch's own, whatever overrides it."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def kernel_of(op: Any, key: str) -> Any:
+    """The kernel that an op has for a dispatch key now; `call_boxed(keys, *args)` runs it."""
+    return torch.library.get_kernel(op, key)  # public, but the type that it gives is not
+
+
+def redispatch_below(op: Any, keys: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+    """Go on with an op as if it had no kernel for `key`. keys: what the kernel was called with."""
+    return op.redispatch(keys - torch._C.DispatchKeySet(_key(key)), *args, **kwargs)
+
+
+def excluded(key: str) -> AbstractContextManager[Any]:
+    """No kernel of this dispatch key runs in this thread."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_key(key)))
+
+
+def _key(name: str) -> Any:
+    return getattr(torch._C.DispatchKey, name)
+
+
+def sdpa_order() -> list[int]:
+    """The order in which `sdpa_kernel(..., set_priority=True)` has attention kernels tried."""
+    return list(torch._C._get_sdp_priority_order())
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor is fake, or wraps one."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return bool(is_fake(value))
+
+
+def foreach_owners() -> list[Any]:
+    """The modules that keep where and for which tensors optimizers and clipping take foreach by default."""
+    names = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.optim.swa_utils")
+    return [importlib.import_module(name) for name in names]
+
+
+def swap_fakes(a: torch.Tensor, b: torch.Tensor) -> None:
+    """`torch.utils.swap_tensors` for fakes, which does not mind who else looks at them."""
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)
 
 
 def aot_autograd(**options: Any) -> Any:

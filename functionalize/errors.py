@@ -52,6 +52,10 @@ class UncapturableError(FunctionalizeError):
     """A step does something that a program cannot hold, such as state that never settles."""
 
 
+class TargetError(FunctionalizeError):
+    """A plan does not know what its target device would do, or would have to assume what nobody asked for."""
+
+
 class EagerError(FunctionalizeError):
     """The program failed in eager PyTorch while it was recorded; `__cause__` is eager's own exception."""
 
@@ -72,12 +76,40 @@ class VerifyError(FunctionalizeError):
     """A program breaks an invariant; the message lists every violation."""
 
 
+class WorldError(FunctionalizeError):
+    """A fake world cannot be made here, or a step needs data that its tensors do not have."""
+
+
+class AllocatorSettingsError(FunctionalizeError):
+    """An option of the simulated allocator that is unknown, malformed or out of its range."""
+
+
+class PlannedOutOfMemoryError(FunctionalizeError):
+    """The simulated allocator cannot reserve what a step asks for within its limit; says what, when and why."""
+
+
+class PlanError(FunctionalizeError):
+    """A plan asks for something that its functions, grid or model do not offer."""
+
+
 class SaveError(FunctionalizeError):
     """A program holds something that another process could not find again by a name."""
 
 
 class LoadError(FunctionalizeError):
     """A file is damaged, or its programs are for another version, world, model or step; none was loaded."""
+
+
+class MemoryReportError(FunctionalizeError):
+    """A memory report is asked for a timeline, or for the constants of a device, that it does not have."""
+
+
+class PictureError(FunctionalizeError):
+    """A picture or a page cannot be drawn: no matplotlib, an unknown kind of file, nothing to draw."""
+
+
+class UsageError(FunctionalizeError):
+    """The command line was given something that it cannot read, find or do; nothing has run."""
 
 
 class InvariantError(AssertionError):

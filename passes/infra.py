@@ -28,9 +28,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from functionalize._compat import FakeTensor, FakeTensorMode, pytree
+from functionalize._compat import FakeTensor, FakeTensorMode, disable_current_modes, pytree
 from functionalize.core.aliases import is_view, results, storage_key
 from functionalize.core.dead_code import is_impure
+from functionalize.core.fakes import Fakes
 from functionalize.core.inputs import Argument, InputSpec
 from functionalize.core.metas import fake_input
 from functionalize.core.ops import geometry_of, tensor_metadata
@@ -315,15 +316,16 @@ def _fill_values(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> No
 
 def _refill_values(gm: fx.GraphModule) -> None:
     """Make fake values that share memory as the graph does, from the geometry of its inputs."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    fakes = Fakes()
+    with disable_current_modes(), torch.no_grad():
         for i, node in enumerate(gm.graph.nodes):
             if node.op == "placeholder":
-                _describe(node, fake_input(_spec_of(i, node)))
+                _describe(node, fake_input(fakes, _spec_of(i, node)))
             elif node.op == "get_attr":
-                _describe(node, mode.from_tensor(getattr(gm, str(node.target))))
+                _describe(node, fakes.mode.from_tensor(getattr(gm, str(node.target))))
             elif node.op == "call_function" and node.target is not RESIZE_STORAGE:
                 args, kwargs = value_of((node.args, node.kwargs))
-                _describe(node, node.target(*args, **kwargs))
+                _describe(node, fakes.run(node.target, args, kwargs))
 
 
 def _spec_of(index: int, node: fx.Node) -> InputSpec:

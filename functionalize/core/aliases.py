@@ -63,8 +63,11 @@ def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
 
 def leaves_gradients(node: fx.Node) -> bool:
     """Whether a node is a fused optimizer step that is not told to unscale the gradients."""
-    name = str(getattr(node.target, "_schema", None) and node.target._schema.name)  # type: ignore[union-attr]
-    return name.startswith("aten::_fused_") and node.kwargs.get("grad_scale") is None
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::_fused_"):
+        return False  # `_fused_rms_norm` is no optimizer
+    scales = any(argument.name == "grad_scale" for argument in schema.arguments)
+    return scales and node.kwargs.get("grad_scale") is None
 
 
 def results(graph: fx.Graph) -> tuple[Any, ...]:

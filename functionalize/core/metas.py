@@ -5,6 +5,7 @@ tensor_meta    its size, stride and dtype, as FX passes read them
 stack_trace    the user's frames; seq_nr, autograd_node: where autograd had it from
 original_aten  the op that was recorded, where the node is its functional counterpart
 phase          the part of a training step that it belongs to, see `phases.py`
+module         the module that it belongs to, if that was recorded
 
 A number that Python reads has the value it had while the step was recorded, kept in `hint`.
 """
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from functionalize._compat import FakeTensorMode, disable_current_modes
+from functionalize._compat import disable_current_modes
+from functionalize.core.collector import only_young_collections
+from functionalize.core.fakes import Fakes
 from functionalize.core.ops import Geometry, geometry_of, tensor_metadata
 from functionalize.core.phases import set_phases
 from functionalize.core.where import trace_and_update
@@ -27,13 +30,11 @@ if TYPE_CHECKING:
     from functionalize.core.program import Program
 
 
-aten = torch.ops.aten
-
-
 def annotate(program: Program) -> None:
     """Fill the `meta` of every node."""
-    read_records(program.graph)
-    propagate(program)
+    with only_young_collections():  # what is made here lives as long as the program
+        read_records(program.graph)
+        propagate(program)
 
 
 def read_records(graph: fx.Graph) -> None:
@@ -55,6 +56,8 @@ def read_records(graph: fx.Graph) -> None:
             node.meta["seq_nr"] = record.seq_nr
         if record.autograd_node is not None:
             node.meta["autograd_node"] = record.autograd_node
+        if record.meta.get("module"):
+            node.meta["module"] = record.meta["module"]
         node.meta["original_aten"] = record.target
     set_phases(graph, updates)
     for node in graph.nodes:
@@ -63,19 +66,20 @@ def read_records(graph: fx.Graph) -> None:
 
 def propagate(program: Program) -> None:
     """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = Fakes()
     specs = iter(program.inputs)
     env: dict[fx.Node, Any] = {}
-    with disable_current_modes(), mode, torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder":
-                value = fake_input(next(specs))
+                value = fake_input(fakes, next(specs))
             elif node.op == "get_attr":
-                value = mode.from_tensor(program.constants[str(node.target)], static_shapes=True)
+                constant = program.constants[str(node.target)]
+                value = fakes.mode.from_tensor(constant, static_shapes=True)
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
                 known = node.meta.get("hint")
-                value = node.target(*args, **kwargs) if known is None else known
+                value = fakes.run(node.target, args, kwargs) if known is None else known
             else:
                 continue
             env[node] = value
@@ -84,18 +88,11 @@ def propagate(program: Program) -> None:
                 node.meta["tensor_meta"] = tensor_metadata(geometry_of(value))
 
 
-def fake_input(spec: InputSpec) -> Any:
-    """A fake tensor like an input, its storage as large as on entry (made under a fake mode)."""
+def fake_input(fakes: Fakes, spec: InputSpec) -> Any:
+    """A fake tensor like an input, its storage as large as on entry."""
     if not isinstance(spec.geometry, Geometry):
         return getattr(spec.source, "hint", spec.source)
-    elements = spec.geometry.end // spec.geometry.dtype.itemsize
-    flat = torch.empty(elements, dtype=spec.geometry.dtype, device=spec.device)
-    value = flat.as_strided(spec.geometry.size, spec.geometry.stride, spec.geometry.offset)
-    if spec.nbytes == 0:
-        flat.untyped_storage().resize_(0)
-    if spec.geometry.conj:
-        value = aten._conj.default(value)
-    return aten._neg_view.default(value) if spec.geometry.neg else value
+    return fakes.like(spec.geometry, spec.nbytes, spec.device)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

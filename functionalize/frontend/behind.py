@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat import pytree
+from functionalize.core.collector import only_young_collections
 from functionalize.core.epilogue import Copy, alias
 from functionalize.core.generators import generator_states, set_generators
 from functionalize.core.inputs import Argument, Call, Source
@@ -26,7 +27,6 @@ from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import GuardError, InvariantError
 from functionalize.frontend.arguments import flatten_result, unflatten_result
 from functionalize.frontend.boundary import Wanted, attach, leaves_of, run_backward
-from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.fsdp import FSDPTensor
 from functionalize.frontend.guards import SlotGuard

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
+from functionalize.core.collector import only_young_collections
 from functionalize.errors import FunctionalizeError, InvariantError, PassError, UncapturableError
-from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.patches import PATCHES
 from tests.faults import (
     Tripwire,

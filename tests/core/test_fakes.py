@@ -1,0 +1,115 @@
+"""Fake results that are made anew look as those that ops give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functionalize as fz
+from functionalize._compat import FakeTensorMode, disable_current_modes
+from functionalize.core.fakes import Fakes
+from functionalize.core.metas import tensors_of
+from functionalize.core.ops import geometry_of
+from tests.fsdp.features import FEATURES
+from tests.fsdp.twins import run
+
+aten = torch.ops.aten
+
+
+def look(value: Any) -> list[Any]:
+    return [(geometry_of(t), t.device, t.untyped_storage().nbytes()) for t in tensors_of(value)]
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "new": (aten.mm.default, (torch.ones(3, 4), torch.ones(4, 5))),
+    "other strides": (aten.mm.default, (torch.ones(4, 3).t(), torch.ones(4, 5))),
+    "view": (aten.slice.Tensor, (torch.ones(6, 4), 0, 2, 5)),
+    "view of a view": (aten.t.default, (torch.ones(6, 4)[1:],)),
+    "view of another dtype": (aten.view.dtype, (torch.ones(6, 4), torch.int32)),
+    "expanded": (aten.expand.default, (torch.ones(1, 4), [3, 4])),
+    "list of views": (aten.split.Tensor, (torch.ones(6, 4), 2)),
+    "list": (aten._foreach_add.Scalar, ([torch.ones(2), torch.ones(3)], 1)),
+    "several": (aten.native_layer_norm.default, (torch.ones(2, 3), [3], None, None, 1e-5)),
+    "factory": (aten.empty.memory_format, ([2, 3],)),
+    "number": (aten.add.Tensor, (torch.ones(3), 1)),
+    "another number": (aten.add.Tensor, (torch.ones(3), 1.5)),
+    "conjugate": (aten._conj.default, (torch.ones(3, dtype=torch.complex64),)),
+    "itself": (aten.lift.default, (torch.ones(3),)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_result_is_as_the_first(name: str):
+    target, args = CALLS[name]
+    fakes, plain = Fakes(), FakeTensorMode()
+    convert = fakes.mode.from_tensor
+
+    def faked(mode: Any) -> list[Any]:
+        return torch.utils._pytree.tree_map_only(Tensor, mode, list(args))
+
+    with plain:
+        wanted = target(*faked(plain.from_tensor))
+    with disable_current_modes(), torch.no_grad():
+        given = [faked(convert) for _ in range(3)]
+        # Copies: `from_tensor` gives one fake for one tensor.
+        given = [torch.utils._pytree.tree_map_only(Tensor, lambda t: _again(t), g) for g in given]
+        results = [fakes.run(target, g, {}) for g in given]
+    for mine, result in zip(given, results, strict=True):
+        assert type(result) is type(wanted) and look(result) == look(wanted)
+        inputs = [storage(t) for a in mine for t in tensors_of(a)]
+        of = [
+            inputs.index(storage(t)) if storage(t) in inputs else None for t in tensors_of(result)
+        ]
+        fresh = [storage(t) for t in tensors_of(result) if storage(t) not in inputs]
+        assert len(set(fresh)) == len(fresh)
+        assert of == [
+            None if target in (aten.mm.default, aten.add.Tensor) else found for found in of
+        ]
+    assert {storage(t) for t in tensors_of(results[1])}.isdisjoint(
+        storage(t) for t in tensors_of(results[2])
+    )
+
+
+def _again(fake: Any) -> Any:
+    """Another fake that looks the same, on a storage of its own."""
+    whole = fake.new_empty(fake.untyped_storage().nbytes() // fake.element_size())
+    return whole.as_strided(fake.size(), fake.stride(), fake.storage_offset())
+
+
+def values_of(name: str) -> tuple[list[Any], list[Any]]:
+    """The values of a step's program, and what every op gives for them when it is run."""
+    feature = FEATURES[name]
+    with fz.world(size=feature.world, target="cpu"):
+        step = fz.capture(feature.make_step(*feature.build()))
+        for batch in feature.batches():
+            run(step, batch)
+        program = step.program
+    program.describe()
+    got, wanted = [], []
+    with disable_current_modes(), torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "call_function" and "hint" not in node.meta:
+                args, kwargs = torch.fx.node.map_arg(
+                    (node.args, node.kwargs), lambda n: n.meta["val"]
+                )
+                mode = next(
+                    (t.fake_mode for a in node.all_input_nodes for t in tensors_of(a.meta["val"])),
+                    FakeTensorMode(),
+                )
+                with mode:
+                    wanted.append((node.name, look(node.target(*args, **kwargs))))
+                got.append((node.name, look(node.meta["val"])))
+    return got, wanted
+
+
+@pytest.mark.parametrize("name", ["blocks_and_root", "bf16", "tied_in_the_root"])
+def test_the_values_of_a_step(name: str):
+    got, wanted = values_of(name)
+    assert len(got) > 100 and got == wanted
