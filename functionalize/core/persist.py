@@ -93,7 +93,7 @@ _FIELDS = (
     "history",
     "writes",
 )
-_META = ("hint", "stack_trace", "seq_nr", "autograd_node", "original_aten", "phase")
+_META = ("hint", "stack_trace", "seq_nr", "autograd_node", "original_aten", "phase", "module")
 
 
 @dataclass(slots=True)

@@ -266,7 +266,15 @@ def _refusing(planning: Planning, name: str, original: Any) -> Any:
         )
 
     function.__doc__ = original.__doc__
+    if isinstance(original, type):  # which annotations name
+        return _called(original, lambda kind, *args, **kwargs: function(*args, **kwargs))
     return function
+
+
+def _called(original: type, new: Callable[..., Any]) -> type:
+    """A class in place of another that makes its instances by `new`."""
+    body = {"__new__": staticmethod(new), "__init__": lambda self, *args, **kwargs: None}
+    return type(original.__name__, (original,), {**body, "__doc__": original.__doc__})
 
 
 def _answering(planning: Planning, original: Any, answer: Callable[..., Any]) -> Any:

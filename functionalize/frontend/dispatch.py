@@ -53,9 +53,11 @@ from functionalize.frontend.op_kinds import (
 from functionalize.frontend.outsiders import Outsiders
 from functionalize.frontend.patches import PATCHES
 from functionalize.frontend.refusals import Refusals
+from functionalize.frontend.target import placed
 
 aten = torch.ops.aten
 _LIFT_FRESH = aten.lift_fresh.default
+_DEVICE = torch.ops.prim.device.default
 
 
 class Scalar:
@@ -71,6 +73,8 @@ class Recorder(Refusals, TorchDispatchMode):
     """Records while active.
 
     ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
+    for_real: the step must run to its end, whatever cannot be recorded of it (None: as `ignore_fake`; a step in a
+    fake world runs on fakes alone).
     outsiders: the fakes that stand in for tensors from outside, if the run is on fakes.
     live: Python is given live numbers for those that it reads (see live.py).
     """
@@ -80,8 +84,10 @@ class Recorder(Refusals, TorchDispatchMode):
         ignore_fake: bool = False,
         outsiders: Outsiders | None = None,
         live: bool = False,
+        for_real: bool | None = None,
     ) -> None:
-        super().__init__(ignore_fake)
+        super().__init__(ignore_fake if for_real is None else for_real)
+        self._ignore_fake = ignore_fake
         self.live = live
         self.records: list[OpRecord] = []
         self.scalars: list[Scalar] = []
@@ -140,12 +146,14 @@ class Recorder(Refusals, TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # two calls of three on fakes
+            return args[0].fake_device
         kwargs = kwargs or {}
         if self.suspended:
             return func(*args, **kwargs)
         for kind in types:
             if kind is FakeTensor:
-                if self.for_real:
+                if self._ignore_fake:
                     return func(*args, **kwargs)
             elif is_traceable_wrapper_subclass_type(kind):
                 if func is RESIZE_STORAGE:
@@ -274,7 +282,7 @@ class Recorder(Refusals, TorchDispatchMode):
             return [self.ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in arg]
         if type(arg) in SYMBOLIC:
             self._near_number = True
-        return arg
+        return placed(arg) if type(arg) is torch.device else arg
 
     def _map_out(self, out: Any) -> Any:
         if isinstance(out, Tensor):

@@ -30,6 +30,7 @@ from typing import Any
 from weakref import WeakSet
 
 from functionalize._compat import pytree
+from functionalize.core.collector import only_young_collections
 from functionalize.core.generators import is_random
 from functionalize.core.inputs import Call, Source
 from functionalize.core.program import Program
@@ -46,18 +47,19 @@ from functionalize.frontend.behind import (
     with_history,
 )
 from functionalize.frontend.boundary import Wanted
-from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.fsdp import FSDPEffects
 from functionalize.frontend.joint import Boundary
 from functionalize.frontend.lifted import lifted
 from functionalize.frontend.live import plain_tree
+from functionalize.frontend.names import leaf_names
 from functionalize.frontend.options import Options
 from functionalize.frontend.outcome import Warmup
 from functionalize.frontend.programs import Kept, key_of
 from functionalize.frontend.recording import Entry, Recording
 from functionalize.frontend.sources import Slot
 from functionalize.frontend.step import CapturedStep
+from functionalize.frontend.world import in_world
 
 log = logging.getLogger("functionalize")
 _PATIENCE = 4  # forwards in a row that nobody goes backward from, before fewer are recorded
@@ -221,10 +223,12 @@ class CapturedForward(CapturedStep):
         if leaves.cut:
             args, kwargs = unflatten_result(leaves, spec)
         warmup = self._warmups.setdefault(key, Warmup())
-        recorder = Recorder(ignore_fake=True, live=bool(warmup.calls or len(self._programs)))
+        live = bool(warmup.calls or self.stats.captures or len(self._programs))
+        recorder = Recorder(ignore_fake=not in_world(), live=live, for_real=True)
         try:
             with only_young_collections():
-                entry = Entry.now(self._fn, leaves, recorder, self._varying())
+                names = leaf_names(self._fn, spec)
+                entry = Entry.now(self._fn, leaves, recorder, self._varying(), names)
             recorder.given = entry.arguments()
             self._shards = bool(entry.fsdp.places)
         except Exception as error:

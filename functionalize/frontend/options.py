@@ -19,6 +19,7 @@ class Options:
     """passes, runner: what becomes of a recorded program. compares: whether passes may change its collectives.
 
     raises: whether a step that cannot be captured raises, or runs eagerly. max_programs: kept side by side.
+    memory: whether lifetimes and modules are recorded, too.
     """
 
     passes: tuple[Any, ...]
@@ -26,6 +27,7 @@ class Options:
     compares: bool
     raises: bool
     max_programs: int
+    memory: bool = False
 
     @staticmethod
     def of(
@@ -33,6 +35,7 @@ class Options:
         on_uncapturable: OnUncapturable,
         max_programs: int,
         compile: Compile,
+        memory: bool = False,
     ) -> Options:
         """Raises `ValueError` for a mode it does not know, `PassError` for a pipeline it cannot read."""
         if on_uncapturable not in ("raise", "eager"):
@@ -41,7 +44,8 @@ class Options:
             raise ValueError(f"max_programs is at least 1, not {max_programs}")
         passes = _parsed(pipeline)
         compares = any(each.changes_collectives for each in passes)
-        return Options(passes, runner(compile), compares, on_uncapturable == "raise", max_programs)
+        raises = on_uncapturable == "raise"
+        return Options(passes, runner(compile), compares, raises, max_programs, memory)
 
     def applied(self, program: Program) -> Program:
         """The program, or a copy of it after the passes, ready to be run."""

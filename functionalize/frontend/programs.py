@@ -24,6 +24,7 @@ from functionalize.core.inputs import Call
 from functionalize.core.program import Program
 from functionalize.frontend.agreement import Issued
 from functionalize.frontend.fsdp import FSDPEffects
+from functionalize.frontend.memory import StepMemory
 from functionalize.frontend.reach import NUMBERS
 from functionalize.frontend.sources import Slot
 
@@ -37,6 +38,7 @@ class Kept:
 
     slots: where the gradients it returns go. history: which outputs had an autograd history. reason: why the
     call was recorded. issued: the fingerprint of its collectives in each group, where passes may change them.
+    memory: what eager's storages did, if that was recorded.
     """
 
     program: Program
@@ -46,6 +48,7 @@ class Kept:
     reason: str
     replays: int = 0
     issued: Issued = field(default_factory=dict)
+    memory: StepMemory | None = None
 
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:

@@ -24,25 +24,29 @@ from typing import Any
 import torch
 
 from functionalize._compat import current_modes, disable_current_modes, pytree
+from functionalize.core.collector import only_young_collections
 from functionalize.core.inputs import Call
 from functionalize.core.program import Program
 from functionalize.core.sequence import fingerprints
 from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
 from functionalize.frontend import arguments
 from functionalize.frontend.agreement import Level, Vote
-from functionalize.frontend.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.explain import explanation
 from functionalize.frontend.handshake import disagreement
 from functionalize.frontend.history import without_history
+from functionalize.frontend.lifetimes import LifetimeRecorder
 from functionalize.frontend.lifted import Key, lifted
 from functionalize.frontend.live import plain_tree
+from functionalize.frontend.memory import StepMemory
+from functionalize.frontend.names import leaf_names
 from functionalize.frontend.options import Compile, OnUncapturable, Options
 from functionalize.frontend.outcome import Outcome, Warmup, agreed
 from functionalize.frontend.persist import Saved, load_step, save_step
 from functionalize.frontend.programs import Kept, Programs, key_of
 from functionalize.frontend.recording import Entry, Exit, Recording, Remains
 from functionalize.frontend.stats import Stats
+from functionalize.frontend.world import in_world
 
 log = logging.getLogger("functionalize")
 _MAX_WARMUPS = 5
@@ -56,6 +60,7 @@ def capture(
     max_programs: int = 16,
     backward: bool = False,
     compile: Compile = None,
+    memory: bool = False,
 ) -> Any:
     """Record `train_step` (any callable; also a decorator) and replay it from then on.
 
@@ -67,9 +72,10 @@ def capture(
     backward: it is a forward, whose outputs are gone backward from outside: by a program, too, see `forward.py`.
     compile: what runs the programs: Inductor (not bit for bit), CUDA graphs, or (None) one op after the other. A
     program that it cannot take is refused as one that cannot be captured, with a `CompileError`.
+    memory: note when storages come and go, for `step.memory`, and which module each op belongs to.
     Whatever the step itself raises passes through. Raises `ValueError` for a mode it does not know.
     """
-    options = Options.of(passes, on_uncapturable, max_programs, compile)
+    options = Options.of(passes, on_uncapturable, max_programs, compile, memory)
     if train_step is None:
         return functools.partial(
             capture,
@@ -78,8 +84,13 @@ def capture(
             max_programs=max_programs,
             backward=backward,
             compile=compile,
+            memory=memory,
         )
     if backward:
+        if memory:
+            raise ValueError(
+                "memory=True records whole steps: a forward (backward=True) is a part of one"
+            )
         from functionalize.frontend.forward import CapturedForward  # which builds on this file
 
         return CapturedForward(train_step, options)
@@ -109,6 +120,12 @@ class CapturedStep:
         return latest.program if latest is not None else None
 
     @property
+    def memory(self) -> StepMemory | None:
+        """What the step holds at every moment, with eager's lifetimes and with the program's; if that was recorded."""
+        latest = self._programs.latest
+        return latest.memory if latest is not None else None
+
+    @property
     def programs(self) -> tuple[Program, ...]:
         """Every program kept, the last used at the end."""
         return tuple(kept.program for kept in self._programs)
@@ -116,6 +133,10 @@ class CapturedStep:
     def explain(self) -> str:
         """Why each program exists, which guards missed, where each input comes from, what was refused."""
         return explanation(self._name, self.stats, self._programs, self._refused.values())
+
+    def forget(self) -> None:
+        """Drop every program: the next call records, at once if one was captured before."""
+        self._programs = Programs(self._name, self._options.max_programs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
@@ -266,11 +287,16 @@ class CapturedStep:
     ) -> Any:
         warmup = self._warmups.setdefault(key, Warmup())
         # A recording before has shown that the step keeps no number where it would stay live.
-        recorder = Recorder(ignore_fake=True, live=bool(warmup.calls or len(self._programs)))
+        live = bool(warmup.calls or self.stats.captures or len(self._programs))
+        kind = LifetimeRecorder if self._options.memory else Recorder
+        recorder = kind(ignore_fake=not in_world(), live=live, for_real=True)
         try:
             with only_young_collections():
-                entry = Entry.now(self._fn, leaves, recorder, self._varying())
+                names = leaf_names(self._fn, spec)
+                entry = Entry.now(self._fn, leaves, recorder, self._varying(), names)
             recorder.given = entry.arguments()
+            if isinstance(recorder, LifetimeRecorder):
+                recorder.calls.know(entry.roots)
         except Exception as error:
             return self._refused_before(key, error, args, kwargs)
         with only_young_collections():
@@ -346,8 +372,8 @@ class CapturedStep:
         program = self._options.applied(recorded)
         self.stats.count(taken.recorder, recorded.nodes(), program)
         issued = fingerprints(program) if self._options.compares else {}
-        exit = taken.exit
-        return Kept(program, exit.assigned, exit.effects, exit.history, reason, issued=issued)
+        exit, memory = taken.exit, StepMemory.of(taken, recorded, program)
+        return Kept(program, exit.assigned, exit.effects, exit.history, reason, 0, issued, memory)
 
     def _agreed(self, mine: Outcome, recorder: Recorder) -> Outcome:
         """The outcome, or the worst on any rank where all must do the same from here on."""

@@ -49,12 +49,14 @@ from functionalize._compat import (
     pytree,
     sharding_propagation,
 )
+from functionalize.core.fakes import Repeats
 from functionalize.core.where import line_of
 from functionalize.errors import WorldError
 from functionalize.frontend.patches import Patch, Patches
 from functionalize.frontend.target import Choices, Target, target_named
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _MOST_RANKS = 2**20
 _NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
 
@@ -85,12 +87,16 @@ class WorldMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.target = target
         self.assumed: Counter[str] = Counter()
+        self._repeats = Repeats(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if not types and _are_ranks(args, kwargs):
             return func(*args, **(kwargs or {}))
+        op = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._repeats.run(func, args, kwargs or {}, op)
         except DataDependentOutputException:
             if func in _NUMBERS:
                 return self._assume(args[0])

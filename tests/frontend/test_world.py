@@ -215,7 +215,9 @@ def test_what_a_world_refuses():
         x = torch.randn(4)
         with pytest.raises(WorldError, match=r"aten.nonzero.default gives a result whose size"):
             x.nonzero()
-        with pytest.raises(WorldError, match=r"aten.equal.default decides by data[\s\S]*torch.equal"):
+        with pytest.raises(
+            WorldError, match=r"aten.equal.default decides by data[\s\S]*torch.equal"
+        ):
             torch.equal(x, x)
         with pytest.raises(WorldError, match="a mesh is made of a tensor of ranks"):
             DeviceMesh("cuda", torch.ones(4).int())

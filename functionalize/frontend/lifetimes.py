@@ -1,0 +1,389 @@
+"""When the storages of a recorded step are made, resized and freed: what eager's memory looks like, event by event.
+
+    with LifetimeRecorder(...) as recorder:     a recorder that also notes lifetimes and modules
+        fn(*args)
+    recorder.changes                            [Change(op=3, storage=17, nbytes=4096), Change(5, 17, 0), ...]
+    Lifetimes.of(recorder, found).timeline()    the same as a `planning.timeline.Timeline` named `eager`
+
+A storage is noted when the recorder first sees it, when its size changes (FSDP2 frees by a resize to nothing), and
+when it dies: a weak reference on the storage's Python object, which lives as long as the storage, on fake tensors
+as on real ones. The index of a change is that of the op that runs then, else of the one that ran last.
+Invariant: the order of changes is that of the run. The recorder keeps no tensor that the step would let go: not even
+a gradient that existed before, which `zero_grad()` frees.
+
+Note [Sums in place]
+Where two gradients meet, autograd adds one into the other if nobody else holds its storage (a view of it does: it
+holds its base). Under a dispatch mode it does not dare to, and makes a sum beside them. Eager has no such buffer, so
+here the sum takes over the storage of the gradient that dies with the op, as eager's does.
+
+Not seen: what an op allocates and frees inside itself; see `planning/scratch.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from functionalize._compat import BACKWARD, autograd_position
+from functionalize.core.ops import Geometry, OpRecord, TensorRef, refs_in
+from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.core.where import line_or_empty
+from functionalize.frontend.dispatch import Recorder
+from functionalize.frontend.known_storages import StorageInfo
+from functionalize.frontend.module_calls import ModuleCalls
+from functionalize.frontend.op_kinds import OpKind
+from functionalize.frontend.origins import Origin
+from functionalize.frontend.patches import CALL_PATCHES
+from functionalize.frontend.purposes import Purposes, phases_of
+from functionalize.frontend.world import world_target
+from functionalize.planning.timeline import (
+    BEFORE,
+    Allocation,
+    Category,
+    Event,
+    Op,
+    Timeline,
+)
+
+_ADD = torch.ops.aten.add.Tensor
+_LET_GO = torch.empty(0)  # in the place of a tensor that is not held
+
+
+class Change(NamedTuple):
+    """A storage has another size: 0 bytes when it is freed. op: the one that ran, -1 before the first."""
+
+    op: int
+    storage: int
+    nbytes: int
+
+
+class LifetimeRecorder(Recorder):
+    """A recorder that notes when storages come and go, what module each op belongs to, when an optimizer steps."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.planned_for = world_target()
+        self.changes: list[Change] = []
+        self.calls = ModuleCalls()
+        self.updates: list[range] = []  # the ops of each step of an optimizer
+        self.sums: dict[int, frozenset[int]] = {}  # additions in backward, storages no view is on
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._hooks: list[Any] = []
+        self._thread, self._begun = 0, 0
+
+    # -- storages ------------------------------------------------------------------------------
+
+    def _new(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
+        info = super()._new(tensor, storage)
+        self.changes.append(Change(len(self.records), info.serial, info.nbytes))
+        self._alive[info.serial] = weakref.ref(storage, partial(self._freed, info.serial))
+        return info
+
+    def bring_in(self, tensor: Tensor, name: str, literal: Tensor | None = None) -> TensorRef:
+        """What was found at a place before the step began is there to be found again: it is not held."""
+        count = len(self.externals)
+        ref = super().bring_in(tensor, name, literal)
+        if len(self.externals) > count and not self._entered:
+            self.externals[-1].tensor = _LET_GO
+        return ref
+
+    def note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
+        size = super().note_size(storage)
+        if size is not None:
+            self.changes.append(Change(len(self.records), *size))
+        return size
+
+    def _freed(self, serial: int, _: Any) -> None:
+        at = len(self.records) if self.suspended else len(self.records) - 1
+        self.changes.append(Change(max(at, 0), serial, 0))
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def _finish(self, op: OpKind, record: OpRecord, args: Any, kwargs: Any, out: Any) -> None:
+        super()._finish(op, record, args, kwargs, out)
+        record.meta["module"] = self.calls.module_of(record)
+        if record.target is _ADD and record.phase == BACKWARD and not torch.is_grad_enabled():
+            whole = [t for t in args[:2] if isinstance(t, Tensor) and t._base is None]
+            self.sums[len(self.records) - 1] = frozenset(self.ref(t).storage for t in whole)
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
+        count = len(self.records)
+        result = super().resize_storage(storage, size, original)
+        for record in self.records[count:]:
+            record.seq_nr, record.autograd_node, record.phase = autograd_position()
+            record.meta["module"] = self.calls.module_of(record)
+        return result
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._begun = len(self.records)
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.updates.append(range(self._begun, len(self.records)))
+
+    # -- while it is active --------------------------------------------------------------------
+
+    def __enter__(self) -> LifetimeRecorder:
+        if not self._entered:
+            self._begin()
+        try:
+            super().__enter__()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            super().__exit__(*exc)
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        CALL_PATCHES.install()
+        self._thread = threading.get_ident()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+
+    def _end(self) -> None:
+        if not self._entered:
+            CALL_PATCHES.remove()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            self._alive.clear()  # what dies from here on is no part of the step
+
+
+# -- what is left of a recording -------------------------------------------------------------------
+
+
+Bytes = Callable[[OpRecord], int]
+
+
+class Seen(NamedTuple):
+    """A storage as the recorder knew it last."""
+
+    geometry: Geometry
+    device: str
+
+
+@dataclass(frozen=True, eq=False)
+class Lifetimes:
+    """One recorded step: its ops, and how its storages came and went. Holds no tensor of the step.
+
+    origins: the storages that existed before. gradients: those of the others that are left in the places of gradients.
+    target: whose kernels ran.
+    """
+
+    records: Sequence[OpRecord]
+    changes: Sequence[Change]
+    seen: Sequence[Seen]
+    origins: Mapping[int, Origin]
+    gradients: Mapping[int, Category]
+    updates: Sequence[range]
+    sums: Mapping[int, frozenset[int]]
+    target: str
+
+    @staticmethod
+    def of(
+        recorder: LifetimeRecorder,
+        found: Mapping[int, Origin],
+        gradients: Mapping[int, Category] = MappingProxyType({}),
+    ) -> Lifetimes:
+        """What is left of a recorder that has ended."""
+        seen = [Seen(info.seen.geometry, info.device.type) for info in recorder.infos]
+        return Lifetimes(
+            recorder.records,
+            list(recorder.changes),
+            seen,
+            found,
+            gradients,
+            list(recorder.updates),
+            dict(recorder.sums),
+            _target(recorder.planned_for, seen),
+        )
+
+    def timeline(self, scratch: Bytes | None = None, unseen: Bytes | None = None) -> Timeline:
+        """The memory of the step as eager ran it, on the device that it computes on.
+
+        scratch: the bytes that an op allocates and frees inside itself. unseen: those of its last output that fakes
+        leave out.
+        """
+        phases = phases_of(self.records, self.updates)
+        own = {serial: o.own for serial, o in self.origins.items() if o.own is not None}
+        purposes = Purposes(self.records, phases, self.gradients, own)
+        return _Maker(self, purposes, scratch, self._unseen(unseen)).timeline()
+
+    def _unseen(self, unseen: Bytes | None) -> dict[int, int]:
+        """The bytes of storages that fakes leave out."""
+        found = ((r, unseen(r)) for r in self.records) if unseen is not None else ()
+        return {refs_in(record.outputs)[-1].storage: nbytes for record, nbytes in found if nbytes}
+
+    def by_op(self) -> Iterator[tuple[int, list[Change]]]:
+        """The changes while each op runs, and after it; those of storages that existed before come with the first.
+
+        What is freed when the last op has run comes with the last.
+        """
+        last, unseen = max(len(self.records) - 1, 0), set(self.origins)
+        found: list[list[Change]] = [[] for _ in range(last + 1)]
+        for change in self.changes:
+            if change.storage in unseen:  # it was seen, not made
+                unseen.discard(change.storage)
+            else:
+                found[min(change.op, last)].append(change)
+        return iter(enumerate(found))
+
+    @property
+    def device(self) -> str:
+        """The kind of device that the step computes on: the accelerator, if any storage is on one."""
+        kinds = {seen.device for seen in self.seen}
+        others = sorted(kinds - {"cpu", "meta"})
+        return others[0] if others else "cpu" if "cpu" in kinds else "meta"
+
+
+def _target(planned: str | None, seen: Sequence[Seen]) -> str:
+    """Whose kernels ran: those of the world's target, else of the accelerator if a storage is on one."""
+    others = {each.device for each in seen} - {"cpu", "meta"}
+    return planned if planned is not None else min(others, default="cpu")
+
+
+class _Maker:
+    """Makes allocations of changes, one op after the other."""
+
+    def __init__(
+        self,
+        of: Lifetimes,
+        purposes: Purposes,
+        scratch: Bytes | None,
+        unseen: dict[int, int],
+    ) -> None:
+        self._of, self._purposes, self._scratch, self._unseen = of, purposes, scratch, unseen
+        self._events: list[Event] = []
+        self._made: list[tuple[int, Allocation]] = []
+        self._live: dict[int, Allocation] = {}
+
+    def timeline(self) -> Timeline:
+        device, records = self._of.device, self._of.records
+        counted = [seen.device == device for seen in self._of.seen]
+        for serial, origin in self._of.origins.items():
+            if counted[serial]:
+                self._change(BEFORE, serial, origin.nbytes)
+        for op, changes in self._of.by_op():
+            inside = self._inside(records[op]) if self._scratch and records else 0
+            changes = self._without_sum(op, changes)
+            last = max((i for i, c in enumerate(changes) if c.nbytes), default=-1)
+            for i, change in enumerate(changes):
+                if i == last + 1:
+                    self._pass(op, inside)
+                if counted[change.storage]:
+                    unseen = self._unseen.pop(change.storage, 0)  # when it is made
+                    self._change(op, change.storage, unseen or change.nbytes)
+            if last + 1 == len(changes):
+                self._pass(op, inside)
+        for serial, allocation in self._made:
+            self._describe(serial, allocation)
+        ops = RecordedOps(records, self._purposes.phases)
+        return Timeline("eager", ops, [a for _, a in self._made], self._events)
+
+    def _without_sum(self, op: int, changes: list[Change]) -> list[Change]:
+        """The changes of an op as eager makes them: Note [Sums in place]."""
+        operands = self._purposes.summed_by_autograd(op, self._of.sums.get(op, frozenset()))
+        made = next((c for c in changes if c.nbytes), None)
+        if not operands or made is None:
+            return changes
+        for operand in operands:
+            serial = self._purposes.heirs.get(operand, operand)
+            gone = next((c for c in changes if c.storage == operand and not c.nbytes), None)
+            allocation = self._live.get(serial)
+            if gone is not None and allocation is not None and allocation.nbytes == made.nbytes:
+                self._purposes.unite(serial, made.storage)
+                return [c for c in changes if c is not gone and c is not made]
+        return changes
+
+    def _inside(self, record: OpRecord) -> int:
+        return 0 if record.target is RESIZE_STORAGE or not self._scratch else self._scratch(record)
+
+    def _change(self, op: int, serial: int, nbytes: int) -> None:
+        """A storage grows before it lets its old bytes go: they are copied."""
+        serial = self._purposes.heirs.get(serial, serial)
+        before = self._live.pop(serial, None)
+        if nbytes:
+            new = self._live[serial] = self._make(op, serial, nbytes, Category.UNKNOWN)
+            self._events.append(Event(op, new, True))
+        if before is not None:
+            before.freed = op
+            self._events.append(Event(op, before, False))
+
+    def _pass(self, op: int, nbytes: int) -> None:
+        """Scratch is there when an op has made its results, and gone when it ends."""
+        if nbytes:
+            passing = self._make(op, -1, nbytes, Category.SCRATCH)
+            passing.freed = op
+            self._events += [Event(op, passing, True), Event(op, passing, False)]
+
+    def _make(self, op: int, serial: int, nbytes: int, category: Category) -> Allocation:
+        made = Allocation(nbytes, category, "", op, None, op)
+        self._made.append((serial, made))
+        return made
+
+    def _describe(self, serial: int, allocation: Allocation) -> None:
+        """Say what an allocation is, now that all of its life is known."""
+        purposes, origin = self._purposes, self._of.origins.get(serial)
+        if origin is None:
+            allocation.name = self._maker_of(allocation.made)
+        if serial < 0:
+            return
+        allocation.last_use = purposes.last_use(allocation, serial)
+        own = purposes.own.get(serial, allocation.nbytes)
+        allocation.padding = max(allocation.nbytes - own, 0) if own else 0
+        if origin is None:
+            allocation.shape = str(self._of.seen[serial].geometry)
+            allocation.category = purposes.of_made(serial, allocation.made, allocation.freed)
+        else:
+            allocation.name, allocation.shape = origin.name, str(origin.geometry)
+            allocation.category = purposes.of_given(serial, origin.category)
+
+    def _maker_of(self, op: int) -> str:
+        if not 0 <= op < len(self._of.records):
+            return "made by no op"
+        record = self._of.records[op]
+        return f"{record.target} {record.meta.get('module', '')}".rstrip()
+
+
+class RecordedOps(Sequence[Op]):
+    """The ops of a recording. A stack is symbolised when its op is first asked for: that costs more than the rest."""
+
+    def __init__(self, records: Sequence[OpRecord], phases: Sequence[str]) -> None:
+        self._records, self._phases = records, phases
+        self._known: dict[int, Op] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> Op: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Op]: ...
+    def __getitem__(self, index: int | slice) -> Op | list[Op]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index not in self._known:
+            record = self._records[index]
+            module, line = record.meta.get("module", ""), line_or_empty(record.traceback)
+            self._known[index] = Op(str(record.target), self._phases[index], module, line)
+        return self._known[index]

@@ -1,0 +1,69 @@
+"""`step.memory`: what a captured step holds at every moment, with eager's lifetimes and with the program's.
+
+    step = fz.capture(train_step, memory=True)
+    step.memory.eager          as it was recorded, with what ops allocate inside themselves
+    step.memory.program        as a replay frees it: at the last use
+    step.memory.text(), ...    the report on both, see `planning/memory.py`
+
+Both are made when they are first asked for: a capture notes no more than `lifetimes.py` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property, partial
+
+from functionalize.core.program import Program
+from functionalize.frontend.lifetimes import LifetimeRecorder, Lifetimes
+from functionalize.frontend.origins import given, gradients, origins
+from functionalize.frontend.recording import Recording
+from functionalize.planning.allocator import fsdp2_streams
+from functionalize.planning.constants import Constant
+from functionalize.planning.memory import Memory
+from functionalize.planning.program_memory import program_timeline
+from functionalize.planning.scratch import scratch_bytes, scratch_of, unseen_outputs
+from functionalize.planning.timeline import Category, Timeline
+
+
+class StepMemory(Memory):
+    """The memory of one kept recording. given: what each input of the program is for, by its name."""
+
+    lifetimes: Lifetimes
+    replayed: Program
+    given: Mapping[str, Category]
+
+    def __init__(
+        self, lifetimes: Lifetimes, replayed: Program, given: Mapping[str, Category]
+    ) -> None:
+        on_device = lifetimes.target != "cpu"
+        streams = fsdp2_streams if on_device else None
+        vars(self).update(lifetimes=lifetimes, replayed=replayed, given=given)
+        vars(self).update(caching=on_device, stream_of=streams)
+
+    @staticmethod
+    def of(taken: Recording, recorded: Program, program: Program) -> StepMemory | None:
+        """What is left of a recording that is kept; None if it noted no lifetimes. program: after the passes."""
+        recorder, entry = taken.recorder, taken.entry
+        if not isinstance(recorder, LifetimeRecorder):
+            return None
+        found = origins(entry, recorder)
+        lifetimes = Lifetimes.of(recorder, found, gradients(entry, recorder))
+        return StepMemory(lifetimes, program, given(recorded, entry, found))
+
+    @cached_property
+    def eager(self) -> Timeline:
+        """The memory of the step as eager ran it."""
+        scratch = partial(scratch_bytes, device=self.lifetimes.target)
+        return self.lifetimes.timeline(scratch, unseen_outputs)
+
+    @cached_property
+    def program(self) -> Timeline:
+        """The memory of a replay."""
+        scratch = partial(scratch_of, device=self.lifetimes.target)
+        return program_timeline(self.replayed, self.given, scratch=scratch)
+
+    def after(self, program: Program, constants: tuple[Constant, ...] = ()) -> StepMemory:
+        """The report with another program in place of the one recorded, and with declared constants."""
+        new = StepMemory(self.lifetimes, program, self.given)
+        vars(new).update(eager=self.eager, constants=constants)
+        return new

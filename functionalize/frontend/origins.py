@@ -1,0 +1,178 @@
+"""What existed before a step, and what it is for: a category for every storage that the step found.
+
+    origins(entry, recorder)          storage -> Origin(sharded parameters, "model.head.weight", padding 12)
+    given(program, entry, found)      name of a program's input -> its category, for a timeline of the program
+
+A storage is known by its places. The first that tells counts: FSDP2's own (its padded shards, the storages that it
+grows and empties), then the optimizer's, gradients, modules, arguments, whatever else Python holds.
+Padding is what FSDP2 adds so that every rank has as much: of a shard, and of the parameter gathered from shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from functionalize.core.inputs import Argument, Call, InputSpec, Source, WholeStorage
+from functionalize.core.ops import Geometry
+from functionalize.core.program import Program
+from functionalize.frontend.build import inner_tensors
+from functionalize.frontend.fsdp import FSDPTensor, fsdp_params
+from functionalize.frontend.known_storages import KnownStorages
+from functionalize.frontend.lifted import HyperparameterNumber
+from functionalize.frontend.recording import Entry
+from functionalize.frontend.sources import (
+    Gradient,
+    GroupTensor,
+    Inner,
+    ModuleTensor,
+    OptimizerParameter,
+    OptimizerState,
+)
+from functionalize.planning.timeline import Category
+
+_OF_FSDP = {
+    "_sharded_param_data": Category.SHARDED_PARAMETERS,
+    "sharded_param": Category.SHARDED_PARAMETERS,
+    "all_gather_outputs": Category.UNSHARDED_PARAMETERS,
+    "_unsharded_inner_tensors": Category.UNSHARDED_PARAMETERS,
+    "_unsharded_param": Category.UNSHARDED_PARAMETERS,
+    "unsharded_accumulated_grad": Category.UNSHARDED_GRADIENTS,
+    "_partial_reduce_output": Category.SHARDED_GRADIENTS,
+}
+_GRADIENT_OF = {
+    Category.UNSHARDED_PARAMETERS: Category.UNSHARDED_GRADIENTS,
+    Category.SHARDED_PARAMETERS: Category.SHARDED_GRADIENTS,
+}
+
+
+class Origin(NamedTuple):
+    """A storage that existed before the step. own: the bytes of it that hold something, None if all may."""
+
+    category: Category
+    name: str
+    geometry: Geometry
+    nbytes: int
+    own: int | None = None
+
+
+_KINDS: tuple[tuple[type, ...], ...] = (
+    (OptimizerState, GroupTensor),
+    (Gradient,),
+    (OptimizerParameter, ModuleTensor),
+    (Argument,),
+)
+
+
+def category_of(source: Source) -> Category:
+    """What a tensor is for, by the place where it is found."""
+    if isinstance(source, Inner):
+        return category_of(source.of)
+    if isinstance(source, FSDPTensor):
+        return _OF_FSDP.get(source.attribute, Category.UNKNOWN)
+    if isinstance(source, Gradient):
+        return _GRADIENT_OF.get(category_of(source.of), Category.SHARDED_GRADIENTS)
+    if isinstance(source, (OptimizerState, GroupTensor, HyperparameterNumber)):
+        return Category.OPTIMIZER_STATE
+    if isinstance(source, OptimizerParameter):
+        return Category.SHARDED_PARAMETERS
+    if isinstance(source, ModuleTensor):
+        return Category.SHARDED_PARAMETERS if source.table == "_parameters" else Category.BUFFERS
+    return Category.INPUTS if isinstance(source, Argument) else Category.BUFFERS
+
+
+def _rank(source: Source) -> int:
+    """Which of the places of a storage tells most; the smallest does."""
+    if isinstance(source, Inner):
+        return _rank(source.of)
+    if isinstance(source, FSDPTensor):
+        return 0 if source.attribute in ("_sharded_param_data", "sharded_param") else 1
+    if isinstance(source, Gradient):
+        return 2 if isinstance(source.of, FSDPTensor) else 4
+    return next((3 + i for i, kinds in enumerate(_KINDS) if isinstance(source, kinds)), 7)
+
+
+def _own(entry: Entry, known: KnownStorages) -> dict[int, int]:
+    """Bytes of FSDP2's storages that hold something."""
+    found: dict[int, int] = {}
+    for root in entry.roots.modules.values():
+        for _, param in fsdp_params(root):
+            shard = getattr(param, "_sharded_param_data", None)
+            if isinstance(shard, Tensor):
+                _note(found, known, shard, param.sharded_size.numel())
+            if len(param.all_gather_outputs) == 1 and hasattr(param, "_unsharded_param"):
+                _note(found, known, param.all_gather_outputs[0], param._orig_size.numel())
+    return found
+
+
+def _note(found: dict[int, int], known: KnownStorages, tensor: Tensor, elements: int) -> None:
+    info = known.info_of(tensor)
+    if info is not None:
+        found[info.serial] = elements * tensor.dtype.itemsize
+
+
+def origins(entry: Entry, known: KnownStorages) -> dict[int, Origin]:
+    """Every storage that existed before the step, by its number in the recording."""
+    own, parameters, found = _own(entry, known), _parameters(entry), {}
+    for external in known.externals:
+        serial = external.ref.storage
+        info = known.infos[serial]
+        place = entry.places.get(serial)
+        if external.literal:
+            continue
+        if place is None:
+            category, name, geometry = Category.UNKNOWN, info.name, external.ref.geometry
+        else:
+            places = [(each.name, each.source) for each in entry.shared.get(serial, ())]
+            source = min([*(each for _, each in places), place[1]], key=_rank)
+            category, geometry = category_of(source), place[2].geometry
+            name = _name(places[0][0] if places else place[0], source, parameters)
+        found[serial] = Origin(category, name, geometry, info.original_nbytes, own.get(serial))
+    return found
+
+
+def _parameters(entry: Entry) -> dict[int, str]:
+    """The names of parameters, by identity."""
+    return {
+        id(parameter): f"{name}.{key}"
+        for name, module in entry.roots.walk()
+        for key, parameter in module._parameters.items()
+    }
+
+
+def _name(place: str, source: Any, parameters: Mapping[int, str]) -> str:
+    """The name of a place; of an optimizer's state, that of the parameter, and the key."""
+    if isinstance(source, Inner):
+        return _name(place, source.of, parameters)
+    if isinstance(source, OptimizerState):
+        parameter = source.optimizer.param_groups[source.group]["params"][source.index]
+        if id(parameter) in parameters:
+            return f"{parameters[id(parameter)]}: {source.key}"
+    return place
+
+
+def given(program: Program, entry: Entry, found: Mapping[int, Origin]) -> dict[str, Category]:
+    """The category of every input of a program, by the input's name."""
+    storages = {id(source): serial for serial, (_, source, _) in entry.places.items()}
+
+    def category(spec: InputSpec) -> Category:
+        if isinstance(spec.source, WholeStorage):
+            return category(program.inputs[spec.source.input])
+        serial = storages.get(id(spec.source))
+        known = found.get(serial) if serial is not None else None
+        return known.category if known is not None else category_of(spec.source)
+
+    return {spec.name: category(spec) for spec in program.inputs}
+
+
+def gradients(entry: Entry, known: KnownStorages) -> dict[int, Category]:
+    """The storages that a step leaves in the places of gradients."""
+    found = {}
+    for _, slot in entry.slots:
+        for tensor in inner_tensors(slot.resolve(Call(entry.leaves, []))):
+            info = known.info_of(tensor)
+            if info is not None:
+                found[info.serial] = category_of(slot)
+    return found

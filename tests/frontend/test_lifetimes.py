@@ -1,0 +1,361 @@
+"""Lifetimes of storages as a capture notes them: equal to the allocator's own events, on real tensors and on fakes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._profiler import _EventType
+from torch.distributed.fsdp import fully_shard
+from torch.optim import optimizer as optimizers
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import functionalize as fz
+from functionalize._compat import fake_process_group
+from functionalize.core import where
+from functionalize.core.generators import GET_STATE
+from functionalize.frontend import lifetimes
+from functionalize.planning.timeline import BEFORE, Category, Timeline
+from tests.fsdp.features import FEATURES
+from tests.ranks import run_on_ranks
+
+Step = Callable[[Tensor], Tensor]
+_MARK = 12345  # bytes of a tensor that tells where the step begins
+_SCALARS = 64  # bytes: an op may wrap a number in a tensor for itself
+
+
+class Block(nn.Module):
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.relu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointed: bool = False, drop: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(drop) for _ in range(2))
+        self.head, self.checkpointed = nn.Linear(24, 8), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x).square().mean()
+
+
+def training(
+    checkpointed: bool = False,
+    drop: float = 0.0,
+    shard: bool = True,
+    zero_first: bool = False,
+    foreach: bool = False,
+) -> Step:
+    torch.manual_seed(0)
+    model = Model(checkpointed, drop)
+    if shard:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    form = {"foreach": True} if foreach else {"fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **form)
+
+    def step(x: Tensor) -> Tensor:
+        if zero_first:
+            optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        if not zero_first:
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def batch() -> Tensor:
+    return torch.randn(16, 24)
+
+
+def timeline_of(step: Any) -> Timeline:
+    captured = fz.capture(step, memory=True)
+    assert captured.memory is None
+    for _ in range(4):
+        captured(batch())
+    assert captured.memory is not None, captured.explain()
+    timeline: Timeline = captured.memory.lifetimes.timeline()
+    return timeline
+
+
+def changes(timeline: Timeline) -> list[int]:
+    return [event.nbytes for event in timeline.events if event.op != BEFORE]
+
+
+def allocated(step: Step) -> list[int]:
+    """What the allocator does in the third step, in signed bytes."""
+    step(batch())
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(
+            batch()
+        )  # what it leaves is freed by the next one: a free is told of what was seen made
+        x, mark = batch(), torch.empty(_MARK, dtype=torch.uint8)
+        loss = step(x)
+    del loss, mark
+    results: Any = profiler.profiler
+    found, todo = [], list(results.kineto_results.experimental_event_tree())
+    while todo:
+        event = todo.pop()
+        if event.typed[0] == _EventType.Allocation:
+            found.append((event.start_time_ns, event.typed[1].alloc_size))
+        todo += event.children
+    signed = [nbytes for _, nbytes in sorted(found)]
+    return signed[signed.index(_MARK) + 1 :]
+
+
+def peak(signed: list[int]) -> int:
+    return max(accumulate(signed))
+
+
+def is_within(few: list[int], many: list[int]) -> bool:
+    """Whether `few` is what is left of `many` if some are left out."""
+    rest = iter(many)
+    return all(any(a == b for b in rest) for a in few)
+
+
+# -- true to the allocator -------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointed": {"checkpointed": True, "drop": 0.1},
+    "gradients freed first": {"zero_first": True},
+    "foreach": {"foreach": True},
+    "one process": {"shard": False},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_change_is_one_of_the_allocators(name: str) -> None:
+    with fake_process_group(0, 2):
+        truth = allocated(training(**CASES[name]))
+        ours = changes(timeline_of(training(**CASES[name])))
+    assert is_within(ours, truth)
+    assert abs(peak(ours) - peak(truth)) <= _SCALARS
+
+
+@pytest.mark.parametrize("name", ["plain", "checkpointed", "foreach"])
+def test_fakes_live_as_long_as_real_tensors(name: str) -> None:
+    with fake_process_group(0, 2):
+        real = timeline_of(training(**CASES[name]))
+    with fz.world(size=2, target="cpu"):
+        fake = timeline_of(training(**CASES[name]))
+    assert changes(fake) == changes(real)
+    assert fake.peak == real.peak
+
+
+def test_the_target_of_a_world_tells_whose_scratch_is_counted() -> None:
+    with fz.world(size=2, target="cuda"):
+        step = fz.capture(training(), memory=True)
+        for _ in range(4):
+            step(batch())
+        assert step.memory.lifetimes.target == "cuda"
+
+
+def sums(kind: str) -> Step:
+    """Two gradients meet at `x * 2`: the sum takes over one that no view is on."""
+    weight = nn.Parameter(torch.ones(16, 24))
+    part = {
+        "whole": lambda x: x * 3,
+        "views": lambda x: x.view(8, 48).view(16, 24),
+    }[kind]
+
+    def step(x: Tensor) -> Tensor:
+        y = weight * 2
+        (part(y) * x + part(y).relu()).sum().backward()
+        weight.grad = None
+        return x.sum()
+
+    return step
+
+
+@pytest.mark.parametrize("kind", ["whole", "views"])
+def test_a_sum_of_gradients_is_in_place_where_autograd_makes_it_so(kind: str) -> None:
+    truth, ours = allocated(sums(kind)), changes(timeline_of(sums(kind)))
+    large = [nbytes for nbytes in truth if abs(nbytes) > _SCALARS]
+    assert [nbytes for nbytes in ours if abs(nbytes) > _SCALARS] == large
+
+
+# -- what a timeline says --------------------------------------------------------------------------
+
+
+def test_without_memory_nothing_is_noted() -> None:
+    step = fz.capture(training(shard=False))
+    for _ in range(4):
+        step(batch())
+    assert step.program is not None
+    assert step.memory is None
+
+
+def test_a_forward_alone_has_no_timeline() -> None:
+    with pytest.raises(ValueError, match="memory=True records whole steps"):
+        fz.capture(Model(), backward=True, memory=True)
+
+
+def test_a_storage_is_one_allocation_for_each_size() -> None:
+    weight = torch.empty(100)
+    weight.untyped_storage().resize_(0)
+
+    def step(x: Tensor) -> Tensor:
+        fz.resize_storage_bytes_(weight, 400)
+        weight.fill_(1)
+        out = x.sum() * weight.sum()
+        fz.resize_storage_bytes_(weight, 0)
+        return out
+
+    timeline = timeline_of(step)
+    (grown,) = [a for a in timeline.allocations if a.name == "weight"]
+    made, freed = timeline.ops[grown.made], timeline.ops[grown.freed or 0]
+    assert (grown.nbytes, made.name, freed.name) == (400, freed.name, made.name)
+    assert timeline.ops[grown.last_use].name == "aten.sum.default"
+    assert grown.made < grown.last_use < (grown.freed or 0)
+
+
+def test_states_of_generators_are_counted() -> None:
+    with fake_process_group(0, 2):
+        timeline = timeline_of(training(checkpointed=True, drop=0.1))
+    states = [a for a in timeline.allocations if a.category == Category.RNG_STATE]
+    assert [a.nbytes for a in states] == [5056] * len(states)
+    assert sum(timeline.ops[a.made].phase == "forward" for a in states) == 2
+    assert all(timeline.ops[a.made].name == str(GET_STATE) for a in states)
+
+
+def test_gradients_that_existed_before_are_freed_when_the_step_frees_them() -> None:
+    timeline = timeline_of(training(shard=False, zero_first=True))
+    gradients = [
+        a
+        for a in timeline.allocations
+        if a.category == Category.SHARDED_GRADIENTS and a.made == BEFORE
+    ]
+    assert len(gradients) == 14
+    assert all(a.freed == 0 for a in gradients)
+
+
+def test_categories_of_a_step() -> None:
+    with fake_process_group(0, 2):
+        timeline = timeline_of(training(checkpointed=True))
+    found = {category for event in timeline.stacked() for category in [event]}
+    assert found == {
+        Category.SHARDED_PARAMETERS,
+        Category.OPTIMIZER_STATE,
+        Category.SHARDED_GRADIENTS,
+        Category.INPUTS,
+        Category.UNSHARDED_PARAMETERS,
+        Category.ALL_GATHER_BUFFERS,
+        Category.UNSHARDED_GRADIENTS,
+        Category.REDUCE_SCATTER_BUFFERS,
+        Category.SAVED_ACTIVATIONS,
+        Category.RECOMPUTED,
+        Category.TEMPORARIES,
+        Category.RNG_STATE,
+    }
+    stacked = timeline.stacked()
+    totals = [sum(column) for column in zip(*stacked.values(), strict=True)]
+    assert totals == timeline.bytes
+
+
+def test_phases_are_those_of_the_program() -> None:
+    step = fz.capture(training(shard=False), memory=True)
+    for _ in range(4):
+        step(batch())
+    assert step.program is not None and step.memory is not None
+    step.program.describe()
+    nodes = [n for n in step.program.graph.nodes if n.meta.get("phase")]
+    of_ops = {(op.name, op.phase) for op in step.memory.eager.ops}
+    of_nodes = {(str(n.meta["original_aten"]), n.meta["phase"]) for n in nodes}
+    assert of_nodes <= of_ops
+    assert {"forward", "backward", "optimizer"} == {phase for _, phase in of_ops}
+
+
+def test_stacks_are_symbolised_when_an_op_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counting(traceback: Any) -> str:
+        asked.append(traceback)
+        return where.line_or_empty(traceback)
+
+    monkeypatch.setattr(lifetimes, "line_or_empty", counting)
+    timeline = timeline_of(training(shard=False))
+    assert timeline.peak and not asked
+    op = timeline.ops[5]
+    assert timeline.ops[5] is op and len(asked) == 1
+    assert "test_lifetimes.py" in op.line
+    assert [each.name for each in timeline.ops[5:7]] == [op.name, timeline.ops[6].name]
+
+
+def test_a_step_that_raises_leaves_nothing_behind() -> None:
+    call, hooks = nn.Module.__call__, dict(optimizers._global_optimizer_pre_hooks)
+    model = Model()
+
+    def step(x: Tensor) -> Tensor:
+        model(x)
+        raise KeyError("on purpose")
+
+    captured = fz.capture(step, memory=True)
+    with pytest.raises(KeyError, match="on purpose"):
+        captured(batch())
+    assert nn.Module.__call__ is call
+    assert dict(optimizers._global_optimizer_pre_hooks) == hooks
+
+
+# -- on real ranks ---------------------------------------------------------------------------------
+
+_FEATURES = (
+    "blocks_and_root",
+    "nested",
+    "keep_unsharded",
+    "bf16",
+    "bf16_reduced",
+    "cpu_offload",
+    "unshard_async",
+    "no_sync",
+    "no_sync_bf16",
+    "hsdp_replicas",
+    "tied_in_the_root",
+    "batch_norm",
+    "kept_gradients",
+    "clip_grad_norm",
+    "gathered_in_int8",
+    "persistent_all_gather",
+    "reduce_by_all_to_all",
+    "optimizer_in_backward",
+)
+
+
+def feature(name: str) -> tuple[int, int, set[str]]:
+    """(bytes of unknown purpose, the greatest imbalance of categories and bytes, categories)."""
+    row = FEATURES[name]
+    step = fz.capture(row.make_step(*row.build()), memory=True)
+    for given in row.batches():
+        step(*given)
+    timeline = step.memory.eager
+    stacked = timeline.stacked()
+    unknown = max(stacked.get(Category.UNKNOWN, [0]))
+    totals = [sum(column) for column in zip(*stacked.values(), strict=True)]
+    off = max(abs(a - b) for a, b in zip(totals, timeline.bytes, strict=True))
+    return unknown, off, {str(category) for category in stacked}
+
+
+@pytest.mark.parametrize("name", _FEATURES)
+def test_nothing_is_unknown(name: str) -> None:
+    for unknown, off, categories in run_on_ranks(feature, name):
+        assert (unknown, off) == (0, 0)
+        assert {"sharded parameters", "inputs"} <= categories
