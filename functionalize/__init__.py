@@ -5,15 +5,21 @@ from functionalize.core.program import Program
 from functionalize.errors import FunctionalizeError
 from functionalize.frontend.persist import load
 from functionalize.frontend.step import capture
+from functionalize.frontend.target import Target
+from functionalize.frontend.world import world
+from functionalize.planning.plan import plan
 from functionalize.transforms import trace
 
 __all__ = [
     "FunctionalizeError",
     "Program",
+    "Target",
     "aot_function",
     "capture",
     "functionalize_storage",
     "load",
+    "plan",
     "resize_storage_bytes_",
     "trace",
+    "world",
 ]

@@ -79,6 +79,7 @@ _GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial
 _CUDA_GENERATORS = (*_GENERATORS, "manual_seed_all", "seed_all")
 HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
     (torch.UntypedStorage, "resize_"),
+    (torch.nn.Module, "__call__"),
     (torch.TypedStorage, "resize_"),
     (torch.TypedStorage, "_resize_"),
     (dist.Work, "wait"),

@@ -99,7 +99,8 @@ class Difference(NamedTuple):
 class Memory:
     """The memory of one step. constants: `declared(...)`.
 
-    settings: of the simulated allocator. stream_of: the streams on which eager allocates.
+    settings: of the simulated allocator. stream_of: the streams on which eager allocates. caching: False on a CPU,
+    whose allocator gives memory back: what is allocated and reserved is what was requested.
     """
 
     eager: Timeline | None = None
@@ -107,6 +108,7 @@ class Memory:
     constants: tuple[Constant, ...] = ()
     settings: Settings | None = None
     stream_of: StreamOf | None = None
+    caching: bool = True
 
     # -- timelines ---------------------------------------------------------------------------------
 
@@ -151,13 +153,13 @@ class Memory:
         name = self._name(of)
         if name not in self._known_levels:
             timeline = self.timelines[name]
+            constants = sum(constant.nbytes for constant in self.constants)
             streams = self.stream_of if name == EAGER else None  # a program runs on one
-            self._known_levels[name] = Levels(
-                timeline.peak,
-                max(allocated(timeline), default=0),
-                simulate(timeline, self.settings, streams).peak,
-                sum(constant.nbytes for constant in self.constants),
-            )
+            rounded = reserved = timeline.peak
+            if self.caching:
+                rounded = max(allocated(timeline), default=0)
+                reserved = simulate(timeline, self.settings, streams).peak
+            self._known_levels[name] = Levels(timeline.peak, rounded, reserved, constants)
         return self._known_levels[name]
 
     @cached_property

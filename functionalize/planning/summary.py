@@ -1,0 +1,247 @@
+"""The figures of planned points, as a table for people, JSON and CSV; and the largest that fits.
+
+sweep.text()                               the table; `sweep.table()` for rich
+sweep.rows(), sweep.to_json(), sweep.to_csv()
+sweep.largest("batch", limit=80e9)         the largest batch whose step fits in so many bytes
+
+peak      requested bytes of the peak with eager's lifetimes     exact for what is recorded (`docs/plan.md`)
+program   the same with those of the program, after its passes   exact
+reserved  eager's, by a simulated caching allocator              simulated
+device    reserved and declared constants                        what must fit
+step      seconds of a step                                      modelled: a roofline
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from functionalize.core.program import Program
+from functionalize.errors import PlanError
+from functionalize.frontend.memory import StepMemory
+from functionalize.planning.communication import Traffic, communication, members_of
+from functionalize.planning.compute import Work, compute
+from functionalize.planning.constants import declared
+from functionalize.planning.costs import MACHINES, Machine
+from functionalize.planning.display import human_bytes, human_seconds
+from functionalize.planning.memory import EAGER, PROGRAM, Memory
+from functionalize.planning.step_time import StepTime, step_time
+
+if TYPE_CHECKING:
+    from functionalize.planning.plan import Plan, Planner
+
+_MACHINE_OF = {"cuda": "h100", "cpu": "cpu"}  # of a target, where no machine is named
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """The figures of one point.
+
+    machine: what is modelled; its name is that of the preset, or `own`. members: the ranks of every process group.
+    """
+
+    program: Program
+    memory: Memory
+    machine: Machine
+    machine_name: str
+    members: Mapping[str, Sequence[int]]
+
+    @staticmethod
+    def of(
+        program: Program, recorded: StepMemory, target: str, machine: str | Machine | None
+    ) -> Figures:
+        """Made inside the world that the program is of. Raises `PlanError` for a machine that is not known."""
+        given = machine if machine is not None else _MACHINE_OF[target]
+        name = given if isinstance(given, str) else "own"
+        if isinstance(given, str) and given not in MACHINES:
+            raise PlanError(f"no machine `{given}`; there are {', '.join(sorted(MACHINES))}")
+        program.describe()
+        members = members_of(program)
+        constants = declared(name, len(members)) if name != "own" else ()
+        memory = recorded.after(program, constants)
+        return Figures(
+            program, memory, MACHINES[given] if isinstance(given, str) else given, name, members
+        )
+
+    @cached_property
+    def traffic(self) -> list[Traffic]:
+        """What travels."""
+        return communication(self.program, self.members)
+
+    @cached_property
+    def work(self) -> list[Work]:
+        """What is computed."""
+        return compute(self.program)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The modelled time of a step."""
+        return step_time(self.program, self.machine, groups=self.members)
+
+    @cached_property
+    def row(self) -> dict[str, Any]:
+        """The figures as numbers: bytes, FLOPs, seconds."""
+        levels = self.memory.levels(EAGER)
+        return {
+            "peak": levels.requested,
+            "program": self.memory.levels(PROGRAM).requested,
+            "allocated": levels.allocated,
+            "reserved": levels.reserved,
+            "device": levels.device,
+            "collectives": sum(row.count for row in self.traffic),
+            "sent": sum(row.sent for row in self.traffic),
+            "flops": self.time.flops,
+            "step": self.time.seconds,
+            "exposed": self.time.exposed,
+            "mfu": self.time.mfu,
+            "nodes": self.program.nodes(),
+        }
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("peak", "peak", human_bytes),
+    ("program", "program", human_bytes),
+    ("reserved", "reserved", human_bytes),
+    ("device", "device", human_bytes),
+    ("sent", "sent", human_bytes),
+    ("step", "step (modelled)", human_seconds),
+    ("exposed", "exposed", human_seconds),
+    ("mfu", "MFU", lambda x: "" if x is None else f"{x:.0%}"),
+    ("planned in", "planned in", human_seconds),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """The plans of a grid, in its order. axes: the keys. searching: plans more points."""
+
+    plans: Sequence[Plan]
+    axes: tuple[str, ...]
+    searching: Callable[[], AbstractContextManager[Planner]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict per point: its keys, its figures or its `error`, and the seconds that planning took."""
+        return [_row(each) for each in self.plans]
+
+    def to_json(self) -> str:
+        """The rows, with choices and assumptions."""
+        more = [
+            {"choices": [asdict(c) for c in each.choices], "assumed": dict(each.assumed)}
+            for each in self.plans
+        ]
+        rows = [{**row, **extra} for row, extra in zip(self.rows(), more, strict=True)]
+        return json.dumps(rows, indent=2, default=str)
+
+    def to_csv(self) -> str:
+        """The rows, numbers as they are."""
+        rows = self.rows()
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        file = io.StringIO()
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return file.getvalue()
+
+    def cells(self) -> list[list[str]]:
+        """The table: a row of heads, then one per point."""
+        shown = [axis for axis in self.axes if len({str(p.point[axis]) for p in self.plans}) > 1]
+        heads = [*(shown or self.axes), *(head for _, head, _ in _COLUMNS)]
+        return [heads, *(_cells(each, shown or self.axes) for each in self.plans)]
+
+    def text(self) -> str:
+        """The table in plain text, what every point shares above it, what was assumed below."""
+        cells = self.cells()
+        heads = cells[0]
+        same = [a for a in self.axes if a not in heads]
+        above = ", ".join(f"{axis} {_short(self.plans[0].point[axis])}" for axis in same)
+        widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
+        lines = (
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
+            for row in cells
+        )
+        return "\n".join([*([above] if above else []), *lines, *self.notes()])
+
+    def table(self) -> Any:
+        """The table for `rich.print`."""
+        from rich.table import Table
+
+        heads, *rows = self.cells()
+        table = Table(*heads, caption="\n".join(self.notes()) or None)
+        for column in table.columns:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def notes(self) -> list[str]:
+        """What the figures rest on: the kernels that the target was taken to run, numbers that were assumed."""
+        kernels = dict.fromkeys(
+            f"{c.op} -> {c.kernel}: {c.reason}" for each in self.plans for c in each.choices
+        )
+        assumed = dict.fromkeys(line for each in self.plans for line in each.assumed)
+        return [
+            *(f"assumed kernel: {text}" for text in kernels),
+            *(f"assumed to be 1: the number read {line}" for line in assumed),
+        ]
+
+    def largest(
+        self, key: str, limit: float, low: int = 1, most: int = 1 << 20, **fixed: Any
+    ) -> int:
+        """The largest memory number `key` (a batch, a length) with which the step fits in `limit` bytes of the device.
+
+        Found by doubling and halving; each try is a plan. The rest of the point is that of the grid's first one,
+        changed by `fixed`. Raises `PlanError` if `low` does not fit, or if a try cannot be run.
+        """
+        point = {**self.plans[0].point, **fixed}
+        with self.searching() as planner:
+
+            def fits(value: int) -> bool:
+                tried = planner.at({**point, key: value})
+                if tried.figures is None:
+                    raise PlanError(
+                        f"{key} {value} cannot be planned: {tried.error}"
+                    ) from tried.cause
+                return bool(tried.figures.row["device"] <= limit)
+
+            if not fits(low):
+                raise PlanError(f"{key} {low} does not fit in {human_bytes(limit)}")
+            high = low
+            while high < most and fits(min(2 * high, most)):
+                high = min(2 * high, most)
+            low, high = high, min(2 * high, most)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if fits(middle) else (low, middle)
+            return low
+
+
+def _row(each: Plan) -> dict[str, Any]:
+    keys = {
+        key: value if isinstance(value, (int, float)) else str(value)
+        for key, value in each.point.items()
+    }
+    figures = each.figures.row if each.figures is not None else {"error": each.error}
+    return {**keys, **figures, "planned in": each.seconds}
+
+
+def _cells(each: Plan, axes: Sequence[str]) -> list[str]:
+    keys = [_short(each.point[axis]) for axis in axes]
+    if each.figures is None:
+        return [*keys, f"error: {each.error}"]
+    row = _row(each)
+    return [*keys, *(show(row[name]) for name, _, show in _COLUMNS)]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " x ".join(f"{name} {size}" for name, size in value.items())
+    if isinstance(value, tuple):
+        return " x ".join(map(str, value))
+    return str(value)

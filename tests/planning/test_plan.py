@@ -1,0 +1,181 @@
+"""Plans of real `fully_shard` steps: figures that are those of the step itself, and what points share."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import functionalize as fz
+from functionalize.errors import PlanError, WorldError
+from functionalize.planning.costs import MACHINES
+from functionalize.planning.memory import EAGER
+from tests.ranks import run_on_ranks
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.gelu(self.a(x)))
+
+
+def build(layers: int = 2):
+    model = nn.Sequential(*(Block() for _ in range(layers)))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def inputs(batch: int = 4) -> Tensor:
+    return torch.randn(batch, WIDTH)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def planned(**given):
+    return fz.plan(build, step, inputs=inputs, target="cpu", **given)
+
+
+def on_real_ranks(layers: int, batch: int) -> tuple[int, int]:
+    """The peaks of the step on this rank: eager's and the program's."""
+    built, batches = build(layers), inputs(batch)
+    captured = fz.capture(step, memory=True)
+    while captured.memory is None:
+        captured(*built, batches)
+    return captured.memory.eager.peak, captured.memory.program.peak
+
+
+def test_the_peak_is_that_of_real_ranks():
+    (real, *_) = run_on_ranks(on_real_ranks, 3, 4)
+    (plan,) = planned(world=2, layers=3).plans
+    assert (plan.figures.row["peak"], plan.figures.row["program"]) == real
+
+
+def test_a_grid_in_order():
+    sweep = planned(grid={"world": [2, 8], "batch": [4, 1024]})
+    points = [(p.point["world"], p.point["batch"]) for p in sweep.plans]
+    assert points == [(2, 4), (2, 1024), (8, 4), (8, 1024)]
+    rows = sweep.rows()
+    assert rows[1]["peak"] > rows[0]["peak"] > rows[2]["peak"]
+    assert all(row["device"] >= row["reserved"] >= row["allocated"] >= row["peak"] for row in rows)
+    parameters = 2 * (8 * WIDTH**2 + 5 * WIDTH) * 4
+    assert rows[2]["sent"] == pytest.approx(3 * parameters * 7 / 8, rel=0.4)  # gathered, reduced
+    assert not dist.is_initialized()
+
+
+def test_points_share_the_model_where_they_can():
+    made = []
+
+    def building(layers: int = 2):
+        made.append(layers)
+        return build(layers)
+
+    fz.plan(
+        building,
+        step,
+        inputs=inputs,
+        target="cpu",
+        world=2,
+        grid={"batch": [1, 2, 3], "layers": [1, 2]},
+    )
+    assert sorted(made) == [1, 2]
+
+
+def test_a_point_does_not_depend_on_those_before_it():
+    grid = {"batch": [512, 4], "world": [8, 2], "checkpoint": [True, False]}
+    together = planned(grid=grid)
+    alone = planned(world=2, batch=4, checkpoint=False).rows()[0]
+    again = together.rows()[-1]
+    assert {k: v for k, v in again.items() if k != "planned in"} == {
+        k: v for k, v in alone.items() if k != "planned in"
+    }
+
+
+def test_resharding_and_checkpointing_of_a_model_that_knows_neither():
+    grid = {"reshard": [True, False], "checkpoint": [False, True]}
+    rows = planned(world=2, batch=4096, layers=4, grid=grid).rows()
+    resharded, checkpointed, kept, _ = rows
+    assert kept["collectives"] < resharded["collectives"]
+    assert checkpointed["peak"] < resharded["peak"]
+    assert checkpointed["flops"] > resharded["flops"]
+
+
+def test_passes_change_the_program_and_not_eager():
+    plain, optimised = planned(world=2, batch=256, grid={"passes": ["", "default"]}).rows()
+    assert optimised["peak"] == plain["peak"] and optimised["program"] < plain["program"]
+
+
+def test_machines():
+    own = MACHINES["a100"]
+    rows = planned(world=2, grid={"machine": ["h100", own]}).rows()
+    assert rows[0]["step"] != rows[1]["step"]
+    with pytest.raises(PlanError, match="no machine `h1000`; there are a100"):
+        planned(world=2, machine="h1000")
+
+
+def test_the_largest_that_fits():
+    sweep = planned(world=2, batch=1)
+    at_37, at_38 = (row["device"] for row in planned(world=2, grid={"batch": [370, 380]}).rows())
+    assert sweep.largest("batch", at_37, most=1024) == 370 and at_38 > at_37
+    assert sweep.largest("batch", at_38, most=375) == 375
+    with pytest.raises(PlanError, match="batch 1 does not fit in 1.00 KiB"):
+        sweep.largest("batch", 1024)
+    assert not dist.is_initialized()
+
+
+def test_a_point_that_cannot_be_run_says_why():
+    def fails(batch: int = 4) -> Tensor:
+        if batch > 8:
+            raise ValueError("too many")
+        return inputs(batch)
+
+    sweep = fz.plan(build, step, inputs=fails, target="cpu", world=2, grid={"batch": [4, 16, 8]})
+    assert [row.get("error") for row in sweep.rows()] == [None, "ValueError: too many", None]
+    assert "error: ValueError: too many" in sweep.text()
+    with pytest.raises(ValueError, match="too many"):
+        fz.plan(build, step, inputs=fails, target="cpu", batch=16)
+    with pytest.raises(WorldError, match="rank 2 is not in a world of 2"):
+        planned(world=2, rank=2)
+
+
+def test_a_model_that_is_not_returned_cannot_be_changed():
+    with pytest.raises(PlanError, match="`reshard` and `checkpoint` change the modules"):
+        fz.plan(lambda: (), lambda: torch.ones(2).sum(), target="cpu", reshard=False)
+
+
+def test_what_comes_out():
+    seen = []
+    sweep = planned(
+        world=2,
+        grid={"batch": [1, 2]},
+        progress=lambda done, of, point: seen.append((done, of, point["batch"])),
+    )
+    assert seen == [(0, 2, 1), (1, 2, 2)]
+    loaded = json.loads(sweep.to_json())
+    assert [row["batch"] for row in loaded] == [1, 2] and loaded[0]["assumed"] == {}
+    rows = list(csv.DictReader(io.StringIO(sweep.to_csv())))
+    assert int(rows[1]["peak"]) == sweep.rows()[1]["peak"] == loaded[1]["peak"]
+    text = sweep.text().splitlines()
+    assert text[0] == "target cpu, world 2" and text[1].split()[:2] == ["batch", "peak"]
+    assert sweep.table().row_count == 2
+    figures = sweep.plans[0].figures
+    assert figures.memory.peak_of(EAGER).nbytes == sweep.rows()[0]["peak"]
