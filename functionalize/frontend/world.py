@@ -10,12 +10,13 @@ What is other than in a world of real ranks, for the time of the `with`:
 - the process group is torch's fake one: collectives return at once. `mesh` shapes the default mesh;
 - `fully_shard` takes one chunk of a parameter and not one per rank, which is O(parameters * world) in torch;
 - the sharding propagation of DTensor runs on fake tensors of its own, which nobody may count;
-- a number that Python reads from data that is not there is assumed to be 1 (`True`), and told in `World.assumed`;
+- a number that Python reads from data that is not there is assumed, and told in `World.assumed`: what a tensor was made
+  of if that is known (`torch.zeros(1)`, and in-place ops leave it), `any` False, `all` True, else 1 (`True`);
 - the kernels, defaults and autocasts of the target, see `target.py`.
 
 Invariant: everything is as before after the `with`, whatever happened in it.
 Refuses (`WorldError`): a process group that exists already, a world inside a world, a mesh that does not fit the size,
-results whose shape depends on data, decisions on data other than numbers (`torch.equal`).
+results whose shape depends on data, decisions on data other than numbers (`torch.equal`), loops that read on and on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -56,6 +58,29 @@ from functionalize.frontend.patches import Patch, Patches
 from functionalize.frontend.target import Choices, Target, target_named
 
 aten = torch.ops.aten
+_MOST_READS = 20_000
+
+
+def _of_the_first(tensor: Any, *args: Any) -> Any:
+    return getattr(tensor, "assumed", None)
+
+
+# What a tensor with one element is assumed to hold, from the arguments of the op that makes it.
+_ASSUMED: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
+    {
+        **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), lambda *args: False),
+        **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), lambda *args: True),
+        **dict.fromkeys((aten.zeros.default, aten.zeros_like.default), lambda *args: 0),
+        **dict.fromkeys((aten.ones.default, aten.ones_like.default), lambda *args: 1),
+        **dict.fromkeys((aten.full.default, aten.full_like.default), lambda first, value: value),
+        aten.scalar_tensor.default: lambda value: value,
+        **dict.fromkeys(
+            (aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default),
+            _of_the_first,
+        ),
+        **dict.fromkeys((aten.view.default, aten.reshape.default), _of_the_first),
+    }
+)
 _DEVICE = torch.ops.prim.device.default
 _MOST_RANKS = 2**20
 _NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
@@ -96,7 +121,10 @@ class WorldMode(FakeTensorMode):
             return func(*args, **(kwargs or {}))
         op = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
         try:
-            return self._repeats.run(func, args, kwargs or {}, op)
+            out = self._repeats.run(func, args, kwargs or {}, op)
+            if func in _ASSUMED and type(out) is FakeTensor and out.numel() == 1:
+                out.assumed = _ASSUMED[func](*args)  # type: ignore[attr-defined]
+            return out
         except DataDependentOutputException:
             if func in _NUMBERS:
                 return self._assume(args[0])
@@ -106,8 +134,15 @@ class WorldMode(FakeTensorMode):
 
     def _assume(self, tensor: Tensor) -> Any:
         """The number that stands for one that would be read."""
-        self.assumed[line_of(CapturedTraceback.extract())] += 1
-        return torch.ones((), dtype=tensor.dtype).tolist()
+        where = line_of(CapturedTraceback.extract())
+        self.assumed[where] += 1
+        if self.assumed[where] > _MOST_READS:
+            raise WorldError(
+                f"a number is read {_MOST_READS:,} times and never changes, as tensors of a fake world hold no data\n"
+                f"  {where}\n  Leave a loop that waits for a number out of what is planned"
+            )
+        known = getattr(tensor, "assumed", None)
+        return torch.full((), 1 if known is None else known, dtype=tensor.dtype).tolist()
 
 
 def _are_ranks(args: Any, kwargs: Any) -> bool:

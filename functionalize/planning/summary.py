@@ -194,12 +194,14 @@ class Sweep:
     def largest(
         self, key: str, limit: float, low: int = 1, most: int = 1 << 20, **fixed: Any
     ) -> int:
-        """The largest memory number `key` (a batch, a length) with which the step fits in `limit` bytes of the device.
+        """The largest whole number `key` (a batch, a length) with which the step fits in `limit` bytes of the device.
 
         Found by doubling and halving; each try is a plan. The rest of the point is that of the grid's first one,
-        changed by `fixed`. Raises `PlanError` if `low` does not fit, or if a try cannot be run.
+        changed by `fixed`; what must fit is the step as eager runs it. Raises `PlanError` if `low` does not fit, or
+        if a try cannot be run.
         """
         point = {**self.plans[0].point, **fixed}
+        point.pop("passes", None)  # what must fit is eager's
         with self.searching() as planner:
 
             def fits(value: int) -> bool:

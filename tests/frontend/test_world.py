@@ -173,6 +173,53 @@ def test_numbers_that_are_read_are_assumed():
     assert "train(torch.randn(4, 8)).item()" in line and count == 2
 
 
+def test_what_is_assumed_of_numbers():
+    with fz.world(size=2, target="cpu") as world:
+        x = torch.randn(4)
+        assert not (x > 2).any() and (x > 2).all() and bool(x[0] > 2)
+        found = torch.zeros(1)
+        found += x[:1].isnan()
+        assert found.clone().item() == 0.0 and torch.full((), 3).item() == 3
+        assert x.sum().item() == 1.0 and x.sum().long().item() == 1
+        nn.init.trunc_normal_(torch.empty(100))  # draws until all numbers fit
+    assert all("test_world.py" in line or "trunc_normal_" in line for line in world.assumed)
+
+
+def test_a_scaler_finds_no_overflow():
+    with fz.world(size=2, target="cuda"):
+        model, scaler = Net(), torch.amp.GradScaler("cuda")
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = fz.capture(train)
+        for _ in range(4):
+            step(torch.randn(4, 8))
+    assert step.program is not None, step.explain()
+    phases = [
+        node.meta.get("phase")
+        for node in step.program.graph_module.graph.nodes
+        if node.op == "call_function"
+    ]
+    assert phases.count("optimizer") >= len(list(model.parameters()))
+
+
+def test_a_loop_that_waits_for_a_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("functionalize.frontend.world._MOST_READS", 100)
+    with fz.world(size=2, target="cpu"):
+        x = torch.randn(4)
+        with pytest.raises(WorldError, match="a number is read 100 times and never changes"):
+            while x.sum().item() > 0:
+                x = x - 1
+
+
 def test_what_real_ranks_do_afterwards_is_as_before():
     before = FEATURES["hsdp"].title
     (first, *_) = run_on_ranks(around_a_world, "blocks_and_root")

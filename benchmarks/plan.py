@@ -1,0 +1,131 @@
+"""What planning costs: from nothing to the figures of a Llama step, and again with another batch.
+
+    python -m benchmarks.plan [--sizes 8B 70B 405B] [--world 16384] [--json]
+
+Each size in a process of its own: seconds to build and wrap the model in a fake world, to the first program (forward,
+backward, optimizer: two or three calls until the step has settled), to all figures (two timelines, reserved memory,
+traffic, work, modelled time), and the same after another batch, in the same world with the same model; the most memory
+that the process had. Last line: forward and backward of ViT-B/16 on a batch of ten billion images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+
+import functionalize as fz
+from benchmarks.machine import machine
+from examples import llama
+
+Row = dict[str, Any]
+
+
+def measured(size: str, world: int) -> Row:
+    """Seconds and MiB of one size."""
+    row: Row = {"size": size, "world": world}
+    start = time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal start
+        now = time.perf_counter()
+        row[name], start = now - start, now
+
+    with fz.world(world):
+        built = llama.build(size)
+        lap("build")
+        step = fz.capture(llama.step, memory=True)
+        batch = llama.inputs(1)
+        while step.program is None:
+            step(*built, *batch)
+        lap("program")
+        figures(step)
+        lap("figures")
+        other = llama.inputs(2)
+        step(*built, *other)
+        lap("program again")
+        figures(step)
+        lap("figures again")
+        row["nodes"] = step.program.nodes()
+    row["MiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return row
+
+
+def figures(step: Any) -> None:
+    """All that a plan tells."""
+    from functionalize.planning.summary import Figures
+
+    assert Figures.of(step.program, step.memory, "cuda", None).row
+
+
+def images(batch: int) -> Row:
+    """Milliseconds of a forward and backward of ViT-B/16, the first and a warm one."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    times = []
+    with fz.world(1):
+        model = ViTForImageClassification(ViTConfig(attn_implementation="sdpa"))
+        x = torch.empty(batch, 3, 224, 224)
+        for _ in range(2):
+            start = time.perf_counter()
+            model(x).logits.sum().backward()
+            times.append((time.perf_counter() - start) * 1e3)
+    return {"first ms": times[0], "warm ms": times[1]}
+
+
+def table(rows: list[Row]) -> str:
+    """A line per size."""
+    names = ["build", "program", "figures", "program again", "figures again"]
+    lines = [
+        f"{'':<6}{'world':>7}{'nodes':>8}"
+        + "".join(f"{n + ' s':>17}" for n in names)
+        + f"{'MiB':>7}"
+    ]
+    for row in rows:
+        cells = "".join(f"{row[n]:17.2f}" for n in names)
+        lines.append(f"{row['size']:<6}{row['world']:>7}{row['nodes']:>8}{cells}{row['MiB']:7.0f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", default=["8B", "70B", "405B"])
+    parser.add_argument("--world", type=int, default=16_384)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if options.one:
+        one = images(10**10) if options.one == "images" else measured(options.one, options.world)
+        print(json.dumps(one))
+        return
+    rows = [_in_a_process(size, options.world) for size in [*options.sizes, "images"]]
+    if options.json:
+        print(json.dumps({"machine": machine(), "rows": rows}))
+        return
+    print(machine())
+    print(table(rows[:-1]))
+    first, warm = rows[-1]["first ms"], rows[-1]["warm ms"]
+    print(f"ViT-B/16, 10,000,000,000 images: {first:.0f} ms, then {warm:.0f} ms")
+
+
+def _in_a_process(size: str, world: int) -> Row:
+    command = [sys.executable, "-m", "benchmarks.plan", "--one", size, "--world", str(world)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    row: Row = json.loads(done.stdout)
+    return row
+
+
+if __name__ == "__main__":
+    main()
