@@ -34,6 +34,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.passes
+	$(BIN)/python -m benchmarks.memory_truth
+	$(BIN)/python -m benchmarks.memory_overhead
+	$(BIN)/python -m benchmarks.scratch
+	$(BIN)/python -m benchmarks.plan
 
 env: $(STAMP)
 
@@ -42,7 +46,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "functionalize needs Python 3.11 or newer: set PYTHON")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[test,models,plots]'
+	$(BIN)/python -m pip install --quiet --editable '.[test,models,plots,cli]'
 	@touch $@
 
 clean:

@@ -137,6 +137,8 @@ def test_the_largest_that_fits():
     at_37, at_38 = (row["device"] for row in planned(world=2, grid={"batch": [370, 380]}).rows())
     assert sweep.largest("batch", at_37, most=1024) == 370 and at_38 > at_37
     assert sweep.largest("batch", at_38, most=375) == 375
+    with pytest.raises(PlanError, match="`rows` is no key of this sweep"):
+        sweep.largest("rows", at_37)
     with pytest.raises(PlanError, match="batch 1 does not fit in 1.00 KiB"):
         sweep.largest("batch", 1024)
     assert not dist.is_initialized()

@@ -1,0 +1,9 @@
+"""`python -m functionalize`: the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from functionalize.cli import main
+
+sys.exit(main())

@@ -1,0 +1,39 @@
+"""The command line: `functionalize` and `python -m functionalize`; see `docs/cli.md`.
+
+    functionalize capture | show | opt | memory | plan | demo
+
+    scripts.py    a user's script and values as text      app.py      the commands and their options
+    recorded.py   its step, recorded in a fake world      graphs.py   capture, show, opt
+    files.py      a recorded graph in a file              memory.py, plan.py, demo.py
+    console.py    what is printed, progress, errors
+
+Exit codes: 0; 1 if the step or the plan failed; 2 for wrong usage; 130 for Ctrl-C. Without typer and rich: 2, and what
+to install.
+"""
+
+from __future__ import annotations
+
+import sys
+
+_NEEDS = ("typer", "rich")
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the command line on `sys.argv`; the exit code, unless typer has exited before."""
+    try:
+        from functionalize.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDS:
+            raise
+        print(
+            f"The command line of functionalize needs {' and '.join(_NEEDS)}, and there is no {error.name} here: "
+            'pip install "functionalize[cli]". The library itself works without.',
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        app(prog_name="functionalize")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0

@@ -1,0 +1,241 @@
+"""What the command line prints: tables and text, or JSON alone on stdout; progress and errors on stderr.
+
+    run(command, json, debug)          the command's exit code; every error as one paragraph
+    out.working(text) -> say           a spinner with what goes on, where stderr is a terminal
+    out.emit(data, show)               data() as JSON, or show(console)
+
+With `--json` all else that is printed meanwhile, by the script too, goes to stderr, and an error is
+`{"error": {"kind", "message"}}`. Pipes are given lines as long as they are.
+Warnings and logs are for those who debug: they are shown with `--debug` alone, with tracebacks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from functionalize.cli import INTERRUPTED
+from functionalize.core.where import user_frames
+from functionalize.errors import FunctionalizeError, InvariantError, UncapturableError, UsageError
+
+_NO_END = 100_000  # columns of what is no terminal
+_STDLIB = os.path.dirname(os.__file__)
+_GAP = "  "
+_LOGGERS = ("functionalize", "torch")
+
+
+@dataclass(frozen=True, eq=False)
+class Out:
+    """Where a command prints. stdout: the real one."""
+
+    json: bool
+    debug: bool
+    stdout: TextIO
+    console: Console
+    errors: Console
+
+    @staticmethod
+    def of(as_json: bool, debug: bool) -> Out:
+        """For the streams of now."""
+        return Out(as_json, debug, sys.stdout, _console(sys.stdout), _console(sys.stderr))
+
+    def emit(self, data: Callable[[], Any], show: Callable[[Console], None]) -> None:
+        """Print the one or the other."""
+        if self.json:
+            print(json.dumps(data(), indent=2, default=str), file=self.stdout)
+        else:
+            show(self.console)
+
+    @contextmanager
+    def working(self, text: str = "") -> Iterator[Callable[[str], None]]:
+        """What goes on, in place of what went on before."""
+        with self._progress(
+            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        ) as bar:
+            task = bar.add_task(text, total=None)
+            yield lambda now: bar.update(task, description=now)
+
+    @contextmanager
+    def counting(self) -> Iterator[Callable[[int, int, str], None]]:
+        """How many of how many are done, and what comes next."""
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
+        with self._progress(*columns) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda done, of, now: bar.update(task, completed=done, total=of, description=now)
+
+    def _progress(self, *columns: Any) -> Progress:
+        return Progress(
+            *columns,
+            console=self.errors,
+            transient=True,
+            disable=not self.errors.is_terminal,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def note(self, text: str) -> None:
+        """A line beside the result, on stderr."""
+        self.errors.print(Text(text, style="dim"), soft_wrap=True)
+
+    def fail(self, text: str, kind: str) -> None:
+        """An error, on stderr, and as JSON if that was asked for."""
+        if self.json:
+            print(
+                json.dumps({"error": {"kind": kind, "message": text}}, indent=2), file=self.stdout
+            )
+        self.errors.print(Text.assemble(("error: ", "bold red"), text))
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # where rich would exit with 1
+
+
+def _console(stream: TextIO) -> Console:
+    there = stream.isatty() or "COLUMNS" in os.environ
+    return _Console(file=stream, highlight=False, width=None if there else _NO_END)
+
+
+def run(command: Callable[[Out], int | None], as_json: bool, debug: bool) -> None:
+    """Run a command and leave with its exit code (None: 0)."""
+    out = Out.of(as_json, debug)
+    with ExitStack() as stack:
+        if as_json:
+            stack.enter_context(redirect_stdout(sys.stderr))
+        if not debug:
+            stack.enter_context(_quiet())
+        code = _code(command, out)
+    raise typer.Exit(code)
+
+
+def _code(command: Callable[[Out], int | None], out: Out) -> int:
+    try:
+        return command(out) or 0
+    except KeyboardInterrupt:
+        out.errors.print("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # who reads has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # so that the interpreter's last flush does not fail
+        return 0
+    except (Exception, SystemExit) as error:
+        if out.debug:
+            out.errors.print(Text(traceback.format_exc()), soft_wrap=True)
+        out.fail(told(error), type(error).__name__)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def told(error: BaseException) -> str:
+    """What a person reads of an error: ours as it is, others with their kind and the user's line."""
+    if isinstance(error, UncapturableError):
+        return f"the step cannot be recorded: {error}"
+    if isinstance(error, FunctionalizeError):
+        return str(error)
+    text = str(error).strip()
+    kind = type(error).__name__
+    head = f"{kind}: {text}" if text else kind
+    found = user_frames(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in found if not frame.filename.startswith(_STDLIB)]
+    if isinstance(error, (OSError, SystemExit)):
+        return head
+    if isinstance(error, InvariantError) or not frames:
+        return f"{head}\n  This is a bug of functionalize, please report it with what --debug shows"
+    at = frames[-1]
+    return f"{head}\n  at {at.filename}:{at.lineno}, in {at.name}: {at.line or ''}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings and logs."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def table(
+    console: Console,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Sequence[int] = (0,),
+) -> None:
+    """A table without lines: numbers to the right and whole, texts (`left`) shortened where they must be."""
+    wide = widths(heads, rows := [*rows])
+    room = console.width - sum(wide) - len(_GAP) * (len(wide) - 1)
+    for i in left if room < 0 else ():
+        before = wide[i]
+        wide[i] = max(before + room, 8)
+        room += before - wide[i]
+    for n, row in enumerate((heads, *rows)):
+        cells = (
+            shorter(cell, w).ljust(w) if i in left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, wide, strict=True))
+        )
+        plain(console, _GAP.join(cells).rstrip(), "" if n else "dim")
+
+
+def widths(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[int]:
+    """Of the columns of a table."""
+    return [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+
+
+def fits(console: Console, wide: Sequence[int]) -> bool:
+    """Whether columns of such widths have room."""
+    return sum(wide) + len(_GAP) * (len(wide) - 1) <= console.width
+
+
+def shorter(text: str, room: int) -> str:
+    """A text without its middle, if it is too long: modules and lines are told by both of their ends."""
+    if len(text) <= room:
+        return text
+    end = (room - 1) // 2
+    return f"{text[: room - 1 - end]}…{text[len(text) - end :]}"
+
+
+def plain(console: Console, text: str, style: str = "") -> None:
+    """Text as it is, lines as long as they are."""
+    console.print(Text(text, style), soft_wrap=True)
+
+
+def wrapped(console: Console, text: str) -> None:
+    """Text in lines of the terminal's width."""
+    console.print(Text(text))
+
+
+def cut(console: Console, text: str, style: str = "") -> None:
+    """One line, shortened where it must be."""
+    plain(console, shorter(text, console.width), style)

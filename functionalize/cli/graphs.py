@@ -1,0 +1,269 @@
+"""`capture`, `show` and `opt`: what was recorded, the graph as text, and what passes make of it.
+
+# backward, args_0.blocks.1.up                         phase and module, where they change
+    mm_3 = aten.mm.default(t_5, view_12)
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor, fx
+
+from functionalize.cli.console import Out, plain, table
+from functionalize.cli.files import write_graph
+from functionalize.cli.recorded import Job, Recorded, recorded
+from functionalize.core.ops import geometry_of
+from functionalize.core.phases import phase_of
+from functionalize.core.printer import node_text, program_text
+from functionalize.core.program import Program
+from functionalize.errors import PassError, UsageError
+from functionalize.planning.display import human_bytes, human_seconds
+from functionalize.planning.memory_text import signed
+from functionalize.planning.program_memory import user_line
+
+_COLOURS = (("@@", "cyan"), ("+++", "bold"), ("---", "bold"), ("+", "green"), ("-", "red"))
+
+
+# -- capture ---------------------------------------------------------------------------------------
+
+
+def capture(out: Out, job: Job, file: str | None) -> None:
+    """Record a step, say what was recorded, and write it if there is a file."""
+    if job.is_file:
+        raise UsageError(f"{job.source} is recorded already: capture takes a script")
+    if file is not None and not file.endswith(".fzp"):
+        raise UsageError(f"-o {file}: the file of a recorded graph ends in .fzp")
+    with out.working() as say, recorded(job, say) as found:
+        if file is not None:
+            say(f"writing {file}")
+            write_graph(file, found)
+    data = {"script": found.name, "world": found.world, "target": found.target, **found.stats}
+    out.emit(
+        lambda: {**data, "notes": list(found.notes), "file": file},
+        lambda console: _show_stats(console, found, file),
+    )
+
+
+def _show_stats(console: Console, found: Recorded, file: str | None) -> None:
+    stats = found.stats
+    plain(console, headline(found))
+    kinds = [f"{count:,} {kind}" for kind, count in sorted(stats["collectives"].items())]
+    rows = (
+        ("ops", f"{stats['ops']:,} recorded, {stats['resizes']:,} of them resizes of storages"),
+        ("nodes", f"{stats['nodes']:,} in the graph, none of which resizes or mutates"),
+        ("collectives", ", ".join(kinds) or "none"),
+        ("inputs", f"{stats['inputs']:,}, held by {stats['guards']:,} guards"),
+        ("recorded", f"in {human_seconds(stats['seconds'])}, {stats['calls']} calls of the step"),
+        *((("file", f"{file}: for show, opt and memory"),) if file is not None else ()),
+    )
+    for name, text in rows:
+        plain(console, f"  {name:<12}{text}")
+    show_notes(console, found)
+
+
+def headline(found: Recorded) -> str:
+    """What is looked at."""
+    return f"{found.name}: {found.world}, target {found.target}"
+
+
+def show_notes(console: Console, found: Recorded) -> None:
+    """What was assumed."""
+    for note in found.notes:
+        plain(console, note)
+
+
+# -- show ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which ops of a graph are shown: all that fit everything that is given."""
+
+    module: str | None = None
+    phase: str | None = None
+    grep: str | None = None
+
+    @property
+    def filters(self) -> bool:
+        """Whether anything is given."""
+        return any((self.module, self.phase, self.grep))
+
+    def __call__(self, node: fx.Node) -> bool:
+        """Whether a node is shown."""
+        return (
+            (self.phase is None or phase_of(node) == self.phase)
+            and (self.module is None or in_module(node.meta.get("module", ""), self.module))
+            and (self.grep is None or self.grep.lower() in node_text(node).lower())
+        )
+
+
+def in_module(name: str, glob: str) -> bool:
+    """Whether a module, or one that it lies in, is meant: `blocks.1` means `model.blocks.1.up`, too."""
+    return any(
+        fnmatchcase(name, pattern) for pattern in (glob, f"{glob}.*", f"*.{glob}", f"*.{glob}.*")
+    )
+
+
+def show(out: Out, job: Job, keep: Filter, pipeline: str | None) -> None:
+    """Print a step's graph, or the part of it that is asked for."""
+    check_pipeline(pipeline)
+    with out.working() as say, recorded(job, say) as raw:
+        found = raw.after(pipeline, say)
+        program = found.program
+        program.describe()
+        kept = [node for node in _ops(program) if keep(node)]
+        if not kept:
+            raise UsageError(_nothing(program, keep))
+    out.emit(
+        lambda: {"nodes": [_node(node) for node in kept], "of": program.nodes()},
+        lambda console: _show_graph(console, program, keep, len(kept)),
+    )
+
+
+def _nothing(program: Program, keep: Filter) -> str:
+    """What there is where nothing was found."""
+    phases = dict.fromkeys(filter(None, map(phase_of, program.graph.nodes)))
+    modules = sorted({n.meta["module"] for n in program.graph.nodes if n.meta.get("module")})
+    some = ", ".join(modules[:8]) + (f", and {len(modules) - 8} more" if len(modules) > 8 else "")
+    asked = {"module": keep.module, "phase": keep.phase, "grep": keep.grep}
+    given = ", ".join(f"--{key} {value}" for key, value in asked.items() if value)
+    return f"no op fits {given}; there are the phases {', '.join(phases)} and the modules {some or 'none'}"
+
+
+def _ops(program: Program) -> Iterator[fx.Node]:
+    return (n for n in program.graph.nodes if n.op not in ("placeholder", "output"))
+
+
+def _node(node: fx.Node) -> dict[str, Any]:
+    value = node.meta.get("val")
+    return {
+        "name": node.name,
+        "op": str(node.target),
+        "text": node_text(node),
+        "phase": phase_of(node) or "",
+        "module": node.meta.get("module", ""),
+        "value": str(geometry_of(value)) if isinstance(value, Tensor) else "",
+        "line": user_line(node.meta.get("stack_trace", "")),
+    }
+
+
+def graph_text(program: Program, keep: Filter | None = None) -> str:
+    """The program as text, with a line where phase or module change; filtered, its ops alone."""
+    kept = [node for node in _ops(program) if keep is None or keep(node)]
+    lines = program_text(program, keep).splitlines()
+    first = len(program.inputs) + 2  # "program(", the inputs, "):"
+    if keep is not None and keep.filters:
+        used = {n.name for node in kept for n in node.all_input_nodes if n.op == "placeholder"}
+        specs = zip(_placeholders(program), lines[1 : first - 1], strict=True)
+        before, after = [line for name, line in specs if name in used], []
+    else:
+        before, after = lines[:first], lines[first + len(kept) :]
+    text, last = before, None
+    for node, line in zip(kept, lines[first:], strict=False):
+        where = phase_of(node) or "", node.meta.get("module", "")
+        if where != last and any(where):
+            text.append(f"    # {', '.join(filter(None, where))}")
+        text.append(line)
+        last = where
+    return "\n".join([*text, *after]) + "\n"
+
+
+def _placeholders(program: Program) -> list[str]:
+    return [node.name for node in program.graph.nodes if node.op == "placeholder"]
+
+
+def _show_graph(console: Console, program: Program, keep: Filter, count: int) -> None:
+    text = Text(graph_text(program, keep).rstrip())
+    text.highlight_regex(r"(?m)^    # .*$", "cyan")
+    console.print(text, soft_wrap=True)
+    if keep.filters:
+        plain(console, f"({count:,} of {program.nodes():,} ops)")
+
+
+# -- opt -------------------------------------------------------------------------------------------
+
+
+def check_pipeline(pipeline: str | None) -> None:
+    """Raises `UsageError` for one that cannot be read, before anything is recorded."""
+    if pipeline:
+        import passes
+
+        try:
+            passes.parse(pipeline)
+        except PassError as error:
+            raise UsageError(str(error)) from None
+
+
+def opt(out: Out, job: Job, pipeline: str, diff: bool) -> None:
+    """Run the passes of a pipeline one by one: what each did, and what became of nodes and peak."""
+    check_pipeline(pipeline)
+    with out.working() as say, recorded(job, say) as found:
+        say("measuring")
+        before, peak = found, found.timeline().peak
+        rows = []
+        for now, row in _passes(found, pipeline, say):
+            found = now
+            rows.append(row)
+        say("measuring")
+        after = found.timeline().peak
+        changes = _diff(before.program, found.program) if diff else []
+    data: dict[str, Any] = {
+        "nodes": [before.program.nodes(), found.program.nodes()],
+        "peak": [peak, after],
+        "passes": rows,
+        "stage": found.program.stage,
+    }
+
+    def show(console: Console) -> None:
+        plain(console, headline(found))
+        lines = [("as recorded", "", f"{data['nodes'][0]:,}", "")]
+        for row in rows:
+            counts = f"{row['rewrites']:,}", f"{row['nodes']:,}"
+            lines.append((row["pass"], *counts, human_seconds(row["seconds"])))
+        table(console, ("pass", "rewrites", "nodes", "in"), lines)
+        change = f"{human_bytes(peak)} -> {human_bytes(after)} ({signed(after - peak)})"
+        plain(console, f"peak of the program, requested bytes: {change}")
+        if diff:
+            _show_diff(console, changes)
+
+    out.emit(lambda: {**data, **({"diff": changes} if diff else {})}, show)
+
+
+def _passes(
+    found: Recorded, pipeline: str, say: Callable[[str], None]
+) -> Iterator[tuple[Recorded, Mapping[str, Any]]]:
+    """What each pass makes of what the one before it left."""
+    import passes
+
+    for each in passes.parse(pipeline):
+        say(f"running {each}")
+        start = time.perf_counter()
+        program = passes.run(found.program, (each,))
+        found = replace(found, program=program)
+        name, _, rewrites = program.history[-1].rpartition(": ")
+        took = time.perf_counter() - start
+        yield (
+            found,
+            {"pass": name, "rewrites": int(rewrites), "nodes": program.nodes(), "seconds": took},
+        )
+
+
+def _diff(before: Program, after: Program) -> list[str]:
+    old, new = (graph_text(program).splitlines() for program in (before, after))
+    return list(difflib.unified_diff(old, new, "as recorded", "after the passes", lineterm="", n=2))
+
+
+def _show_diff(console: Console, changes: list[str]) -> None:
+    text = Text("\n".join(changes) if changes else "no difference")
+    for start, style in reversed(_COLOURS):
+        text.highlight_regex(rf"(?m)^{re.escape(start)}.*$", style)
+    console.print(text, soft_wrap=True)

@@ -1,0 +1,288 @@
+"""`memory`: what a step holds, at the peak and over time; pictures, a page, and a snapshot for PyTorch's viewer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from functionalize.cli.console import Out, cut, plain, table, wrapped
+from functionalize.cli.graphs import check_pipeline, headline, show_notes
+from functionalize.cli.recorded import Job, Recorded, recorded
+from functionalize.errors import (
+    AllocatorSettingsError,
+    PlannedOutOfMemoryError,
+    SaveError,
+    UsageError,
+)
+from functionalize.planning.alloc_conf import Settings
+from functionalize.planning.allocator import fsdp2_streams, simulate
+from functionalize.planning.constants import declared
+from functionalize.planning.costs import MACHINES, Machine
+from functionalize.planning.display import human_bytes
+from functionalize.planning.memory import EAGER, PROGRAM, Memory, Row
+from functionalize.planning.memory_text import short_line, signed
+from functionalize.planning.page import Table, write_page
+from functionalize.planning.pictures import memory_picture
+from functionalize.planning.snapshot import write_snapshot
+from functionalize.planning.step_time import step_time
+
+_COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
+_MACHINE_OF = {"cuda": "h100", "cpu": "cpu"}  # of a target, where no machine is named
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for. of: whose peak is broken down. limit: bytes of the device."""
+
+    top: int = 10
+    of: str | None = None
+    pipeline: str | None = None
+    machine: str | None = None
+    alloc_conf: str = ""
+    limit: int | None = None
+    png: str | None = None
+    html: str | None = None
+    snapshot: str | None = None
+
+    def settings(self) -> Settings:
+        """Of the simulated allocator, without the limit. Raises `UsageError` for anything that cannot be read."""
+        check_pipeline(self.pipeline)
+        check_machine(self.machine)
+        check_picture(self.png)
+        if self.of not in (None, EAGER, PROGRAM):
+            raise UsageError(f"--of {self.of}: write {EAGER} or {PROGRAM}")
+        try:
+            return Settings.parse(self.alloc_conf)
+        except AllocatorSettingsError as error:
+            raise UsageError(str(error)) from None
+
+
+def check_machine(machine: str | None) -> None:
+    """Raises `UsageError` for one that is not known."""
+    if machine is not None and machine not in MACHINES:
+        raise UsageError(f"no machine `{machine}`; there are {', '.join(sorted(MACHINES))}")
+
+
+def check_picture(file: str | None) -> None:
+    """Raises `UsageError` for a picture that cannot be drawn, before anything is recorded."""
+    if file is not None and Path(file).suffix not in _PICTURES:
+        raise UsageError(f"--png {file}: the file of a picture ends in {' or '.join(_PICTURES)}")
+
+
+def memory(out: Out, job: Job, wanted: Wanted) -> int:
+    """Report on the memory of a step; 1 if it does not fit in the limit."""
+    settings = wanted.settings()
+    with out.working() as say, recorded(job, say) as raw:
+        found = raw.after(wanted.pipeline, say)
+        say("measuring")
+        machine = wanted.machine or _MACHINE_OF[found.target]
+        constants = declared(machine, len(found.groups))
+        streams = fsdp2_streams if found.target == "cuda" else None
+        report = Memory(found.eager, found.timeline(), constants, settings, streams)
+        of = wanted.of or (EAGER if found.eager is not None else PROGRAM)
+        report.timeline(of)
+        levels = {name: report.levels(name) for name in report.timelines}
+        refused = _refused(report, of, wanted.limit)
+        files = _write(found, report, of, wanted, MACHINES[machine], say)
+
+    def data() -> dict[str, Any]:
+        told = report.to_json(wanted.top)
+        limit = {"bytes": wanted.limit, "fits": refused is None, "error": refused}
+        about = {"source": found.name, "world": found.world, "target": found.target}
+        return {**about, **told, "notes": list(found.notes), "limit": limit, "files": files}
+
+    def show(console: Console) -> None:
+        plain(console, headline(found))
+        _show_levels(console, report)
+        _show_categories(console, report)
+        _show_peak(console, report, of, wanted.top)
+        plain(console, "")
+        show_notes(console, found)
+        for file in files:
+            plain(console, f"wrote {file}")
+        if wanted.limit is not None and refused is None:
+            device = human_bytes(levels[of].device)
+            plain(console, f"fits: {device} of {human_bytes(wanted.limit)} ({of})")
+
+    out.emit(data, show)
+    if refused is not None:
+        out.errors.print(f"[bold red]does not fit:[/] {refused}")
+    return 0 if refused is None else 1
+
+
+def _refused(report: Memory, of: str, limit: int | None) -> str | None:
+    """Why a step does not fit in a limit; None if it does."""
+    if limit is None:
+        return None
+    constants = report.levels(of).constants
+    left = limit - constants
+    if left <= 0:
+        return f"context and workspaces alone need {human_bytes(constants)} of {human_bytes(limit)}"
+    settings = replace(report.settings or Settings(), limit=left)
+    try:
+        simulate(report.timeline(of), settings, report.stream_of)
+    except PlannedOutOfMemoryError as error:
+        beside = (
+            f" ({human_bytes(constants)} of the device's are declared constants)"
+            if constants
+            else ""
+        )
+        return f"{error}{beside}"
+    return None
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _write(
+    found: Recorded, report: Memory, of: str, wanted: Wanted, machine: Machine, say: Any
+) -> list[str]:
+    """Write what is asked for; the files that were written."""
+    files = [file for file in (wanted.png, wanted.html, wanted.snapshot) if file is not None]
+    if not files:
+        return files
+    main = report.timeline(of)
+    timelines = [main, *(t for t in report.timelines.values() if t is not main)]
+    held = simulate(main, report.settings, report.stream_of)
+    title = f"Memory of {found.name}: {found.world}"
+    try:
+        if wanted.png is not None:
+            say(f"drawing {wanted.png}")
+            memory_picture(
+                timelines, wanted.png, title=title, reserved=held.bytes, limit=wanted.limit
+            )
+        if wanted.html is not None:
+            say(f"writing {wanted.html}")
+            write_page(
+                wanted.html,
+                title=title,
+                timelines=timelines,
+                spans=step_time(found.program, machine, groups=found.groups).spans,
+                tables=tables(report, of, wanted.top),
+                facts=_facts(found, report, of),
+                reserved={of: held.bytes},
+                limit=wanted.limit,
+            )
+        if wanted.snapshot is not None:
+            say(f"writing {wanted.snapshot}")
+            write_snapshot(wanted.snapshot, main, held)
+    except OSError as error:
+        raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
+    return files
+
+
+def tables(report: Memory, of: str, top: int) -> list[Table]:
+    """The breakdowns of a peak, for the page."""
+    rows = [
+        (r.category.value, r.name, r.shape, r.nbytes, r.made, r.module, r.last_use, r.freed)
+        for r in report.top(top, of)
+    ]
+    heads = ("category", "name", "shape", "bytes", "made", "module", "last use", "freed")
+    breakdowns = (
+        ("module", report.by_module(of)),
+        ("op", report.by_op(of)),
+        ("line", report.by_line(of)),
+    )
+    return [
+        Table(f"Largest at the peak of {of}", heads, rows),
+        *(
+            Table(f"Peak of {of}, by {name}", (name, "bytes"), list(found.items()))
+            for name, found in breakdowns
+        ),
+    ]
+
+
+def _facts(found: Recorded, report: Memory, of: str) -> dict[str, Any]:
+    levels = report.levels(of)
+    told = {"world": found.world, "target": found.target, "nodes": f"{found.program.nodes():,}"}
+    return {
+        **told,
+        **{name: human_bytes(nbytes) for name, nbytes in levels._asdict().items()},
+        "device": human_bytes(levels.device),
+    }
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def _show_levels(console: Console, report: Memory) -> None:
+    names = list(report.timelines)
+    levels = [report.levels(name) for name in names]
+    rows = [
+        (name, *(human_bytes(getattr(each, name)) for each in levels), how)
+        for name, how in (("requested", ""), ("allocated", "rounded"), ("reserved", "simulated"))
+    ]
+    for constant in report.constants:
+        rows.append((constant.name, *[human_bytes(constant.nbytes)] * len(levels), "declared"))
+    if report.constants:
+        sums = (human_bytes(each.device) for each in levels)
+        rows.append(("device", *sums, "reserved and declared"))
+    table(console, ("peak", *names, ""), rows, left=(0, len(names) + 1))
+    console.print()
+
+
+def _show_categories(console: Console, report: Memory) -> None:
+    if len(report.timelines) < 2:
+        (name,) = report.timelines
+        found = report.by_category(name).items()
+        table(console, ("at the peak", name), [(c.value, human_bytes(n)) for c, n in found])
+    else:
+        rows = [
+            (c.category.value, human_bytes(c.eager), human_bytes(c.program), signed(c.nbytes))
+            for c in report.difference().categories
+        ]
+        table(console, ("at the peak", *report.timelines, "difference"), rows)
+    console.print()
+
+
+def _show_peak(console: Console, report: Memory, of: str, top: int) -> None:
+    wrapped(console, f"Peak of {of}: {brief(report.peak_of(of).words())}")
+    if top < 1:
+        return
+    plain(console, "\nThe largest of it", "dim")
+    for row in report.top(top, of):
+        _show_row(console, row)
+    for title, found in (
+        ("module", layers(report.by_module(of))),
+        ("op", report.by_op(of)),
+        ("line", {short_line(line): n for line, n in report.by_line(of).items()}),
+        ("phase", report.by_phase(of)),
+    ):
+        rows = [(human_bytes(nbytes), brief(name)) for name, nbytes in found.items()]
+        left = sum([*found.values()][top:])
+        rows[top:] = [(human_bytes(left), f"{len(found) - top} more")] if left else []
+        console.print()
+        table(console, ("bytes", f"by {title}"), rows, left=(1,))
+
+
+def layers(found: Mapping[str, int]) -> dict[str, int]:
+    """Modules whose names differ by numbers alone together, as the layers of a model: `blocks.* (x32)`."""
+    together: dict[str, list[str]] = {}
+    for name in found:
+        together.setdefault(_NUMBERS.sub("*", name), []).append(name)
+    sums = {
+        f"{pattern} (x{len(names)})" if len(names) > 1 else names[0]: sum(found[n] for n in names)
+        for pattern, names in together.items()
+    }
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def _show_row(console: Console, row: Row) -> None:
+    """A storage: what it is; when it was made, last used and freed; the line that made it."""
+    cut(console, f"{human_bytes(row.nbytes):>8}  {row.category.value}: {row.name} {row.shape}")
+    used = f"last used {row.last_use}, " if row.last_use != row.freed else ""
+    cut(console, f"          made {brief(row.made)}; {brief(used)}freed {brief(row.freed)}", "dim")
+    if row.line:
+        cut(console, f"          {short_line(row.line)}", "dim")
+
+
+def brief(text: str) -> str:
+    """Without what the names of most ops have."""
+    return _COMMON.sub("", text)

@@ -1,0 +1,177 @@
+"""The step of a script, recorded in a fake world; or what a file has of one.
+
+    with recorded(job, working) as found:       inside: the world in which it was recorded
+        found.program, found.eager, found.given, found.stats
+
+        script ──build, inputs──▶ step, called until it is settled ──▶ Recorded ──passes──▶ Recorded
+
+Invariant: nothing is left of the world after the `with`.
+Refuses: `UsageError` for a world or keys that do not fit, `UncapturableError` for a step that does not settle; what the
+script raises passes through.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import functionalize as fz
+from functionalize.cli.files import read_graph
+from functionalize.cli.scripts import Mesh, Names, Script, opened
+from functionalize.core.program import Program
+from functionalize.errors import FunctionalizeError, PlanError, UncapturableError, UsageError
+from functionalize.frontend.step import CapturedStep
+from functionalize.frontend.world import World
+from functionalize.planning.communication import members_of
+from functionalize.planning.grid import MODEL_KEYS, Wants, of
+from functionalize.planning.plan import arguments, change
+from functionalize.planning.program_memory import program_timeline
+from functionalize.planning.timeline import Category, Timeline
+
+_MOST_CALLS = 6  # until a step has settled; `capture` refuses before
+DEFAULT_WORLD = 8  # ranks: one node of most machines
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be recorded. source: a script, or a file that `capture -o` wrote. given: parameters."""
+
+    source: str
+    names: Names = field(default_factory=Names)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    world: int | None = None
+    mesh: Mesh | None = None
+    rank: int = 0
+    target: str = "cuda"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the source is a recorded graph and no script."""
+        return Path(self.source).suffix == ".fzp"
+
+    @property
+    def ranks(self) -> int | None:
+        """The size of the world; None: that of the mesh."""
+        return DEFAULT_WORLD if self.world is None and self.mesh is None else self.world
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A step's program. given: what its inputs are for, by name. eager: the memory as recorded, where it was.
+
+    stats: what was recorded, in numbers. groups: the ranks of the process groups. notes: what the target was taken
+    to run, and numbers that were assumed.
+    """
+
+    name: str
+    program: Program
+    given: Mapping[str, Category]
+    world: str
+    target: str
+    stats: Mapping[str, Any]
+    groups: Mapping[str, tuple[int, ...]]
+    notes: tuple[str, ...] = ()
+    eager: Timeline | None = None
+
+    def timeline(self) -> Timeline:
+        """The memory of a replay of the program."""
+        return program_timeline(self.program, self.given)
+
+    def after(self, pipeline: str | None, say: Say) -> Recorded:
+        """The same after the passes of a pipeline."""
+        if not pipeline:
+            return self
+        import passes  # the arrow of imports points from passes to the rest of this package
+
+        say(f"running {pipeline}")
+        return replace(self, program=passes.run(self.program, pipeline))
+
+
+@contextmanager
+def recorded(job: Job, say: Say) -> Iterator[Recorded]:
+    """Read a file, or record a script's step. say: is told what goes on."""
+    if job.is_file:
+        say(f"reading {job.source}")
+        yield Recorded(**read_graph(job.source))
+        return
+    with opened(job.source, job.names) as script, _world(job) as world:
+        yield _recorded(script, job, world, say)
+
+
+@contextmanager
+def _world(job: Job) -> Iterator[World]:
+    manager = fz.world(job.ranks, job.mesh, rank=job.rank, target=job.target)
+    try:
+        world = manager.__enter__()
+    except FunctionalizeError as error:
+        raise UsageError(str(error)) from error
+    with ExitStack() as stack:
+        stack.push(manager)
+        yield world
+
+
+def wants(script: Script, keys: list[str]) -> Wants:
+    """Which function takes which key; raises `UsageError` for a key that nobody takes."""
+    try:
+        return Wants.of(keys, script.build, script.inputs, script.step)
+    except PlanError as error:
+        raise UsageError(str(error)) from None
+
+
+def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
+    taken, start = wants(script, list(job.given)), time.perf_counter()
+    say("building the model")
+    built = script.build(**of(job.given, taken.build))
+    change(
+        built, **{k: v for k, v in job.given.items() if k in MODEL_KEYS and k not in taken.build}
+    )
+    made = script.inputs(**of(job.given, taken.inputs)) if script.inputs is not None else ()
+    args, kwargs = arguments(built, made)
+    captured, calls = fz.capture(script.step, memory=True), 0
+    while captured.program is None and calls < _MOST_CALLS:
+        calls += 1
+        say(f"recording the step, call {calls}")
+        captured(*args, **kwargs, **of(job.given, taken.step))
+    program, memory = captured.program, captured.memory
+    if program is None or memory is None:
+        raise UncapturableError(f"it did not settle in {calls} calls\n{captured.explain()}")
+    say("reading the graph")
+    program.describe()
+    stats = {**_stats(captured), "calls": calls, "seconds": time.perf_counter() - start}
+    notes = (
+        *(f"assumed kernel: {c.op} -> {c.kernel}: {c.reason}" for c in world.choices.rows),
+        *(f"assumed to be 1: the number read {line}" for line in world.assumed),
+    )
+    return Recorded(
+        ", ".join([script.name, *(f"{key} {value}" for key, value in job.given.items())]),
+        program,
+        memory.given,
+        _world_text(world, job),
+        world.target.name,
+        stats,
+        members_of(program),
+        notes,
+        memory.eager,
+    )
+
+
+def _stats(captured: CapturedStep) -> dict[str, Any]:
+    told = captured.stats
+    names = ("ops", "resizes", "nodes", "inputs", "guards")
+    return {**{name: getattr(told, name) for name in names}, "collectives": dict(told.collectives)}
+
+
+def _world_text(world: World, job: Job) -> str:
+    mesh = job.mesh
+    if isinstance(mesh, dict):
+        shape = ", mesh " + " x ".join(f"{name} {size}" for name, size in mesh.items())
+    else:
+        shape = ", mesh " + " x ".join(map(str, mesh)) if mesh is not None else ""
+    rank = f", seen from rank {world.rank}" if world.rank else ""
+    ranks = "1 rank" if world.size == 1 else f"{world.size:,} ranks"
+    return f"{ranks}{shape}{rank}"

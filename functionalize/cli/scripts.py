@@ -1,0 +1,217 @@
+"""A user's script: functions by their names, and values as they are written on a command line.
+
+    with opened("train.py", Names()) as script:      or "package.module"; inside, its folder is on sys.path
+        script.build, script.step, script.inputs
+
+    assignments(["layers=4", "size=8B"])    {"layers": 4, "size": "8B"}       Python's literals, else text
+    axis("batch=1,2,4")                     ("batch", [1, 2, 4])
+    mesh("dp=64,tp=8"), mesh("64x8")        {"dp": 64, "tp": 8}, (64, 8)
+    nbytes("80GB"), nbytes("80GiB")         80 * 10**9, 80 * 2**30
+
+Refuses (`UsageError`): a file, a module or a function that is not there, and what cannot be read. What a script raises
+while it is imported passes through.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from functionalize.errors import UsageError
+
+Mesh = dict[str, int] | tuple[int, ...]
+_WORDS = {"true": True, "false": False, "none": None}
+_UNITS = {"b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for power, prefix in enumerate("kmgtp", 1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the functions of a script are called. inputs: None if the script may have none."""
+
+    build: str = "build"
+    step: str = "step"
+    inputs: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Script:
+    """The functions of a script."""
+
+    name: str
+    build: Callable[..., Any]
+    step: Callable[..., Any]
+    inputs: Callable[..., Any] | None = None
+
+
+@contextmanager
+def opened(where: str, names: Names) -> Iterator[Script]:
+    """The script in a file, or in a module."""
+    path = Path(where)
+    is_file = where.endswith(".py") or path.exists()
+    if is_file and not path.is_file():
+        raise UsageError(f"{where} is not there: give the path of a Python file, or package.module")
+    with _on_path(path.resolve().parent if is_file else Path.cwd()):
+        if is_file:
+            with _from_file(path) as module:
+                yield _script(where, module, names)
+        else:
+            yield _script(where, _from_name(where), names)
+
+
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+@contextmanager
+def _from_file(path: Path) -> Iterator[ModuleType]:
+    """The module of a file, known under its name unless another one is."""
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_script"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file: give one that ends in .py, or package.module")
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        if before is not None:
+            sys.modules[name] = before
+        else:
+            sys.modules.pop(name, None)
+
+
+def _from_name(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(
+            f"{name!r} is no name of a module: give package.module, or the path of a .py file"
+        )
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(
+            f"no module `{name}` (there is no `{error.name}` on sys.path or in {os.getcwd()}): "
+            "give package.module, or the path of a .py file"
+        ) from None
+
+
+def _script(where: str, module: ModuleType, names: Names) -> Script:
+    return Script(
+        where,
+        _function(where, module, names.build, "build"),
+        _function(where, module, names.step, "step"),
+        _function(where, module, names.inputs, "inputs")
+        if names.inputs is not None or hasattr(module, "inputs")
+        else None,
+    )
+
+
+def _function(where: str, module: ModuleType, name: str | None, option: str) -> Any:
+    found = getattr(module, name or option, None)
+    if callable(found):
+        return found
+    own = (n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
+    there = ", ".join(
+        n for n in own if getattr(vars(module)[n], "__module__", "") == module.__name__
+    )
+    raise UsageError(
+        f"{where} has no function `{name or option}`: it has {there or 'none'}. Name the one that is meant: "
+        f"--{option} NAME"
+    )
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def assignments(given: Sequence[str]) -> dict[str, Any]:
+    """`key=value`, each once."""
+    found: dict[str, Any] = {}
+    for text in given:
+        key, value = _pair(text, "--set")
+        if key in found:
+            raise UsageError(f"--set {key} is given twice")
+        found[key] = literal(value)
+    return found
+
+
+def axis(text: str) -> tuple[str, list[Any]]:
+    """`key=value,value,...`: the values of one axis of a grid; commas inside brackets belong to a value."""
+    key, values = _pair(text, "--grid")
+    parts = [part.strip() for part in _split(values)]
+    if not all(parts):
+        raise UsageError(f"--grid {text}: a value is empty; write --grid key=1,2,4")
+    return key, [mesh(part) if key == "mesh" else literal(part) for part in parts]
+
+
+def literal(text: str) -> Any:
+    """A literal of Python, `true`, `false` or `none` in any case, else the text itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def mesh(text: str) -> Mesh:
+    """`64x8`, or `dp=64,tp=8`."""
+    if re.fullmatch(r"\d+(x\d+)*", text):
+        return tuple(map(int, text.split("x")))
+    named = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
+    sizes = {found[1]: int(found[2]) for found in named if found is not None}
+    if len(sizes) != len(named):
+        raise UsageError(f"--mesh {text!r} cannot be read: write 64x8, or dp=64,tp=8")
+    return sizes
+
+
+def nbytes(text: str) -> int:
+    """A size: `80GB` (10**9 bytes each), `80GiB` (2**30), or bytes."""
+    found = re.fullmatch(r"([\d_]*\.?\d+(?:[eE]\d+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = found[2].lower() or "b" if found is not None else ""
+    if found is None or unit not in _UNITS:
+        raise UsageError(
+            f"the size {text!r} cannot be read: write 80GB, 74.5GiB, or a number of bytes"
+        )
+    return int(float(found[1]) * _UNITS[unit])
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip().isidentifier():
+        raise UsageError(f"{option} {text!r} cannot be read: write {option} key=value")
+    return key.strip(), value.strip()
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that lie in no bracket."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts

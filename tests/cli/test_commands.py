@@ -1,0 +1,406 @@
+"""Every command through its entry point: what is printed, as text and as JSON, what is written, how it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.entry import TRAINING, Command, command
+
+__all__ = ["command"]
+COMMANDS = ("capture", "show", "opt", "memory", "plan", "demo")
+
+
+@pytest.fixture
+def file(command: Command, tmp_path: Path) -> str:
+    """A recorded graph of the script's step."""
+    path = str(tmp_path / "step.fzp")
+    assert command("capture", TRAINING, "--world", 4, "-o", path).code == 0
+    return path
+
+
+# -- help and usage --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example(command: Command, name: str) -> None:
+    ran = command(name, "--help")
+    assert ran.code == 0 and f"Example: functionalize {name}" in " ".join(ran.out.split())
+
+
+def test_wrong_usage(command: Command) -> None:
+    for args in (
+        (),
+        ("fly",),
+        ("capture",),
+        ("opt", TRAINING),
+        ("memory", TRAINING, "--world", "0"),
+    ):
+        assert command(*args).code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("capture", "nothere.py"), "nothere.py is not there: give the path of a Python file"),
+        (
+            ("capture", TRAINING, "--step", "fly"),
+            "has no function `fly`: it has build, inputs, step",
+        ),
+        (("capture", TRAINING, "--set", "layer=3"), "nobody takes `layer`: give `build`, `inputs`"),
+        (
+            ("capture", TRAINING, "--set", "layers"),
+            "--set 'layers' cannot be read: write --set key=v",
+        ),
+        (("capture", TRAINING, "--mesh", "3y"), "--mesh '3y' cannot be read: write 64x8, or dp=64"),
+        (
+            ("capture", TRAINING, "--mesh", "4x2", "--world", 7),
+            "a mesh of shape (4, 2) has 8 ranks",
+        ),
+        (("capture", TRAINING, "--rank", 8), "rank 8 is not in a world of 8 ranks"),
+        (("capture", TRAINING, "--target", "abacus"), "abacus"),
+        (("capture", TRAINING, "-o", "step.txt"), "the file of a recorded graph ends in .fzp"),
+        (("capture", "step.fzp"), "step.fzp is recorded already: capture takes a script"),
+        (("opt", TRAINING, "fly"), "no pass `fly`; there are bucket_gathers"),
+        (("show", TRAINING, "--passes", "fly"), "no pass `fly`"),
+        (("memory", TRAINING, "--limit", "80G"), "the size '80G' cannot be read: write 80GB"),
+        (
+            ("memory", TRAINING, "--alloc-conf", "fly:1"),
+            "option `fly` cannot be used: torch has no",
+        ),
+        (("memory", TRAINING, "--machine", "abacus"), "no machine `abacus`; there are a100"),
+        (("memory", TRAINING, "--png", "a.gif"), "--png a.gif: the file of a picture ends in .png"),
+        (("memory", TRAINING, "--of", "both"), "--of both: write eager or program"),
+        (("plan", TRAINING, "--grid", "batch="), "a value is empty"),
+        (("plan", TRAINING, "--grid", "batches=1"), "nobody takes `batches`"),
+        (("plan", TRAINING, "--grid", "machine=h100,abacus"), "no machine `abacus`"),
+        (("plan", TRAINING, "--grid", "passes=default,fly"), "no pass `fly`"),
+        (("plan", TRAINING, "--largest", "batch"), "--largest needs --limit"),
+        (
+            ("plan", TRAINING, "--grid", "world=1,2", "--world", 4),
+            "`world` has one value and is in",
+        ),
+        (("plan", TRAINING, "--grid", "a=1", "--grid", "a=2"), "--grid a is given twice"),
+        (("plan", "step.fzp"), "step.fzp is one recorded graph: plan takes a script"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_runs(
+    command: Command, args: tuple[str, ...], message: str
+) -> None:
+    ran = command(*args)
+    assert ran.code == 2 and ran.words.startswith("error: ") and message in ran.words
+    assert "a model is built" not in ran.out and "Traceback" not in ran.err
+
+
+# -- errors of a step ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("wrong_shape", "error: RuntimeError: "),
+        ("reads_data", "error: aten.equal.default decides by data"),
+        ("prints", "error: the step cannot be recorded: prints at"),
+        ("stops", "error: SystemExit: no data left"),
+    ],
+)
+def test_a_step_that_fails(command: Command, step: str, message: str) -> None:
+    for name, *more in (("capture",), ("show",), ("opt", "default"), ("memory",), ("plan",)):
+        if name in ("capture", "plan") or step == "reads_data":
+            ran = command(name, TRAINING, *more, "--step", step, columns=500)
+            assert ran.code == 1 and ran.words.startswith(message), name
+            assert "Traceback" not in ran.err and "a warning" not in ran.err
+    if step == "wrong_shape":
+        assert "training.py:" in ran.err and "in forward: return x + self.down" in ran.err
+
+
+def test_tracebacks_are_for_those_who_debug(command: Command) -> None:
+    with pytest.warns(UserWarning, match="a warning of the script's"):
+        ran = command("capture", TRAINING, "--step", "wrong_shape", "--debug")
+    assert ran.code == 1 and "Traceback (most recent call last)" in ran.err
+    assert "error: RuntimeError: " in ran.words
+
+
+def test_errors_as_json(command: Command) -> None:
+    ran = command("capture", TRAINING, "--step", "reads_data", "--json")
+    assert ran.code == 1 and ran.json["error"]["kind"] == "WorldError"
+    assert "decides by data" in ran.json["error"]["message"] and "error: " in ran.err
+    ran = command("memory", TRAINING, "--limit", "much", "--json")
+    assert ran.code == 2 and ran.json["error"]["kind"] == "UsageError"
+
+
+def test_an_interrupted_step(command: Command) -> None:
+    ran = command("capture", TRAINING, "--step", "interrupted")
+    assert ran.code == 130 and ran.words == "interrupted"
+
+
+def test_a_bug_of_ours_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("functionalize.cli.graphs.headline", None)
+    ran = command("capture", TRAINING)
+    assert ran.code == 1 and "error: TypeError" in ran.words
+    assert "a bug of functionalize, please report it with what --debug shows" in ran.words
+
+
+# -- capture ---------------------------------------------------------------------------------------
+
+
+def test_capture(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "step.fzp"
+    args = ("capture", TRAINING, "--mesh", "dp=4", "--set", "layers=3", "-o", path)
+    ran = command(*args)
+    assert ran.code == 0 and "training.py, layers 3: 4 ranks, mesh dp 4, target cuda" in ran.out
+    assert "of them resizes of storages" in ran.out and path.exists() and not ran.err
+    found = command(*args, "--json").json
+    assert found["collectives"] == {"all_gather_into_tensor": 7, "reduce_scatter_tensor": 4}
+    assert found["nodes"] > 100 and found["resizes"] > 10 and found["file"] == str(path)
+    assert found["world"] == "4 ranks, mesh dp 4" and found["seconds"] > 0
+
+
+def test_json_is_alone_on_stdout(command: Command) -> None:
+    ran = command("capture", TRAINING, "--json")
+    assert ran.json["world"] == "8 ranks" and "a model is built" in ran.err
+    assert "a model is built" in command("capture", TRAINING).out
+
+
+def test_what_any_model_can_be_asked_for(command: Command) -> None:
+    def gathers(*more: str) -> int:
+        found = command("capture", TRAINING, "--json", *more).json
+        return int(found["collectives"]["all_gather_into_tensor"])
+
+    assert gathers() == 5 and gathers("--set", "reshard=false") == 3
+
+
+# -- show ------------------------------------------------------------------------------------------
+
+
+def test_show_is_the_same_from_a_file(command: Command, file: str) -> None:
+    ran = command("show", file)
+    assert ran.code == 0 and ran.out.startswith("program(\n") and "epilogue:" in ran.out
+    assert "    # forward, model.blocks.0.up\n" in ran.out
+    script = command("show", TRAINING, "--world", 4).out
+    assert script.removeprefix("a model is built\n") == ran.out
+
+
+def test_a_part_of_a_graph(command: Command, file: str) -> None:
+    def shown(*args: str) -> list[dict[str, str]]:
+        nodes = command("show", file, "--json", *args).json["nodes"]
+        assert nodes
+        return list(nodes)
+
+    every = shown()
+    inside = shown("--module", "blocks.1", "--phase", "backward")
+    assert inside == [
+        node
+        for node in every
+        if node["module"].startswith("model.blocks.1") and node["phase"] == "backward"
+    ]
+    up = shown("--module", "*.up")
+    assert {node["module"] for node in up} == {"model.blocks.0.up", "model.blocks.1.up"}
+    matrices = shown("--grep", "ATEN.mm")
+    assert {node["op"] for node in matrices} == {"aten.mm.default"}
+    assert all(node["value"].startswith("float32[") for node in matrices)
+    ran = command("show", file, "--module", "head", "--phase", "forward")
+    assert "epilogue" not in ran.out and "# backward" not in ran.out and "ops)" in ran.out
+    ran = command("show", file, "--module", "tail")
+    assert ran.code == 2 and "no op fits --module tail; there are the phases forward" in ran.words
+
+
+def test_show_after_passes(command: Command, file: str) -> None:
+    before, after = (
+        command("show", file, *more, "--json").json["of"] for more in ((), ("--passes", "default"))
+    )
+    assert after < before
+
+
+# -- opt -------------------------------------------------------------------------------------------
+
+
+def test_opt(command: Command, file: str) -> None:
+    ran = command("opt", file, "default")
+    assert ran.code == 0 and "schedule_memory" in ran.out and "as recorded" in ran.out
+    found = command("opt", file, "default", "--json").json
+    assert [each["pass"] for each in found["passes"]][-2:] == ["reinplace", "schedule_memory"]
+    assert found["nodes"][0] > found["nodes"][1] == found["passes"][-1]["nodes"]
+    assert (
+        found["peak"][1] < found["peak"][0] and found["stage"] == "INPLACE" and "diff" not in found
+    )
+
+
+def test_opt_with_a_diff(command: Command, file: str) -> None:
+    ran = command("opt", file, "fold_views", "--diff")
+    lines = ran.out.splitlines()
+    at = lines.index("--- as recorded")
+    assert lines[at + 1] == "+++ after the passes" and any(
+        line.startswith("-  ") for line in lines[at:]
+    )
+    assert command("opt", file, "verify", "--diff").out.splitlines()[-1] == "no difference"
+    assert command("opt", file, "fold_views", "--diff", "--json").json["diff"] == lines[at:]
+
+
+def test_a_pass_at_a_wrong_stage(command: Command, file: str) -> None:
+    ran = command("opt", file, "reinplace,partition")
+    assert ran.code == 1 and "accepts a program at stage FUNCTIONAL" in ran.words
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_memory(command: Command) -> None:
+    args = ("memory", TRAINING, "--world", 4, "--set", "batch=64", "--top", 3)
+    ran = command(*args, columns=80)
+    assert ran.code == 0 and max(map(len, ran.out.splitlines())) <= 80 and not ran.err
+    for text in ("CUDA context", "unsharded parameters", "Peak of eager: ", "The largest of it"):
+        assert text in ran.out
+    assert "by module" in ran.out and "model.blocks." in ran.out
+    found = command(*args, "--json").json
+    levels = found["timelines"]["eager"]["levels"]
+    assert levels["device"] == levels["reserved"] + levels["constants"]
+    assert sum(found["timelines"]["eager"]["by_category"].values()) == levels["requested"]
+    assert len(found["timelines"]["program"]["top"]) == 3 and found["limit"]["fits"]
+    cpu = command(*args, "--target", "cpu", "--json").json
+    assert cpu["constants"] == []
+
+
+def test_memory_of_a_file_is_the_programs(command: Command, file: str) -> None:
+    found = command("memory", file, "--json").json
+    script = command("memory", TRAINING, "--world", 4, "--json").json
+    assert (
+        list(found["timelines"]) == ["program"] and "Peak of program" in command("memory", file).out
+    )
+    assert found["timelines"]["program"] == script["timelines"]["program"] or (
+        found["timelines"]["program"]["by_category"]
+        == script["timelines"]["program"]["by_category"]
+    )
+    assert found["constants"] == script["constants"]
+    ran = command("memory", file, "--of", "eager")
+    assert ran.code == 1 and "no timeline `eager` in this report" in ran.words
+
+
+def test_a_limit(command: Command) -> None:
+    ran = command("memory", TRAINING, "--limit", "80GB")
+    assert ran.code == 0 and "fits: " in ran.out and "of 74.5 GiB (eager)" in ran.out
+    ran = command("memory", TRAINING, "--limit", "500MiB", "--json")
+    assert ran.code == 1 and not ran.json["limit"]["fits"]
+    assert "does not fit: context and workspaces alone need 852 MiB of 500 MiB" in ran.words
+    ran = command(
+        "memory", TRAINING, "--limit", "853MiB", "--alloc-conf", "expandable_segments:True"
+    )
+    assert (
+        ran.code == 1 and "does not fit: Out of memory" in ran.words and "Peak of eager" in ran.out
+    )
+
+
+def test_files_of_memory(command: Command, tmp_path: Path) -> None:
+    png, html, snapshot = (tmp_path / name for name in ("m.png", "m.html", "m.pickle"))
+    files = ("--png", png, "--html", html, "--snapshot", snapshot)
+    ran = command("memory", TRAINING, "--passes", "default", *files)
+    assert ran.code == 0 and ran.out.count("wrote ") == 3
+    assert png.read_bytes().startswith(b"\x89PNG") and "</html>" in html.read_text()
+    assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
+    ran = command("memory", TRAINING, "--png", tmp_path / "no" / "m.png")
+    assert ran.code == 1 and "No such file or directory" in ran.words
+
+
+# -- plan ------------------------------------------------------------------------------------------
+
+
+def test_plan(command: Command, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"p.{name}" for name in ("csv", "html", "png")}
+    args = ("plan", TRAINING, "--grid", "batch=1,64", "--grid", "world=2,4", "--set", "layers=1")
+    ran = command(*args, *(part for kind, path in files.items() for part in (f"--{kind}", path)))
+    assert ran.code == 0 and "training.py, layers 1" in ran.out and not ran.err
+    heads, *rows = (line.split() for line in ran.out.splitlines() if "iB" in line or "MFU" in line)
+    assert heads[:2] == ["batch", "world"] and [row[:2] for row in rows] == [
+        ["1", "2"],
+        ["1", "4"],
+        ["64", "2"],
+        ["64", "4"],
+    ]
+    table = list(csv.DictReader(files["csv"].read_text().splitlines()))
+    points = command(*args, "--json").json["points"]
+    assert [int(row["peak"]) for row in table] == [point["peak"] for point in points]
+    assert points[2]["peak"] > points[0]["peak"]
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert "Plan of" in files["html"].read_text()
+
+
+def test_columns_that_have_no_room(command: Command) -> None:
+    args = ("plan", TRAINING, "--grid", "batch=1,64", "--grid", "world=2,4")
+    narrow, wide = command(*args, columns=72), command(*args, columns=200)
+    assert "(no room for planned in, exposed" in narrow.out and "no room" not in wide.out
+    assert "planned in" in wide.out.splitlines()[0] + wide.out
+    lines = [line for line in narrow.out.splitlines() if "iB" in line]
+    assert lines and max(map(len, lines)) <= 72 and "…" not in narrow.out
+
+
+def test_the_largest_that_fits(command: Command) -> None:
+    model = ("plan", TRAINING, "--set", "layers=1", "--set", "width=256")
+    args = (*model, "--largest", "batch", "--limit", "910MiB")
+    found = command(*args, "--json").json
+    largest = found["largest"]["value"]
+    assert found["largest"]["key"] == "batch" and largest > 4
+    near = command(*model, "--grid", f"batch={largest},{largest + 1}", "--json")
+    fits, more = (point["device"] for point in near.json["points"])
+    assert fits <= 910 * 2**20 < more
+    assert found["points"] and found["points"][0]["batch"] == 4  # what `inputs` has by default
+
+
+def test_the_largest_for_people(command: Command) -> None:
+    args = ("plan", TRAINING, "--grid", "layers=1,2", "--largest", "batch", "--set", "width=256")
+    ran = command(*args, "--limit", "10MB")
+    assert ran.code == 1 and "error: batch 1 does not fit in 9.54 MiB" in ran.words
+    ran = command(*args, "--limit", "910MiB")
+    assert (
+        "the largest batch that fits in 910 MiB: " in ran.out and "as in the first row" in ran.out
+    )
+
+
+def test_points_that_fail_and_points_that_are_too_large(command: Command) -> None:
+    ran = command("plan", TRAINING, "--grid", "batch=1,x", "--limit", "100MB")
+    assert ran.code == 0 and "1 of 2 points could not be planned" in ran.err
+    assert "batch x: TypeError: randn()" in ran.out and "more than 95.4 MiB: batch 1" in ran.out
+    assert command("plan", TRAINING, "--grid", "batch=x,y").code == 1
+
+
+# -- demo, and other ways in -----------------------------------------------------------------------
+
+
+def test_demo(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("functionalize.cli.demo._BATCHES", (8,))
+    ran = command("demo", columns=80)
+    assert ran.code == 0 and not ran.err and "64 ranks, target cuda" in ran.out
+    for text in ("became one graph", "all_gather_into_tensor", "Peak of eager", "checkpoint"):
+        assert text in " ".join(ran.out.split())
+
+
+def run_module(*args: str, more_path: str = "") -> subprocess.CompletedProcess[str]:
+    paths = [more_path, os.getcwd()] if more_path else [os.getcwd()]
+    return subprocess.run(
+        [sys.executable, "-m", "functionalize", *args],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_as_a_process_nothing_clutters(tmp_path: Path) -> None:
+    ran = run_module("capture", TRAINING, "--json")
+    assert ran.returncode == 0 and json.loads(ran.stdout)["nodes"] > 100
+    assert ran.stderr == "a model is built\n"
+
+
+def test_without_typer(tmp_path: Path) -> None:
+    text = 'raise ModuleNotFoundError("no typer", name="typer")'
+    (tmp_path / "typer.py").write_text(text)
+    ran = run_module("demo", more_path=str(tmp_path))
+    assert ran.returncode == 2 and not ran.stdout
+    assert 'there is no typer here: pip install "functionalize[cli]"' in ran.stderr
+    assert ran.stderr.count("\n") == 1
