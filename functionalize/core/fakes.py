@@ -22,6 +22,8 @@ from torch import Tensor
 from functionalize._compat import FakeTensor, FakeTensorMode, plain_kernels
 from functionalize.core.ops import Geometry, geometry_of
 
+aten = torch.ops.aten
+_OVERLOAD = type(aten.mm.default)
 _PLAIN = (
     int,
     float,
@@ -57,7 +59,7 @@ class Repeats:
 
     def run(self, target: Any, args: Any, kwargs: Any, op: Callable[[], Any]) -> Any:
         """What `target` gives for these arguments: by `op`, or as it did before. Gradients are off, or below us."""
-        if target in self._never or not isinstance(target, torch._ops.OpOverload):
+        if target in self._never or not isinstance(target, _OVERLOAD):
             return op()
         if target._schema.is_mutable:
             self._never.add(target)
@@ -104,8 +106,8 @@ class Fakes:
         value = meta.as_strided(size, stride, offset)
         if nbytes == 0:
             meta.untyped_storage().resize_(0)
-        value = torch._conj(value) if geometry.conj else value
-        value = torch._neg_view(value) if geometry.neg else value
+        value = aten._conj.default(value) if geometry.conj else value
+        value = aten._neg_view.default(value) if geometry.neg else value
         return FakeTensor(self.mode, value, device)
 
     def run(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -139,7 +139,7 @@ def test_the_largest_that_fits():
     assert sweep.largest("batch", at_38, most=375) == 375
     with pytest.raises(PlanError, match="`rows` is no key of this sweep"):
         sweep.largest("rows", at_37)
-    with pytest.raises(PlanError, match="batch 1 does not fit in 1.00 KiB"):
+    with pytest.raises(PlanError, match=r"batch 1 does not fit in 1\.00 KiB"):
         sweep.largest("batch", 1024)
     assert not dist.is_initialized()
 
