@@ -197,8 +197,8 @@ class Sweep:
         """The largest whole number `key` (a batch, a length) with which the step fits in `limit` bytes of the device.
 
         Found by doubling and halving, which takes it that more of `key` needs more memory; each try is a plan. The
-        rest of the point is that of the grid's first one, changed by `fixed`; what must fit is the step as eager runs it. Raises `PlanError` if `low` does not fit, or
-        if a try cannot be run.
+        rest of the point is that of the grid's first one, changed by `fixed`; what must fit is the step as eager runs
+        it. Raises `PlanError` if `low` does not fit, or if a try cannot be run.
         """
         point = {**self.plans[0].point, **fixed}
         point.pop("passes", None)  # what must fit is eager's
