@@ -32,6 +32,7 @@ import functionalize as fz
 import passes
 from benchmarks import capture as subjects
 from benchmarks.machine import machine
+from functionalize.core.collector import only_young_collections
 from functionalize.errors import PassError
 from passes.infra import FUNCTIONAL
 from passes.verify import check
@@ -109,7 +110,12 @@ def ways(only: str | None) -> dict[str, Callable[[fz.Program], Callable[[], Any]
 
 def _applied(program: fz.Program, each: passes.Pass, stage: str) -> Callable[[], Any]:
     new = program.copy() if stage == FUNCTIONAL else passes.run(program, BEFORE[stage])
-    return lambda: each.apply(new)
+
+    def apply() -> int:
+        with only_young_collections():  # as `passes.run` does
+            return each.apply(new)
+
+    return apply
 
 
 def per_node(sizes: list[int], repeat: int, only: str | None) -> list[Row]:
@@ -183,7 +189,8 @@ def compile_and_run(program: fz.Program, tokens: Tensor) -> None:
     call = program.resolve([tokens])
     if isinstance(call, str):
         raise RuntimeError(call)
-    runner("inductor")(program)(list(call.inputs))
+    program.runner = runner("inductor")
+    program.run(list(call.inputs))
 
 
 def table_of_stages(rows: list[Row]) -> str:

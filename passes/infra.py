@@ -30,6 +30,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from functionalize._compat import FakeTensor, FakeTensorMode, disable_current_modes, pytree
 from functionalize.core.aliases import is_view, results, storage_key
+from functionalize.core.collector import only_young_collections
 from functionalize.core.dead_code import is_impure
 from functionalize.core.fakes import Fakes
 from functionalize.core.inputs import Argument, InputSpec
@@ -92,12 +93,18 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
     at a stage it does not accept, `VerifyError` if `program` is broken, `InvariantError` if a pass
     broke it.
     """
-    from passes.pipeline import parse  # these two know the passes, each of which knows this module
-    from passes.verify import check
+    from passes.pipeline import parse  # which knows the passes, each of which knows this module
 
     passes = parse(passes) if isinstance(passes, str) else tuple(passes)
     _check_stages(program.stage, passes)
     program.describe()  # once for the program and all its copies
+    with only_young_collections():  # what passes look up of a graph lives as long as they run
+        return _run(program, passes)
+
+
+def _run(program: Program, passes: Sequence[Pass]) -> Program:
+    from passes.verify import check
+
     check(program)
     new = program.copy()
     issued = sequences(new.graph)

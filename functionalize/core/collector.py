@@ -1,4 +1,4 @@
-"""Keep Python's garbage collector to young objects while a capture runs.
+"""Keep Python's garbage collector to young objects while a capture runs, passes do, or a graph is described.
 
 A recording makes many objects that live until it is discharged, so the collector promotes them, runs older
 generations, and each full collection walks every object of the process: half the time of a capture. Garbage
