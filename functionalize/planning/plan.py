@@ -69,11 +69,11 @@ def plan(
     planner = Planner(build, step, inputs, Wants.of(list(axes), build, inputs, step))
     given = list(points(axes))
     found: dict[int, Plan] = {}
-    for i in planner.order(given):
-        if progress is not None:
-            progress(len(found), len(given), given[i])
-        found[i] = planner.at(given[i])
-    planner.close()
+    with planner.searching():
+        for i in planner.order(given):
+            if progress is not None:
+                progress(len(found), len(given), given[i])
+            found[i] = planner.at(given[i])
     plans = [found[i] for i in range(len(given))]
     if all(each.error is not None for each in plans):
         assert plans[0].cause is not None

@@ -159,6 +159,17 @@ def test_a_point_that_cannot_be_run_says_why():
         planned(world=2, rank=2)
 
 
+def test_ctrl_c_leaves_no_world():
+    def interrupted(batch: int = 4) -> Tensor:
+        if batch == 2:
+            raise KeyboardInterrupt
+        return inputs(batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        fz.plan(build, step, inputs=interrupted, target="cpu", world=2, grid={"batch": [1, 2]})
+    assert not dist.is_initialized() and type(torch.ones(1)) is Tensor
+
+
 def test_a_model_that_is_not_returned_cannot_be_changed():
     with pytest.raises(PlanError, match="`reshard` and `checkpoint` change the modules"):
         fz.plan(lambda: (), lambda: torch.ones(2).sum(), target="cpu", reshard=False)
