@@ -424,3 +424,14 @@ def test_an_object_that_keeps_a_program_is_captured_again() -> None:
     assert trainer.captured.stats.replays >= 3
     assert all(torch.equal(each, first[0]) for each in first)
     assert all(torch.equal(each, first[0] + 1) for each in second)
+
+
+def test_what_a_profiler_is_told_is_no_op_of_the_program() -> None:
+    def named(x: Tensor) -> Tensor:
+        with torch.profiler.record_function("a part"):
+            return x * 2
+
+    step = fz.capture(named)
+    for _ in range(3):
+        assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
+    assert step.stats.replays and step.stats.ops == 1
