@@ -108,7 +108,7 @@ TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default, ate
 @cache
 def is_metadata(func: Any) -> bool:
     """Whether an op only tells Python about a tensor's size, device, ..., or a profiler of an op: not the program's."""
-    if func.namespace == "profiler":  # `record_function`, around everything that FSDP2 and optimizers do
+    if func.namespace == "profiler":  # `record_function`, around all that FSDP2 does
         return True
     if is_mutating(func) or func in TO_PYTHON or func is RESIZE_STORAGE or is_composite(func):
         return False
