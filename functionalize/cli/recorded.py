@@ -30,6 +30,7 @@ from functionalize.planning.communication import members_of
 from functionalize.planning.grid import MODEL_KEYS, Wants, of
 from functionalize.planning.plan import arguments, change
 from functionalize.planning.program_memory import program_timeline
+from functionalize.planning.summary import assumptions
 from functionalize.planning.timeline import Category, Timeline
 
 _MOST_CALLS = 6  # until a step has settled; `capture` refuses before
@@ -143,10 +144,7 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
     say("reading the graph")
     program.describe()
     stats = {**_stats(captured), "calls": calls, "seconds": time.perf_counter() - start}
-    notes = (
-        *(f"assumed kernel: {c.op} -> {c.kernel}: {c.reason}" for c in world.choices.rows),
-        *(f"assumed to be 1: the number read {line}" for line in world.assumed),
-    )
+    notes = tuple(assumptions(world.choices.rows, world.assumed))
     return Recorded(
         ", ".join([script.name, *(f"{key} {value}" for key, value in job.given.items())]),
         program,

@@ -134,16 +134,14 @@ class Planner:
             where = of(given[i], WORLD_KEYS)
             return rank("world", where), rank("model", where, self._wants.model(given[i])), i
 
-        for i in range(len(given)):
-            key(i)
         return sorted(range(len(given)), key=key)
 
     def at(self, point: Point) -> Plan:
         """Plan one point."""
         start = time.perf_counter()
         try:
-            with only_young_collections(), self._settled(point) as now:
-                return self._planned(point, now, start)
+            with only_young_collections():
+                return self._planned(point, self._settled(point), start)
         except Exception as error:
             self.close()
             return Plan(point, error=_in_short(error), cause=error)
@@ -164,8 +162,7 @@ class Planner:
             now.manager.__exit__(None, None, None)
             gc.collect()  # models are cycles, which lead to groups that are no more
 
-    @contextmanager
-    def _settled(self, point: Point) -> Iterator[_Open]:
+    def _settled(self, point: Point) -> _Open:
         """The world and model of a point: those that are open if they are the same."""
         key = repr(of(point, WORLD_KEYS))
         if self._open is None or self._open.key != key:
@@ -182,7 +179,7 @@ class Planner:
             now.built = self._built(point, wanted)
             now.captured = capture(self._step, memory=True)
             now.model_key = repr(wanted)
-        yield now
+        return now
 
     def _built(self, point: Point, wanted: Mapping[str, Any]) -> Any:
         built = self._build(**of(point, self._wants.build))
@@ -255,5 +252,6 @@ def change(built: Any, reshard: Any = None, checkpoint: Any = None) -> None:
 def _wrapped(built: Any) -> Iterator[Any]:
     roots = [leaf for leaf in pytree.tree_leaves(built) if isinstance(leaf, nn.Module)]
     for root in roots:
-        for state in list(fsdp_states(root))[1:]:
-            yield from state._modules
+        for state in fsdp_states(root):
+            if root not in state._modules:
+                yield from state._modules

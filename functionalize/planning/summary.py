@@ -1,14 +1,16 @@
 """The figures of planned points, as a table for people, JSON and CSV; and the largest that fits.
 
-sweep.text()                               the table; `sweep.table()` for rich
-sweep.rows(), sweep.to_json(), sweep.to_csv()
-sweep.largest("batch", limit=80e9)         the largest batch whose step fits in so many bytes
+    sweep.text()                               the table; `sweep.table()` for rich
+    sweep.rows(), sweep.to_json(), sweep.to_csv()
+    sweep.largest("batch", limit=80e9)         the largest batch whose step fits in so many bytes
 
-peak      requested bytes of the peak with eager's lifetimes     exact for what is recorded (`docs/plan.md`)
-program   the same with those of the program, after its passes   exact
-reserved  eager's, by a simulated caching allocator              simulated
-device    reserved and declared constants                        what must fit
-step      seconds of a step                                      modelled: a roofline
+    peak      requested bytes of the peak with eager's lifetimes     exact for what is recorded (`docs/plan.md`)
+    program   the same with those of the program, after its passes   exact
+    reserved  eager's, by a simulated caching allocator              simulated
+    device    reserved and declared constants                        what must fit
+    step      seconds of a step                                      modelled: a roofline
+
+Invariant: a row has the figures of its point or its error, never both.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from functionalize.core.program import Program
 from functionalize.errors import PlanError
+from functionalize.frontend.choices import Choice
 from functionalize.frontend.memory import StepMemory
 from functionalize.planning.communication import Traffic, communication, members_of
 from functionalize.planning.compute import Work, compute
@@ -182,14 +185,10 @@ class Sweep:
 
     def notes(self) -> list[str]:
         """What the figures rest on: the kernels that the target was taken to run, numbers that were assumed."""
-        kernels = dict.fromkeys(
-            f"{c.op} -> {c.kernel}: {c.reason}" for each in self.plans for c in each.choices
+        return assumptions(
+            (choice for each in self.plans for choice in each.choices),
+            (line for each in self.plans for line in each.assumed),
         )
-        assumed = dict.fromkeys(line for each in self.plans for line in each.assumed)
-        return [
-            *(f"assumed kernel: {text}" for text in kernels),
-            *(f"assumed to be 1: the number read {line}" for line in assumed),
-        ]
 
     def largest(
         self, key: str, limit: float, low: int = 1, most: int = 1 << 20, **fixed: Any
@@ -226,6 +225,13 @@ class Sweep:
                 middle = (low + high) // 2
                 low, high = (middle, high) if fits(middle) else (low, middle)
             return low
+
+
+def assumptions(choices: Iterable[Choice], assumed: Iterable[str]) -> list[str]:
+    """A line for each kernel that a target was taken to run, then for each number that was read, each once."""
+    kernels = (f"assumed kernel: {c.op} -> {c.kernel}: {c.reason}" for c in choices)
+    numbers = (f"assumed: the number read {line}" for line in assumed)
+    return list(dict.fromkeys([*kernels, *numbers]))
 
 
 def _row(each: Plan) -> dict[str, Any]:

@@ -119,6 +119,25 @@ def test_resharding_and_checkpointing_of_a_model_that_knows_neither():
     assert checkpointed["flops"] > resharded["flops"]
 
 
+def test_every_block_of_a_root_that_is_not_wrapped_is_changed():
+    def blocks(layers: int = 3):
+        model = nn.Sequential(*(Block() for _ in range(layers)))
+        for block in model:
+            fully_shard(block)
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    plain, again = fz.plan(
+        blocks, step, inputs=inputs, target="cpu", world=2, grid={"checkpoint": [False, True]}
+    ).plans
+    modules = {
+        n.meta.get("module")
+        for n in again.figures.program.graph.nodes
+        if n.meta.get("phase") == "recompute"
+    }
+    assert {f"model.{i}.a" for i in range(3)} <= modules
+    assert again.figures.row["flops"] > plain.figures.row["flops"]
+
+
 def test_passes_change_the_program_and_not_eager():
     plain, optimised = planned(world=2, batch=256, grid={"passes": ["", "default"]}).rows()
     assert optimised["peak"] == plain["peak"] and optimised["program"] < plain["program"]
