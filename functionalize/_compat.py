@@ -388,9 +388,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = (
-        sys.excepthook
-    )  # every group made puts `[rank0]:` before each line of a traceback, once more
+    hook = sys.excepthook  # every group puts one more `[rank0]:` before a traceback's lines
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield

@@ -56,10 +56,7 @@ def line_of(captured: CapturedTraceback | None) -> str:
 def line_or_empty(captured: CapturedTraceback | None) -> str:
     """The same as 'file:line, in function: code'; empty where no frame is the user's."""
     frames = user_frames(captured.summary()) if captured is not None else []
-    if not frames:
-        return ""
-    f = frames[-1]
-    return f"{f.filename}:{f.lineno}, in {f.name}: {(f.line or '').strip()}"
+    return _text(frames[-1]) if frames else ""
 
 
 def line_of_traceback(found: TracebackType | None) -> str:
@@ -71,8 +68,11 @@ def _innermost(all_frames: Iterable[traceback.FrameSummary]) -> str:
     frames = user_frames(all_frames)
     if not frames:
         return "at an unknown line (no user frame was on the stack, as in autograd's own threads)"
-    f = frames[-1]
-    return f"at {f.filename}:{f.lineno}, in {f.name}: {(f.line or '').strip()}"
+    return f"at {_text(frames[-1])}"
+
+
+def _text(f: traceback.FrameSummary) -> str:
+    return f"{f.filename}:{f.lineno}, in {f.name}: {(f.line or '').strip()}"
 
 
 def located(error: FunctionalizeError, record: OpRecord) -> FunctionalizeError:
