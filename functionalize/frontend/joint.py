@@ -115,7 +115,8 @@ class JointRecording(Recording):
     def __init__(
         self, recorder: Recorder, at: Boundary, later: Entry, end: Exit, changed: str | None
     ) -> None:
-        places = {**later.places, **at.entry.places}
+        both = {**later.places.widest, **at.entry.places.widest}
+        places = replace(at.entry.places, widest=both)
         expected = expected_state(at, later.fsdp)
         after = FSDPState.now(list(later.roots.modules.values()))
         effects = (
@@ -248,7 +249,7 @@ def _storages(builder: Builder, kept: Sequence[int]) -> tuple[int, ...]:
 
 def _shared(program: Program, storages: tuple[int, ...], entry: Entry) -> tuple[Guard, ...]:
     """The guard for other places that held tensors on the inputs' storages."""
-    places = [entry.shared.get(storage, []) for storage in storages]
+    places = [entry.places.shared.get(storage, []) for storage in storages]
     return SharedGuard.of(program.inputs[: len(storages)], places)
 
 

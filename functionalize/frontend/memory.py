@@ -46,9 +46,9 @@ class StepMemory(Memory):
         recorder, entry = taken.recorder, taken.entry
         if not isinstance(recorder, LifetimeRecorder):
             return None
-        found = origins(entry, recorder)
-        lifetimes = Lifetimes.of(recorder, found, gradients(entry, recorder))
-        return StepMemory(lifetimes, program, given(recorded, entry, found))
+        found = origins(entry.places, recorder)
+        lifetimes = Lifetimes.of(recorder, found, gradients(entry.places, recorder))
+        return StepMemory(lifetimes, program, given(recorded, entry.places, found))
 
     @cached_property
     def eager(self) -> Timeline:

@@ -1,7 +1,7 @@
 """What existed before a step, and what it is for: a category for every storage that the step found.
 
-    origins(entry, recorder)          storage -> Origin(sharded parameters, "model.head.weight", padding 12)
-    given(program, entry, found)      name of a program's input -> its category, for a timeline of the program
+    origins(places, recorder)         storage -> Origin(sharded parameters, "model.head.weight", padding 12)
+    given(program, places, found)      name of a program's input -> its category, for a timeline of the program
 
 A storage is known by its places. The first that tells counts: FSDP2's own (its padded shards, the storages that it
 grows and empties), then the optimizer's, gradients, modules, arguments, whatever else Python holds.
@@ -22,7 +22,7 @@ from functionalize.frontend.build import inner_tensors
 from functionalize.frontend.fsdp import FSDPTensor, fsdp_params
 from functionalize.frontend.known_storages import KnownStorages
 from functionalize.frontend.lifted import HyperparameterNumber
-from functionalize.frontend.recording import Entry
+from functionalize.frontend.places import Places
 from functionalize.frontend.sources import (
     Gradient,
     GroupTensor,
@@ -94,10 +94,10 @@ def _rank(source: Source) -> int:
     return next((3 + i for i, kinds in enumerate(_KINDS) if isinstance(source, kinds)), 7)
 
 
-def _own(entry: Entry, known: KnownStorages) -> dict[int, int]:
+def _own(places: Places, known: KnownStorages) -> dict[int, int]:
     """Bytes of FSDP2's storages that hold something."""
     found: dict[int, int] = {}
-    for root in entry.roots.modules.values():
+    for root in places.roots.modules.values():
         for _, param in fsdp_params(root):
             shard = getattr(param, "_sharded_param_data", None)
             if isinstance(shard, Tensor):
@@ -113,31 +113,31 @@ def _note(found: dict[int, int], known: KnownStorages, tensor: Tensor, elements:
         found[info.serial] = elements * tensor.dtype.itemsize
 
 
-def origins(entry: Entry, known: KnownStorages) -> dict[int, Origin]:
+def origins(places: Places, known: KnownStorages) -> dict[int, Origin]:
     """Every storage that existed before the step, by its number in the recording."""
-    own, parameters, found = _own(entry, known), _parameters(entry), {}
+    own, parameters, found = _own(places, known), _parameters(places), {}
     for external in known.externals:
         serial = external.ref.storage
         info = known.infos[serial]
-        place = entry.places.get(serial)
+        place = places.widest.get(serial)
         if external.literal:
             continue
         if place is None:
             category, name, geometry = Category.UNKNOWN, info.name, external.ref.geometry
         else:
-            places = [(each.name, each.source) for each in entry.shared.get(serial, ())]
-            source = min([*(each for _, each in places), place[1]], key=_rank)
+            shared = [(each.name, each.source) for each in places.shared.get(serial, ())]
+            source = min([*(each for _, each in shared), place[1]], key=_rank)
             category, geometry = category_of(source), place[2].geometry
-            name = _name(places[0][0] if places else place[0], source, parameters)
+            name = _name(shared[0][0] if shared else place[0], source, parameters)
         found[serial] = Origin(category, name, geometry, info.original_nbytes, own.get(serial))
     return found
 
 
-def _parameters(entry: Entry) -> dict[int, str]:
+def _parameters(places: Places) -> dict[int, str]:
     """The names of parameters, by identity."""
     return {
         id(parameter): f"{name}.{key}"
-        for name, module in entry.roots.walk()
+        for name, module in places.roots.walk()
         for key, parameter in module._parameters.items()
     }
 
@@ -153,9 +153,9 @@ def _name(place: str, source: Any, parameters: Mapping[int, str]) -> str:
     return place
 
 
-def given(program: Program, entry: Entry, found: Mapping[int, Origin]) -> dict[str, Category]:
+def given(program: Program, places: Places, found: Mapping[int, Origin]) -> dict[str, Category]:
     """The category of every input of a program, by the input's name."""
-    storages = {id(source): serial for serial, (_, source, _) in entry.places.items()}
+    storages = {id(source): serial for serial, (_, source, _) in places.widest.items()}
 
     def category(spec: InputSpec) -> Category:
         if isinstance(spec.source, WholeStorage):
@@ -167,11 +167,11 @@ def given(program: Program, entry: Entry, found: Mapping[int, Origin]) -> dict[s
     return {spec.name: category(spec) for spec in program.inputs}
 
 
-def gradients(entry: Entry, known: KnownStorages) -> dict[int, Category]:
+def gradients(places: Places, known: KnownStorages) -> dict[int, Category]:
     """The storages that a step leaves in the places of gradients."""
     found = {}
-    for _, slot in entry.slots:
-        for tensor in inner_tensors(slot.resolve(Call(entry.leaves, []))):
+    for _, slot in places.slots:
+        for tensor in inner_tensors(slot.resolve(Call(places.leaves, []))):
             info = known.info_of(tensor)
             if info is not None:
                 found[info.serial] = category_of(slot)

@@ -42,7 +42,7 @@ from functionalize.core.guards import (
     frozen_constant,
 )
 from functionalize.core.inputs import Argument, Call, Captured, Source
-from functionalize.core.ops import OpRecord, TensorRef, refs_in
+from functionalize.core.ops import OpRecord, refs_in
 from functionalize.core.program import Program
 from functionalize.core.unused import drop_unused_inputs
 from functionalize.core.where import line_of
@@ -66,9 +66,10 @@ from functionalize.frontend.guards import (
 from functionalize.frontend.host import HostState
 from functionalize.frontend.known_storages import External
 from functionalize.frontend.lifted import Key, liftable
+from functionalize.frontend.places import Places
 from functionalize.frontend.reach import Held, Roots, reachable
-from functionalize.frontend.shared import Shared, SharedGuard
-from functionalize.frontend.sources import Slot, candidates, module_tensors, parameters, slots
+from functionalize.frontend.shared import SharedGuard
+from functionalize.frontend.sources import Slot, module_tensors, parameters
 from functionalize.run.boxed import boxed
 
 
@@ -79,18 +80,26 @@ class Entry:
     facts: guards on what the step itself must leave alone. fsdp, held: what a replay changes as the step does.
     """
 
-    roots: Roots
-    leaves: Sequence[Any]
-    slots: list[tuple[str, Slot]]
+    places: Places
     gradients: list[weakref.ref[Tensor] | None]
     fsdp: FSDPState
     host: HostState
     facts: list[Guard]
     held: SlotGuard
-    places: dict[int, tuple[str, Source, TensorRef]]
     lifted: frozenset[Key]
     kept: list[tuple[str, Source, Tensor, int | None]]
-    shared: dict[int, list[Shared]]
+
+    @property
+    def roots(self) -> Roots:
+        return self.places.roots
+
+    @property
+    def leaves(self) -> Sequence[Any]:
+        return self.places.leaves
+
+    @property
+    def slots(self) -> list[tuple[str, Slot]]:
+        return self.places.slots
 
     @staticmethod
     def now(
@@ -100,44 +109,26 @@ class Entry:
         varying: frozenset[Key] = frozenset(),
         names: Sequence[str] | None = None,
     ) -> Entry:
-        """Look at everything `fn` can reach; each storage is known by the widest tensor on it.
+        """Look at everything `fn` can reach.
 
         varying: hyperparameters that are to be live, besides the learning rates. names: of the leaves.
         """
         call, roots = Call(leaves, []), reachable(fn, leaves, names)
         found = list(parameters(roots, leaves))
-        held = list(slots(roots, found))
-        places: dict[int, tuple[str, Source, TensorRef]] = {}
-        shared: dict[int, list[Shared]] = {}
-        for name, source, tensor in candidates(roots, leaves, held):
-            ref = recorder.bring_in(tensor, name)
-            known = places.get(ref.storage)
-            if known is None or ref.geometry.end > known[2].geometry.end:
-                places[ref.storage] = (name, source, ref)
-            shared.setdefault(ref.storage, []).append(
-                Shared(name, source, ref.geometry, id(tensor))
-            )
+        places = Places.now(roots, leaves, found, recorder)
         fsdp = FSDPState.now(roots.states().values())
-        gradients = [slot.resolve(call) for _, slot in held]
+        gradients = [slot.resolve(call) for _, slot in places.slots]
         keys = liftable(roots.optimizers) | varying if recorder.live else frozenset()
         return Entry(
-            roots,
-            leaves,
-            held,
+            places,
             [None if g is None else weakref.ref(g) for g in gradients],
             fsdp,
             HostState.now(roots),
             _facts(roots, leaves, found, keys),
-            SlotGuard.of(call, held),
-            places,
+            SlotGuard.of(call, places.slots),
             keys,
             list(_kept(roots, fsdp)),
-            shared,
         )
-
-    def arguments(self) -> set[int]:
-        """The storages of tensor arguments."""
-        return {s for s, (_, source, _) in self.places.items() if isinstance(source, Argument)}
 
     def changed(self) -> str | None:
         """What the step changed that a replay would not."""
@@ -276,12 +267,12 @@ class Recording:
         return {ref.storage for r in records for ref in refs_in([r.args, r.kwargs])}
 
     def _is_unknown(self, external: External) -> bool:
-        return external.ref.storage not in self.entry.places
+        return external.ref.storage not in self.entry.places.widest
 
     def _is_elsewhere(self, external: External) -> bool:
         """Whether a tensor comes from no argument, module or optimizer."""
         return self._is_unknown(external) or isinstance(
-            self.entry.places[external.ref.storage][1], Held
+            self.entry.places.widest[external.ref.storage][1], Held
         )
 
     def _identity(self, external: External) -> Any:
@@ -291,7 +282,7 @@ class Recording:
             return external.ref.geometry, bytes(held.tolist())
         if self._is_unknown(external):
             return external.ref.geometry, external.info.address
-        _, source, ref = self.entry.places[external.ref.storage]
+        _, source, ref = self.entry.places.widest[external.ref.storage]
         assert isinstance(source, Held)
         return ref.geometry, source.place
 
@@ -356,7 +347,7 @@ class Recording:
         backward = any(record.autograd_node is not None for record in self.recorder.records)
         moving = (FSDPStateGuard(self.entry.fsdp, backward), self.entry.held)
         program.facts = (*moving, *self.entry.facts, *program.facts)
-        places = [self.entry.shared.get(storage, []) for storage in storages]
+        places = [self.entry.places.shared.get(storage, []) for storage in storages]
         program.guards = (
             *_input_guards(program, storages),
             *SharedGuard.of(program.inputs, places),
@@ -369,7 +360,7 @@ class Recording:
     ) -> Iterator[GivenInput]:
         """One input per storage that came from outside, or for some of those."""
         for external in self.recorder.externals if externals is None else externals:
-            place = self.entry.places.get(external.ref.storage)
+            place = self.entry.places.widest.get(external.ref.storage)
             if external.literal:
                 builder.add_constant(external.ref, external.tensor)
             elif place is not None:

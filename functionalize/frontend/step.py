@@ -294,7 +294,7 @@ class CapturedStep:
             with only_young_collections():
                 names = leaf_names(self._fn, spec)
                 entry = Entry.now(self._fn, leaves, recorder, self._varying(), names)
-            recorder.given = entry.arguments()
+            recorder.given = entry.places.arguments()
             if isinstance(recorder, LifetimeRecorder):
                 recorder.calls.know(entry.roots)
         except Exception as error:
