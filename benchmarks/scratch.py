@@ -162,6 +162,36 @@ def _convolution(
     yield Case(aten.convolution_backward.default, arguments, label=f"{label}, weights")
 
 
+def transposed(dtype: torch.dtype) -> Iterator[Case]:
+    """Transposed convolutions, forward and backward: input, weight, stride, padding, groups, channels last, bias."""
+    layers: list[tuple[tuple[int, ...], tuple[int, ...], int, int, int, bool, bool]] = [
+        ((4, 32, 20, 20), (32, 16, 2, 2), 2, 0, 1, False, True),
+        ((4, 64, 20, 20), (64, 32, 4, 4), 2, 1, 1, False, True),
+        ((4, 32, 20, 20), (32, 16, 3, 3), 2, 1, 1, False, True),
+        ((4, 32, 20, 20), (32, 16, 3, 3), 1, 1, 1, False, True),
+        ((4, 32, 20, 20), (32, 16, 3, 3), 1, 1, 1, False, False),
+        ((2, 64, 20, 20), (64, 3, 4, 4), 2, 1, 1, False, True),
+        ((2, 20, 20, 20), (20, 12, 4, 4), 2, 1, 1, False, True),
+        ((1, 16, 20, 20), (16, 8, 2, 2), 2, 0, 1, False, True),
+        ((4, 32, 20, 20), (32, 16, 4, 4), 2, 1, 2, False, True),
+        ((4, 32, 20, 20), (32, 16, 2, 2), 2, 0, 1, True, True),
+        ((4, 32, 20, 20), (32, 16, 3, 3), 1, 1, 1, True, True),
+        ((4, 32, 100), (32, 16, 4), 2, 1, 1, False, True),
+        ((4, 32, 8, 10, 10), (32, 16, 2, 2, 2), 2, 0, 1, False, True),
+    ]
+    for x_size, w_size, stride, padding, groups, last, biased in layers:
+        dims, out = len(x_size) - 2, w_size[1] * groups
+        x, w = R(x_size).to(dtype), R(w_size).to(dtype)
+        b = R(out).to(dtype) if biased else None
+        if last:
+            x, w = (t.to(memory_format=torch.channels_last) for t in (x, w))
+        shape = ([stride] * dims, [padding] * dims, [1] * dims, True, [0] * dims, groups)
+        y = aten.convolution(x, w, b, *shape)
+        yield Case(aten.convolution.default, (x, w, b, *shape))
+        arguments = (torch.randn_like(y), x, w, [out], *shape, [True, True, biased])
+        yield Case(aten.convolution_backward.default, arguments)
+
+
 def recurrent(dtype: torch.dtype) -> Iterator[Case]:
     """LSTMs: time, batch, inputs, hidden."""
     for time, batch, inputs, hidden in (
@@ -293,6 +323,41 @@ def indexing(dtype: torch.dtype) -> Iterator[Case]:
     yield Case(aten._fft_r2c.default, (R(200, 32), [1], 0, True))
 
 
+def rare(dtype: torch.dtype) -> Iterator[Case]:
+    """Resizing, masks, losses of probabilities, bags, sequences."""
+    small, large = R(4, 16, 20, 20).to(dtype), R(1, 8, 60, 60).to(dtype)
+    for x in (small, large, small.to(memory_format=torch.channels_last)):
+        size = [2 * x.shape[2], 2 * x.shape[3]]
+        yield Case(aten.upsample_nearest2d.default, (x, size))
+        yield Case(aten.upsample_bilinear2d.default, (x, size, False))
+        yield Case(aten.upsample_bicubic2d.default, (x, size, False))
+    yield Case(aten.upsample_linear1d.default, (R(4, 16, 100).to(dtype), [200], False))
+    yield Case(aten.upsample_nearest3d.default, (R(2, 4, 6, 8, 8).to(dtype), [12, 16, 16]))
+    x, mask = R(64, 1000).to(dtype), torch.rand(64, 1000) > 0.5
+    yield Case(aten.masked_select.default, (x, mask))
+    yield Case(aten.index.Tensor, (x, [mask]))
+    yield Case(aten.index.Tensor, (x, [mask[:, 0]]))
+    yield Case(aten.index_put.default, (x, [mask], x[mask]))
+    yield Case(aten.index_add.default, (x, 0, torch.randint(64, (30,)), x[:30].clone()))
+    yield Case(aten.cumsum.default, (mask, 1))
+    yield Case(aten.sum.dim_IntList, (mask, [1]))
+    yield Case(aten.roll.default, (x, [3, 2], [0, 1]))
+    yield Case(aten.median.default, (x,))
+    yield Case(aten.normal.Tensor_float, (x, 1.0))
+    yield Case(aten._softmax.default, (x.t(), 1, False))
+    yield Case(aten._safe_softmax.default, (x, -1))
+    yield Case(aten.unfold_backward.default, (R(64, 199, 10).to(dtype), [64, 1000], 1, 10, 5))
+    for reduction in (1, 2):
+        probable = (x.sigmoid(), torch.rand_like(x), None, reduction)
+        yield Case(aten.binary_cross_entropy.default, probable)
+        yield Case(
+            aten.binary_cross_entropy_with_logits.default, (x, x.sigmoid(), None, None, reduction)
+        )
+    wave = torch.fft.rfft2(R(20, 60, 64))
+    yield Case(aten.abs.default, (wave,))
+    yield Case(aten._fft_c2r.default, (wave, [1, 2], 2, 64))
+
+
 def elementwise(dtype: torch.dtype) -> Iterator[Case]:
     """Elementwise ops, promotion, copies, lists of tensors, optimizers."""
     x, g = R(64, 1000).to(dtype), R(64, 1000).to(dtype)
@@ -321,7 +386,9 @@ def elementwise(dtype: torch.dtype) -> Iterator[Case]:
 
 FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "convolution": convolutions,
+    "transposed": transposed,
     "recurrent": recurrent,
+    "rare": rare,
     "attention": attention,
     "product": products,
     "norm": norms,

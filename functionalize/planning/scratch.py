@@ -12,6 +12,8 @@
 Truth is torch's CPU allocator in torch 2.13 on a CPU with AVX-512, by `torch.profiler`: `python -m benchmarks.scratch`
 compares. Scalars that kernels wrap (up to 64 bytes) are left out. Memory that oneDNN, MKL or FBGEMM take from
 malloc, not from torch's allocator (code, caches, packed float32 matrices), is neither in the truth nor here.
+Sizes follow the CPU's instructions (AVX-512 with bfloat16, no AMX) and oneDNN's choice of kernels. What depends on
+data is taken from the result's size, so that an assignment of one value to what a mask selects counts none.
 Refuses nothing: an op that is not tabulated has 0 bytes, and `is_tabulated` says no.
 """
 
@@ -28,6 +30,8 @@ from torch import Tensor, fx
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of
 from functionalize.planning import scratch_cuda, scratch_onednn
 from functionalize.planning import scratch_formulas as formulas
+from functionalize.planning import scratch_more as more
+from functionalize.planning.scratch_zero import ZERO
 
 
 def scratch_bytes(record: OpRecord, *, threads: int | None = None, device: str = "cpu") -> int:
@@ -47,16 +51,24 @@ def scratch_of(node: fx.Node, *, threads: int | None = None, device: str = "cpu"
     return _value(formula, node.target, args, kwargs, node.meta.get("val"), threads)
 
 
+def is_shaped(target: Any) -> bool:
+    """Whether the scratch of an op, or what fakes leave out of it, follows from how its tensors look."""
+    if base_name(target) == "mkldnn_rnn_layer":
+        return True
+    return any(_formula(target, device) is not None for device in ("cpu", "cuda"))
+
+
 def is_tabulated(target: Any, device: str = "cpu") -> bool:
     """Whether the table knows an op: that it needs scratch, and how much, or that it needs none.
 
-    Views and collectives (whose buffers are the backend's) need none by what they are. Elsewhere 0 is a guess.
+    Views, collectives (whose buffers are the backend's) and marks of profilers need none by what they are. Elsewhere 0
+    is a guess.
     """
     name = base_name(target)
     if name is None or _formula(target, device) is not None or name in ZERO:
         return True
     listed = name.startswith("_foreach_")  # elementwise, tensor by tensor
-    return listed or _is_pointwise(target) or _is_view(target) or target.namespace in _COLLECTIVES
+    return listed or _is_pointwise(target) or _is_view(target) or target.namespace in _ELSEWHERE
 
 
 def unseen_outputs(call: OpRecord | fx.Node) -> int:
@@ -78,7 +90,7 @@ def unseen_outputs(call: OpRecord | fx.Node) -> int:
 # -- from an op to its formula ---------------------------------------------------------------------
 
 Formula = Callable[[formulas.Call], int]
-_COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "fsdp"})
+_ELSEWHERE = frozenset({"c10d", "c10d_functional", "_c10d_functional", "fsdp", "profiler"})
 
 
 def base_name(target: Any) -> str | None:
@@ -181,74 +193,27 @@ TABLE: Mapping[str, Formula] = types.MappingProxyType(
         **dict.fromkeys(("copy", "clone", "_to_copy"), formulas.copied),
         **dict.fromkeys(("cat", "stack"), formulas.concatenated),
         "im2col": formulas.one_copy,
-    }
-)
-
-# Families that need none.
-ZERO: frozenset[str] = frozenset(
-    {
-        *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
-        *("native_layer_norm", "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward"),
-        *("nll_loss2d_backward", "embedding", "embedding_dense_backward", "index", "index_put"),
-        *(
-            "_unsafe_index",
-            "_unsafe_index_put",
-            "index_select",
-            "index_add",
-            "index_copy",
-            "cumsum",
-        ),
-        *(
-            "cumprod",
-            "topk",
-            "max",
-            "min",
-            "amax",
-            "amin",
-            "argmax",
-            "argmin",
-            "var",
-            "var_mean",
-            "std",
-        ),
-        *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d"),
-        *("avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
-        *(
-            "bernoulli",
-            "normal",
-            "uniform",
-            "rand",
-            "randn",
-            "randint",
-            "randperm",
-            "empty",
-            "zeros",
-            "ones",
-        ),
-        *(
-            "full",
-            "arange",
-            "linspace",
-            "scalar_tensor",
-            "zero",
-            "fill",
-            "tril",
-            "triu",
-            "flip",
-            "roll",
-        ),
-        *("constant_pad_nd", "slice_backward", "select_backward", "cummax", "cummin", "dot"),
-        *(
-            "_fused_adam",
-            "_fused_adamw",
-            "_fused_sgd",
-            "_fused_adagrad",
-            "_foreach_copy",
-            "_chunk_cat",
-        ),
-        *("_fft_r2c", "_fft_c2c", "_local_scalar_dense", "empty_like", "zeros_like", "ones_like"),
-        *("full_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"),
-        *("empty_strided", "new_empty_strided", "split_with_sizes_copy", "resize", "set", "repeat"),
-        *("_amp_foreach_non_finite_check_and_unscale", "_amp_update_scale", "glu", "glu_backward"),
+        "median": more.median,
+        "normal": more.normal,
+        "roll": more.rolled,
+        "cumsum": more.cast_first,
+        "abs": more.absolute,
+        "index": more.indexed,
+        "index_put": more.put,
+        "index_add": more.index_added,
+        "masked_select": more.masked_select,
+        "repeat_interleave": more.repeats,
+        "unfold_backward": more.unfolded,
+        "addbmm": more.summed_products,
+        "_fft_c2r": more.to_real,
+        **dict.fromkeys(("_softmax", "_log_softmax"), more.softmax),
+        "_safe_softmax": more.safe_softmax,
+        "binary_cross_entropy": more.cross_entropy,
+        "binary_cross_entropy_with_logits": more.logits,
+        "_ctc_loss_backward": more.ctc_backward,
+        "_embedding_bag_backward": more.bag_backward,
+        "_embedding_bag_per_sample_weights_backward": more.bag_weights_backward,
+        "_pack_padded_sequence": more.packed,
+        **more.RESIZED,
     }
 )

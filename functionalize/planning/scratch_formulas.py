@@ -15,9 +15,10 @@ import torch
 
 from functionalize.core.ops import Geometry
 from functionalize.planning import scratch_convolution as convolutions
-from functionalize.planning import scratch_onednn
+from functionalize.planning import scratch_onednn, scratch_transposed
+from functionalize.planning.scratch_layer import Convolution
 
-_SMALL = frozenset({torch.bfloat16, torch.float16})
+SMALL = frozenset({torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def product(call: Call) -> int:
     if not left.numel or not right.numel:
         return 0
     copied = sum(t.nbytes for t in (left, right) if len(t.size) > 1 and not _unit(t))
-    if left.dtype not in _SMALL:
+    if left.dtype not in SMALL:
         return copied
     rows, inner = left.size[-2:]
     columns = right.size[-1] if len(right.size) > 1 else 1
@@ -90,25 +91,25 @@ def _unit(tensor: Geometry) -> bool:
 
 def convolution(call: Call) -> int:
     """Blocked copies of input, weights and output: `scratch_convolution`."""
-    return convolutions.forward(
-        _convolution(call, call["input"], call.outputs[0], call["bias"] is not None)
-    )
+    conv = _convolution(call, call["input"], call.outputs[0], call["bias"] is not None)
+    return scratch_transposed.forward(conv) if conv.transposed else convolutions.forward(conv)
 
 
 def convolution_backward(call: Call) -> int:
     """Blocked copies of the gradients as well: `scratch_convolution`."""
     wanted = call["output_mask"]
-    return convolutions.backward(
-        _convolution(call, call["input"], call["grad_output"], bool(wanted[2])), wanted
-    )
+    conv = _convolution(call, call["input"], call["grad_output"], bool(wanted[2]))
+    if conv.transposed:
+        return scratch_transposed.backward(conv, wanted)
+    return convolutions.backward(conv, wanted)
 
 
-def _convolution(call: Call, x: Geometry, y: Geometry, bias: bool) -> convolutions.Convolution:
+def _convolution(call: Call, x: Geometry, y: Geometry, bias: bool) -> Convolution:
     def each(name: str) -> tuple[int, ...]:
         given = tuple(call[name])
         return given if len(given) > 1 else given * (len(x.size) - 2)
 
-    return convolutions.Convolution(
+    return Convolution(
         x, call["weight"], y, bias, each("stride"), each("padding"), each("dilation"),
         call["transposed"], call["groups"], call.threads,
     )  # fmt: skip
@@ -149,7 +150,7 @@ def attention(call: Call) -> int:
     query, key, value = call["query"], call["key"], call["value"]
     rows, columns = _splits(query.size[2], key.size[2])
     buffers = 4 * rows * (columns + 2 + value.size[3])
-    if query.dtype in _SMALL:
+    if query.dtype in SMALL:
         buffers += 2 * rows * columns
     return call.threads * buffers
 
@@ -164,7 +165,7 @@ def attention_backward(call: Call) -> int:
         s == 1 or st == e for s, st, e in zip(gradient.size, gradient.stride, as_made, strict=True)
     )
     buffers = 2 * 4 * rows * columns
-    if query.dtype in _SMALL:
+    if query.dtype in SMALL:
         depths = (query.size[3],)
         products = [scratch_onednn.matmul(columns, rows, d, True, 1) for d in depths]
         products += [scratch_onednn.matmul(rows, d, columns, False, 1) for d in depths]
@@ -209,7 +210,7 @@ def batch_norm_backward(call: Call) -> int:
 def mean(call: Call) -> int:
     """In bfloat16, the input and the result in float32."""
     x = next(call.tensors())
-    if x.dtype not in _SMALL:
+    if x.dtype not in SMALL:
         return 0
     return 4 * (x.numel + sum(out.numel for out in call.outputs))
 
@@ -219,7 +220,7 @@ def summed(call: Call) -> int:
     x = next(call.tensors())
     wanted = call.get("dtype")
     dtype = call.outputs[0].dtype if wanted is None and call.outputs else wanted or x.dtype
-    return 0 if dtype == x.dtype or not x.dtype.is_floating_point else x.numel * dtype.itemsize
+    return 0 if dtype == x.dtype else x.numel * dtype.itemsize
 
 
 def tested(call: Call) -> int:
@@ -238,7 +239,7 @@ def loss(call: Call) -> int:
     x = call["self"]
     if call.get("reduction", 1) == 0:
         return 0
-    averaged = 4 * x.numel if x.dtype in _SMALL and call.get("reduction", 1) == 1 else 0
+    averaged = 4 * x.numel if x.dtype in SMALL and call.get("reduction", 1) == 1 else 0
     return x.nbytes + averaged
 
 
@@ -246,15 +247,20 @@ def loss(call: Call) -> int:
 
 
 def scattered(call: Call) -> int:
-    """scatter, in bfloat16: the sums in float32."""
+    """scatter, in bfloat16: the sums in float32, of a row if the index is one per row."""
     x = call["self"]
-    return 4 * x.numel if x.dtype in _SMALL and _spread(call["index"], call["dim"]) else 0
+    if x.dtype not in SMALL:
+        return 0
+    if _spread(call["index"], call["dim"]):
+        return 4 * x.numel
+    added = call.name == "scatter_add" or call.get("reduce") is not None
+    return 4 * x.numel // max(x.size[0], 1) if added and len(x.size) > 1 else 0
 
 
 def gathered(call: Call) -> int:
     """gather, in bfloat16: the result in float32."""
     x, index = call["self"], call["index"]
-    return 4 * index.numel if x.dtype in _SMALL and _spread(index, call["dim"]) else 0
+    return 4 * index.numel if x.dtype in SMALL and _spread(index, call["dim"]) else 0
 
 
 def _spread(index: Geometry, dim: int) -> bool:

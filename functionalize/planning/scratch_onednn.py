@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from functionalize.planning.scratch_convolution import PAGE, rounded
+from functionalize.planning.scratch_layer import PAGE, rounded
 
 
 def paged(nbytes: int) -> int:

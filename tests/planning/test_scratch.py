@@ -30,8 +30,6 @@ aten, R = torch.ops.aten, torch.randn
 TINY = 64  # bytes of scalars that kernels wrap, which the table leaves out
 # The largest error of a family's ops, as a part of the op's own peak (inputs, outputs, scratch).
 BOUNDS = {
-    ("convolution", torch.float32): 0.005,
-    ("convolution", torch.bfloat16): 0.03,
     ("recurrent", torch.float32): 0.0,
     ("recurrent", torch.bfloat16): 0.07,
     ("norm", torch.float32): 0.001,
@@ -67,7 +65,7 @@ def test_the_table_is_what_the_allocator_sees(family, dtype):
     assert not wrong
 
 
-def some_convolutions(dtype: torch.dtype) -> list[Case]:
+def some_convolutions(dtype: torch.dtype, transposed: bool) -> list[Case]:
     """Forward and backward of thirty layers that were drawn once."""
     draw = random.Random(4)
     cases: list[Case] = []
@@ -75,10 +73,11 @@ def some_convolutions(dtype: torch.dtype) -> list[Case]:
         batch, size = draw.choice((2, 4, 16)), draw.choice((14, 28, 32))
         into, out = draw.choice((1, 3, 5, 8, 16, 20, 64)), draw.choice((8, 16, 20, 32, 96))
         window, stride = draw.choice((1, 3, 3, 5, 7)), draw.choice((1, 1, 2))
+        channels = (into, out) if transposed else (out, into)
         x, w, b = (
-            R(n).to(dtype) for n in ((batch, into, size, size), (out, into, window, window), (out,))
+            R(n).to(dtype) for n in ((batch, into, size, size), (*channels, window, window), (out,))
         )
-        shape = ([stride] * 2, [window // 2] * 2, [1, 1], False, [0, 0], 1)
+        shape = ([stride] * 2, [window // 2] * 2, [1, 1], transposed, [0, 0], 1)
         y = aten.convolution(x, w, b, *shape)
         cases.append(Case(aten.convolution.default, (x, w, b, *shape)))
         arguments = (torch.randn_like(y), x, w, [out], *shape, [True, True, True])
@@ -86,18 +85,19 @@ def some_convolutions(dtype: torch.dtype) -> list[Case]:
     return cases
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize(
-    ("dtype", "exact"), [(torch.float32, 0.95), (torch.bfloat16, 0.6)], ids=str
+    ("dtype", "exact"), [(torch.float32, 0.95), (torch.bfloat16, 0.95)], ids=str
 )
-def test_of_convolutions_of_any_shape_most_are_exact(dtype, exact):
+def test_of_convolutions_of_any_shape_most_are_exact(dtype, exact, transposed):
     needs_avx512()
-    cases = some_convolutions(dtype)
+    cases = some_convolutions(dtype, transposed)
     errors = [
         abs(scratch_bytes(record(case)) - real.scratch) / real.peak
         for case, real in zip(cases, truths(cases), strict=True)
     ]
     assert sum(error < 1e-3 for error in errors) >= exact * len(errors)
-    assert sorted(errors)[int(0.9 * len(errors))] < 0.25
+    assert sorted(errors)[int(0.9 * len(errors))] < 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,7 +160,7 @@ def test_what_is_tabulated_and_what_is_not():
         aten.convolution.default,
     ):
         assert is_tabulated(target), target
-    for target in (aten.linalg_svd.default, aten.multinomial.default, aten.masked_select.default):
+    for target in (aten.linalg_svd.default, aten.multinomial.default, aten.renorm.default):
         assert not is_tabulated(target), target
         assert scratch_bytes(OpRecord(target, (), {})) == 0
 
