@@ -58,12 +58,13 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
+    "NodeWriter",
+    "Stacks",
     "TensorMetadata",
     "TorchDispatchMode",
     "_without_mode",
     "all_op_names",
     "aot_autograd",
-    "append_node",
     "auto_functionalized",
     "autograd_position",
     "below_autograd",
@@ -199,6 +200,8 @@ def load_resize_op() -> None:
 
 
 BACKWARD, RECOMPUTE = "backward", "recompute"
+_current_node, _current_task = torch._C._current_autograd_node, torch._C._current_graph_task_id
+_ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__  # all that calls the engine
 
 
 def autograd_position() -> tuple[int, str | None, str | None]:
@@ -208,12 +211,43 @@ def autograd_position() -> tuple[int, str | None, str | None]:
     callbacks at the end of a backward run in no node. A backward that is not kept records gradients only where it
     runs a forward again, as activation checkpointing does.
     """
-    node = torch._C._current_autograd_node()
+    node = _current_node()
     if node is None:
-        inside = torch._C._current_graph_task_id() != -1
+        inside = _current_task() != -1
         return torch.autograd._get_sequence_nr() - 1, None, BACKWARD if inside else None
     again = torch.is_grad_enabled() and not graph_is_kept()
     return node._sequence_nr(), node.name(), RECOMPUTE if again else BACKWARD
+
+
+Position = tuple[int | None, str]
+
+
+def backward_position() -> Position | None:
+    """The number of autograd's node that the op at hand runs in, and the phase; None outside of a backward."""
+    if _graph_task() == -1:
+        return None
+    node = _node_at_hand()
+    if node is None:
+        return None, BACKWARD
+    again = torch.is_grad_enabled() and not graph_is_kept()
+    return node._sequence_nr(), RECOMPUTE if again else BACKWARD
+
+
+_graph_task, _node_at_hand = torch._C._current_graph_task_id, torch._C._current_autograd_node
+
+
+# The function that calls autograd's engine: the innermost Python below nodes that are not Python's.
+ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+FIRST_OF_LEAVES = (
+    2**62
+)  # nodes that accumulate a leaf's gradient have a number above every other one's
+
+
+def graph_task() -> int:
+    """The number of the backward that is running; none has the number of another."""
+    return int(torch._C._current_graph_task_id())
 
 
 def next_node_number() -> int:
@@ -232,32 +266,92 @@ def current_node_leaf() -> torch.Tensor | None:
     return None if node is None else leaf_of(node)
 
 
-def append_node(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: str
-) -> fx.Node:
-    """`graph.create_node("call_function", ...)` in half of the time: a third of a discharge is making nodes.
+class NodeWriter:
+    """Appends nodes to a graph in half of the time of `graph.create_node`: a third of a discharge is making nodes.
 
-    Leaves out the walk over the arguments for symbolic leaves, and matches the name only the first time.
+    Leaves out the walk over the arguments for symbolic leaves; matches a name only the first time, and looks up once
+    where the graph keeps the nodes of an op.
     """
-    names = graph._graph_namespace
-    count = names._base_count.get(base)
-    name = base if count is None else f"{base}_{count + 1}"
-    if count is None or name in names._used_names:
-        name = names.create_name(base, None)
-    else:
-        names._used_names.add(name)
-        names._base_count[base] = count + 1
-    node = fx.Node(graph, name, "call_function", target, args, kwargs)
-    names._obj_to_name[node] = name
-    graph._insert(node)
-    graph._find_nodes_lookup_table.insert(node)
-    graph._len += 1
-    return node
+
+    def __init__(self, graph: fx.Graph) -> None:
+        names = graph._graph_namespace
+        self._graph, self._create_name = graph, names.create_name
+        self._used, self._counts, self._names = (
+            names._used_names,
+            names._base_count,
+            names._obj_to_name,
+        )
+        self._prepend = graph._root._prepend
+        self._tables = graph._find_nodes_lookup_table.table
+
+    def nodes_of(self, target: Any) -> dict[fx.Node, None]:
+        """Where the graph keeps the calls of `target`."""
+        return self._tables["call_function", target]
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        base: str,
+        nodes: dict[fx.Node, None],
+    ) -> fx.Node:
+        """A call at the end of the graph, named `base` with a number. nodes: those of `target`."""
+        count = self._counts.get(base)
+        name = base if count is None else f"{base}_{count + 1}"
+        if count is None or name in self._used:
+            name = self._create_name(base, None)
+        else:
+            self._used.add(name)
+            self._counts[base] = count + 1
+        return self._append(name, "call_function", target, args, kwargs, nodes)
+
+    def placeholder(self, name: str) -> fx.Node:
+        """A placeholder at the end of the graph."""
+        unique = self._create_name(name, None)
+        return self._append(unique, "placeholder", name, (), {}, self._tables["placeholder", None])
+
+    def _append(
+        self,
+        name: str,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        nodes: dict[fx.Node, None],
+    ) -> fx.Node:
+        node = fx.Node(self._graph, name, op, target, args, kwargs)
+        self._names[node] = name
+        self._prepend(node)
+        nodes[node] = None
+        self._graph._len += 1
+        return node
 
 
 def stack_here() -> CapturedTraceback:
     """`CapturedTraceback.extract()` in half of the time: it imports the module at every call."""
     return CapturedTraceback(_gather(python=True, script=False, cpp=False), 1)
+
+
+class Stacks:
+    """`stack_here()` for the ops of a recording; those that one backward runs without a hook share one: half of a step.
+
+    While a backward runs, what called autograd's engine waits where it is, so nothing below the op has changed.
+    """
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._stack: CapturedTraceback | None = None
+
+    def here(self) -> CapturedTraceback:
+        """The stack, for the handler that asks."""
+        frame = sys._getframe(1).f_back
+        if frame is None or frame.f_code is not _ENGINE_CODE:
+            return stack_here()
+        task = _current_task()
+        if self._stack is None or task != self._task:
+            self._task, self._stack = task, stack_here()
+        return self._stack
 
 
 def load_fsdp_ops() -> None:
@@ -522,11 +616,21 @@ def sdpa_order() -> list[int]:
     return list(torch._C._get_sdp_priority_order())
 
 
+def fakes_module() -> Any:
+    """The module whose `FakeTensor` a library asks for, to find out whether it is traced (torch 2.11 to 2.13)."""
+    return importlib.import_module("torch._subclasses")
+
+
 def is_fake(value: Any) -> bool:
     """Whether a tensor is fake, or wraps one."""
     from torch._subclasses.fake_tensor import is_fake
 
     return bool(is_fake(value))
+
+
+def flex_devices() -> tuple[Any, str]:
+    """Where flex attention refuses devices: its module and the name (torch 2.11 to 2.13)."""
+    return importlib.import_module("torch.nn.attention.flex_attention"), "_validate_device"
 
 
 def foreach_owners() -> list[Any]:
@@ -650,3 +754,58 @@ def below_functionalization() -> Iterator[None]:
     functional = torch._C._TorchDispatchModeKey.FUNCTIONAL
     with _without_mode(functional), _proxy_tensor_disable_update_tensor_tracker():
         yield
+
+
+def no_python_dispatch() -> AbstractContextManager[None]:
+    """Inside, ops are dispatched as if no mode were on the stack (torch 2.0 to 2.13)."""
+    guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def own_call(module: torch.nn.Module) -> Any:
+    """What runs instead of a call of this module, if `Module.compile` has set something (torch 2.1 to 2.13)."""
+    return vars(module).get("_compiled_call_impl")
+
+
+def set_own_call(module: torch.nn.Module, run: Any) -> None:
+    """Set that, or (None) leave it to the class again."""
+    if run is None:
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        vars(module)["_compiled_call_impl"] = run
+
+
+def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Hooks on all modules and all optimizers, by their numbers, which are never given twice (torch 2.11 to 2.13)."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    tables = (
+        ("forward pre-hooks", module._global_forward_pre_hooks),
+        ("forward hooks", module._global_forward_hooks),
+        ("backward pre-hooks", module._global_backward_pre_hooks),
+        ("backward hooks", module._global_backward_hooks),
+        ("step pre-hooks", optimizer._global_optimizer_pre_hooks),
+        ("step post-hooks", optimizer._global_optimizer_post_hooks),
+    )
+    return tuple((f"the global {name}", tuple(_not_ours(table))) for name, table in tables)
+
+
+def _not_ours(table: dict[int, Any]) -> Iterator[int]:
+    """Leaves out what a recording hangs there for its own time."""
+    for number, hook in table.items():
+        if not str(getattr(hook, "__module__", "")).startswith("functionalize."):
+            yield number
+
+
+def saved_tensor_hooks() -> tuple[Any, ...]:
+    """The functions that autograd packs and unpacks what it saves with, if any (torch 2.11 to 2.13)."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return tuple(found) if found is not None else ()
+
+
+def function_modes() -> list[Any]:
+    """The `TorchFunctionMode`s that are on, the innermost last (torch 2.11 to 2.13)."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    return list(_get_current_function_mode_stack())

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from functionalize.core.guards import AliasGuard
 from functionalize.core.program import OutputRole, Program, Result, Wrapped
+from functionalize.core.rules import mutations
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.core.waits import WAIT
@@ -63,11 +64,7 @@ def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
 
 def leaves_gradients(node: fx.Node) -> bool:
     """Whether a node is a fused optimizer step that is not told to unscale the gradients."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.name.startswith("aten::_fused_"):
-        return False  # `_fused_rms_norm` is no optimizer
-    scales = any(argument.name == "grad_scale" for argument in schema.arguments)
-    return scales and node.kwargs.get("grad_scale") is None
+    return node.op == "call_function" and mutations.leaves_gradients(node.target, node.kwargs)
 
 
 def results(graph: fx.Graph) -> tuple[Any, ...]:

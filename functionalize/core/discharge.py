@@ -13,6 +13,7 @@ Work is O(1) amortised per op and per tensor argument. Named after JAX's state d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -25,7 +26,13 @@ from functionalize.core.rules import RULES
 from functionalize.core.rules.custom import needs_wrapper, wrapped
 from functionalize.core.rules.layout import UNKNOWN, result_geometries
 from functionalize.core.rules.lists import one_by_one
-from functionalize.core.rules.mutations import FunctionalForm, expands, functional_form, is_mutating
+from functionalize.core.rules.mutations import (
+    FunctionalForm,
+    expands,
+    functional_form,
+    is_mutating,
+    leaves_gradients,
+)
 from functionalize.core.rules.views import step_of, straight
 from functionalize.core.storage import Emitter, FunctionalStorage, Value
 from functionalize.core.where import located
@@ -45,6 +52,7 @@ class Functionalizer:
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
         self.storages: dict[int, FunctionalStorage] = {}
+        self._ways: dict[Any, Callable[[Functionalizer, OpRecord], Any]] = {}
 
     # -- storages ------------------------------------------------------------------------------
 
@@ -75,7 +83,8 @@ class Functionalizer:
 
     def read(self, ref: TensorRef) -> Value:
         """The value of a tensor now."""
-        return self.storage(ref.storage).read(ref.geometry, self.emit)
+        storage = self.storages.get(ref.storage) or self.storage(ref.storage)
+        return storage.read(ref.geometry, self.emit)
 
     def write(self, ref: TensorRef, value: Value) -> None:
         """Make `value` (of exactly `ref`'s size, stride and dtype) the contents of a tensor."""
@@ -103,16 +112,27 @@ class Functionalizer:
         try:
             for serial, nbytes in record.resized:
                 self.resize(serial, nbytes)
-            special = RULES.get(record.target)
-            if special is not None:
-                return special(self, record)
-            if is_mutating(record.target):
-                return self.mutated(record)
-            if self._is_view(record):
-                return self._view(record)
-            return self.pure(record)
+            way = self._ways.get(record.target) or self._way(record.target)
+            return way(self, record)
         except FunctionalizeError as error:
             raise located(error, record) from error.__cause__
+
+    def _way(self, target: Any) -> Callable[[Functionalizer, OpRecord], Any]:
+        """What is done for an op, apart from whether it makes a view, which its record tells; looked up once."""
+        other = Functionalizer.mutated if is_mutating(target) else Functionalizer._view_or_pure
+        way = self._ways[target] = RULES.get(target, other)
+        return way
+
+    def _view_or_pure(self, record: OpRecord) -> Value:
+        out = record.outputs
+        if type(out) is not TensorRef:
+            return self._views(record) if self._are_views(record) else self.pure(record)
+        known = self.storages.get(out.storage)
+        parent = _aliased(record, out) if known is not None else None
+        if known is None or parent is None:
+            return self.pure(record)
+        self._look(known, record, parent, out, None)
+        return None
 
     def pure(self, record: OpRecord) -> Value:
         """Read every tensor argument, emit the op."""
@@ -138,22 +158,14 @@ class Functionalizer:
 
     # -- views ---------------------------------------------------------------------------------
 
-    def _is_view(self, record: OpRecord) -> bool:
-        outputs = record.outputs
-        if type(outputs) is TensorRef:
-            born = outputs.storage in record.meta.get("born", ())
-            return not born and _aliased(record, outputs) is not None
+    def _are_views(self, record: OpRecord) -> bool:
         given = {ref.storage for ref in refs_in(record.args)}
-        return any(ref.storage in given for ref in refs_in(outputs))
+        return any(ref.storage in given for ref in refs_in(record.outputs))
 
-    def _view(self, record: OpRecord) -> Value:
-        outputs = record.outputs
-        if type(outputs) is TensorRef:
-            self.view(record, outputs, None)
-        else:
-            for i, out in enumerate(outputs):
-                if type(out) is TensorRef:
-                    self.view(record, out, i)
+    def _views(self, record: OpRecord) -> Value:
+        for i, out in enumerate(record.outputs):
+            if type(out) is TensorRef:
+                self.view(record, out, i)
         return None
 
     def view(self, record: OpRecord, out: TensorRef, index: int | None) -> None:
@@ -163,13 +175,22 @@ class Functionalizer:
             raise InvariantError(
                 f"{record.target} returns {out}, which aliases none of its arguments"
             )
-        known = self.storages.get(out.storage)
-        if known is not None and out.geometry in known.views:
+        self._look(self.storage(out.storage), record, parent, out, index)
+
+    def _look(
+        self,
+        storage: FunctionalStorage,
+        record: OpRecord,
+        parent: TensorRef,
+        out: TensorRef,
+        index: int | None,
+    ) -> None:
+        if out.geometry in storage.views:
             return  # most are: a forward and its backward take the same views
         if record.args[0] == parent:
             step = step_of(record.target, record.args[1:], parent.geometry, out.geometry, index)
             if step is not None:
-                self.storage(out.storage).add_view(parent.geometry, out.geometry, step)
+                storage.add_view(parent.geometry, out.geometry, step)
 
     # -- mutations -----------------------------------------------------------------------------
 
@@ -183,8 +204,13 @@ class Functionalizer:
             for args, kwargs in parts:
                 self.mutated(replace(record, args=args, kwargs=kwargs))
             return None
+        left = "grads" if leaves_gradients(record.target, record.kwargs) else None
         written = [
-            record.kwargs.get(name) if at is None or at >= len(record.args) else record.args[at]
+            None
+            if name == left
+            else record.kwargs.get(name)
+            if at is None or at >= len(record.args)
+            else record.args[at]
             for at, name in form.written
         ]
         for ref in refs_in(written):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from functionalize._compat import append_node
+from functionalize._compat import NodeWriter
 from functionalize.core.numbers import (
     Applied,
     Given,
@@ -29,6 +29,14 @@ from functionalize.errors import InvariantError, UnsupportedOpError
 aten = torch.ops.aten
 
 
+class _Kind(NamedTuple):
+    """What a call of an op is named, whether it may be given a generator, where the graph keeps such calls."""
+
+    name: str
+    draws: bool
+    nodes: dict[fx.Node, None]
+
+
 class GraphEmitter:
     """Builds graph nodes directly (no tracing). `now` is the record that nodes are made for.
 
@@ -42,31 +50,38 @@ class GraphEmitter:
         given: Callable[[Given], fx.Node] | None = None,
     ) -> None:
         self.graph = fx.Graph()
+        self.nodes = NodeWriter(self.graph)
         self.now: OpRecord | None = None
         self.numbers: dict[Any, fx.Node] = {}
+        self._kinds: dict[Any, _Kind] = {}
+        self._getitem = self._kind(operator.getitem)
         self._whole, self._given = whole, given
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node; its meta keeps the record it was made for until somebody asks for the graph module."""
         if self.now is not None and self.now.live:
             args, kwargs = map_numbers(self._live, args), map_numbers(self._live, kwargs)
-        name, draws = _traits(target)
-        if draws and _given_generator(args, kwargs):
+        kind = self._kinds.get(target) or self._kind(target)
+        if kind.draws and _given_generator(args, kwargs):
             raise UnsupportedOpError(
                 "draws from a torch.Generator it was given, which a graph cannot hold: use the default "
                 "generator (torch.manual_seed), which replay draws from as eager does"
             )
-        node = append_node(self.graph, target, args, kwargs, name)
+        return self._node(kind, target, args, kwargs)
+
+    def part(self, values: fx.Node, index: int) -> fx.Node:
+        """`operator.getitem`; many of them come of one fused op."""
+        return self._node(self._getitem, operator.getitem, (values, index), {})
+
+    def _node(self, kind: _Kind, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        node = self.nodes.call(target, args, kwargs, kind.name, kind.nodes)
         if self.now is not None:
             node.meta["record"] = self.now
         return node
 
-    def part(self, values: fx.Node, index: int) -> fx.Node:
-        """`operator.getitem`; many of them come of one fused op."""
-        node = append_node(self.graph, operator.getitem, (values, index), {}, "getitem")
-        if self.now is not None:
-            node.meta["record"] = self.now
-        return node
+    def _kind(self, target: Any) -> _Kind:
+        kind = self._kinds[target] = _Kind(*_traits(target), self.nodes.nodes_of(target))
+        return kind
 
     def _live(self, argument: LiveNumber) -> fx.Node:
         return self.number(argument.expression)
@@ -77,17 +92,14 @@ class GraphEmitter:
         for part in bottom_up(expression, known):
             if isinstance(part, Applied):
                 args = tuple(known[a] if is_expression(a) else a for a in part.args)
-                name, _ = _traits(part.function)
-                known[part] = append_node(self.graph, part.function, args, {}, name)
+                known[part] = self._node(self._kind(part.function), part.function, args, {})
             elif isinstance(part, Given) and self._given is not None:
                 tensor = self._given(part)
-                read, name = aten._local_scalar_dense.default, "_local_scalar_dense"
-                known[part] = append_node(self.graph, read, (tensor,), {}, name)
+                read = aten._local_scalar_dense.default
+                known[part] = self._node(self._kind(read), read, (tensor,), {})
                 known[part].meta["hint"] = part.hint
             else:
                 raise InvariantError("a number is used before the op that gave it to Python")
-            if self.now is not None:
-                known[part].meta["record"] = self.now
         return known[expression]
 
     def empty(self, geometry: Geometry, device: torch.device) -> fx.Node:

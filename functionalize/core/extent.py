@@ -19,7 +19,10 @@ class Extent:
     __slots__ = ("spans",)
 
     def __init__(self, *spans: tuple[int, int]) -> None:
-        self.spans = [s for s in spans if s[0] < s[1]]
+        self.spans: list[tuple[int, int]] = []
+        for span in spans:
+            if span[0] < span[1]:
+                self.spans.append(span)
 
     def add(self, start: int, end: int) -> None:
         """Mark [start, end), merging what it touches; O(log n) to find, O(n) to shift at worst."""

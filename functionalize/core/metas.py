@@ -39,15 +39,18 @@ def annotate(program: Program) -> None:
 
 def read_records(graph: fx.Graph) -> None:
     """Fill what the records of the ops tell, each in place of its record."""
-    known: dict[int, tuple[str | None, bool]] = {}  # one record may have many nodes
+    known: dict[
+        int, tuple[str | None, bool]
+    ] = {}  # a record may have many nodes, a backward one stack
     updates: list[fx.Node] = []
     for node in graph.nodes:
         record = node.meta.get("record")
         if record is None:
             continue
-        if id(record) not in known:
-            known[id(record)] = trace_and_update(record.traceback)
-        trace, update = known[id(record)]
+        stack = id(record.traceback)
+        if stack not in known:
+            known[stack] = trace_and_update(record.traceback)
+        trace, update = known[stack]
         if update:
             updates.append(node)
         if trace:

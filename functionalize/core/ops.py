@@ -34,7 +34,7 @@ class Geometry(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return _layout(self.size, self.stride).numel
+        return _layout(self).numel
 
     @property
     def nbytes(self) -> int:
@@ -44,8 +44,7 @@ class Geometry(NamedTuple):
     @property
     def end(self) -> int:
         """Bytes from the start of the storage to past the last element; 0 when there is none."""
-        span = _layout(self.size, self.stride).span
-        return (self.offset + span) * self.dtype.itemsize if span else 0
+        return _layout(self).end
 
     @property
     def start(self) -> int:
@@ -67,18 +66,18 @@ class Geometry(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        return _layout(self.size, self.stride).contiguous
+        return _layout(self).contiguous
 
     @property
     def is_dense(self) -> bool:
         """Covers `end - start` bytes with no gap and no overlap, in any order of dimensions."""
-        layout = _layout(self.size, self.stride)
+        layout = _layout(self)
         return not layout.overlaps and layout.span == layout.numel
 
     @property
     def overlaps(self) -> bool:
         """Whether two elements share a memory location."""
-        return _layout(self.size, self.stride).overlaps
+        return _layout(self).overlaps
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -91,26 +90,30 @@ class Geometry(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What follows from a size and a stride alone; counts elements."""
+    """What follows from a geometry; counts elements, and bytes to the `end`."""
 
     numel: int
     span: int
     contiguous: bool
     overlaps: bool
+    end: int
 
 
 @lru_cache(maxsize=2**16)
-def _layout(size: tuple[int, ...], stride: tuple[int, ...]) -> _Layout:
+def _layout(geometry: Geometry) -> _Layout:
+    size, stride = geometry.size, geometry.stride
     numel = math.prod(size)
     if numel == 0:
-        return _Layout(0, 0, True, False)
+        return _Layout(0, 0, True, False, 0)
     dims = [(st, s) for s, st in zip(size, stride, strict=True) if s != 1]
     span = 1 + sum((s - 1) * st for st, s in dims)
     expected, contiguous = 1, True
     for st, s in reversed(dims):
         contiguous = contiguous and st == expected
         expected *= s
-    return _Layout(numel, span, contiguous, not contiguous and _overlap(dims, numel, span))
+    overlaps = not contiguous and _overlap(dims, numel, span)
+    end = (geometry.offset + span) * geometry.dtype.itemsize
+    return _Layout(numel, span, contiguous, overlaps, end)
 
 
 def _overlap(dims: list[tuple[int, int]], numel: int, span: int) -> bool:

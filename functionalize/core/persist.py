@@ -275,11 +275,20 @@ def save_program(program: Program, path: FilePath) -> None:
     archive.write(path, metadata, content, writer.constants)
 
 
+def check_replays(metadata: Mapping[str, Any]) -> None:
+    """Raises `LoadError` for a graph that the command line wrote."""
+    if metadata.get("kind") == "graph":
+        raise LoadError(
+            "holds a graph to look at, for `functionalize show`, `opt` and `memory`: it cannot be replayed"
+        )
+
+
 def load_program(path: FilePath, runners: Mapping[str, Runner]) -> Program:
     """The program of `save_program`; raises `LoadError`."""
     try:
         metadata = archive.read_metadata(path)
         archive.check_versions(metadata)
+        check_replays(metadata)
         if metadata.get("kind") != "program":
             raise LoadError("holds the programs of a captured step: load them with `step.load`")
         content, constants = archive.read(path)

@@ -10,6 +10,7 @@ Invariant: nothing of the caller's is changed before the last guard has passed.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -65,9 +66,10 @@ class SameAs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """An output that is no tensor."""
+    """An output that is no tensor. made: by the program, which gives out a copy of its own at every replay."""
 
     value: Any
+    made: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +178,10 @@ class Program:
         return text
 
     def lower(self) -> fx.GraphModule:
-        """A `GraphModule` over the tensor leaves of the arguments, with the epilogue as ops at its end."""
+        """A `GraphModule` over the tensor leaves of the arguments, with the epilogue as ops at its end.
+
+        Raises `UncapturableError` for a program whose inputs are found otherwise (a captured step's).
+        """
         from functionalize.core.lower import lower
 
         return lower(self)
@@ -307,7 +312,7 @@ def output_of(
 ) -> Any:
     """One output of a replay, an object of its own; `given`: slots that were given out as they are."""
     if isinstance(role, Constant):
-        return role.value
+        return copy.deepcopy(role.value) if role.made else role.value
     if isinstance(role, LeafItself):
         return call.leaves[role.leaf]
     if isinstance(role, Wrapped):

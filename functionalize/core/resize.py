@@ -39,7 +39,7 @@ def resize(storage: FunctionalStorage, nbytes: int) -> None:
     old = storage.nbytes
     if nbytes == old:
         return
-    storage.nbytes = nbytes
+    storage.nbytes, storage.intact = nbytes, False
     if nbytes == 0:
         storage.forget()
         if storage.original_nbytes == 0:

@@ -86,6 +86,7 @@ class FunctionalStorage:
     parts: what was written and is not in the base yet, if anything; floor: the version of the base without them.
     valid: which bytes may be read. written: whether the contents differ from entry.
     lost: whether the contents of entry were given up.
+    intact: neither resized nor widened, and the root lies in it: every value may be read, without a look at `valid`.
     widened: the root is the whole storage, see Note [Widening the base].
     """
 
@@ -105,6 +106,7 @@ class FunctionalStorage:
     lost: bool = False
     widened: bool = False
     valid: Extent = field(init=False)
+    intact: bool = field(init=False)
     parts: Parts | None = None
     views: dict[Geometry, View] = field(init=False)
 
@@ -112,6 +114,7 @@ class FunctionalStorage:
         self.base = self.original_base
         self.nbytes = self.original_nbytes
         self.valid = Extent((0, self.nbytes))
+        self.intact = self.root.end <= self.nbytes
         version = self.version if self.nbytes or not self.root.numel else -1
         self.views = {self.root: View(self.root, None, None, self.base, version)}
 
@@ -132,10 +135,13 @@ class FunctionalStorage:
 
     def _reach(self, geometry: Geometry, emit: Emitter) -> View:
         """The view of `geometry`, with a root that holds it."""
-        is_whole = self.widened and self.root.end >= self.nbytes
-        if not is_whole and not self._holds(self.views.get(geometry) or View(geometry)):
-            self._widen(emit, geometry.dtype.itemsize)
         found = self.views.get(geometry)
+        if found is not None and self._holds(found):
+            return found
+        is_whole = self.widened and self.root.end >= self.nbytes
+        if not is_whole and (found is not None or not self._holds(View(geometry))):
+            self._widen(emit, geometry.dtype.itemsize)
+            found = self.views.get(geometry)
         if found is None:
             found = self.views[geometry] = View(geometry)
         if not self._holds(found):  # seen through a view that reaches past the end: go straight
@@ -197,7 +203,7 @@ class FunctionalStorage:
                 view.version = -1
         self.views[flat] = View(flat, None, None, whole, self.version)
         window.parent = window.step = None
-        self.widened = True
+        self.widened, self.intact = True, False
 
     def _paste(
         self, emit: Emitter, flat: Geometry, window: Geometry, value: Value, onto: Value | None
@@ -219,13 +225,16 @@ class FunctionalStorage:
         holds the second all-gather.
         """
         found = self.views.get(geometry)
-        is_current = found and (found.version == self.version or self._is_current(found))
-        if found and is_current and self.valid.covers(geometry.start, geometry.end):
+        if (
+            found is not None
+            and (found.version == self.version or self._is_current(found))
+            and (self.intact or self.valid.covers(geometry.start, geometry.end))
+        ):
             return found.value
         if geometry.numel == 0:
             return emit.empty(geometry, self.device)
         check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "reads")
-        if not self.valid.covers_view(geometry):
+        if not self.intact and not self.valid.covers_view(geometry):
             raise UndefinedContentsError(
                 f"reads `{self.name}` ({geometry}), whose storage was grown to {self.nbytes} bytes and "
                 "some of these bytes were not written since: write to all of them first"
@@ -303,7 +312,8 @@ class FunctionalStorage:
             self.parts = None
             self._rebase(value)
             self.written = True
-            self.valid.add_view(geometry)
+            if not self.intact:
+                self.valid.add_view(geometry)
             return
         view = self._reach(geometry, emit)
         if self._passes_overlap(view):  # no way back through a view that shows an element twice
@@ -395,12 +405,13 @@ class FunctionalStorage:
         self.version += 1
         self.floor = self.version
         self.parts = None
-        self.valid = Extent()
+        self.valid, self.intact = Extent(), False
         self.lost = True
 
     def keep_prefix(self, nbytes: int) -> None:
         """Only the first `nbytes` bytes remain valid; the base's value is still right for those."""
         self.valid.truncate(nbytes)
+        self.intact = False
         if self.parts:
             return
         root = self.views[self.root]

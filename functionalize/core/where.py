@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -30,7 +32,7 @@ _INTERNAL = (
 
 def user_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """The frames that are neither torch's nor this library's, outermost first."""
-    return [f for f in frames if not f.filename.startswith(_INTERNAL)]
+    return [f for f in frames if not is_internal(f.filename)]
 
 
 def trace_and_update(captured: CapturedTraceback | None) -> tuple[str | None, bool]:
@@ -73,6 +75,26 @@ def _innermost(all_frames: Iterable[traceback.FrameSummary]) -> str:
 
 def _text(f: traceback.FrameSummary) -> str:
     return f"{f.filename}:{f.lineno}, in {f.name}: {(f.line or '').strip()}"
+
+
+class UserLine(NamedTuple):
+    """Where code of the user's stood when it ran, by the instruction: leads to what a `CapturedTraceback` does."""
+
+    code: CodeType
+    instruction: int
+
+    def summary(self) -> traceback.StackSummary:
+        """The one frame there is."""
+        lines = (n for start, end, n in self.code.co_lines() if start <= self.instruction < end)
+        line = next(lines, None) or self.code.co_firstlineno
+        frame = traceback.FrameSummary(self.code.co_filename, line, self.code.co_name)
+        return traceback.StackSummary.from_list([frame])
+
+
+@cache
+def is_internal(filename: str) -> bool:
+    """Whether a file is torch's or this library's, and not the user's."""
+    return filename.startswith(_INTERNAL)
 
 
 def located(error: FunctionalizeError, record: OpRecord) -> FunctionalizeError:

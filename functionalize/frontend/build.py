@@ -119,8 +119,7 @@ class Builder:
                 storage.views[g] = View(g, None, None, self._nodes[index], version)
 
     def _placeholder(self, spec: InputSpec, serial: int) -> fx.Node:
-        graph = self.emit.graph
-        node = graph.create_node("placeholder", spec.name, name=spec.name)
+        node = self.emit.nodes.placeholder(spec.name)
         if self._nodes and node.prev is not self._nodes[-1]:
             self._nodes[-1].append(node)
         self._nodes.append(node)

@@ -1,6 +1,6 @@
 """The recorder: every op below autograd, and every storage resize, as an op stream.
 
-    with Recorder() as recorder:      a dispatch mode; two methods of torch patched (see patches.py)
+    with Recorder() as recorder:      a dispatch mode; what patches.py lists is replaced
         fn(*args)
     recorder.records                  [OpRecord(aten.sin.default, ...), OpRecord(resize_storage_bytes_, ...)]
 
@@ -11,14 +11,15 @@ there. All are raised before the op runs, so that nothing segfaults.
 
 from __future__ import annotations
 
-from typing import Any
+from types import NoneType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from functionalize._compat import (
     FakeTensor,
-    TorchDispatchMode,
+    Stacks,
     autograd_position,
     disable_current_modes,
     is_dtensor_type,
@@ -51,13 +52,14 @@ from functionalize.frontend.op_kinds import (
     tensors_in,
 )
 from functionalize.frontend.outsiders import Outsiders
-from functionalize.frontend.patches import PATCHES
 from functionalize.frontend.refusals import Refusals
 from functionalize.frontend.target import placed
+from functionalize.frontend.watcher import Watcher
 
 aten = torch.ops.aten
 _LIFT_FRESH = aten.lift_fresh.default
 _DEVICE = torch.ops.prim.device.default
+_CONSTANTS = frozenset({bool, int, float, str, NoneType, torch.dtype})
 
 
 class Scalar:
@@ -69,7 +71,7 @@ class Scalar:
         self.record, self.value = record, value
 
 
-class Recorder(Refusals, TorchDispatchMode):
+class Recorder(Refusals, Watcher):
     """Records while active.
 
     ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
@@ -93,33 +95,20 @@ class Recorder(Refusals, TorchDispatchMode):
         self.scalars: list[Scalar] = []
         self.failed: tuple[BaseException, OpRecord] | None = None
         self.ledger = Ledger(self.unfaithful) if live else None
-        self._entered = 0
         self._near_number = False  # whether the op at hand is given a live number
         self.given: set[int] = set()  # storages whose numbers are guarded early: arguments
         self._outsiders = outsiders
+        self._stacks = Stacks()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that hides the handler from Dynamo costs as much as an op
-
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Self:
         if self.for_real and self.drawn is None:
             self.drawn = generator_states()
-        PATCHES.install()
-        try:
-            super().__enter__()
-        except BaseException:
-            PATCHES.remove()
-            raise
-        self._entered += 1
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         try:
             super().__exit__(*exc)
         finally:
-            PATCHES.remove()
-            self._entered -= 1
             if self.ledger is not None and not self._entered:
                 self.ledger.close()
 
@@ -169,8 +158,7 @@ class Recorder(Refusals, TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        record = OpRecord(func, (), {}, None, (), stack_here())
-        record.seq_nr, record.autograd_node, record.phase = autograd_position()
+        record = OpRecord(func, (), {}, None, (), self._stacks.here(), *autograd_position())
         if func is _LIFT_FRESH and self.info_of(args[0]) is None:
             return self._literal(args[0])
         try:
@@ -193,11 +181,14 @@ class Recorder(Refusals, TorchDispatchMode):
             return self._call(func, args, kwargs)
         if self.for_real and (op.random or op.sized_by_data):
             self.check_repeatable(op, record)
+        self.suspended += 1
         try:
-            out = self._call(func, args, kwargs)
+            out = func(*args, **kwargs)
         except BaseException as error:
             self.failed = (error, record)
             raise
+        finally:
+            self.suspended -= 1
         if self.for_real and op.random:
             self.drawn = generator_states()
         if op.to_python:
@@ -276,13 +267,16 @@ class Recorder(Refusals, TorchDispatchMode):
             self.suspended -= 1
 
     def _map_in(self, arg: Any) -> Any:
+        kind = type(arg)
+        if kind in _CONSTANTS:  # most of what is no tensor
+            return arg
         if isinstance(arg, Tensor):
             return self.ref(arg)
         if isinstance(arg, (list, tuple)):
             return [self.ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in arg]
-        if type(arg) in SYMBOLIC:
+        if kind in SYMBOLIC:
             self._near_number = True
-        return placed(arg) if type(arg) is torch.device else arg
+        return placed(arg) if kind is torch.device else arg
 
     def _map_out(self, out: Any) -> Any:
         if isinstance(out, Tensor):
@@ -306,7 +300,7 @@ class Recorder(Refusals, TorchDispatchMode):
         elif op.moves:
             self._after_mutation(record, args, kwargs)
         self._born = {}
-        record.outputs = self._map_out(out)
+        record.outputs = self.out_ref(out) if isinstance(out, Tensor) else self._map_out(out)
         if self._born:
             record.meta["born"] = self._born
         self.records.append(record)

@@ -7,6 +7,7 @@ is_composite(aten.matmul)   made of other ops, which are recorded instead
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,18 @@ from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import UnsupportedTensorError
 
 aten = torch.ops.aten
+_QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+# What makes a tensor of more than a storage, a size and strides; a fake of it would not say so.
+_MAKES = types.MappingProxyType(
+    {
+        "aten::quantize_per_": "quantised",
+        "aten::_make_per_": "quantised",
+        "aten::_empty_affine_quantized": "quantised",
+        "aten::_empty_per_channel_affine_quantized": "quantised",
+        "aten::empty_quantized": "quantised",
+        "aten::_nested_tensor_from_": "nested",
+    }
+)
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
@@ -31,9 +44,24 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedTensorError(
-            f"a tensor of type {type(tensor).__name__}, layout {tensor.layout} and size "
-            f"{list(tensor.shape)} has no storage of its own: only strided tensors can be functionalized"
+            f"meets a tensor of type {type(tensor).__name__}, layout {tensor.layout} and size "
+            f"{list(tensor.shape)}, which has no storage of its own: only strided tensors can be functionalized"
         ) from error
+
+
+def check_plain(tensor: Tensor) -> None:
+    """Raises `UnsupportedTensorError` for a tensor that is more than a storage, a size and strides."""
+    if tensor.dtype in _QUANTISED:
+        raise more_than_strided(f"meets a quantised tensor of {tensor.dtype}")
+    if tensor.is_nested:
+        raise more_than_strided(f"meets a nested tensor of {tensor.dtype}")
+
+
+def more_than_strided(what: str) -> UnsupportedTensorError:
+    """The error for a quantised or nested tensor."""
+    return UnsupportedTensorError(
+        f"{what}, which is more than a storage, a size and strides: only plain strided tensors can be functionalized"
+    )
 
 
 @cache
@@ -155,6 +183,7 @@ class OpKind:
     random: bool
     sized_by_data: bool
     reads_grad_mode: bool
+    makes: str  # "quantised" or "nested", if the result is more than a strided tensor
     may_be_refused: bool
 
 
@@ -163,6 +192,7 @@ def kind_of(func: Any) -> OpKind:
     """What kind of op `func` is."""
     looks, communicates = only_looks(func), func.namespace in ("c10d", "fsdp")
     writes = is_mutating(func) and not looks
+    makes = next((kind for start, kind in _MAKES.items() if func.name().startswith(start)), "")
     return OpKind(
         looks=looks,
         metadata=is_metadata(func),
@@ -176,5 +206,10 @@ def kind_of(func: Any) -> OpKind:
         random=torch.Tag.nondeterministic_seeded in func.tags,
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
         reads_grad_mode=func in READS_GRAD_MODE,
-        may_be_refused=communicates or writes or func in SAME_REACH or func is RESIZE_STORAGE,
+        makes=makes,
+        may_be_refused=communicates
+        or writes
+        or makes != ""
+        or func in SAME_REACH
+        or func is RESIZE_STORAGE,
     )

@@ -10,6 +10,7 @@ Refusal: an op that has no functional form among the overloads of its own and th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -68,6 +69,19 @@ def _written(target: Any) -> tuple[tuple[int | None, str], ...]:
 def written_arguments(target: Any) -> tuple[tuple[int | None, str], ...]:
     """(position or None, name) of every argument that the schema of `target` marks as written."""
     return _written(target)
+
+
+def leaves_gradients(target: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this is a fused optimizer step that is not told to unscale the gradients, and so does not write them."""
+    return _may_unscale(target) and kwargs.get("grad_scale") is None
+
+
+@cache
+def _may_unscale(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::_fused_"):
+        return False  # `_fused_rms_norm` is no optimizer
+    return any(argument.name == "grad_scale" for argument in schema.arguments)
 
 
 def expands(have: tuple[int, ...], want: tuple[int, ...]) -> bool:

@@ -191,6 +191,19 @@ def test_fused_adagrad() -> None:
     same_as_eager(fn, some(), some(), m, steps(), times=3)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_are_written_by_a_step_that_unscales_them_alone(scaled: bool) -> None:
+    def fn(p: Any, g: Any, m: Any, v: Any, step: Any, scale: Any) -> None:
+        torch._fused_adamw_(p, g, m, v, [], step, lr=0.1, amsgrad=False, **HYPER, **scale)
+
+    scale = {"grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0)} if scaled else {}
+    args = (some(), some(), some(), [t.square() for t in some()], steps())
+    program = fz.trace(fn, *args, scale)
+    gradients = {i for i, spec in enumerate(program.inputs) if spec.name.startswith("g_")}
+    written = {action.input for action in program.epilogue}
+    assert len(gradients) == 3 and written & gradients == (gradients if scaled else set())
+
+
 def test_gradient_scaler() -> None:
     def fn(grads: Any, found: Tensor, scale: Tensor, growth: Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.reciprocal())
