@@ -6,12 +6,12 @@
 
 Refusals, in words: a step that takes something out of what it was given, or puts something in
 (`batch.pop("labels")`), which a replay would not do; a result that hides tensors, which a replay would return
-as they once were.
+as they once were; a generator or a coroutine, whose code runs when the step has returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any
 
 from functionalize._compat import pytree
@@ -56,8 +56,10 @@ def changed(
 
 
 def hidden(leaves: Sequence[Any]) -> str | None:
-    """A leaf of a result that has tensors inside, which a replay could not renew."""
+    """A leaf of a result that a replay could not renew: it has tensors inside, or is yet to run."""
     for leaf in leaves:
+        if isinstance(leaf, (Iterator, Coroutine, AsyncIterator)):
+            return f"returns a {type(leaf).__name__}, which runs after the step has returned: return what it gives"
         if structure.holds_tensors(leaf):
             return (
                 f"returns an object of type {type(leaf).__name__} that hides tensors: return the tensors, or "

@@ -125,10 +125,11 @@ def _methods(roots: Roots) -> Iterator[types.FunctionType]:
 
 def _digest(fn: types.FunctionType) -> str:
     defaults = [repr(d) for d in fn.__defaults__ or () if isinstance(d, NUMBERS)]
-    return hashlib.sha256(repr((_compiled(fn.__code__), defaults)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((compiled(fn.__code__), defaults)).encode()).hexdigest()[:16]
 
 
-def _compiled(code: types.CodeType) -> tuple[Any, ...]:
+def compiled(code: types.CodeType) -> tuple[Any, ...]:
+    """What Python compiled a function to, without lines and comments."""
     return (
         code.co_code,
         code.co_names,
@@ -141,7 +142,7 @@ def _compiled(code: types.CodeType) -> tuple[Any, ...]:
 
 def _constant(value: Any) -> Any:
     if isinstance(value, types.CodeType):
-        return _compiled(value)
+        return compiled(value)
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 

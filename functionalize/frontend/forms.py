@@ -11,7 +11,7 @@ module that has other hooks, an optimizer that has other groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,6 +27,7 @@ from functionalize.frontend.lifted import HyperparameterNumber
 from functionalize.frontend.naming import Names
 from functionalize.frontend.reach import Held
 from functionalize.frontend.shared import SharedGuard
+from functionalize.frontend.surroundings import SurroundingsGuard
 
 
 class Gone(SaveError):
@@ -54,8 +55,8 @@ _PLAIN = (
 _NO_CALL = Call((), [])
 
 
-def forms(names: Names) -> list[Form]:
-    """Every form that the programs of a step may need."""
+def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
+    """Every form that the programs of the step `fn` may need."""
     records, placements = dtensor_parts()
     return [
         *FORMS,
@@ -65,6 +66,11 @@ def forms(names: Names) -> list[Form]:
         Form(guards.ModuleGuard, _save_modules, _load_modules),
         Form(guards.ParameterGuard, _save_parameters, _load_parameters),
         Form(guards.HyperparameterGuard, _save_hyperparameters, _load_hyperparameters),
+        Form(
+            SurroundingsGuard,
+            lambda guard: (guard.portable(),),
+            lambda saved: SurroundingsGuard.loaded(fn, names.roots, saved),
+        ),
     ]
 
 

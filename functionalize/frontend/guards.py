@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat import hooks_of
+from functionalize._compat import (
+    function_modes,
+    hooks_of,
+    hooks_of_everything,
+    saved_tensor_hooks,
+)
 from functionalize.core.guards import same_constant
 from functionalize.core.inputs import Call, Source
 from functionalize.frontend.lifted import Key, is_liftable
@@ -19,7 +24,7 @@ from functionalize.frontend.sources import Slot
 
 @dataclass(frozen=True, slots=True)
 class ModeGuard:
-    """Grad mode, inference mode, autocast and the default dtype are as at capture."""
+    """Modes of torch, and hooks that it runs for everything, are as at capture."""
 
     facts: tuple[tuple[str, Any], ...]
 
@@ -44,7 +49,30 @@ def _modes() -> tuple[tuple[str, Any], ...]:
         ("the autocast dtype", torch.get_autocast_dtype("cpu")),
         ("the default dtype", torch.get_default_dtype()),
         ("deterministic mode", torch.are_deterministic_algorithms_enabled()),
+        ("the autocast cache", torch.is_autocast_cache_enabled()),
+        ("anomaly detection", torch.is_anomaly_enabled()),
+        ("oneDNN", torch.backends.mkldnn.enabled),
+        ("attention", tuple(f"{n}: {on()}" for n, on in _ATTENTION)),
+        ("the hooks on saved tensors", tuple(map(_spot, saved_tensor_hooks()))),
+        ("the function modes", tuple(_spot(type(mode)) for mode in function_modes())),
+        *hooks_of_everything(),
     )
+
+
+# Which kernels scaled_dot_product_attention may take; the names say CUDA, the CPU goes by the same ones.
+_ATTENTION = (
+    ("flash", torch.backends.cuda.flash_sdp_enabled),
+    ("efficient", torch.backends.cuda.mem_efficient_sdp_enabled),
+    ("math", torch.backends.cuda.math_sdp_enabled),
+    ("cudnn", torch.backends.cuda.cudnn_sdp_enabled),
+)
+
+
+def _spot(value: Any) -> str:
+    """Where a function or a class is defined, so that one that is made anew counts as the same."""
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    line = getattr(getattr(value, "__code__", None), "co_firstlineno", "")
+    return f"{getattr(value, '__module__', '')}.{name}{line and ':'}{line}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,27 +100,22 @@ class ModuleGuard:
 
 def _facts(module: nn.Module) -> dict[str, Any]:
     """What of a module shapes the ops it runs; equal dicts mean the same ops."""
-    found: dict[str, Any] = {}
-    for key, value in vars(module).items():
-        if type(value) in _PLAIN:
-            found[key] = value
-        elif key == "_modules":
-            found["children"] = [id(child) for child in value.values()]
-        elif isinstance(value, dict) and key in _REGISTRIES:
-            found[key] = list(value)
+    table = vars(module)
+    found = {key: value for key, value in table.items() if type(value) in _PLAIN}
+    found["children"] = [id(child) for child in table.get("_modules", {}).values()]
+    for key in _REGISTRIES:
+        found[key] = list(table.get(key, ()))
     return found
 
 
 _PLAIN = frozenset(NUMBERS)
-_REGISTRIES = frozenset(
-    {
-        "_parameters",
-        "_buffers",
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-    }
+_REGISTRIES = (
+    "_parameters",
+    "_buffers",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
 )
 
 

@@ -178,7 +178,7 @@ class JointRecording(Recording):
         storages = _storages(builder, drop_unused_inputs(program))
         entry = self.at.entry
         moving = (FSDPStateGuard(entry.fsdp), entry.held)
-        program.facts = (*moving, *entry.facts, *program.facts)
+        program.facts = (*moving, *entry.facts, entry.around, *program.facts)
         program.guards = (
             *_guards(program, storages, len(program.inputs)),
             *_shared(program, storages, entry),

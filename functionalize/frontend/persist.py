@@ -28,7 +28,7 @@ import torch.distributed as dist
 from functionalize.core import archive, persist
 from functionalize.core.archive import FilePath, damaged, refusal
 from functionalize.core.encoding import Decoder, Encoder
-from functionalize.core.persist import Reader, Runner, Writer
+from functionalize.core.persist import Reader, Runner, Writer, check_replays
 from functionalize.core.program import Program
 from functionalize.errors import CompileError, LoadError, SaveError
 from functionalize.frontend.agreement import Vote
@@ -93,7 +93,7 @@ def _written(fn: Callable[..., Any], saved: Saved) -> tuple[Json, Json, Writer]:
     programs, gone = [], SaveError("has no program yet: call the step until it is captured")
     for number, (key, kept) in enumerate(saved.programs, 1):
         encoder = Encoder(
-            forms(names), names.of
+            forms(names, fn), names.of
         )  # of its own: what a program left out has written goes with it
         try:
             programs.append(_write_kept(replace(writer, encoder=encoder), key, kept, number))
@@ -145,7 +145,7 @@ def load_step(path: FilePath, fn: Callable[..., Any]) -> Saved:
     metadata = _together(path, lambda: _checked(path, fn, names))
     _together(path, lambda: _set_up(names, metadata["fsdp"]))
     names = Names(names.roots)  # what FSDP2 made since has names, too
-    saved: Saved = _together(path, lambda: _read(path, names, metadata))
+    saved: Saved = _together(path, lambda: _read(path, names, metadata, fn))
     return saved
 
 
@@ -153,6 +153,7 @@ def _checked(path: Path, fn: Callable[..., Any], names: Names) -> Json:
     """The metadata, if the file is for this step in this process."""
     metadata = archive.read_metadata(path)
     archive.check_versions(metadata)
+    check_replays(metadata)
     if metadata["kind"] != "step":
         raise LoadError("holds one program: load it with `functionalize.load`")
     found = mismatch(metadata, fingerprint(fn, names))
@@ -170,7 +171,7 @@ def _set_up(names: Names, goals: Json) -> None:
         set_up_fsdp(root, goal)
 
 
-def _read(path: Path, names: Names, metadata: Json) -> Saved:
+def _read(path: Path, names: Names, metadata: Json, fn: Callable[..., Any]) -> Saved:
     content, constants = archive.read(path)
     groups = names_here(metadata["process groups"], names)
     vote = None
@@ -179,7 +180,7 @@ def _read(path: Path, names: Names, metadata: Json) -> Saved:
         vote = Vote(tuple(groups[g["group"]] for g in members), torch.device(device), compares)
     kept = []
     for code in content["programs"]:
-        decoder = Decoder(code["records"], forms(names), names.object)
+        decoder = Decoder(code["records"], forms(names, fn), names.object)
         kept.append(_read_kept(Reader(decoder, _RUNNERS, groups, constants), code))
     return Saved(kept, Decoder((), ()).value(content["lifted"]), vote)
 

@@ -9,6 +9,7 @@ so far names. Of an installed package's functions, what they hold is searched, n
 
 from __future__ import annotations
 
+import dis
 import functools
 import io
 import queue
@@ -34,6 +35,8 @@ _ATOMS = (*NUMBERS, torch.dtype, torch.device)
 CONTAINERS = (list, dict, set, deque, queue.Queue, queue.SimpleQueue, io.IOBase)
 
 
+# Code that names one of these finds attributes by names that it has as texts.
+_BY_TEXT = frozenset({"getattr", "hasattr", "vars", "__dict__", "attrgetter"})
 # A program that the step's object keeps (`self.program = step.program`) would lead to the places of its own inputs.
 _NOT_SEARCHED = ("torch", "builtins", "functionalize")
 
@@ -196,7 +199,8 @@ class _Search:
         is_class, is_module = isinstance(value, type), isinstance(value, types.ModuleType)
         owner = value if is_class else type(value)
         package = value.__name__ if is_module else owner.__module__
-        if package.partition(".")[0] in _NOT_SEARCHED:
+        package = package.partition(".")[0]
+        if package in _NOT_SEARCHED or ((is_module or is_class) and is_standard(package)):
             return []
         if is_class or is_module:
             self.tables.append((value, set()))
@@ -216,11 +220,13 @@ class _Search:
             return found
         if not is_installed(fn.__module__):
             self.roots.functions.append(fn)
-        for code in _codes(fn.__code__) if not is_installed(fn.__module__) else ():
+        for code in codes_of(fn.__code__) if not is_installed(fn.__module__) else ():
             self.named.update(code.co_names)
-            for name in code.co_names:
-                if name in fn.__globals__:
-                    found.append((name, fn.__globals__[name], Held(fn.__globals__, name)))
+            if not _BY_TEXT.isdisjoint(code.co_names):
+                self.named.update(c for c in code.co_consts if isinstance(c, str))
+        for name in globals_of(fn.__code__) if not is_installed(fn.__module__) else ():
+            if name in fn.__globals__:
+                found.append((name, fn.__globals__[name], Held(fn.__globals__, name)))
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 found.append((name, cell.cell_contents, Held(cell, None)))
@@ -284,8 +290,29 @@ def _items(table: dict[Any, Any]) -> list[_Found]:
     return [(str(k), v, Held(table, k)) for k, v in table.items()]
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions, classes and comprehensions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes_of(constant)
+
+
+_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a function and the code inside it use; its other names are those of attributes."""
+    used = (
+        i.argval
+        for each in codes_of(code)
+        for i in dis.get_instructions(each)
+        if i.opname in _GLOBAL_OPS
+    )
+    return tuple(dict.fromkeys(used))
+
+
+def is_standard(package: str) -> bool:
+    """Whether a package is Python's own."""
+    return package in sys.stdlib_module_names and package != "__main__"

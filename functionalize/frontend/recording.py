@@ -23,8 +23,10 @@ left unsharded, flags set for the next call.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ from functionalize.core.guards import (
 )
 from functionalize.core.inputs import Argument, Call, Captured, Source
 from functionalize.core.ops import OpRecord, refs_in
-from functionalize.core.program import Program
+from functionalize.core.program import Constant, OutputRole, Program
 from functionalize.core.unused import drop_unused_inputs
 from functionalize.core.where import line_of
 from functionalize.frontend.arguments import flatten_result, hidden
@@ -70,6 +72,7 @@ from functionalize.frontend.places import Places
 from functionalize.frontend.reach import Held, Roots, reachable
 from functionalize.frontend.shared import SharedGuard
 from functionalize.frontend.sources import Slot, module_tensors, parameters
+from functionalize.frontend.surroundings import SurroundingsGuard
 from functionalize.run.boxed import boxed
 
 
@@ -85,6 +88,7 @@ class Entry:
     fsdp: FSDPState
     host: HostState
     facts: list[Guard]
+    around: SurroundingsGuard
     held: SlotGuard
     lifted: frozenset[Key]
     kept: list[tuple[str, Source, Tensor, int | None]]
@@ -125,6 +129,7 @@ class Entry:
             fsdp,
             HostState.now(roots),
             _facts(roots, leaves, found, keys),
+            SurroundingsGuard.of(fn, roots),
             SlotGuard.of(call, places.slots),
             keys,
             list(_kept(roots, fsdp)),
@@ -143,7 +148,10 @@ class Entry:
                 return f"removes `{name}`"
         failures = (fact.failure(call) for fact in self.facts)
         failure = next((f for f in failures if f), None)
-        return f"changes what it is guarded by: {failure}" if failure else self.host.difference()
+        if failure is None and (difference := self.host.difference()) is not None:
+            return difference
+        failure = failure or self.around.difference(call)
+        return f"changes what it is guarded by: {failure}" if failure else None
 
 
 def _facts(
@@ -226,6 +234,12 @@ class Exit:
         if isinstance(effects, str):
             return Exit(leaves, spec, assigned, FSDPEffects(), history, changed or effects)
         return Exit(leaves, spec, assigned, effects, history, changed)
+
+
+def _is_changeable(value: Any) -> bool:
+    kind = type(value)
+    array = kind.__module__ == "numpy" and kind.__name__ == "ndarray"
+    return array or kind in (set, bytearray, types.SimpleNamespace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +352,7 @@ class Recording:
         builder.add_inputs(list(self._inputs(builder)))
         builder.early = self.recorder.early_records()
         builder.discharge()
-        outputs = builder.roles(self.exit.leaves, self.entry.leaves)
+        outputs = self._made(builder.roles(self.exit.leaves, self.entry.leaves))
         epilogue = builder.epilogue()
         early = builder.early_guards(boxed)
         program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
@@ -346,7 +360,7 @@ class Recording:
         storages = tuple(builder.storage_of_input[i] for i in kept)
         backward = any(record.autograd_node is not None for record in self.recorder.records)
         moving = (FSDPStateGuard(self.entry.fsdp, backward), self.entry.held)
-        program.facts = (*moving, *self.entry.facts, *program.facts)
+        program.facts = (*moving, *self.entry.facts, self.entry.around, *program.facts)
         places = [self.entry.places.shared.get(storage, []) for storage in storages]
         program.guards = (
             *_input_guards(program, storages),
@@ -354,6 +368,18 @@ class Recording:
             *early,
         )
         return program
+
+    def _made(self, outputs: list[OutputRole]) -> list[OutputRole]:
+        """Of objects that the step made, and that its caller may change, each replay gives out a new one."""
+        known = {*self.entry.around.known, *map(id, self.entry.leaves)}
+        return [
+            Constant(copy.deepcopy(role.value), made=True)
+            if isinstance(role, Constant)
+            and _is_changeable(role.value)
+            and id(role.value) not in known
+            else role
+            for role in outputs
+        ]
 
     def _inputs(
         self, builder: Builder, externals: Sequence[External] | None = None

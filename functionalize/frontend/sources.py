@@ -9,6 +9,7 @@ source that a replay may assign to, and that may hold nothing.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat import is_traceable_wrapper_subclass
+from functionalize._compat import is_dtensor_type, is_traceable_wrapper_subclass
 from functionalize.core.inputs import Argument, Call, Source
 from functionalize.frontend.fsdp import fsdp_parameters, fsdp_slots, fsdp_tensors
-from functionalize.frontend.reach import Held, Roots
+from functionalize.frontend.reach import NUMBERS, Held, Roots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +120,8 @@ def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Sour
     """`value` itself, or the plain tensors inside it, each with its source."""
     if type(value) in _PLAIN:  # the others are asked, which takes time
         yield name, source, value
+    elif is_dtensor_type(type(value)):  # type: ignore[arg-type]
+        yield from unwrapped(name, Inner(source, "_local_tensor"), value._local_tensor)
     elif is_traceable_wrapper_subclass(value):
         for attribute in value.__tensor_flatten__()[0]:
             inner = getattr(value, attribute)
@@ -140,10 +143,15 @@ def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
                     yield f"{name}.{key}", ModuleTensor(module, table, key), value
 
 
+_NO_TENSORS = frozenset({*NUMBERS, dict, OrderedDict, set})  # what a module has, and its tables
+
+
 def _plain_attributes(roots: Roots) -> Iterator[tuple[str, Held, Tensor]]:
     """Tensors that a module keeps as plain attributes."""
     for name, module in roots.walk():
         for key, value in vars(module).items():
+            if type(value) in _NO_TENSORS:  # nearly all
+                continue
             if isinstance(value, Tensor):
                 yield f"{name}.{key}", Held(vars(module), key), value
             elif isinstance(value, (list, tuple)):

@@ -35,7 +35,7 @@ from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.explain import explanation
 from functionalize.frontend.handshake import disagreement
 from functionalize.frontend.history import without_history
-from functionalize.frontend.lifetimes import LifetimeRecorder
+from functionalize.frontend.lifetime_recorder import LifetimeRecorder
 from functionalize.frontend.lifted import Key, lifted
 from functionalize.frontend.live import plain_tree
 from functionalize.frontend.memory import StepMemory
@@ -73,7 +73,8 @@ def capture(
     compile: what runs the programs: Inductor (not bit for bit), CUDA graphs, or (None) one op after the other. A
     program that it cannot take is refused as one that cannot be captured, with a `CompileError`.
     memory: note when storages come and go, for `step.memory`, and which module each op belongs to.
-    Whatever the step itself raises passes through. Raises `ValueError` for a mode it does not know.
+    Whatever the step itself raises passes through. Raises `ValueError` for a mode it does not know, and for `memory`
+    with `backward`.
     """
     options = Options.of(passes, on_uncapturable, max_programs, compile, memory)
     if train_step is None:
@@ -121,7 +122,7 @@ class CapturedStep:
 
     @property
     def memory(self) -> StepMemory | None:
-        """What the step holds at every moment, with eager's lifetimes and with the program's; if that was recorded."""
+        """What the step holds at every moment, with eager's lifetimes and with the program's; None without `memory`."""
         latest = self._programs.latest
         return latest.memory if latest is not None else None
 

@@ -23,12 +23,14 @@ class Guarded(World):
 
     def __init__(self) -> None:
         super().__init__()
-        self.factor = 1.0
+        self.factor, self.weights = 1.0, {"main": 1.0}
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
     def step(self, x: Tensor, y: Tensor, options: Any) -> Tensor:
         y = y[0] if isinstance(y, list) else y
-        loss = (self.model(x) * options["scale"] * self.factor).square().mean() + y.sum()
+        loss = (
+            self.model(x) * options["scale"] * self.factor * self.weights["main"]
+        ).square().mean() + y.sum()
         if loss.item() > 1000:
             loss = loss * 0.5
         loss.backward()
@@ -172,6 +174,11 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nesterov": ("HyperparameterGuard", "nesterov", {"change": hyperparameter(nesterov=True)}),
     "kind of lr": ("HyperparameterGuard", "lr = <class 'int'>", {"change": hyperparameter(lr=1)}),
     "state": ("source", "is not where it was", {"change": forget_the_state}),
+    "container": (
+        "SurroundingsGuard",
+        "weights.main` is 2.0",
+        {"change": lambda w: w.weights.update(main=2.0)},
+    ),
     "number read": ("ValueGuard", "is True, was False", {"given": given_to(times=300.0)}),
 }
 

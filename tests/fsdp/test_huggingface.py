@@ -315,6 +315,17 @@ def masks_in_turn() -> Verdict:
     return compare_twins(lambda: seeded(build_llama), train, batches)
 
 
+def experts_through_passes() -> Verdict:
+    return compare_twins(lambda: seeded(build_mixtral), train, text(), passes="default")
+
+
+def test_experts_through_the_default_pipeline() -> None:
+    """Grouped products in float32, which torch's meta kernel refuses."""
+    for verdict in run_on_ranks(experts_through_passes):
+        assert verdict.differences == []
+        assert verdict.replays >= 5
+
+
 def test_masks_with_and_without_padding_have_a_program_each() -> None:
     """The model asks `mask.all()`: known from the argument alone, before anything runs."""
     for verdict in run_on_ranks(masks_in_turn):
