@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import traceback
@@ -33,6 +34,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.text import Text
+from typer.rich_utils import rich_format_error
 
 from functionalize.cli import INTERRUPTED
 from functionalize.core.where import user_frames
@@ -44,7 +46,7 @@ _GAP = "  "
 _LOGGERS = ("functionalize", "torch")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Out:
     """Where a command prints. stdout: the real one."""
 
@@ -62,7 +64,7 @@ class Out:
     def emit(self, data: Callable[[], Any], show: Callable[[Console], None]) -> None:
         """Print the one or the other."""
         if self.json:
-            print(json.dumps(data(), indent=2, default=str), file=self.stdout)
+            print(json.dumps(_finite(data()), indent=2, default=str), file=self.stdout, flush=True)
         else:
             show(self.console)
 
@@ -105,10 +107,18 @@ class Out:
     def fail(self, text: str, kind: str) -> None:
         """An error, on stderr, and as JSON if that was asked for."""
         if self.json:
-            print(
-                json.dumps({"error": {"kind": kind, "message": text}}, indent=2), file=self.stdout
-            )
+            told = {"error": {"kind": kind, "message": text}}
+            print(json.dumps(told, indent=2), file=self.stdout, flush=True)
         self.errors.print(Text.assemble(("error: ", "bold red"), text))
+
+
+def _finite(data: Any) -> Any:
+    """The same with text in place of infinities and NaN, for which JSON has no words."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return str(data)
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    return [*map(_finite, data)] if isinstance(data, (list, tuple)) else data
 
 
 class _Console(Console):
@@ -126,11 +136,54 @@ def run(command: Callable[[Out], int | None], as_json: bool, debug: bool) -> Non
     out = Out.of(as_json, debug)
     with ExitStack() as stack:
         if as_json:
+            stack.enter_context(_alone(out))
             stack.enter_context(redirect_stdout(sys.stderr))
         if not debug:
             stack.enter_context(_quiet())
         code = _code(command, out)
     raise typer.Exit(code)
+
+
+@contextmanager
+def wrong_usage() -> Iterator[None]:
+    """An option or a command that typer does not know, told as any other error."""
+    try:
+        yield
+    except Exception as error:
+        message = getattr(
+            error, "format_message", None
+        )  # click's, which typer may have its own copy of
+        if message is None:
+            raise
+        if "--json" in sys.argv:
+            told = {"error": {"kind": "UsageError", "message": message()}}
+            print(json.dumps(told, indent=2))
+        rich_format_error(error)  # type: ignore[arg-type]
+        raise SystemExit(getattr(error, "exit_code", 2)) from None
+
+
+@contextmanager
+def _alone(out: Out) -> Iterator[None]:
+    """What is written past Python's `sys.stdout`, by C code or to the file descriptor, goes to stderr, too."""
+    try:
+        is_its_own = out.stdout.fileno() == 1 and sys.stderr.fileno() == 2
+    except (OSError, ValueError, AttributeError):  # no file
+        is_its_own = False
+    if not is_its_own:
+        yield
+        return
+    out.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with open(os.dup(kept), "w", encoding=out.stdout.encoding) as stdout:
+            out.stdout = stdout
+            yield
+    finally:
+        if sys.__stdout__ is not None:
+            sys.__stdout__.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _code(command: Callable[[Out], int | None], out: Out) -> int:
@@ -160,7 +213,9 @@ def told(error: BaseException) -> str:
     head = f"{kind}: {text}" if text else kind
     found = user_frames(traceback.extract_tb(error.__traceback__))
     frames = [frame for frame in found if not frame.filename.startswith(_STDLIB)]
-    if isinstance(error, (OSError, SystemExit)):
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{head}\n  at {error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    if isinstance(error, OSError) or (isinstance(error, SystemExit) and not frames):
         return head
     if isinstance(error, InvariantError) or not frames:
         return f"{head}\n  This is a bug of functionalize, please report it with what --debug shows"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 import functionalize as fz
-from functionalize.cli.console import Out, fits, plain, table, widths
+from functionalize.cli.console import Out, fits, plain, table, told, widths
 from functionalize.cli.graphs import check_pipeline
 from functionalize.cli.memory import brief, check_machine, check_picture
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
@@ -21,8 +21,9 @@ from functionalize.errors import SaveError, UsageError
 from functionalize.planning.display import human_bytes
 from functionalize.planning.page import Table, write_page
 from functionalize.planning.pictures import tradeoff_picture
+from functionalize.planning.plan import Plan
 from functionalize.planning.spans import Span
-from functionalize.planning.summary import Sweep
+from functionalize.planning.summary import Sweep, short
 from functionalize.planning.timeline import Timeline
 
 _LEAST = (
@@ -82,22 +83,22 @@ class Asked:
         return found
 
 
-def plan(out: Out, job: Job, asked: Asked) -> None:
-    """Plan a step at every point of a grid."""
+def plan(out: Out, job: Job, asked: Asked) -> int:
+    """Plan a step at every point of a grid; 1 if there is a limit, and no point is within it."""
     asked.check(job)
     fixed = asked.fixed(job)
     with opened(job.source, job.names) as script:
         wants(script, [*asked.grid, *fixed, *filter(None, [asked.largest])])
         if asked.largest is not None and asked.largest not in {*asked.grid, *fixed}:
             fixed[asked.largest] = _default(script, asked.largest)
-        with out.counting() as told:
+        with out.counting() as count:
             axes = [axis for axis, values in asked.grid.items() if len(values) > 1]
             sweep = fz.plan(
                 script.build,
                 script.step,
                 asked.grid,
                 inputs=script.inputs,
-                progress=lambda done, of, point: told(done, of, label(point, axes)),
+                progress=lambda done, of, point: count(done, of, label(point, axes)),
                 **fixed,
             )
         largest = None
@@ -130,6 +131,14 @@ def plan(out: Out, job: Job, asked: Asked) -> None:
     failed = sum(each.error is not None for each in sweep.plans)
     if failed:
         out.note(f"{failed} of {len(sweep.plans)} points could not be planned")
+    return int(largest is None and asked.limit is not None and not _within(sweep, asked.limit))
+
+
+def _within(sweep: Sweep, limit: int) -> bool:
+    """Whether a point fits."""
+    return any(
+        each.figures is not None and each.figures.row["device"] <= limit for each in sweep.plans
+    )
 
 
 def _default(script: Script, key: str) -> Any:
@@ -143,7 +152,7 @@ def _default(script: Script, key: str) -> Any:
 
 def label(point: Mapping[str, Any], keys: Sequence[str]) -> str:
     """`batch 4, world 64`"""
-    return ", ".join(f"{key} {point[key]}" for key in keys)
+    return ", ".join(f"{key} {short(point[key])}" for key in keys)
 
 
 def _more(largest: int) -> str:
@@ -167,13 +176,12 @@ def _show(console: Console, name: str, sweep: Sweep, limit: int | None) -> None:
         row if len(row) == len(heads) else row[:keys] for row in found
     ]  # one that failed tells why
     same = {axis: sweep.plans[0].point[axis] for axis in sweep.axes if axis not in heads[:keys]}
-    plain(console, ", ".join([name, *(f"{key} {value}" for key, value in same.items())]))
+    plain(console, ", ".join([name, *(f"{key} {short(value)}" for key, value in same.items())]))
     left_out = _show_table(console, heads, rows)
     if left_out:
         plain(console, f"(no room for {', '.join(left_out)}: a wider terminal, or --json)", "dim")
-    for each in sweep.plans:
-        if each.error is not None:
-            plain(console, f"{label(each.point, heads[:keys]) or 'the point'}: {each.error}")
+    for each, error in _errors(sweep):
+        plain(console, f"{label(each.point, heads[:keys]) or 'the point'}: {error}")
     large = (
         []
         if limit is None
@@ -187,6 +195,16 @@ def _show(console: Console, name: str, sweep: Sweep, limit: int | None) -> None:
         plain(console, f"more than {human_bytes(limit or 0)}: {'; '.join(large)}")
     for note in sweep.notes():
         plain(console, brief(note))
+
+
+def _errors(sweep: Sweep) -> Iterator[tuple[Plan, str]]:
+    """What failed, and why: with the line and what to do, the first time."""
+    seen: set[str] = set()
+    for each in sweep.plans:
+        if each.cause is not None:
+            text = told(each.cause)
+            yield each, (each.error or "") if text in seen else text
+            seen.add(text)
 
 
 def _show_table(console: Console, heads: list[str], rows: list[list[str]]) -> list[str]:
@@ -261,4 +279,4 @@ def _varying(sweep: Sweep) -> list[str]:
 
 def _same(sweep: Sweep) -> list[str]:
     varying, first = _varying(sweep), sweep.plans[0]
-    return [f"{axis} {first.point[axis]}" for axis in sweep.axes if axis not in varying]
+    return [f"{axis} {short(first.point[axis])}" for axis in sweep.axes if axis not in varying]

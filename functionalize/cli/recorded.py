@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from functionalize.frontend.step import CapturedStep
 from functionalize.frontend.world import World
 from functionalize.planning.communication import members_of
 from functionalize.planning.grid import MODEL_KEYS, Wants, of
-from functionalize.planning.plan import arguments, change
+from functionalize.planning.plan import arguments, called, change
 from functionalize.planning.program_memory import program_timeline
-from functionalize.planning.summary import assumptions
+from functionalize.planning.summary import assumptions, short
 from functionalize.planning.timeline import Category, Timeline
 
 _MOST_CALLS = 6  # until a step has settled; `capture` refuses before
@@ -97,11 +97,23 @@ class Recorded:
 def recorded(job: Job, say: Say) -> Iterator[Recorded]:
     """Read a file, or record a script's step. say: is told what goes on."""
     if job.is_file:
+        _check_file(job)
         say(f"reading {job.source}")
         yield Recorded(**read_graph(job.source))
         return
     with opened(job.source, job.names) as script, _world(job) as world:
         yield _recorded(script, job, world, say)
+
+
+def _check_file(job: Job) -> None:
+    """Raises `UsageError` for what a recorded graph can no longer be asked."""
+    of_script = Job(job.source)
+    options = {"names": "build, --step or --inputs", "given": "set"}
+    for field_ in fields(Job):
+        if getattr(job, field_.name) != getattr(of_script, field_.name):
+            raise UsageError(
+                f"{job.source} is recorded already: --{options.get(field_.name, field_.name)} is for a script"
+            )
 
 
 @contextmanager
@@ -127,12 +139,17 @@ def wants(script: Script, keys: list[str]) -> Wants:
 def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
     taken, start = wants(script, list(job.given)), time.perf_counter()
     say("building the model")
-    built = script.build(**of(job.given, taken.build))
+    built = called("build", script.build, (), of(job.given, taken.build))()
     change(
         built, **{k: v for k, v in job.given.items() if k in MODEL_KEYS and k not in taken.build}
     )
-    made = script.inputs(**of(job.given, taken.inputs)) if script.inputs is not None else ()
+    made = (
+        called("inputs", script.inputs, (), of(job.given, taken.inputs))()
+        if script.inputs is not None
+        else ()
+    )
     args, kwargs = arguments(built, made)
+    called("step", script.step, args, {**kwargs, **of(job.given, taken.step)})
     captured, calls = fz.capture(script.step, memory=True), 0
     while captured.program is None and calls < _MOST_CALLS:
         calls += 1
@@ -165,11 +182,7 @@ def _stats(captured: CapturedStep) -> dict[str, Any]:
 
 
 def _world_text(world: World, job: Job) -> str:
-    mesh = job.mesh
-    if isinstance(mesh, dict):
-        shape = ", mesh " + " x ".join(f"{name} {size}" for name, size in mesh.items())
-    else:
-        shape = ", mesh " + " x ".join(map(str, mesh)) if mesh is not None else ""
+    shape = f", mesh {short(job.mesh)}" if job.mesh is not None else ""
     rank = f", seen from rank {world.rank}" if world.rank else ""
     ranks = "1 rank" if world.size == 1 else f"{world.size:,} ranks"
     return f"{ranks}{shape}{rank}"

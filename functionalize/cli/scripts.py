@@ -18,11 +18,12 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -76,10 +77,13 @@ def opened(where: str, names: Names) -> Iterator[Script]:
 @contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
     sys.path.insert(0, str(folder))
+    arguments, sys.argv = sys.argv, sys.argv[:1]  # a script that reads its own finds none of ours
     try:
         yield
     finally:
-        sys.path.remove(str(folder))
+        sys.argv = arguments
+        with suppress(ValueError):  # the script has removed it
+            sys.path.remove(str(folder))
 
 
 @contextmanager
@@ -195,7 +199,10 @@ def nbytes(text: str) -> int:
         raise UsageError(
             f"the size {text!r} cannot be read: write 80GB, 74.5GiB, or a number of bytes"
         )
-    return int(float(found[1]) * _UNITS[unit])
+    size = float(found[1]) * _UNITS[unit]
+    if not math.isfinite(size):
+        raise UsageError(f"the size {text!r} is larger than any number")
+    return int(size)
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Which kernels a target device was taken to run, how often, and why: the report of a plan's assumptions.
 
-    choices.rows        [Choice("scaled_dot_product_attention", "cudnn", "first in the order of sm90", 64), ...]
+    choices.rows        [Choice("scaled_dot_product_attention", "cudnn", "the first in the order of sm_90", 64), ...]
     print(choices.text())
 
 Rows stand in the order in which they were first taken.

@@ -47,6 +47,7 @@ class Target:
     name: "cuda" or "cpu". capability: of a CUDA device, (8, 0) for an A100, (9, 0) for an H100.
     attention: take this kernel for every attention ("flash", "efficient", "cudnn", "math"), where None takes the
     device's own choice and refuses math. devices: how many a host has, as `torch.cuda.device_count()` tells.
+    Raises `TargetError` for a name or a kernel that is not known.
     """
 
     name: str = "cuda"

@@ -10,6 +10,7 @@ What is other than in a world of real ranks, for the time of the `with`:
 - the process group is torch's fake one: collectives return at once. `mesh` shapes the default mesh;
 - `fully_shard` takes one chunk of a parameter and not one per rank, which is O(parameters * world) in torch;
 - the sharding propagation of DTensor runs on fake tensors of its own, which nobody may count;
+- a library that asks whether a tensor is fake is told no: Hugging Face would take masks that real training leaves out;
 - a number that Python reads from data that is not there is assumed, and told in `World.assumed`: what a tensor was made
   of if that is known (`torch.zeros(1)`, and in-place ops leave it), `any` False, `all` True, else 1 (`True`);
 - the kernels, defaults and autocasts of the target, see `target.py`.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +47,7 @@ from functionalize._compat import (
     disable_current_modes,
     fake_process_group,
     fake_work_ids,
+    fakes_module,
     forget_shardings,
     fully_sharded_chunks,
     mesh_methods,
@@ -54,6 +57,8 @@ from functionalize._compat import (
 from functionalize.core.fakes import Repeats
 from functionalize.core.where import line_of
 from functionalize.errors import WorldError
+from functionalize.frontend import fake_asks
+from functionalize.frontend.device_names import is_cuda
 from functionalize.frontend.patches import Patch, Patches
 from functionalize.frontend.target import Choices, Target, target_named
 
@@ -88,9 +93,9 @@ _NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """A fake world. mesh: the default `DeviceMesh`. choices: which kernels the target took, and why.
+    """A fake world. size: how many ranks. rank: the one whose step is seen. mesh: the default `DeviceMesh`.
 
-    assumed: the numbers that Python read and no tensor holds, as text -> how often.
+    target: the device it is planned for. choices: which kernels the target took, and why. assumed: the numbers that Python read and no tensor holds, as text -> how often.
     """
 
     size: int
@@ -117,8 +122,14 @@ class WorldMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        if torch.is_inference_mode_enabled():  # where a fake view would have no version to share
+            with torch.inference_mode(False), torch.no_grad():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if not types and _are_ranks(args, kwargs):
-            return func(*args, **(kwargs or {}))
+            kwargs = dict(kwargs or {})
+            if self.target != "cpu" and is_cuda(kwargs.get("device")):
+                kwargs["device"] = torch.device("cpu")
+            return func(*args, **kwargs)
         op = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
         try:
             out = self._repeats.run(func, args, kwargs or {}, op)
@@ -190,7 +201,7 @@ def world(
     Raises `WorldError` for what does not fit, and inside for programs that need data.
     """
     shape, names, size = _shape_of(size, mesh)
-    if not 0 <= rank < size:
+    if type(rank) is not int or not 0 <= rank < size:
         raise WorldError(f"rank {rank} is not in a world of {size} ranks")
     if in_world():
         raise WorldError("a fake world inside a fake world: leave the one before entering another")
@@ -205,10 +216,11 @@ def world(
         forget_shardings()
         stack.callback(forget_shardings)
         mode = WorldMode(kind.name)
-        patches = Patches(functools.partial(_patches, FakeTensorMode()))
+        patches = Patches(functools.partial(_patches, FakeTensorMode(), kind.name))
         patches.install()
         stack.callback(patches.remove)
         default = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        stack.enter_context(_unseen_fakes())
         stack.enter_context(mode)
         choices = stack.enter_context(kind.applied())
         yield World(size, rank, default, kind, choices, mode.assumed)
@@ -218,14 +230,18 @@ def _shape_of(
     size: int | None, mesh: Sequence[int] | Mapping[str, int] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...] | None, int]:
     """The mesh's shape, the names of its dimensions, and the number of ranks."""
+    if mesh is not None and (isinstance(mesh, str) or not isinstance(mesh, (Sequence, Mapping))):
+        raise WorldError(f"a mesh is a shape, as (64, 8), or names with sizes, and not {mesh!r}")
     names = tuple(mesh) if isinstance(mesh, Mapping) else None
     if mesh is None:
         shape: tuple[int, ...] = (1 if size is None else size,)
     else:
         shape = tuple(mesh.values()) if isinstance(mesh, Mapping) else tuple(mesh)
-    ranks = math.prod(shape)
-    if any(type(n) is not int or n < 1 for n in shape):
+    if not shape or any(type(n) is not int or n < 1 for n in shape):
         raise WorldError(f"the sizes of a mesh are positive whole numbers, not {shape}")
+    if names is not None and not all(isinstance(name, str) for name in names):
+        raise WorldError(f"the names of a mesh's dimensions are texts, not {names}")
+    ranks = math.prod(shape)
     if size is not None and size != ranks:
         raise WorldError(f"a mesh of shape {shape} has {ranks} ranks, the world {size}")
     return shape, names, ranks
@@ -234,8 +250,9 @@ def _shape_of(
 # -- what is replaced in torch ---------------------------------------------------------------------
 
 
-def _patches(apart: FakeTensorMode) -> Iterator[Patch]:
+def _patches(apart: FakeTensorMode, target: str) -> Iterator[Patch]:
     """(owner, name, replacement). apart: the fakes of sharding propagation."""
+    yield from fake_asks.patches(target, in_world)
     owner, name = sharding_propagation()
     yield owner, name, _on_other_fakes(getattr(owner, name), apart)
     for owner, name in fully_sharded_chunks():
@@ -243,6 +260,31 @@ def _patches(apart: FakeTensorMode) -> Iterator[Patch]:
     yield (*fake_work_ids(), itertools.count().__next__)  # torch draws them from Python's generator
     for owner, name in mesh_methods():
         yield owner, name, _for_real(vars(owner)[name])
+
+
+class _NoFake:
+    """What no tensor is an instance of."""
+
+
+class _Asked(types.ModuleType):
+    """torch's module of fakes, as it is to torch and us: nobody else finds out that a world's tensors are fake."""
+
+    @property
+    def FakeTensor(self) -> type:
+        """The class of fakes, or one without instances."""
+        asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return _NoFake if in_world() and asks not in ("torch", "functionalize") else FakeTensor
+
+
+@contextmanager
+def _unseen_fakes() -> Iterator[None]:
+    module = fakes_module()
+    before = module.__class__
+    module.__class__ = _Asked
+    try:
+        yield
+    finally:
+        module.__class__ = before
 
 
 def _on_other_fakes(original: Callable[..., Any], apart: FakeTensorMode) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ class Canvas:
         except ImportError as error:
             raise PictureError(
                 f"{self.path} cannot be drawn: pictures need matplotlib, which is not installed. "
-                "Run pip install functionalize[plots], or write an HTML page with write_page."
+                'Run pip install "functionalize[plots]", or write an HTML page with write_page.'
             ) from error
         self.context = matplotlib.rc_context(_STYLE)
         self.context.__enter__()

@@ -1,7 +1,7 @@
 """The points of a what-if grid, and who takes what of a point: the world, the model, the step, what is asked of both.
 
     points({"world": [64, 1024], "batch": [1, 2]})    ->  4 dicts, the first key slowest
-    Wants.of(build, inputs, step)                        the keyword arguments that each function takes
+    Wants.of(["layers"], build, inputs, step)            the keyword arguments that each function takes
 
     key                            goes to
     world, mesh, rank, target      `fz.world`
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,14 @@ def points(grid: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
 def _values(key: str, given: Any) -> list[Any]:
     if key == "mesh" and isinstance(given, (tuple, Mapping)):  # one mesh, not several sizes
         return [given]
-    if isinstance(given, (str, Mapping)) or not isinstance(given, (Sequence, range)):
+    if callable(getattr(given, "tolist", None)):  # an array
+        given = given.tolist()
+    if isinstance(given, (str, Mapping)) or not isinstance(given, (Sequence, Set, Iterator)):
         return [given]
-    if not given:
+    values = list(given)
+    if not values:
         raise PlanError(f"the axis `{key}` of the grid has no values")
-    return list(given)
+    return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Other orders of a graph's nodes that need less memory: what may pass what, and two greedy sweeps.
 
-    earlier(...)    forwards: a node that frees more than it makes runs as soon as it can
-    later(...)      backwards: a node that makes more than it frees runs as late as it can
+    order.earlier(start)    forwards: a node that frees more than it makes runs as soon as it can
+    order.later(start)      backwards: a node that makes more than it frees runs as late as it can
 
     a = f(x); b = g(x); c = h(a); d = k(b)    ->    a = f(x); c = h(a); b = g(x); d = k(b)     h frees `a`
 

@@ -1,4 +1,4 @@
-"""Pictures of a plan, PNG, SVG or PDF by the name of the file. Needs matplotlib: `pip install functionalize[plots]`.
+"""Pictures of a plan, PNG, SVG or PDF by the name of the file. Needs matplotlib: `pip install "functionalize[plots]"`.
 
     memory_picture([eager, program], "memory.png")      bytes by category, event by event; the peak explained
     schedule_picture(spans, "schedule.svg")             a row per stream; where compute waits for communication

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ def plan(
     A point that fails has its error in place of figures; if all do, the first error is raised.
     Raises `PlanError` for a grid that does not fit the functions.
     """
+    _check(build, step, inputs, grid, fixed)
     axes = {**{key: [value] for key, value in fixed.items()}, **(grid or {})}
     planner = Planner(build, step, inputs, Wants.of(list(axes), build, inputs, step))
     given = list(points(axes))
@@ -79,6 +81,18 @@ def plan(
         assert plans[0].cause is not None
         raise plans[0].cause
     return Sweep(plans, tuple(axes), planner.searching)
+
+
+def _check(build: Any, step: Any, inputs: Any, grid: Any, fixed: Mapping[str, Any]) -> None:
+    """Raises `PlanError` for what is no plan."""
+    for name, function in (("build", build), ("step", step), ("inputs", inputs)):
+        if not callable(function) and not (name == "inputs" and function is None):
+            raise PlanError(f"`{name}` is a function, not {type(function).__name__}")
+    if grid is not None and not isinstance(grid, Mapping):
+        raise PlanError(f"a grid maps keys to their values, and this is a {type(grid).__name__}")
+    twice = sorted(fixed.keys() & (grid or {}).keys())
+    if twice:
+        raise PlanError(f"`{twice[0]}` has one value and is in the grid, too: leave one out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +196,7 @@ class Planner:
         return now
 
     def _built(self, point: Point, wanted: Mapping[str, Any]) -> Any:
-        built = self._build(**of(point, self._wants.build))
+        built = called("build", self._build, (), of(point, self._wants.build))()
         left = {key: value for key, value in wanted.items() if key not in self._wants.build}
         if left:
             change(built, **left)
@@ -191,9 +205,13 @@ class Planner:
     def _planned(self, point: Point, now: _Open, start: float) -> Plan:
         assert now.captured is not None
         step, wants = now.captured, self._wants
-        made = self._inputs(**of(point, wants.inputs)) if self._inputs is not None else ()
+        made: Any = ()
+        if self._inputs is not None:
+            made = called("inputs", self._inputs, (), of(point, wants.inputs))()
         args, kwargs = arguments(now.built, made)
-        run = functools.partial(step, *args, **kwargs, **of(point, wants.step))
+        kwargs |= of(point, wants.step)
+        called("step", self._step, args, kwargs)
+        run = functools.partial(step, *args, **kwargs)
         step.forget()
         for _ in range(_MOST_CALLS):
             run()
@@ -226,6 +244,24 @@ def arguments(built: Any, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(args), kwargs
 
 
+def called(
+    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """The call of a user's function; raises `PlanError` for arguments that do not fit what it takes."""
+    try:
+        takes = inspect.signature(function)
+        takes.bind(*args, **kwargs)
+    except ValueError:  # one without a signature
+        pass
+    except TypeError as error:
+        given = "what `build` and `inputs` return, and " if name == "step" else ""
+        raise PlanError(
+            f"`{name}({', '.join(takes.parameters)})` cannot be called: {error}. It is given {given}the keys of the "
+            "plan that it takes by name"
+        ) from None
+    return functools.partial(function, *args, **kwargs)
+
+
 def _in_short(error: Exception) -> str:
     name = "" if isinstance(error, FunctionalizeError) else f"{type(error).__name__}: "
     return name + (str(error).strip().splitlines() or [""])[0]
@@ -235,9 +271,18 @@ def _in_short(error: Exception) -> str:
 
 
 def change(built: Any, reshard: Any = None, checkpoint: Any = None) -> None:
-    """Reshard after forward or not, and checkpoint activations, in every wrapped module but the root."""
+    """Reshard after forward or not, and checkpoint activations, in every wrapped module but the root.
+
+    False asks nothing of a model that has no such module.
+    """
+    for name, value in (("reshard", reshard), ("checkpoint", checkpoint)):
+        if value not in (None, True, False):
+            raise PlanError(
+                f"`{name}` is True or False, not {value!r}: for anything else give `build` a parameter of that name"
+            )
     wrapped = list(_wrapped(built))
-    if not wrapped:
+    asks = reshard or checkpoint or (reshard is not None and not _roots(built))
+    if asks and not wrapped:
         raise PlanError(
             "`reshard` and `checkpoint` change the modules that `build` wraps by `fully_shard` below a root, and it "
             "returned none: give `build` a parameter of that name, or return the model"
@@ -249,9 +294,12 @@ def change(built: Any, reshard: Any = None, checkpoint: Any = None) -> None:
             checkpoint_module(module)
 
 
+def _roots(built: Any) -> list[nn.Module]:
+    return [leaf for leaf in pytree.tree_leaves(built) if isinstance(leaf, nn.Module)]
+
+
 def _wrapped(built: Any) -> Iterator[Any]:
-    roots = [leaf for leaf in pytree.tree_leaves(built) if isinstance(leaf, nn.Module)]
-    for root in roots:
+    for root in _roots(built):
         for state in fsdp_states(root):
             if root not in state._modules:
                 yield from state._modules

@@ -18,6 +18,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -65,6 +66,8 @@ class Figures:
         name = given if isinstance(given, str) else "own"
         if isinstance(given, str) and given not in MACHINES:
             raise PlanError(f"no machine `{given}`; there are {', '.join(sorted(MACHINES))}")
+        if not isinstance(given, (str, Machine)):
+            raise PlanError(f"a machine is a name or a `Machine`, not {given!r}")
         program.describe()
         members = members_of(program)
         constants = declared(name, len(members)) if name != "own" else ()
@@ -163,8 +166,10 @@ class Sweep:
         cells = self.cells()
         heads = cells[0]
         same = [a for a in self.axes if a not in heads]
-        above = ", ".join(f"{axis} {_short(self.plans[0].point[axis])}" for axis in same)
-        widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
+        above = ", ".join(f"{axis} {short(self.plans[0].point[axis])}" for axis in same)
+        keys = heads.index("peak")
+        whole = [row if len(row) == len(heads) else row[:keys] for row in cells]
+        widths = [max(map(len, column)) for column in zip_longest(*whole, fillvalue="")]
         lines = (
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
             for row in cells
@@ -199,9 +204,15 @@ class Sweep:
         rest of the point is that of the grid's first one, changed by `fixed`; what must fit is the step as eager runs
         it. Raises `PlanError` if `low` does not fit, or if a try cannot be run.
         """
+        if isinstance(limit, str) or not limit > 0:
+            raise PlanError(f"a limit is a number of bytes, not {limit!r}")
+        if not 1 <= low <= most:
+            raise PlanError(f"`{key}` is searched from {low} to {most}: give 1 <= low <= most")
         point = {**self.plans[0].point, **fixed}
         point.pop("passes", None)  # what must fit is eager's
-        if key not in point:
+        lost = [name for name in (key, *fixed) if name not in self.plans[0].point]
+        if lost:
+            key = lost[0]
             raise PlanError(
                 f"`{key}` is no key of this sweep: give it to `fz.plan`, as one value or in the grid"
             )
@@ -236,7 +247,7 @@ def assumptions(choices: Iterable[Choice], assumed: Iterable[str]) -> list[str]:
 
 def _row(each: Plan) -> dict[str, Any]:
     keys = {
-        key: value if isinstance(value, (int, float)) else str(value)
+        key: value if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
         for key, value in each.point.items()
     }
     figures = each.figures.row if each.figures is not None else {"error": each.error}
@@ -244,16 +255,17 @@ def _row(each: Plan) -> dict[str, Any]:
 
 
 def _cells(each: Plan, axes: Sequence[str]) -> list[str]:
-    keys = [_short(each.point[axis]) for axis in axes]
+    keys = [short(each.point[axis]) for axis in axes]
     if each.figures is None:
         return [*keys, f"error: {each.error}"]
     row = _row(each)
     return [*keys, *(show(row[name]) for name, _, show in _COLUMNS)]
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """The value of a key in a row: a mesh as `dp 64 x tp 8` or `64 x 8`."""
     if isinstance(value, Mapping):
         return " x ".join(f"{name} {size}" for name, size in value.items())
     if isinstance(value, tuple):
         return " x ".join(map(str, value))
-    return str(value)
+    return "own" if isinstance(value, Machine) else str(value)

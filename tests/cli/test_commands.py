@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,62 @@ def test_tracebacks_are_for_those_who_debug(command: Command) -> None:
         ran = command("capture", TRAINING, "--step", "wrong_shape", "--debug")
     assert ran.code == 1 and "Traceback (most recent call last)" in ran.err
     assert "error: RuntimeError: " in ran.words
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef build(:\n", "error: SyntaxError: invalid syntax"),
+        ("raise SystemExit(3)\n", "error: SystemExit: 3"),
+    ],
+)
+def test_a_script_that_cannot_be_read(
+    command: Command, tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    ran = command("capture", tmp_path / "broken.py", columns=500)
+    assert ran.code == 1 and ran.words.startswith(message) and "broken.py:" in ran.err
+    assert "a bug of functionalize" not in ran.err
+
+
+def with_first(lines: str) -> str:
+    """The script with these lines at its beginning."""
+    return Path(TRAINING).read_text().replace("import warnings\n", f"import warnings\n{lines}", 1)
+
+
+def test_a_script_that_reads_its_own_arguments(command: Command, tmp_path: Path) -> None:
+    parses = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    (tmp_path / "parses.py").write_text(with_first(parses))
+    assert command("capture", tmp_path / "parses.py").code == 0
+
+
+def test_functions_that_do_not_fit_each_other(command: Command, tmp_path: Path) -> None:
+    text = Path(TRAINING).read_text().replace("def inputs(", "def batches(")
+    (tmp_path / "lacks.py").write_text(text)
+    for name in ("capture", "plan"):
+        ran = command(name, tmp_path / "lacks.py", columns=500)
+        assert ran.code == 1 and "cannot be called: missing a required argument: 'x'" in ran.words
+        assert "a bug of functionalize" not in ran.err
+
+
+def test_what_a_file_can_no_longer_be_asked(command: Command, file: str) -> None:
+    for option, value in (("--world", 8), ("--set", "layers=4"), ("--target", "cpu")):
+        ran = command("memory", file, option, value)
+        assert ran.code == 2 and f"is recorded already: {option} is for a script" in ran.words
+
+
+@pytest.mark.parametrize("args", [("capture", TRAINING, "--bogus"), ("fly",), ("capture",)])
+def test_wrong_usage_as_json(command: Command, args: tuple[str, ...]) -> None:
+    ran = command(*args, "--json")
+    assert ran.code == 2 and ran.json["error"]["kind"] == "UsageError" and ran.err
+
+
+def test_json_is_alone_on_the_descriptor(tmp_path: Path) -> None:
+    noise = "import os, sys\nos.write(1, b'from C\\n')\nsys.__stdout__.write('past Python\\n')\n"
+    (tmp_path / "noisy.py").write_text(with_first(noise))
+    ran = run_module("capture", str(tmp_path / "noisy.py"), "--json")
+    assert ran.returncode == 0 and json.loads(ran.stdout)["nodes"] > 100
+    assert "from C" in ran.stderr and "past Python" in ran.stderr
 
 
 def test_errors_as_json(command: Command) -> None:
@@ -340,6 +397,13 @@ def test_columns_that_have_no_room(command: Command) -> None:
     assert lines and max(map(len, lines)) <= 72 and "…" not in narrow.out
 
 
+def test_a_mesh_in_words(command: Command) -> None:
+    ran = command("plan", TRAINING, "--grid", "batch=1,2", "--mesh", "dp=4", "--set", "layers=1")
+    assert "training.py, layers 1, mesh dp 4\n" in ran.out
+    ran = command("plan", TRAINING, "--grid", "mesh=2,4", "--set", "layers=1")
+    assert re.search(r"^ *mesh ", ran.out, re.M) and "(" not in ran.out.splitlines()[1]
+
+
 def test_the_largest_that_fits(command: Command) -> None:
     model = ("plan", TRAINING, "--set", "layers=1", "--set", "width=256")
     args = (*model, "--largest", "batch", "--limit", "910MiB")
@@ -364,9 +428,20 @@ def test_the_largest_for_people(command: Command) -> None:
 
 def test_points_that_fail_and_points_that_are_too_large(command: Command) -> None:
     ran = command("plan", TRAINING, "--grid", "batch=1,x", "--limit", "100MB")
-    assert ran.code == 0 and "1 of 2 points could not be planned" in ran.err
+    assert ran.code == 1 and "1 of 2 points could not be planned" in ran.err
     assert "batch x: TypeError: randn()" in ran.out and "more than 95.4 MiB: batch 1" in ran.out
     assert command("plan", TRAINING, "--grid", "batch=x,y").code == 1
+    assert command("plan", TRAINING, "--grid", "batch=1,x", "--limit", "80GB").code == 0
+
+
+def test_a_point_that_failed_says_what_to_do(command: Command, tmp_path: Path) -> None:
+    reads = "    if x.size(0) > 2:\n        torch.equal(x, x)\n"
+    text = Path(TRAINING).read_text()
+    at = text.index("    loss = model(x)")
+    (tmp_path / "reads.py").write_text(text[:at] + reads + text[at:])
+    ran = command("plan", tmp_path / "reads.py", "--grid", "batch=2,4,8", columns=500)
+    assert ran.code == 0 and ran.out.count("Give the step a form whose shapes follow") == 1
+    assert "reads.py:" in ran.out and ran.out.count("aten.equal.default decides by data") == 2
 
 
 # -- demo, and other ways in -----------------------------------------------------------------------

@@ -79,8 +79,10 @@ def test_other_files_are_refused_by_both_sides(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="it holds a program that runs, no graph to look at"):
         read_graph(saved)
     write_graph(graph, recorded_of(torch.ones(3)))
-    with pytest.raises(LoadError):
+    with pytest.raises(LoadError, match="cannot be replayed"):
         fz.load(graph)
+    with pytest.raises(LoadError, match="cannot be replayed"):
+        fz.capture(lambda a: a + 1).load(graph)
     Path(text).write_text("no zip")
     with pytest.raises(LoadError, match="is no saved program, or is damaged"):
         read_graph(text)

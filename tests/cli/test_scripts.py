@@ -37,6 +37,11 @@ def test_sizes_that_could_be_two_things_or_none(text: str) -> None:
         nbytes(text)
 
 
+def test_a_size_larger_than_any_number() -> None:
+    with pytest.raises(UsageError, match="the size '1e400GB' is larger than any number"):
+        nbytes("1e400GB")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("64x8", (64, 8)), ("8", (8,)), ("dp=64,tp=8", {"dp": 64, "tp": 8}), ("dp=2", {"dp": 2})],

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import flex_attention
 
 import functionalize as fz
 from functionalize._compat import (
@@ -21,7 +22,7 @@ from functionalize._compat import (
     mesh_methods,
     sharding_propagation,
 )
-from functionalize.errors import WorldError
+from functionalize.errors import UnsupportedOpError, WorldError
 from functionalize.frontend.world import in_world
 from tests.fsdp.features import FEATURES
 from tests.fsdp.models import Net, mesh
@@ -280,3 +281,137 @@ def test_what_a_world_refuses():
             torch.equal(x, x)
         with pytest.raises(WorldError, match="a mesh is made of a tensor of ranks"):
             DeviceMesh("cuda", torch.ones(4).int())
+
+
+def test_meshes_that_are_none():
+    for shape, message in (
+        (8, r"a mesh is a shape, as \(64, 8\)"),
+        ("2x4", "a mesh is a shape"),
+        ({"dp": 2, 3: 2}, "the names of a mesh's dimensions are texts"),
+        ((), "positive whole numbers"),
+    ):
+        with pytest.raises(WorldError, match=message):
+            fz.world(mesh=shape).__enter__()
+    with pytest.raises(WorldError, match="rank 1 is not in a world of 4 ranks"):
+        fz.world(size=4, rank="1").__enter__()
+
+
+def language_model(name: str):
+    """A model as it is trained: no cache, and a mask that masks nothing, which real training leaves out."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    if name == "llama":
+        config = transformers.LlamaConfig(**small, num_key_value_heads=1, use_cache=False)
+        return transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**small))
+    return model, {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
+
+
+def program_of_language_model(name: str) -> str:
+    model, batch = language_model(name)
+
+    def step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    captured = fz.capture(step)
+    while captured.program is None:
+        captured(batch)
+    return captured.program.print_readable(print_output=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_libraries_do_not_find_out_that_tensors_are_fake(name: str):
+    real = program_of_language_model(name)
+    with fz.world(size=1, target="cpu") as world:
+        assert program_of_language_model(name) == real
+        assert not isinstance(torch.ones(1), torch._subclasses.FakeTensor)
+    assert any("all()" in line or "torch.all" in line for line in world.assumed)
+    assert torch._subclasses.FakeTensor.__name__ == "FakeTensor"
+
+
+def test_inference_mode():
+    with fz.world(size=2, target="cuda"):
+        model, *_ = training()
+        batch = torch.randn(4, 8)
+
+        @torch.inference_mode()
+        def evaluate(x: Tensor) -> float:
+            return model(x).mean().item()
+
+        step = fz.capture(evaluate, memory=True)
+        while step.program is None:
+            step(batch)
+        assert step.memory.eager.peak > 0
+        with torch.inference_mode():
+            made = nn.Linear(2, 2)
+        assert made.weight.requires_grad
+
+
+def test_whole_numbers_on_the_device():
+    def counts(x: Tensor) -> Tensor:
+        rows = torch.tensor([x.size(0)], device="cuda")
+        dist.all_reduce(rows)
+        flags = torch.tensor(1, device=torch.device("cuda", 0))
+        return rows * flags
+
+    with fz.world(size=4, target="cuda"):
+        step = fz.capture(counts)
+        while step.program is None:
+            step(torch.ones(3, 2))
+    assert "all_reduce" in step.program.print_readable(print_output=False)
+
+
+def test_a_number_is_formatted_as_assumed():
+    with fz.world(size=2, target="cpu") as world:
+        assert f"{torch.randn(4).sum():.2f}" == "1.00" and f"{torch.zeros(1)[0]:.1f}"
+    assert any("torch.randn(4).sum():.2f" in line for line in world.assumed)
+    assert f"{torch.tensor(2.0):.1f}" == "2.0"
+
+
+def test_what_cannot_be_run_on_fakes_says_what_to_do():
+    with fz.world(size=2, target="cuda"):
+        layer = nn.Linear(2, 2)
+        with pytest.raises(WorldError, match=r"Tensor.numpy\(\) reads data[\s\S]*test_world"):
+            torch.ones(2).numpy()
+        with pytest.raises(WorldError, match=r"DistributedDataParallel reads[\s\S]*\(ranks, 1\)"):
+            nn.parallel.DistributedDataParallel(layer)
+        with pytest.raises(WorldError, match=r"FSDP1[\s\S]*fully_shard \(FSDP2\)"):
+            dist.fsdp.FullyShardedDataParallel(layer)
+        with pytest.raises(WorldError, match=r"SyncBatchNorm has kernels[\s\S]*with BatchNorm"):
+            nn.SyncBatchNorm(2)(torch.ones(3, 2))
+        q = torch.randn(1, 1, 16, 16, requires_grad=True)
+        with pytest.raises(WorldError, match=r"flex_attention has no[\s\S]*scaled_dot_product"):
+            flex_attention.flex_attention(q, q, q)
+    assert torch.ones(2).numpy().sum() == 2
+
+
+def test_a_divide_factor_that_multiplies_and_sums_in_one_collective():
+    """NCCL alone has PREMUL_SUM; the group of a world takes it, too."""
+    with fz.world(2):
+        model = fully_shard(nn.Linear(4, 4))
+        model.set_gradient_divide_factor(4.0)
+        step = fz.capture(lambda x: model(x).sum().backward())
+        for _ in range(2):  # the second one is to be made a program
+            step(torch.ones(2, 4))
+        with pytest.raises(
+            UnsupportedOpError,
+            match=r"PREMUL_SUM.*set_force_sum_reduction_for_comms\(True\)",
+        ):
+            step(torch.ones(2, 4))
+        model.set_force_sum_reduction_for_comms(True)
+        step = fz.capture(lambda x: model(x).sum().backward())
+        for _ in range(4):
+            step(torch.ones(2, 4))
+        assert step.stats.replays and step.program is not None, step.explain()
+
+
+def test_tensors_of_a_world_say_that_they_are_on_the_cpu():
+    with fz.world(2, target="cuda"):
+        layer = nn.Linear(2, 2, device="cuda")
+        for tensor in (layer.weight, torch.ones(2, device="cuda"), torch.ones(2).to("cuda:0")):
+            assert not tensor.is_cuda and tensor.device.type == "cpu"

@@ -280,7 +280,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(
-        PictureError, match=r"memory\.png cannot be drawn: .*pip install functionalize\[plots\]"
+        PictureError, match=r"memory\.png cannot be drawn: .*pip install \"functionalize\[plots\]\""
     ):
         memory_picture(step_of(1), tmp_path / "memory.png")
 

@@ -194,6 +194,84 @@ def test_a_model_that_is_not_returned_cannot_be_changed():
         fz.plan(lambda: (), lambda: torch.ones(2).sum(), target="cpu", reshard=False)
 
 
+def plain():
+    """A model that nobody has sharded."""
+    model = Block()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_false_asks_nothing_of_a_model_that_is_not_sharded():
+    grid = {"checkpoint": [False, None], "reshard": [False, None]}
+    rows = fz.plan(plain, step, inputs=inputs, target="cpu", grid=grid).rows()
+    assert len({row["peak"] for row in rows}) == 1
+    for asked in ({"checkpoint": True}, {"reshard": True}):
+        with pytest.raises(PlanError, match="`reshard` and `checkpoint` change the modules"):
+            fz.plan(plain, step, inputs=inputs, target="cpu", **asked)
+
+
+def test_values_that_would_be_taken_for_true():
+    with pytest.raises(PlanError, match="`reshard` is True or False, not 4: for anything else"):
+        planned(world=8, reshard=4)
+    with pytest.raises(PlanError, match="`checkpoint` is True or False, not 'yes'"):
+        planned(world=8, checkpoint="yes")
+
+
+def test_functions_that_do_not_fit_each_other():
+    with pytest.raises(PlanError, match=r"`step\(model.*\)` cannot be called: missing .* 'x'"):
+        fz.plan(build, step, target="cpu")
+    with pytest.raises(PlanError, match=r"`build\(layers\)` cannot be called: missing .* 'layers'"):
+        fz.plan(lambda layers: build(layers), step, inputs=inputs, target="cpu")
+    with pytest.raises(PlanError, match="`inputs` is a function, not tuple"):
+        fz.plan(build, step, inputs=(torch.ones(2),))
+    with pytest.raises(PlanError, match="`build` is a function, not NoneType"):
+        fz.plan(None, step)
+
+
+def test_grids_that_are_none():
+    with pytest.raises(PlanError, match="`world` has one value and is in the grid, too"):
+        planned(world=2, grid={"world": [2, 4]})
+    with pytest.raises(PlanError, match="a grid maps keys to their values, and this is a list"):
+        planned(grid=[("batch", [1])])
+    with pytest.raises(PlanError, match="a machine is a name or a `Machine`, not 3"):
+        planned(machine=3)
+
+
+@pytest.mark.parametrize("values", [(n for n in (1, 2)), {1, 2}, torch.arange(1, 3)])
+def test_axes_of_any_kind(values):
+    rows = planned(world=2, grid={"batch": values}).rows()
+    assert [row["batch"] for row in rows] == [1, 2]
+
+
+def test_searches_that_would_not_end():
+    sweep = planned(world=2, batch=4)
+    for low, most in ((0, 8), (-1, 8), (9, 8)):
+        with pytest.raises(PlanError, match="give 1 <= low <= most"):
+            sweep.largest("batch", 1e9, low=low, most=most)
+    with pytest.raises(PlanError, match="a limit is a number of bytes, not '80GB'"):
+        sweep.largest("batch", "80GB")
+    with pytest.raises(PlanError, match="`layer` is no key of this sweep"):
+        sweep.largest("batch", 1e9, layer=3)
+
+
+def test_numbers_that_json_has_no_words_for():
+    def scaled(model, optimizer, x, scale: float = 1.0):
+        return step(model, optimizer, x * min(scale, 2.0))
+
+    sweep = fz.plan(build, scaled, inputs=inputs, target="cpu", world=2, scale=float("inf"))
+    assert "Infinity" not in sweep.to_json() and json.loads(sweep.to_json())[0]["scale"] == "inf"
+
+
+def test_an_error_does_not_widen_the_table():
+    def fails(batch: int = 4) -> Tensor:
+        if batch > 8:
+            raise ValueError("much" * 40)
+        return inputs(batch)
+
+    sweep = fz.plan(build, step, inputs=fails, target="cpu", world=2, grid={"batch": [4, 16]})
+    heads, good, bad = sweep.text().splitlines()[1:]
+    assert len(good) == len(heads) < 140 < len(bad)
+
+
 def test_what_comes_out():
     seen = []
     sweep = planned(
