@@ -4,6 +4,7 @@
 
     eager       the step
     empty       the same under a `TorchDispatchMode` that does nothing
+    noted       `fz.record_memory(step)`: eager's lifetimes alone
     recorded    the same, recorded: with the search for places and guards, without making a program of it
     memory      the same, with lifetimes and modules
     capture     all of `fz.capture(step, memory=True)`, the program included
@@ -35,19 +36,20 @@ from benchmarks.machine import machine
 from benchmarks.memory_truth import Case, Subject
 from functionalize.core.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.lifetimes import LifetimeRecorder
+from functionalize.frontend.lifetime_recorder import LifetimeRecorder
 from functionalize.frontend.recording import Entry
 
-WAYS = ("eager", "empty", "recorded", "memory", "capture")
+WAYS = ("eager", "empty", "noted", "recorded", "memory", "capture")
 
 
 def overhead(layers: int, runs: int = 9) -> dict[str, float]:
     """Median CPU seconds of the step's thread in every way."""
     subjects = {way: Case(layers=layers).build() for way in WAYS}
+    noted = fz.record_memory(subjects["noted"].step)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for i in range(-3, runs):
         for way, subject in subjects.items():
-            x, step = subject.batch(), step_of(way, subject)
+            x, step = subject.batch(), noted if way == "noted" else step_of(way, subject)
             gc.collect()
             start = time.thread_time()
             step(x)

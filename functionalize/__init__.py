@@ -4,6 +4,7 @@ from functionalize.aot import aot_function, functionalize_storage, resize_storag
 from functionalize.core.program import Program
 from functionalize.errors import FunctionalizeError
 from functionalize.frontend.persist import load
+from functionalize.frontend.record_memory import record_memory
 from functionalize.frontend.step import capture
 from functionalize.frontend.target import Target
 from functionalize.frontend.world import world
@@ -19,6 +20,7 @@ __all__ = [
     "functionalize_storage",
     "load",
     "plan",
+    "record_memory",
     "resize_storage_bytes_",
     "trace",
     "world",

@@ -45,7 +45,7 @@ class UnsupportedOpError(FunctionalizeError):
 
 
 class UnsupportedTensorError(FunctionalizeError):
-    """A tensor that has no storage of its own (sparse, nested, functorch wrappers)."""
+    """A tensor that has no storage of its own (sparse, functorch wrappers), or is more than one (quantised, nested)."""
 
 
 class UncapturableError(FunctionalizeError):

@@ -1,4 +1,4 @@
-"""`trace` and its kin: a function as a program, or as a function without resizes."""
+"""`trace`: a function as a program, recorded on fakes of its arguments; see `docs/functions.md`."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from functionalize.core.inputs import Argument, Captured, InputSpec, WholeStorage
+from functionalize.core.words import counted
 from functionalize.frontend import sources
 from functionalize.frontend.fsdp import FSDPTensor
 from functionalize.frontend.lifted import HyperparameterNumber
@@ -26,16 +27,21 @@ if TYPE_CHECKING:
 
 def explanation(name: str, stats: Stats, programs: Programs, refused: Iterable[Exception]) -> str:
     """The text of `CapturedStep.explain`."""
-    counts = f"{stats.replays} replays, {stats.captures} captures, {stats.warmups} warm-ups"
+    counts = [
+        counted(len(programs), "program"),
+        counted(stats.replays, "replay"),
+        counted(stats.captures, "capture"),
+        counted(stats.warmups, "warm-up"),
+    ]
     if stats.eager:
-        counts += f", {stats.eager} calls eagerly"
-    lines = [f"{name}: {len(programs)} programs, {counts}"]
+        counts.append(f"{counted(stats.eager, 'call')} eagerly")
+    lines = [f"{name}: {', '.join(counts)}"]
     for number, kept in enumerate(programs, 1):
         lines += _of_program(number, kept)
     if stats.guard_failures:
         lines.append("guards that missed, the most frequent first")
         missed = Counter(stats.guard_failures).most_common(10)
-        lines += [f"  {times} times: {failure}" for failure, times in missed]
+        lines += [f"  {counted(times, 'time')}: {failure}" for failure, times in missed]
     lines += [f"cannot be captured: {error}" for error in refused]
     return "\n".join(lines)
 
@@ -45,8 +51,9 @@ def _of_program(number: int, kept: Kept) -> Iterator[str]:
     yield f"program {number}: recorded because of {kept.reason}"
     guards = len(program.facts) + len(program.guards)
     yield (
-        f"  {kept.replays} replays; {program.nodes()} nodes, {len(program.inputs)} inputs, "
-        f"{len(program.epilogue)} actions after the graph, {guards} guards before it and "
+        f"  {counted(kept.replays, 'replay')}; {counted(program.nodes(), 'node')}, "
+        f"{counted(len(program.inputs), 'input')}, {counted(len(program.epilogue), 'action')} after "
+        f"the graph, {counted(guards, 'guard')} before it and "
         f"{len(program.value_guards)} on numbers that Python read"
     )
     if program.runner is not None and program.runner is not boxed:
@@ -58,8 +65,9 @@ def _of_program(number: int, kept: Kept) -> Iterator[str]:
         yield f"    read {guard.where}: {guard.value!r}"
     for backward in getattr(kept, "backwards", ()):  # of a captured forward
         yield (
-            f"  backward: {backward.replays} replays; {backward.program.nodes()} nodes, "
-            f"{len(backward.used)} saved values, {len(backward.program.epilogue)} actions after the graph"
+            f"  backward: {counted(backward.replays, 'replay')}; "
+            f"{counted(backward.program.nodes(), 'node')}, {counted(len(backward.used), 'saved value')}, "
+            f"{counted(len(backward.program.epilogue), 'action')} after the graph"
         )
 
 

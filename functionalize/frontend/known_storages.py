@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functionalize.core.ops import TensorRef, geometry_of
-from functionalize.frontend.op_kinds import storage_of
+from functionalize.frontend.op_kinds import check_plain, storage_of
 
 _new = tuple.__new__  # makes a named tuple in half the time of calling its class
 
@@ -96,7 +96,13 @@ class KnownStorages:
         """What is known of a tensor's storage, None if it was never seen."""
         return self._by_address.get(storage_of(tensor)._cdata)
 
+    def serial_of(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's storage, None if it was never seen."""
+        info = self.info_of(tensor)
+        return info.serial if info is not None else None
+
     def _new(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
+        check_plain(tensor)
         info = StorageInfo(len(self.infos), tensor, storage)
         self._by_address[storage._cdata] = info
         self.infos.append(info)

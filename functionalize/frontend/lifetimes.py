@@ -1,15 +1,7 @@
 """When the storages of a recorded step are made, resized and freed: what eager's memory looks like, event by event.
 
-    with LifetimeRecorder(...) as recorder:     a recorder that also notes lifetimes and modules
-        fn(*args)
-    recorder.changes                            [Change(op=3, storage=17, nbytes=4096), Change(5, 17, 0), ...]
-    Lifetimes.of(recorder, found).timeline()    the same as a `planning.timeline.Timeline` named `eager`
-
-A storage is noted when the recorder first sees it, when its size changes (FSDP2 frees by a resize to nothing), and
-when it dies: a weak reference on the storage's Python object, which lives as long as the storage, on fake tensors
-as on real ones. The index of a change is that of the op that runs then, else of the one that ran last.
-Invariant: the order of changes is that of the run. The recorder keeps no tensor that the step would let go: not even
-a gradient that existed before, which `zero_grad()` frees.
+    lifetimes = recorder.lifetimes(found, gradients)      of a `LifetimeRecorder` or a `MemoryRecorder`
+    lifetimes.timeline()                                  a `planning.timeline.Timeline` named `eager`
 
 Note [Sums in place]
 Where two gradients meet, autograd adds one into the other if nobody else holds its storage (a view of it does: it
@@ -21,33 +13,16 @@ Not seen: what an op allocates and frees inside itself; see `planning/scratch.py
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple, overload
+from itertools import starmap
+from typing import NamedTuple, overload
 
-import torch
-from torch import Tensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-
-from functionalize._compat import BACKWARD, autograd_position
-from functionalize.core.ops import Geometry, OpRecord, TensorRef, refs_in
+from functionalize.core.ops import Geometry, OpRecord, refs_in
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.core.where import line_or_empty
-from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.known_storages import StorageInfo
-from functionalize.frontend.module_calls import ModuleCalls
-from functionalize.frontend.op_kinds import OpKind
 from functionalize.frontend.origins import Origin
-from functionalize.frontend.patches import CALL_PATCHES
 from functionalize.frontend.purposes import Purposes, phases_of
-from functionalize.frontend.world import world_target
 from functionalize.planning.timeline import (
     BEFORE,
     Allocation,
@@ -57,8 +32,7 @@ from functionalize.planning.timeline import (
     Timeline,
 )
 
-_ADD = torch.ops.aten.add.Tensor
-_LET_GO = torch.empty(0)  # in the place of a tensor that is not held
+Bytes = Callable[[OpRecord], int]
 
 
 class Change(NamedTuple):
@@ -67,112 +41,6 @@ class Change(NamedTuple):
     op: int
     storage: int
     nbytes: int
-
-
-class LifetimeRecorder(Recorder):
-    """A recorder that notes when storages come and go, what module each op belongs to, when an optimizer steps."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.planned_for = world_target()
-        self.changes: list[Change] = []
-        self.calls = ModuleCalls()
-        self.updates: list[range] = []  # the ops of each step of an optimizer
-        self.sums: dict[int, frozenset[int]] = {}  # additions in backward, storages no view is on
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._hooks: list[Any] = []
-        self._thread, self._begun = 0, 0
-
-    # -- storages ------------------------------------------------------------------------------
-
-    def _new(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
-        info = super()._new(tensor, storage)
-        self.changes.append(Change(len(self.records), info.serial, info.nbytes))
-        self._alive[info.serial] = weakref.ref(storage, partial(self._freed, info.serial))
-        return info
-
-    def bring_in(self, tensor: Tensor, name: str, literal: Tensor | None = None) -> TensorRef:
-        """What was found at a place before the step began is there to be found again: it is not held."""
-        count = len(self.externals)
-        ref = super().bring_in(tensor, name, literal)
-        if len(self.externals) > count and not self._entered:
-            self.externals[-1].tensor = _LET_GO
-        return ref
-
-    def note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
-        size = super().note_size(storage)
-        if size is not None:
-            self.changes.append(Change(len(self.records), *size))
-        return size
-
-    def _freed(self, serial: int, _: Any) -> None:
-        at = len(self.records) if self.suspended else len(self.records) - 1
-        self.changes.append(Change(max(at, 0), serial, 0))
-
-    # -- ops -----------------------------------------------------------------------------------
-
-    def _finish(self, op: OpKind, record: OpRecord, args: Any, kwargs: Any, out: Any) -> None:
-        super()._finish(op, record, args, kwargs, out)
-        record.meta["module"] = self.calls.module_of(record)
-        if record.target is _ADD and record.phase == BACKWARD and not torch.is_grad_enabled():
-            whole = [t for t in args[:2] if isinstance(t, Tensor) and t._base is None]
-            self.sums[len(self.records) - 1] = frozenset(self.ref(t).storage for t in whole)
-
-    def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
-        count = len(self.records)
-        result = super().resize_storage(storage, size, original)
-        for record in self.records[count:]:
-            record.seq_nr, record.autograd_node, record.phase = autograd_position()
-            record.meta["module"] = self.calls.module_of(record)
-        return result
-
-    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self._begun = len(self.records)
-
-    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self.updates.append(range(self._begun, len(self.records)))
-
-    # -- while it is active --------------------------------------------------------------------
-
-    def __enter__(self) -> LifetimeRecorder:
-        if not self._entered:
-            self._begin()
-        try:
-            super().__enter__()
-        except BaseException:
-            self._end()
-            raise
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        try:
-            super().__exit__(*exc)
-        finally:
-            self._end()
-
-    def _begin(self) -> None:
-        CALL_PATCHES.install()
-        self._thread = threading.get_ident()
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-        ]
-
-    def _end(self) -> None:
-        if not self._entered:
-            CALL_PATCHES.remove()
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
-            self._alive.clear()  # what dies from here on is no part of the step
-
-
-# -- what is left of a recording -------------------------------------------------------------------
-
-
-Bytes = Callable[[OpRecord], int]
 
 
 class Seen(NamedTuple):
@@ -201,22 +69,18 @@ class Lifetimes:
 
     @staticmethod
     def of(
-        recorder: LifetimeRecorder,
-        found: Mapping[int, Origin],
-        gradients: Mapping[int, Category] = MappingProxyType({}),
+        records: Sequence[OpRecord],
+        changes: Iterable[tuple[int, int, int]],
+        seen: Sequence[Seen],
+        origins: Mapping[int, Origin],
+        gradients: Mapping[int, Category],
+        updates: Sequence[range],
+        sums: Mapping[int, frozenset[int]],
+        planned_for: str | None,
     ) -> Lifetimes:
-        """What is left of a recorder that has ended."""
-        seen = [Seen(info.seen.geometry, info.device.type) for info in recorder.infos]
-        return Lifetimes(
-            recorder.records,
-            list(recorder.changes),
-            seen,
-            found,
-            gradients,
-            list(recorder.updates),
-            dict(recorder.sums),
-            _target(recorder.planned_for, seen),
-        )
+        """The same. planned_for: the target of the world, if it was recorded in one."""
+        made, target = list(starmap(Change, changes)), _target(planned_for, seen)
+        return Lifetimes(records, made, seen, origins, gradients, updates, sums, target)
 
     def timeline(self, scratch: Bytes | None = None, unseen: Bytes | None = None) -> Timeline:
         """The memory of the step as eager ran it, on the device that it computes on.

@@ -1,11 +1,11 @@
-"""`step.memory`: what a captured step holds at every moment, with eager's lifetimes and with the program's.
+"""`step.memory`: what a step holds at every moment, with eager's lifetimes and with the program's.
 
     step = fz.capture(train_step, memory=True)
     step.memory.eager          as it was recorded, with what ops allocate inside themselves
     step.memory.program        as a replay frees it: at the last use
     step.memory.text(), ...    the report on both, see `planning/memory.py`
 
-Both are made when they are first asked for: a capture notes no more than `lifetimes.py` says.
+Both are made when they are first asked for: a recording notes no more than `lifetime_recorder.py` says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 
 from functionalize.core.program import Program
-from functionalize.frontend.lifetimes import LifetimeRecorder, Lifetimes
+from functionalize.frontend.lifetime_recorder import LifetimeRecorder
+from functionalize.frontend.lifetimes import Lifetimes
 from functionalize.frontend.origins import given, gradients, origins
 from functionalize.frontend.recording import Recording
 from functionalize.planning.allocator import fsdp2_streams
@@ -25,20 +26,34 @@ from functionalize.planning.scratch import scratch_bytes, scratch_of, unseen_out
 from functionalize.planning.timeline import Category, Timeline
 
 
-class StepMemory(Memory):
-    """The memory of one kept recording. given: what each input of the program is for, by its name."""
+class EagerMemory(Memory):
+    """The memory of one recorded step, as eager ran it."""
 
     lifetimes: Lifetimes
+
+    def __init__(self, lifetimes: Lifetimes) -> None:
+        on_device = lifetimes.target != "cpu"
+        streams = fsdp2_streams if on_device else None
+        vars(self).update(lifetimes=lifetimes, caching=on_device, stream_of=streams)
+
+    @cached_property
+    def eager(self) -> Timeline:
+        """The memory of the step as eager ran it."""
+        scratch = partial(scratch_bytes, device=self.lifetimes.target)
+        return self.lifetimes.timeline(scratch, unseen_outputs)
+
+
+class StepMemory(EagerMemory):
+    """The memory of one kept recording. given: what each input of the program is for, by its name."""
+
     replayed: Program
     given: Mapping[str, Category]
 
     def __init__(
         self, lifetimes: Lifetimes, replayed: Program, given: Mapping[str, Category]
     ) -> None:
-        on_device = lifetimes.target != "cpu"
-        streams = fsdp2_streams if on_device else None
-        vars(self).update(lifetimes=lifetimes, replayed=replayed, given=given)
-        vars(self).update(caching=on_device, stream_of=streams)
+        super().__init__(lifetimes)
+        vars(self).update(replayed=replayed, given=given)
 
     @staticmethod
     def of(taken: Recording, recorded: Program, program: Program) -> StepMemory | None:
@@ -47,14 +62,10 @@ class StepMemory(Memory):
         if not isinstance(recorder, LifetimeRecorder):
             return None
         found = origins(entry.places, recorder)
-        lifetimes = Lifetimes.of(recorder, found, gradients(entry.places, recorder))
+        lifetimes = recorder.lifetimes(
+            found, gradients(entry.slots, entry.leaves, recorder.serial_of)
+        )
         return StepMemory(lifetimes, program, given(recorded, entry.places, found))
-
-    @cached_property
-    def eager(self) -> Timeline:
-        """The memory of the step as eager ran it."""
-        scratch = partial(scratch_bytes, device=self.lifetimes.target)
-        return self.lifetimes.timeline(scratch, unseen_outputs)
 
     @cached_property
     def program(self) -> Timeline:

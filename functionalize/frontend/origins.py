@@ -10,7 +10,7 @@ Padding is what FSDP2 adds so that every rank has as much: of a shard, and of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from functionalize.frontend.fsdp import FSDPTensor, fsdp_params
 from functionalize.frontend.known_storages import KnownStorages
 from functionalize.frontend.lifted import HyperparameterNumber
 from functionalize.frontend.places import Places
+from functionalize.frontend.reach import Roots
 from functionalize.frontend.sources import (
     Gradient,
     GroupTensor,
@@ -30,6 +31,7 @@ from functionalize.frontend.sources import (
     ModuleTensor,
     OptimizerParameter,
     OptimizerState,
+    Slot,
 )
 from functionalize.planning.timeline import Category
 
@@ -48,6 +50,10 @@ _GRADIENT_OF = {
 }
 
 
+Place = tuple[str, Source]
+SerialOf = Callable[[Tensor], int | None]  # the number of a tensor's storage in a recording
+
+
 class Origin(NamedTuple):
     """A storage that existed before the step. own: the bytes of it that hold something, None if all may."""
 
@@ -58,12 +64,14 @@ class Origin(NamedTuple):
     own: int | None = None
 
 
-_KINDS: tuple[tuple[type, ...], ...] = (
-    (OptimizerState, GroupTensor),
-    (Gradient,),
-    (OptimizerParameter, ModuleTensor),
-    (Argument,),
-)
+_RANKS: dict[type, int] = {
+    OptimizerState: 3,
+    GroupTensor: 3,
+    Gradient: 4,
+    OptimizerParameter: 5,
+    ModuleTensor: 5,
+    Argument: 6,
+}
 
 
 def category_of(source: Source) -> Category:
@@ -83,61 +91,77 @@ def category_of(source: Source) -> Category:
     return Category.INPUTS if isinstance(source, Argument) else Category.BUFFERS
 
 
-def _rank(source: Source) -> int:
+def _rank(source: Any) -> int:
     """Which of the places of a storage tells most; the smallest does."""
-    if isinstance(source, Inner):
+    kind = type(source)
+    if kind is Inner:
         return _rank(source.of)
-    if isinstance(source, FSDPTensor):
+    if kind is FSDPTensor:
         return 0 if source.attribute in ("_sharded_param_data", "sharded_param") else 1
-    if isinstance(source, Gradient):
-        return 2 if isinstance(source.of, FSDPTensor) else 4
-    return next((3 + i for i, kinds in enumerate(_KINDS) if isinstance(source, kinds)), 7)
+    if kind is Gradient and type(source.of) is FSDPTensor:
+        return 2
+    return _RANKS.get(kind, 7)
 
 
-def _own(places: Places, known: KnownStorages) -> dict[int, int]:
+def own_bytes(roots: Roots, serial_of: SerialOf) -> dict[int, int]:
     """Bytes of FSDP2's storages that hold something."""
     found: dict[int, int] = {}
-    for root in places.roots.modules.values():
+    for root in roots.modules.values():
         for _, param in fsdp_params(root):
             shard = getattr(param, "_sharded_param_data", None)
             if isinstance(shard, Tensor):
-                _note(found, known, shard, param.sharded_size.numel())
+                _note(found, serial_of(shard), shard, param.sharded_size.numel())
             if len(param.all_gather_outputs) == 1 and hasattr(param, "_unsharded_param"):
-                _note(found, known, param.all_gather_outputs[0], param._orig_size.numel())
+                whole = param.all_gather_outputs[0]
+                _note(found, serial_of(whole), whole, param._orig_size.numel())
     return found
 
 
-def _note(found: dict[int, int], known: KnownStorages, tensor: Tensor, elements: int) -> None:
-    info = known.info_of(tensor)
-    if info is not None:
-        found[info.serial] = elements * tensor.dtype.itemsize
+def _note(found: dict[int, int], serial: int | None, tensor: Tensor, elements: int) -> None:
+    if serial is not None:
+        found[serial] = elements * tensor.dtype.itemsize
 
 
 def origins(places: Places, known: KnownStorages) -> dict[int, Origin]:
     """Every storage that existed before the step, by its number in the recording."""
-    own, parameters, found = _own(places, known), _parameters(places), {}
+    own, parameters = own_bytes(places.roots, known.serial_of), parameter_names(places.roots)
+    found = {}
     for external in known.externals:
         serial = external.ref.storage
         info = known.infos[serial]
-        place = places.widest.get(serial)
+        widest = places.widest.get(serial)
         if external.literal:
             continue
-        if place is None:
-            category, name, geometry = Category.UNKNOWN, info.name, external.ref.geometry
+        if widest is None:
+            unknown = (Category.UNKNOWN, info.name, external.ref.geometry, info.original_nbytes)
+            found[serial] = Origin(*unknown, own.get(serial))
         else:
+            name, source, ref = widest
             shared = [(each.name, each.source) for each in places.shared.get(serial, ())]
-            source = min([*(each for _, each in shared), place[1]], key=_rank)
-            category, geometry = category_of(source), place[2].geometry
-            name = _name(shared[0][0] if shared else place[0], source, parameters)
-        found[serial] = Origin(category, name, geometry, info.original_nbytes, own.get(serial))
+            made = (ref.geometry, info.original_nbytes, own.get(serial), parameters)
+            found[serial] = origin([*shared, (name, source)], *made)
     return found
 
 
-def _parameters(places: Places) -> dict[int, str]:
+def origin(
+    places: Sequence[Place],
+    geometry: Geometry,
+    nbytes: int,
+    own: int | None,
+    parameters: Mapping[int, str],
+) -> Origin:
+    """What a storage is for that is held at these places, the most telling of which counts."""
+    source = min((source for _, source in places), key=_rank)
+    return Origin(
+        category_of(source), _name(places[0][0], source, parameters), geometry, nbytes, own
+    )
+
+
+def parameter_names(roots: Roots) -> dict[int, str]:
     """The names of parameters, by identity."""
     return {
         id(parameter): f"{name}.{key}"
-        for name, module in places.roots.walk()
+        for name, module in roots.walk()
         for key, parameter in module._parameters.items()
     }
 
@@ -167,12 +191,14 @@ def given(program: Program, places: Places, found: Mapping[int, Origin]) -> dict
     return {spec.name: category(spec) for spec in program.inputs}
 
 
-def gradients(places: Places, known: KnownStorages) -> dict[int, Category]:
-    """The storages that a step leaves in the places of gradients."""
+def gradients(
+    slots: Sequence[tuple[str, Slot]], leaves: Sequence[Any], serial_of: SerialOf
+) -> dict[int, Category]:
+    """The storages that a step leaves in the places of gradients. leaves: of its arguments."""
     found = {}
-    for _, slot in places.slots:
-        for tensor in inner_tensors(slot.resolve(Call(places.leaves, []))):
-            info = known.info_of(tensor)
-            if info is not None:
-                found[info.serial] = category_of(slot)
+    for _, slot in slots:
+        for tensor in inner_tensors(slot.resolve(Call(leaves, []))):
+            serial = serial_of(tensor)
+            if serial is not None:
+                found[serial] = category_of(slot)
     return found

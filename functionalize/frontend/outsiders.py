@@ -23,7 +23,7 @@ from torch import Tensor
 from functionalize._compat import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
 from functionalize.core.ops import TensorRef, geometry_of
 from functionalize.errors import UncapturableError
-from functionalize.frontend.op_kinds import storage_of
+from functionalize.frontend.op_kinds import check_plain, storage_of
 
 if TYPE_CHECKING:
     from functionalize.frontend.dispatch import Recorder
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A fake of a tensor, with as many bytes under it: `from_tensor` makes only what the tensor reaches."""
+    for real in _plain(tensor):
+        check_plain(real)
     fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
     for made, real in zip(_plain(fake), _plain(tensor), strict=True):
         nbytes = storage_of(real).nbytes()

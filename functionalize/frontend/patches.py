@@ -8,9 +8,9 @@
     torch._dynamo's frame hook       what is under torch.compile runs as it is written: compiled code calls
                                      kernels that no dispatcher sees, and Dynamo would trace the recorder
     torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
+    torch.profiler.record_function   tells the profiler past the mode: an eighth of the ops of an FSDP2 step
     torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
     torch.UntypedStorage.size        the function has given its storage
-    torch.nn.Module.__call__         while memory is recorded only, see module_calls.py
 
 The replacements act only in a thread whose dispatch mode stack has a watcher on it (a mode with a method
 `resize_storage`); everywhere else they are the originals. They are shared by all captures that run at the
@@ -27,9 +27,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
-from functionalize._compat import current_modes, dynamo_frames, work_class
-from functionalize.frontend import generators, module_calls, number_patches
+from functionalize._compat import current_modes, dynamo_frames, no_python_dispatch, work_class
+from functionalize.frontend import generators, number_patches
 
 Owner = type | ModuleType
 Patch = tuple[Owner, str, Any]
@@ -162,6 +163,18 @@ def _unwatched_wait(original: Any) -> Any:
     return wait
 
 
+def _undispatched(original: Any) -> Any:
+    def told(self: Any, *args: Any) -> Any:
+        modes = current_modes()
+        if not modes or not all(hasattr(mode, "resize_storage") for mode in modes):
+            return original(self, *args)  # another mode may want to know
+        with no_python_dispatch():
+            return original(self, *args)
+
+    told.__doc__ = original.__doc__
+    return told
+
+
 def _uncompiled(original: Any) -> Any:
     def callback_from_stance(callback: Any) -> Any:
         return None if _watchers() else original(callback)
@@ -180,6 +193,8 @@ def _of_captures() -> Iterator[Patch]:
     frames = dynamo_frames()
     if frames is not None:
         yield frames, "_callback_from_stance", _uncompiled(frames._callback_from_stance)
+    for name in ("__enter__", "__exit__"):
+        yield record_function, name, _undispatched(getattr(record_function, name))
     work = work_class()
     if work is not None:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)
@@ -192,4 +207,3 @@ def _of_live_calls() -> Iterator[Patch]:
 
 PATCHES = Patches(_of_captures)
 SIZE_PATCHES = Patches(_of_live_calls)
-CALL_PATCHES = Patches(lambda: module_calls.patches(_watchers))

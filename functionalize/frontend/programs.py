@@ -58,7 +58,10 @@ def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
 
 def _key_of_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+        try:
+            return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+        except RuntimeError:  # a nested tensor, which is refused when the call is recorded
+            return "nested", leaf.dtype
     if isinstance(leaf, (float, complex)):
         return repr(leaf)
     return ("number", leaf) if isinstance(leaf, NUMBERS) else ("object", type(leaf))

@@ -17,7 +17,7 @@ from functionalize.core.rules import RULES
 from functionalize.core.rules.collectives import check_known_collective
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE
-from functionalize.frontend.op_kinds import OpKind
+from functionalize.frontend.op_kinds import OpKind, more_than_strided
 from functionalize.frontend.unrepeatable import Unrepeatable
 
 aten = torch.ops.aten
@@ -32,6 +32,8 @@ class Refusals(Unrepeatable):
         if func is RESIZE_STORAGE:
             checked_nbytes(record.args[1], self.infos[record.args[0].storage].name)
             return
+        if op.makes:
+            raise more_than_strided(f"makes a {op.makes} tensor")
         if op.communicates and func not in RULES:
             check_known_collective(func)
         if op.same_reach:

@@ -1,0 +1,374 @@
+"""A recorder of lifetimes that costs little more than an empty mode: for the memory of a step, and no program of it.
+
+    recorder = MemoryRecorder()
+    recorder.there_is(name, source, tensor)       for all that the step can reach when it begins
+    with recorder: fn(*args)
+    recorder.lifetimes(...)                       what `LifetimeRecorder` would tell
+
+Half of the ops of a step are views: they are not recorded, none allocates. Of every other op: its line, its module,
+its place in the backward, its tensors as (storage, size, stride, dtype). Nothing is checked, no number is
+followed, no place is guarded; objects are made of all this when somebody asks.
+Invariants: eager's own steps run, and no tensor is held that they would let go. A storage is forgotten when it dies:
+another one may have its address. It refuses nothing: tensors without a storage are left out, see `strange`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FrameType, NoneType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from functionalize._compat import (
+    ENGINE,
+    CapturedTraceback,
+    FakeTensor,
+    Position,
+    backward_position,
+    graph_task,
+    is_traceable_wrapper_subclass_type,
+)
+from functionalize.core.inputs import Source
+from functionalize.core.ops import Geometry, OpRecord, TensorRef
+from functionalize.core.rules.factories import SHAPE_ONLY
+from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.core.where import UserLine, is_internal
+from functionalize.frontend.lifetime_recorder import ADD
+from functionalize.frontend.lifetimes import Lifetimes, Seen
+from functionalize.frontend.op_kinds import kind_of, storage_of, tensors_in
+from functionalize.frontend.origins import Origin, Place, origin
+from functionalize.frontend.step_notes import StepNotes
+from functionalize.planning.scratch import is_shaped
+from functionalize.planning.timeline import Category
+
+Look = tuple[int, Any, tuple[int, ...], torch.dtype]  # storage, size, stride, dtype
+Line = tuple[CodeType, int]
+
+
+class Watched(weakref.ref[torch.UntypedStorage]):
+    """A storage while it is alive, with its number and address."""
+
+    __slots__ = ("address", "serial")
+
+    serial: int
+    address: int
+
+
+class MemoryRecorder(StepNotes):
+    """Records while active, one step. in_world: it runs on fake tensors; else fakes are DTensor's, and no part of it.
+
+    strange: the layouts of tensors that have no storage of their own.
+    """
+
+    ledger = None  # Python is given no live numbers
+
+    def __init__(self, in_world: bool = False) -> None:
+        super().__init__()
+        self.suspended = 0
+        self.records: list[list[Any]] = []
+        self.changes: list[tuple[int, int, int]] = []
+        self.places: list[list[Place]] = []  # of the storages that were there before
+        self.strange: set[str] = set()
+        self._in_world = in_world
+        self._serials: dict[int, int] = {}  # of the storages that are alive, by address
+        self._sizes: list[int] = []  # in bytes, now
+        self._seen: list[tuple[torch.device, Look]] = []
+        self._found: dict[int, int] = {}  # those without a place that were there, and their bytes
+        self._sums: dict[int, frozenset[int]] = {}
+        self._alive: list[Watched] = []
+        self._task, self._task_line = (
+            -1,
+            cast(Line | None, None),
+        )  # of autograd's, and where the user has asked for it
+        self._lanes: dict[int, str] = {}  # by identity: an op takes a while to hash
+
+    def there_is(self, name: str, source: Source, tensor: Tensor) -> None:
+        """A place that the step can reach, before it begins. `UnsupportedTensorError`: the tensor has no storage."""
+        storage = storage_of(tensor)
+        serial = self._serials.get(storage._cdata)
+        if serial is None:
+            self._add(tensor, storage)
+            self.places.append([(name, source)])
+        else:
+            self.places[serial].append((name, source))
+
+    def _end(self) -> None:
+        super()._end()
+        if not self._entered:
+            self._alive.clear()  # what dies from here on is no part of the step
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for kind in types:
+            if kind is FakeTensor:
+                if not self._in_world:
+                    return func(*args, **kwargs)
+            elif is_traceable_wrapper_subclass_type(kind):
+                return NotImplemented
+        lane = self._lanes.get(id(func))
+        if lane is None:
+            lane = self._lanes[id(func)] = _lane(func)
+        if lane is _LOOKS or self.suspended:
+            out = func(*args, **kwargs)
+            if self._in_world:
+                self._keep_sizes(args)
+            return out
+        if lane is _COMPOSITE:
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if lane is _LITERAL:  # Python made it from numbers, for the op that comes next
+            self._result(args[0], 1)
+            return func(*args, **kwargs)
+        position = backward_position()
+        module = self.calls.running if position is None else self.calls.module_at(position)
+        given: Any = self._storages(args) if lane is _PLAIN else None
+        if given is None:
+            find = self._given
+            given = [find(a) if type(a) in _TENSORS else _map(find, a) for a in args]
+        named = {k: _map(self._given, v) for k, v in kwargs.items()} if kwargs else kwargs
+        record = [func, given, named, self._line(position), position, module, None]
+        self.records.append(record)
+        out = func(*args, **kwargs)
+        record[6] = self._result(out) if type(out) in _TENSORS else _map(self._result, out)
+        if lane is _WRITES:
+            self._look_again(args, kwargs)
+        elif lane is _ADDS and position is not None and not torch.is_grad_enabled():
+            self._note_sum(args)
+        return out
+
+    def _storages(self, args: tuple[Any, ...]) -> tuple[int, ...] | None:
+        """The storages of arguments, -1 for a number; None if some are to be looked at more closely."""
+        serials = self._serials
+        try:
+            found = [
+                serials.get(a.untyped_storage()._cdata)
+                if (kind := type(a)) in _TENSORS
+                else -1
+                if kind in _NUMBERS
+                else None
+                for a in args
+            ]
+        except (NotImplementedError, RuntimeError):
+            return None
+        return None if None in found else tuple(found)  # type: ignore[arg-type]
+
+    def _given(self, tensor: Tensor) -> Look | None:
+        """An argument. Its storage was there before the step if it is new."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            self.strange.add(str(tensor.layout))
+            return None
+        serial = self._serials.get(storage._cdata)
+        if serial is None:
+            look = self._add(tensor, storage)
+            self._found[look[0]] = storage.nbytes()
+            return look
+        return serial, tensor.shape, tensor.stride(), tensor.dtype
+
+    def _result(self, tensor: Tensor, later: int = 0) -> Look | None:
+        """A result. The op made its storage if it is new. later: 1 if it is the next op's."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            self.strange.add(str(tensor.layout))
+            return None
+        serial = self._serials.get(storage._cdata)
+        if serial is None:
+            return self._add(tensor, storage, later)
+        return serial, tensor.shape, tensor.stride(), tensor.dtype
+
+    def _add(self, tensor: Tensor, storage: torch.UntypedStorage, later: int = 0) -> Look:
+        address, serial, nbytes = storage._cdata, len(self._sizes), storage.nbytes()
+        look = serial, tensor.shape, tensor.stride(), tensor.dtype
+        self._serials[address] = serial
+        self._sizes.append(nbytes)
+        self._seen.append((tensor.device, look))
+        alive = Watched(storage, self._freed)
+        alive.serial, alive.address = serial, address
+        self._alive.append(alive)
+        self.changes.append((len(self.records) - 1 + later, serial, nbytes))
+        return look
+
+    def _freed(self, died: Watched) -> None:
+        self.changes.append((len(self.records) - 1, died.serial, 0))
+        self._serials.pop(died.address, None)
+
+    def _line(self, position: Position | None) -> Line | None:
+        """Where the innermost code of the user's stands. Below autograd's own nodes it does not move."""
+        frame = sys._getframe(2)
+        if position is None or frame.f_code is not ENGINE:
+            return _user_line(frame)
+        task = graph_task()
+        if task != self._task:
+            self._task, self._task_line = task, _user_line(frame)
+        return self._task_line
+
+    def _look_again(self, args: Any, kwargs: Any) -> None:
+        """The op may have changed the size of a storage, or put a tensor on another one."""
+        for tensor in tensors_in([list(args), kwargs]):
+            look = self._given(tensor)
+            if look is not None:
+                self._note_size(look[0], tensor.untyped_storage())
+
+    def _note_size(self, serial: int, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
+        if nbytes != self._sizes[serial]:
+            self._sizes[serial] = nbytes
+            self.changes.append((len(self.records) - 1, serial, nbytes))
+
+    def _note_sum(self, args: tuple[Any, ...]) -> None:
+        """See Note [Sums in place] in `lifetimes.py`."""
+        whole = [self._given(t) for t in args[:2] if isinstance(t, Tensor) and t._base is None]
+        self._sums[len(self.records) - 1] = frozenset(look[0] for look in whole if look is not None)
+
+    def _keep_sizes(self, args: Any) -> None:
+        """See Note [Views of an emptied fake] in `known_storages.py`."""
+        for tensor in tensors_in(args):
+            look, storage = self._given(tensor), tensor.untyped_storage()
+            if look is not None and storage.nbytes() != self._sizes[look[0]]:
+                storage.resize_(self._sizes[look[0]])
+
+    # -- what does not dispatch ----------------------------------------------------------------
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
+        """`UntypedStorage.resize_` was called; `original` does it."""
+        serial = self._serials.get(storage._cdata)
+        if serial is None:  # no tensor of the step is on it
+            return original(storage, size)
+        position = backward_position()
+        bytes_of = (serial, (0,), (1,), torch.uint8)
+        module, looks = self.calls.module_at(position), [bytes_of, size]
+        line = _user_line(sys._getframe(1))
+        self.records.append([RESIZE_STORAGE, looks, {}, line, position, module, None])
+        result = original(storage, size)
+        self._note_size(serial, storage)
+        return result
+
+    def unrepeatable(self, what: str) -> None:
+        """Nothing will be asked to be repeated."""
+
+    side_effect = unrepeatable
+
+    # -- what is left --------------------------------------------------------------------------
+
+    def serial_of(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's storage, None if it was never seen."""
+        try:
+            return self._serials.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def lifetimes(
+        self, own: Mapping[int, int], left: Mapping[int, Category], parameters: Mapping[int, str]
+    ) -> Lifetimes:
+        """What the step was like, once it has ended. own, left, parameters: see `origins.py`."""
+        seen = [Seen(_geometry(look), device.type) for device, look in self._seen]
+        first = {serial: nbytes for _, serial, nbytes in reversed(self.changes)}
+        found = {
+            serial: origin(
+                places, seen[serial].geometry, first[serial], own.get(serial), parameters
+            )
+            for serial, places in enumerate(self.places)
+        }
+        for i, (serial, nbytes) in enumerate(self._found.items()):
+            geometry = seen[serial].geometry
+            found[serial] = Origin(Category.UNKNOWN, f"captured_{i}", geometry, nbytes)
+        births = [TensorRef(serial, each.geometry) for serial, each in enumerate(seen)]
+        records = [_op_record(births, *record) for record in self.records]
+        changes = [(max(op, 0), serial, nbytes) for op, serial, nbytes in self.changes]
+        notes = (changes, seen, found, left, self.updates, self._sums)
+        return Lifetimes.of(records, *notes, self.target)
+
+
+def _map(find: Callable[[Tensor], Look | None], value: Any) -> Any:
+    """The tensors of a list by their storages, numbers as they are, nothing else."""
+    if type(value) in _NUMBERS:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [find(v) if type(v) in _TENSORS else _map(find, v) for v in value]
+    return find(value) if isinstance(value, Tensor) else None
+
+
+def _user_line(frame: FrameType | None) -> Line | None:
+    while frame is not None:
+        code = frame.f_code
+        if not is_internal(code.co_filename):
+            return code, frame.f_lasti
+        frame = frame.f_back
+    return None
+
+
+# -- records, when somebody asks -------------------------------------------------------------------
+
+
+def _op_record(
+    births: Sequence[TensorRef],
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    line: Line | None,
+    position: Position | None,
+    module: str,
+    result: Any,
+) -> OpRecord:
+    if type(args) is tuple:  # storages alone: they look as they did when they were first seen
+        given: Any = tuple(births[serial] if serial >= 0 else None for serial in args)
+    else:
+        given = tuple(map(_refs, args))
+    seq_nr, phase = position if position is not None else (None, None)
+    refs = given, {k: _refs(v) for k, v in kwargs.items()}, _refs(result)
+    node = "" if seq_nr is not None else None
+    traceback = cast(CapturedTraceback, UserLine(*line)) if line is not None else None
+    return OpRecord(func, *refs, (), traceback, seq_nr, node, phase, {"module": module})
+
+
+def _refs(value: Any) -> Any:
+    if type(value) is tuple:
+        return TensorRef(value[0], _geometry(value))
+    return [_refs(v) for v in value] if type(value) is list else value
+
+
+def _geometry(look: Look) -> Geometry:
+    _, size, stride, dtype = look
+    return Geometry(tuple(size), stride, 0, dtype)
+
+
+# -- lanes -----------------------------------------------------------------------------------------
+
+_NUMBERS = frozenset({bool, int, float, str, torch.dtype, NoneType})
+_TENSORS = frozenset({Tensor, Parameter, FakeTensor})  # most of them; the others are asked
+_LOOKS, _COMPOSITE, _LITERAL = "looks", "composite", "literal"
+_WRITES, _ADDS, _EXACT, _PLAIN = "writes", "adds", "exact", "plain"
+
+
+def _lane(func: Any) -> str:
+    """What is to be done about an op."""
+    op = kind_of(func)
+    if func is torch.ops.aten.lift_fresh.default:
+        return _LITERAL
+    if op.metadata or (op.looks and not op.mutating and func not in SHAPE_ONLY):
+        return _LOOKS
+    if op.composite:
+        return _COMPOSITE
+    if op.moves:
+        return _WRITES
+    if func is ADD:
+        return _ADDS
+    exact = op.communicates or (is_shaped(func) and torch.Tag.pointwise not in func.tags)
+    return _EXACT if exact else _PLAIN
