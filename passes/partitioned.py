@@ -29,6 +29,7 @@ from functionalize.core.inputs import Argument
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.program import Constant, Program, Result
 from functionalize.core.split import Split, split
+from functionalize.core.words import counted
 from functionalize.errors import PassError
 from passes.infra import FUNCTIONAL, PARTITIONED, run
 from passes.partition import EARLY, TAG, Partition
@@ -97,7 +98,7 @@ class Partitioned:
         return sum(value.nbytes for value in self.saved)
 
     def __str__(self) -> str:
-        lines = [f"saved for backward: {len(self.saved)} values, {self.nbytes:,} bytes"]
+        lines = [f"saved for backward: {counted(len(self.saved), 'value')}, {self.nbytes:,} bytes"]
         looks = [str(v.geometry or "a number") for v in self.saved]
         names = max((len(v.name) for v in self.saved), default=0)
         wide = max(map(len, looks), default=0)

@@ -365,8 +365,8 @@ def test_eager_failure() -> None:
 
 def test_sparse() -> None:
     assert message(errors.UnsupportedTensorError, read_empty, torch.eye(3).to_sparse()) == (
-        "a tensor of type Tensor, layout torch.sparse_coo and size [3, 3] has no storage of its own: only "
-        "strided tensors can be functionalized"
+        "meets a tensor of type Tensor, layout torch.sparse_coo and size [3, 3], which has no storage of its "
+        "own: only strided tensors can be functionalized"
     )
 
 

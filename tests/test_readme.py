@@ -1,4 +1,4 @@
-"""README and docs tell the truth: their examples print what they say, their links lead somewhere."""
+"""README and docs tell the truth: examples print what they say, links lead somewhere, every error is told of."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
+from functionalize import errors
 from tests.fsdp.table import written
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def test_the_example_prints_what_the_readme_says() -> None:
@@ -23,9 +27,18 @@ def test_the_example_prints_what_the_readme_says() -> None:
     assert printed.getvalue().strip() == output.strip()
 
 
-def test_every_relative_link_exists() -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_exists(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_error_has_a_line_on_its_page() -> None:
+    told = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    bases = {"FunctionalizeError", "StorageError", "InvariantError"}  # told of in words
+    assert sorted(told) == sorted(kinds - bases)
 
 
 def test_the_functions_print_what_their_page_says() -> None:
