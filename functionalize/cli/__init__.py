@@ -7,8 +7,8 @@
     files.py      a recorded graph in a file              memory.py, plan.py, demo.py
     console.py    what is printed, progress, errors
 
-Exit codes: 0; 1 if the step or the plan failed, or nothing fits in `--limit`; 2 for wrong usage; 130 for Ctrl-C. Without
-typer and rich: 2, and what to install.
+Exit codes: 0; 1 if the step or the plan failed, or nothing fits in `--limit`; 2 for wrong usage; 130 for Ctrl-C.
+Without typer and rich: 2, and what to install.
 """
 
 from __future__ import annotations

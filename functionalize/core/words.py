@@ -9,6 +9,6 @@ Invariant: the number comes first, as its digits; the plural of the last word en
 from __future__ import annotations
 
 
-def counted(count: int, what: str, plural: str | None = None) -> str:
-    """How many of a thing there are. plural: where it is not the singular and an `s`."""
-    return f"{count} {what if count == 1 else plural or f'{what}s'}"
+def counted(count: int, what: str) -> str:
+    """How many of a thing there are."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -81,10 +81,8 @@ class MemoryRecorder(StepNotes):
         self._found: dict[int, int] = {}  # those without a place that were there, and their bytes
         self._sums: dict[int, frozenset[int]] = {}
         self._alive: list[Watched] = []
-        self._task, self._task_line = (
-            -1,
-            cast(Line | None, None),
-        )  # of autograd's, and where the user has asked for it
+        self._task = -1  # of autograd's
+        self._task_line: Line | None = None  # where the user has asked for it
         self._lanes: dict[int, str] = {}  # by identity: an op takes a while to hash
 
     def there_is(self, name: str, source: Source, tensor: Tensor) -> None:

@@ -95,7 +95,8 @@ _NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
 class World:
     """A fake world. size: how many ranks. rank: the one whose step is seen. mesh: the default `DeviceMesh`.
 
-    target: the device it is planned for. choices: which kernels the target took, and why. assumed: the numbers that Python read and no tensor holds, as text -> how often.
+    target: the device it is planned for. choices: which kernels the target took, and why. assumed: the
+    numbers that Python read and no tensor holds, as text -> how often.
     """
 
     size: int

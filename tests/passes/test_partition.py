@@ -82,6 +82,15 @@ def test_fires_on_a_joint_program(expect):
     assert "test_partition.py" in parts.saved[0].where
 
 
+def test_one_value_is_told_in_the_singular():
+    def fn(x, tangent):
+        y = (x * 2).sin()
+        return y, *torch.autograd.grad(y, [x], tangent)
+
+    parts = Partitioned.of(fz.trace(fn, values(4).requires_grad_(), values(4, seed=1)))
+    assert str(parts).startswith("saved for backward: 1 value, 16 bytes\n")
+
+
 def test_fires_on_a_step_with_its_optimizer(expect):
     program, _ = trained()
     parts = Partitioned.of(program)
