@@ -756,6 +756,11 @@ def below_functionalization() -> Iterator[None]:
         yield
 
 
+def entry_of(op: Any) -> Any:
+    """What an `OpOverload` calls, without its own frame; other ops as they are (torch 2.0 to 2.13)."""
+    return getattr(op, "_op", op)
+
+
 def no_python_dispatch() -> AbstractContextManager[None]:
     """Inside, ops are dispatched as if no mode were on the stack (torch 2.0 to 2.13)."""
     guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()

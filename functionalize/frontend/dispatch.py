@@ -152,7 +152,7 @@ class Recorder(Refusals, Watcher):
                 return NotImplemented
         op = kind_of(func)
         if op.metadata:
-            return func(*args, **kwargs)
+            return op.run(*args, **kwargs)
         if op.composite:
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -183,7 +183,7 @@ class Recorder(Refusals, Watcher):
             self.check_repeatable(op, record)
         self.suspended += 1
         try:
-            out = func(*args, **kwargs)
+            out = op.run(*args, **kwargs)
         except BaseException as error:
             self.failed = (error, record)
             raise

@@ -83,7 +83,7 @@ class MemoryRecorder(StepNotes):
         self._alive: list[Watched] = []
         self._task = -1  # of autograd's
         self._task_line: Line | None = None  # where the user has asked for it
-        self._lanes: dict[int, str] = {}  # by identity: an op takes a while to hash
+        self._lanes: dict[int, tuple[str, Any]] = {}  # by identity: an op takes a while to hash
 
     def there_is(self, name: str, source: Source, tensor: Tensor) -> None:
         """A place that the step can reach, before it begins. `UnsupportedTensorError`: the tensor has no storage."""
@@ -116,11 +116,12 @@ class MemoryRecorder(StepNotes):
                     return func(*args, **kwargs)
             elif is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented
-        lane = self._lanes.get(id(func))
-        if lane is None:
-            lane = self._lanes[id(func)] = _lane(func)
+        known = self._lanes.get(id(func))
+        if known is None:
+            known = self._lanes[id(func)] = _lane(func), kind_of(func).run
+        lane, run = known
         if lane is _LOOKS or self.suspended:
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
             if self._in_world:
                 self._keep_sizes(args)
             return out
@@ -131,7 +132,7 @@ class MemoryRecorder(StepNotes):
                 return out
         if lane is _LITERAL:  # Python made it from numbers, for the op that comes next
             self._result(args[0], 1)
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         position = backward_position()
         module = self.calls.running if position is None else self.calls.module_at(position)
         given: Any = self._storages(args) if lane is _PLAIN else None
@@ -141,7 +142,7 @@ class MemoryRecorder(StepNotes):
         named = {k: _map(self._given, v) for k, v in kwargs.items()} if kwargs else kwargs
         record = [func, given, named, self._line(position), position, module, None]
         self.records.append(record)
-        out = func(*args, **kwargs)
+        out = run(*args, **kwargs)
         record[6] = self._result(out) if type(out) in _TENSORS else _map(self._result, out)
         if lane is _WRITES:
             self._look_again(args, kwargs)

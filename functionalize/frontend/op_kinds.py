@@ -8,7 +8,7 @@ is_composite(aten.matmul)   made of other ops, which are recorded instead
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functionalize._compat import has_kernel
+from functionalize._compat import entry_of, has_kernel
 from functionalize.core.rules.factories import SHAPE_ONLY
 from functionalize.core.rules.mutations import is_mutating, written_arguments
 from functionalize.core.rules.recurrent import READS_GRAD_MODE
@@ -185,6 +185,7 @@ class OpKind:
     reads_grad_mode: bool
     makes: str  # "quantised" or "nested", if the result is more than a strided tensor
     may_be_refused: bool
+    run: Callable[..., Any]  # the op, called with one frame less
 
 
 @cache
@@ -212,4 +213,5 @@ def kind_of(func: Any) -> OpKind:
         or makes != ""
         or func in SAME_REACH
         or func is RESIZE_STORAGE,
+        run=entry_of(func),
     )

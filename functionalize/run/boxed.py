@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from functionalize._compat import entry_of
 from functionalize.core.aliases import written_nodes
 from functionalize.core.commit import commit, is_commit
 from functionalize.core.program import Program
@@ -70,7 +71,7 @@ def boxed(program: Program) -> Runner:
         if node.op == "call_function":
             handle = handles.get(node.target)
             if handle is None:
-                handle = _bind(namespace, "op", getattr(node.target, "_op", node.target))
+                handle = _bind(namespace, "op", entry_of(node.target))
                 handles[node.target] = handle
             parts = [text(a) for a in node.args]
             parts += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
