@@ -49,6 +49,7 @@ _AS_THEY_ARE = _PLAIN - {bool, float, complex, torch.Size, range}  # equal means
 _METHODS = frozenset({"forward", "__call__", "__getattr__", "__iter__", "__getitem__", "__len__"})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
+_BY_TORCH = "__composable_api_"  # FSDP2's state, under a name that differs from process to process
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Path = tuple[Any, ...]  # (the path of what holds it, its name there); () is the step itself
@@ -161,7 +162,7 @@ class _Walk:
         self.facts: list[Any] = []
         self.paths: list[Path] = []
         self._named = named
-        self.seen: dict[int, int] = {}
+        self.seen: dict[int, Path] = {}  # where each object was found first
         self._kinds: set[type] = set()
         self._loosely = False  # whether tensors are found by no place
         self._alive: list[Any] = []  # an id is an object's as long as the object lives
@@ -179,7 +180,7 @@ class _Walk:
             return self.note(path, (kind, repr(value)))
         if id(value) in self.seen:
             return self.note(path, ("again", self.seen[id(value)]))
-        self.seen[id(value)] = len(self.seen)
+        self.seen[id(value)] = path
         self._alive.append(value)
         if isinstance(value, Tensor) and self._loosely:
             return self.note(path, _TheSame(weakref.ref(value)))
@@ -315,7 +316,7 @@ class _Walk:
         table = vars(module)
         for key in sorted(table.keys() - _OF_EVERY_MODULE):
             value = without_watching(table[key])
-            if type(value) in _GUARDED:
+            if type(value) in _GUARDED or key.startswith(_BY_TORCH):
                 continue
             self._loosely = True
             if isinstance(value, (list, tuple)):  # tensors right in there have sources
