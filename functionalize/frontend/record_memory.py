@@ -35,6 +35,8 @@ def record_memory(train_step: Callable[..., Any]) -> RecordedMemory:
     """Note the memory of every call of `train_step` (any callable; also a decorator), for `.memory`.
 
     The calls run eagerly, on real tensors or in an `fz.world`, and give what they give. Bytes are as requested.
+    Raises `UnsupportedTensorError`, before anything runs, if the step can reach a tensor that has no storage (a sparse
+    gradient); those that come up while it runs are left out, and a warning says so.
     """
     return RecordedMemory(train_step)
 
