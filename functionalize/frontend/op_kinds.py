@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat import entry_of, has_kernel
+from functionalize.core.rules.collectives import refusal_of_collective
 from functionalize.core.rules.factories import SHAPE_ONLY
 from functionalize.core.rules.mutations import is_mutating, written_arguments
 from functionalize.core.rules.recurrent import READS_GRAD_MODE
@@ -178,6 +179,7 @@ class OpKind:
     moves: bool
     to_python: bool
     communicates: bool
+    refused_collective: bool
     same_reach: bool
     restrides: bool
     random: bool
@@ -192,6 +194,7 @@ class OpKind:
 def kind_of(func: Any) -> OpKind:
     """What kind of op `func` is."""
     looks, communicates = only_looks(func), func.namespace in ("c10d", "fsdp")
+    refused_collective = refusal_of_collective(func) is not None
     writes = is_mutating(func) and not looks
     makes = next((kind for start, kind in _MAKES.items() if func.name().startswith(start)), "")
     return OpKind(
@@ -202,6 +205,7 @@ def kind_of(func: Any) -> OpKind:
         moves=_may_move(func),
         to_python=func in TO_PYTHON,
         communicates=communicates,
+        refused_collective=refused_collective,
         same_reach=func in SAME_REACH,
         restrides=func in (aten.as_strided.default, aten.as_strided_.default),
         random=torch.Tag.nondeterministic_seeded in func.tags,
@@ -209,6 +213,7 @@ def kind_of(func: Any) -> OpKind:
         reads_grad_mode=func in READS_GRAD_MODE,
         makes=makes,
         may_be_refused=communicates
+        or refused_collective
         or writes
         or makes != ""
         or func in SAME_REACH

@@ -2,7 +2,7 @@
 
     fsdp.all_gather_copy_in, c10d._allgather_base_      what they read and write: all-gather buffers
     fsdp.split_with_sizes_copy                          what it writes: unsharded parameters
-    fsdp.chunk_cat                                      reads unsharded gradients, writes a reduce-scatter buffer
+    fsdp.chunk_cat, chunk_cat_mixed_dtype               read unsharded gradients, write a reduce-scatter buffer
     c10d._reduce_scatter_base_                          reads such a buffer, writes sharded gradients
     made in a backward, read by the optimizer           sharded gradients
     made in a recomputation                             recomputed
@@ -94,11 +94,13 @@ class Purposes:
     def _communicates(self, record: OpRecord, phase: str) -> None:
         """What an op of FSDP2's, or a collective, says of the storages it is given."""
         name = record.target.overloadpacket.__name__
+        if name == "record_grad_output_stream":
+            return
         first, rest = refs_in(record.args[:1]), refs_in([record.args[1:], record.kwargs])
         if name == "split_with_sizes_copy":
             self._tell(rest, Category.UNSHARDED_PARAMETERS)
             self._gathered(first, rest)
-        elif name == "chunk_cat":
+        elif name in ("chunk_cat", "chunk_cat_mixed_dtype"):
             self._tell(first, Category.UNSHARDED_GRADIENTS)
             self._tell(rest, Category.REDUCE_SCATTER_BUFFERS)
             elements = sum(ref.geometry.numel for ref in first)

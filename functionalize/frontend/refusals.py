@@ -13,7 +13,6 @@ import torch
 from functionalize.core.extent import check_bounds, check_overlap
 from functionalize.core.ops import OpRecord, TensorRef, refs_in
 from functionalize.core.resize import checked_nbytes
-from functionalize.core.rules import RULES
 from functionalize.core.rules.collectives import check_known_collective
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE
@@ -34,7 +33,7 @@ class Refusals(Unrepeatable):
             return
         if op.makes:
             raise more_than_strided(f"makes a {op.makes} tensor")
-        if op.communicates and func not in RULES:
+        if op.refused_collective:
             check_known_collective(func)
         if op.same_reach:
             ref = record.args[0]

@@ -4,25 +4,29 @@
     fsdp.all_gather_copy_in(...)         ->  cat of the flattened shards
     fsdp.split_with_sizes_copy(out=)     ->  aten.split_with_sizes_copy
     fsdp.chunk_cat(out=)                 ->  aten._chunk_cat, cast to the dtype of `out`
+    fsdp.chunk_cat_mixed_dtype(out=)     ->  the same; tensors of several dtypes are cast before
+    fsdp.record_grad_output_stream       ->  nothing: it orders a free after a read, and values are not freed
 
 Their schemas do not tell what they write or alias, so each has a rule here, or in `collective_lists.py` if it
 takes lists of tensors. A rank sends what eager sends: one that replays works with one that runs eagerly.
-Refusal: any other op of `c10d` or `fsdp`, by name.
+Refusal: any other op of `c10d`, `fsdp` or `_c10d_functional`, by name. `unlisted_ops` finds those that the torch
+at hand has, and that are named nowhere here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from functionalize._compat import load_fsdp_ops
+from functionalize._compat import all_op_names, load_fsdp_ops
 from functionalize.core.barrier import BARRIER
 from functionalize.core.ops import OpRecord, TensorRef, contiguous_geometry
-from functionalize.core.rules.registry import rule
+from functionalize.core.rules.registry import RULES, rule
 from functionalize.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
@@ -127,6 +131,13 @@ def wait_tensor(engine: Functionalizer, record: OpRecord) -> Any:
     out = record.outputs
     born = type(out) is TensorRef and out.storage in record.meta.get("born", ())
     return value if born else None
+
+
+def wait_tensors(engine: Functionalizer, record: OpRecord) -> Any:
+    """`wait_tensors(Tensor[] tensors) -> Tensor[]`: `wait_tensor` of each (torch 2.15)."""
+    for target in record.args[0]:
+        engine.write(target, wait(engine, engine.read(target)))
+    return [None] * len(record.args[0])
 
 
 def into_given(engine: Functionalizer, record: OpRecord) -> Any:
@@ -246,12 +257,25 @@ def split_with_sizes_copy(engine: Functionalizer, record: OpRecord) -> None:
 
 
 def chunk_cat(engine: Functionalizer, record: OpRecord) -> None:
-    """`(tensors, dim, num_chunks, *, out)`; a pure copy, so the cast may come after it."""
+    """`(tensors, dim, num_chunks, *, out)`; a pure copy, so one cast after it serves tensors of one dtype."""
     tensors, dim, chunks = record.args
     target = record.kwargs["out"]
-    values = [engine.read(t) for t in tensors]
+    values, source = [engine.read(t) for t in tensors], tensors[0]
+    if any(t.geometry.dtype != source.geometry.dtype for t in tensors):
+        values = [_cast(engine, v, t, target) for v, t in zip(values, tensors, strict=True)]
+        source = target
     value = engine.emit.call(aten._chunk_cat.default, values, dim, chunks)
-    engine.write(target, _cast(engine, value, tensors[0], target))
+    engine.write(target, _cast(engine, value, source, target))
+
+
+def copy_(engine: Functionalizer, record: OpRecord) -> None:
+    """`fsdp::copy_(tensor, data)`, both of one size: what FSDP2 calls under a compiler."""
+    target, source = record.args
+    engine.write(target, _cast(engine, engine.read(source), source, target))
+
+
+def record_grad_output_stream(engine: Functionalizer, record: OpRecord) -> None:
+    """`(buffer, stream_id, device_index, device_type)`: tells an allocator who reads the buffer; no value changes."""
 
 
 def _cast(engine: Functionalizer, value: Any, source: TensorRef, target: TensorRef) -> Any:
@@ -260,8 +284,30 @@ def _cast(engine: Functionalizer, value: Any, source: TensorRef, target: TensorR
     return engine.emit.call(aten._to_copy.default, value, dtype=target.geometry.dtype)
 
 
+# -- what is refused -------------------------------------------------------------------------------
+
+
+# Functional collectives that are values already: their schemas say all that they do.
+_PURE = frozenset(
+    {
+        "_wrap_tensor_autograd",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+        "all_reduce",
+        "all_reduce_",
+        "all_reduce_coalesced",
+        "all_reduce_coalesced_",
+        "all_to_all_single",
+        "broadcast",
+        "broadcast_",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+_NAMESPACES = ("_c10d_functional", "c10d", "fsdp")
 _NO_COUNTERPART = {
     "gather_": "all_gather",
+    "gather_into_tensor_": "all_gather_into_tensor",
     "monitored_barrier_": "barrier",
     "recv_": "broadcast",
     "recv_any_source_": "broadcast",
@@ -273,19 +319,50 @@ _NO_COUNTERPART = {
 }
 
 
-def check_known_collective(target: Any) -> None:
-    """Raise for an op of `c10d` or `fsdp` that has no rule: what it writes is not in its schema."""
-    if target.namespace not in ("c10d", "fsdp"):
-        return
-    instead = _NO_COUNTERPART.get(target._schema.name.split("::")[1])
-    if target.namespace == "c10d" and instead is not None:
-        raise UnsupportedOpError(
-            f"has no functional counterpart with the same messages: use dist.{instead}, or keep it out of "
-            "the step"
+_REFUSED = {
+    "check_for_nan": (
+        "raises where a tensor holds NaN, by a kernel that a replay would run without an error to name: unset "
+        "TORCH_NCCL_NAN_CHECK, or assert torch.isfinite(x).all() in the step"
+    ),
+}
+
+
+@cache
+def refusal_of_collective(target: Any) -> str | None:
+    """Why a collective cannot be captured; None for those that can, and for ops of other namespaces."""
+    namespace, name = target._schema.name.split("::")
+    if namespace not in _NAMESPACES or target in RULES:
+        return None
+    if namespace == "_c10d_functional" and name in _PURE:
+        return None
+    if namespace == "c10d" and name in _NO_COUNTERPART:
+        return (
+            "has no functional counterpart with the same messages: use "
+            f"dist.{_NO_COUNTERPART[name]}, or keep it out of the step"
         )
-    raise UnsupportedOpError(
-        "is a communication op without a rule: its schema does not tell what it writes"
-    )
+    return _REFUSED.get(name) or _NO_RULE
+
+
+_NO_RULE = "is a communication op without a rule: its schema does not tell what it writes"
+
+
+def check_known_collective(target: Any) -> None:
+    """Raise for an op that communicates and has no rule: what it writes is not in its schema."""
+    refused = refusal_of_collective(target)
+    if refused is not None:
+        raise UnsupportedOpError(refused)
+
+
+def unlisted_ops() -> Iterator[str]:
+    """Ops of the torch at hand that communicate, and have neither a rule nor a refusal with a reason of its own."""
+    for full in all_op_names():
+        namespace, _, rest = full.partition("::")
+        if namespace not in _NAMESPACES:
+            continue
+        name, _, overload = rest.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), name)
+        if refusal_of_collective(getattr(packet, overload or "default")) == _NO_RULE:
+            yield f"{namespace}.{rest}"
 
 
 def point_to_point(engine: Functionalizer, record: OpRecord) -> Any:
@@ -296,26 +373,37 @@ def point_to_point(engine: Functionalizer, record: OpRecord) -> Any:
     )
 
 
+_BY_NAME: dict[str, Callable[[Functionalizer, OpRecord], Any]] = {
+    "_c10d_functional::wait_tensor": wait_tensor,
+    "_c10d_functional::wait_tensors": wait_tensors,
+    "_c10d_functional::all_gather_into_tensor_out": into_given,
+    "_c10d_functional::reduce_scatter_tensor_out": into_given,
+    "_c10d_functional::isend": point_to_point,
+    "_c10d_functional::irecv": point_to_point,
+    "_c10d_functional::batch_p2p_ops": point_to_point,
+    "c10d::_allgather_base_": allgather_base_,
+    "c10d::_reduce_scatter_base_": reduce_scatter_base_,
+    "c10d::allreduce_": allreduce_,
+    "c10d::alltoall_base_": alltoall_base_,
+    "c10d::barrier": barrier,
+    "c10d::broadcast_": broadcast_,
+    "fsdp::all_gather_copy_in": all_gather_copy_in,
+    "fsdp::chunk_cat": chunk_cat,
+    "fsdp::chunk_cat_mixed_dtype": chunk_cat,
+    "fsdp::copy_": copy_,
+    "fsdp::record_grad_output_stream": record_grad_output_stream,
+    "fsdp::split_with_sizes_copy": split_with_sizes_copy,
+}
+
+
 def _register() -> None:
     """Register the rules whose ops exist in this build of torch."""
     load_fsdp_ops()
-    rule(FUNCTIONAL.wait_tensor.default)(wait_tensor)
-    for name in ("all_gather_into_tensor_out", "reduce_scatter_tensor_out"):
-        rule(getattr(FUNCTIONAL, name).default)(into_given)
-    for name in ("isend", "irecv", "batch_p2p_ops"):
-        if hasattr(FUNCTIONAL, name):
-            rule(getattr(FUNCTIONAL, name).default)(point_to_point)
-    if dist.is_available():
-        rule(torch.ops.c10d._allgather_base_.default)(allgather_base_)
-        rule(torch.ops.c10d._reduce_scatter_base_.default)(reduce_scatter_base_)
-        rule(torch.ops.c10d.allreduce_.default)(allreduce_)
-        rule(torch.ops.c10d.broadcast_.default)(broadcast_)
-        rule(torch.ops.c10d.alltoall_base_.default)(alltoall_base_)
-        rule(torch.ops.c10d.barrier.default)(barrier)
-    if hasattr(torch.ops.fsdp, "all_gather_copy_in"):
-        rule(torch.ops.fsdp.all_gather_copy_in.default)(all_gather_copy_in)
-        rule(torch.ops.fsdp.split_with_sizes_copy.default)(split_with_sizes_copy)
-        rule(torch.ops.fsdp.chunk_cat.default)(chunk_cat)
+    for full, fn in _BY_NAME.items():
+        namespace, name = full.split("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is not None:
+            rule(packet.default)(fn)
 
 
 _register()
