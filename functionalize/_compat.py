@@ -79,6 +79,7 @@ __all__ = [
     "fake_process_group",
     "fake_work_ids",
     "forget_shardings",
+    "fsdp_classes",
     "fsdp_lazy_init",
     "fsdp_state_of",
     "fully_sharded_chunks",
@@ -447,6 +448,19 @@ def _fsdp_state_finder() -> Any:
     except ImportError:
         return None
     return _get_module_fsdp_state
+
+
+def fsdp_classes() -> list[type]:
+    """The classes in which FSDP2 keeps state, and the one whose methods its users call (2.11 to 2.15)."""
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+    except ImportError:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    state, group = _fsdp_state, _fsdp_param_group
+    kinds = (state.FSDPStateContext, state.FSDPState, group.FSDPCommContext, group.FSDPParamGroup)
+    return [*kinds, _fsdp_param.FSDPParam, FSDPModule]
 
 
 def fsdp_lazy_init(state: Any) -> None:

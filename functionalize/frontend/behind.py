@@ -34,7 +34,7 @@ from functionalize.frontend.joint import Boundary, JointRecording
 from functionalize.frontend.lifted import lifted
 from functionalize.frontend.op_kinds import storage_of
 from functionalize.frontend.recording import Entry, Exit
-from functionalize.frontend.sources import Gradient, ModuleTensor
+from functionalize.frontend.sources import Gradient, ModuleTensor, leave
 
 if TYPE_CHECKING:
     from functionalize.frontend.forward import Backward, CapturedForward, Forward
@@ -337,9 +337,7 @@ class Replayed:
     def _replay(self, backward: Backward, call: Call) -> Sequence[Tensor | None]:
         values = backward.program.replay(call, self._owner.vote)
         count = len(values) - len(backward.slots)
-        for slot, gradient in zip(backward.slots, values[count:], strict=True):
-            slot.assign(call, gradient)
-        backward.effects.apply()
+        leave(call, backward.slots, values[count:], backward.effects)
         backward.replays += 1
         self._owner.stats.backwards += 1
         gradients: Sequence[Tensor | None] = values[:count]

@@ -35,6 +35,7 @@ class Gone(SaveError):
 
 
 _PLAIN = (
+    fsdp.Contents,
     fsdp.FSDPEffects,
     fsdp.FSDPState,
     fsdp.FSDPStateGuard,
@@ -144,17 +145,15 @@ def _load_modules(
 
 def _save_parameters(guard: guards.ParameterGuard) -> tuple[Any, ...]:
     facts = []
-    for source, name, (grad, hooks, same) in zip(
-        guard.sources, guard.names, guard.facts, strict=True
-    ):
-        if same is not None:
+    for source, name, fact in zip(guard.sources, guard.names, guard.facts, strict=True):
+        if fact.same is not None:
             try:
                 now = source.resolve(_NO_CALL)
             except IndexError:
                 raise SaveError(f"has the parameter `{name}` as an argument") from None
-            if now is not same:
+            if now is not fact.same:
                 raise Gone(f"is for another parameter `{name}`")
-        facts.append((grad, hooks, same is not None))
+        facts.append((*fact[:-1], fact.same is not None))
     return guard.sources, guard.names, tuple(facts)
 
 
@@ -162,9 +161,10 @@ def _load_parameters(
     sources_: tuple[Any, ...], names: tuple[str, ...], facts: tuple[Any, ...]
 ) -> guards.ParameterGuard:
     found = []
-    for source, name, (grad, hooks, same) in zip(sources_, names, facts, strict=True):
+    for source, name, (*fact, same) in zip(sources_, names, facts, strict=True):
         try:
-            found.append((grad, hooks, source.resolve(_NO_CALL) if same else None))
+            parameter = source.resolve(_NO_CALL) if same else None
+            found.append(guards.LeafFacts._make((*fact, parameter)))
         except (LookupError, AttributeError):
             raise LoadError(f"needs the parameter `{name}`, which is not there") from None
     return guards.ParameterGuard(sources_, names, tuple(found))

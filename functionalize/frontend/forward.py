@@ -57,7 +57,7 @@ from functionalize.frontend.options import Options
 from functionalize.frontend.outcome import Warmup
 from functionalize.frontend.programs import Kept, key_of
 from functionalize.frontend.recording import Entry, Recording
-from functionalize.frontend.sources import Slot
+from functionalize.frontend.sources import Slot, leave
 from functionalize.frontend.step import CapturedStep
 from functionalize.frontend.world import in_world
 
@@ -187,8 +187,7 @@ class CapturedForward(CapturedStep):
         values = kept.program.replay(call, self._vote)
         behind.take(values[kept.results :])
         result, gradients = unflatten_result(values[: kept.results], kept.spec)
-        for slot, gradient in zip(kept.slots, gradients, strict=True):
-            slot.assign(call, gradient)
+        leave(call, kept.slots, gradients, kept.effects)
         self._programs.used(kept)
         self.stats.replays += 1
         assert isinstance(call.leaves, Leaves)

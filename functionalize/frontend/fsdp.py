@@ -1,4 +1,4 @@
-"""The only module that knows FSDP2's internals: where it keeps tensors, and what it keeps in Python.
+"""Where FSDP2 keeps tensors, and what it keeps in Python; `fsdp_contract.py` lists its attributes.
 
     fsdp_params(module)     every FSDPParam under a module, with its fully qualified name
     fsdp_tensors(module)    the tensors FSDP2 keeps beside the parameters, with names
@@ -8,7 +8,7 @@
 
 A replay runs no hook, so what FSDP2 keeps in Python moves by effects alone: after a replay the model is in the
 state that the eager step leaves it in, and an eager call may follow.
-Seen in torch 2.11 (one parameter group per module) and 2.13 (several).
+Seen in torch 2.11 (one parameter group per module) to 2.15 (gradients accumulate in `_unsharded_param.grad`).
 """
 
 from __future__ import annotations
@@ -18,32 +18,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from functionalize._compat import fsdp_lazy_init, fsdp_state_of
 from functionalize.core.inputs import Call
+from functionalize.frontend.fsdp_contract import MOVED, Handling, is_writable, names
 
-_GROUP_FLAGS = (
-    "_training_state",
-    "_sharded_state",
-    "reduce_grads",
-    "all_reduce_grads",
-    "reshard_after_backward",
-    "gradient_divide_factor",
-    "force_sum_reduction_for_comms",
-    "reduce_scatter_unused_params",
-    "unshard_async_op",
-    "unshard_in_backward",
-    "post_forward_mesh_info",
-    "_all_gather_result",
-    "_all_gather_comm",
-    "_reduce_scatter_comm",
-    "_all_reduce_hook",
-)
-_STATE_FLAGS = ("_training_state",)
-_SHARED_FLAGS = ("is_last_backward", "iter_forward_root")
-_PARAM_FLAGS = ("sharded_state",)
-_PLAIN = (bool, int, float, str, enum.Enum, type(None))
+_STATE = names("FSDPState", Handling.RESTORED)
+_CONTEXT = names("FSDPStateContext", Handling.RESTORED)
+_COMMUNICATION = names("FSDPCommContext", Handling.RESTORED)
+_GROUP = names("FSDPParamGroup", Handling.RESTORED)
+_PARAM = names("FSDPParam", Handling.RESTORED)
+_PLAIN = (bool, int, float, str, enum.Enum, type(None), torch.dtype)
+_CONTAINERS = (dict, list, set)
+# What a step may not leave behind: it ends in another call, where a replay's would be the recorded one.
+_PENDING = {
+    "_all_gather_result": "an unshard begins in one call and ends in another",
+    "active_gradient_reduction": (
+        "an asynchronous finalize_backward begins in one call and is waited for in another: call wait() on its handle "
+        "inside the step"
+    ),
+}
 
 
 Under = nn.Module | Sequence[Any]  # a module, or the states under it, if they were found already
@@ -75,6 +71,13 @@ def fsdp_groups(under: Under) -> Iterator[Any]:
         yield from _groups_of(state)
 
 
+def fsdp_contexts(under: Under) -> Iterator[Any]:
+    """The contexts that FSDP modules share: of the iteration, and of communication; some twice."""
+    for state in fsdp_states(under):
+        yield state._state_ctx
+        yield state._comm_ctx
+
+
 def fsdp_params(under: Under) -> Iterator[tuple[str, Any]]:
     """Every FSDPParam under a module with its fully qualified name."""
     for group in fsdp_groups(under):
@@ -102,6 +105,9 @@ def fsdp_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield f"state {i}", state
         yield f"attributes of state {i}", vars(state)
         yield f"context of state {i}", vars(state._state_ctx)
+        yield f"communication of state {i}", vars(state._comm_ctx)
+        for key in _STATE:
+            yield from _objects_in(f"{key} of state {i}", vars(state).get(key))
         for j, group in enumerate(_groups_of(state)):
             yield from _objects_of(group, f"{i}.{j}")
 
@@ -112,18 +118,21 @@ def _objects_of(group: Any, number: str) -> Iterator[tuple[str, Any]]:
     yield f"indices of group {number}", group._post_forward_indices
     if _ready(group):
         yield f"order of group {number}", group.comm_ctx.post_forward_order
-    for key in ("mesh_info", *_GROUP_FLAGS):
-        value = vars(group).get(key)
-        if not isinstance(value, _PLAIN):
-            yield f"{key} of group {number}", value
-            if hasattr(value, "mesh"):
-                yield f"mesh in {key} of group {number}", value.mesh
+    for key in _GROUP:
+        yield from _objects_in(f"{key} of group {number}", vars(group).get(key))
     for k, param in enumerate(group.fsdp_params):
         yield f"parameter {number}.{k}", param
         yield f"attributes of parameter {number}.{k}", vars(param)
         yield f"sharded parameter {number}.{k}", param.sharded_param
         if hasattr(param, "_unsharded_param"):
             yield f"unsharded parameter {number}.{k}", param._unsharded_param
+
+
+def _objects_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, (*_PLAIN, *_CONTAINERS)):
+        yield name, value
+        if hasattr(value, "mesh"):
+            yield f"mesh in {name}", value.mesh
 
 
 # -- set up ----------------------------------------------------------------------------------------
@@ -212,13 +221,19 @@ def fsdp_unsharded(module: nn.Module) -> Iterator[Tensor]:
 def fsdp_slots(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
     """Places, apart from `.grad`, that hold a gradient between microbatches, or nothing."""
     for fqn, param in fsdp_params(under):
-        yield (
-            f"{fqn}.unsharded_accumulated_grad",
-            FSDPTensor(param, "unsharded_accumulated_grad"),
-        )
+        for key in _slots_of("FSDPParam", type(param)):
+            yield f"{fqn}.{key}", FSDPTensor(param, key)
     for group in fsdp_groups(under):
         name = group._module_fqn or "root"
-        yield f"{name}.partial_reduce_output", FSDPTensor(group, "_partial_reduce_output")
+        for key in _slots_of("FSDPParamGroup", type(group)):
+            yield f"{name}.{key.removeprefix('_')}", FSDPTensor(group, key)
+
+
+def _slots_of(kind: str, cls: type) -> Iterator[str]:
+    """The slots of a class, without those that are a view of another one in the torch at hand."""
+    for key in names(kind, Handling.SLOT):
+        if (kind, key) not in MOVED or is_writable(cls, key):
+            yield key
 
 
 def fsdp_keepalives(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
@@ -231,17 +246,53 @@ def fsdp_keepalives(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
             gathered = getattr(shared, "all_gather_state", None)
             if gathered is not None:
                 yield gathered.all_gather_result.all_gather_output
+            for group in _groups_of(state):
+                if group._all_reduce_state is not None:
+                    yield group._all_reduce_state.all_reduce_input
 
 
 # -- what is kept in Python ------------------------------------------------------------------------
 
 
+class Contents(NamedTuple):
+    """What a dict, a list or a set holds, at one moment; equal for equal contents."""
+
+    kind: str
+    items: tuple[Any, ...] | frozenset[Any]
+
+
 class Place(NamedTuple):
-    """One value: `table[key]`, where `table` is an object's attributes or a module's parameters."""
+    """One value: `table[key]` of an object's attributes or a module's parameters, or attribute `key` of a tensor."""
 
     name: str
-    table: dict[str, Any]
+    table: dict[str, Any] | Tensor
     key: str
+
+    def read(self) -> Any:
+        """The value; the contents of a container, which a step may change in place."""
+        table = self.table
+        value = table.get(self.key) if type(table) is dict else getattr(table, self.key)
+        if type(value) is dict:
+            return Contents("dict", tuple(value.items()))
+        if type(value) is list:
+            return Contents("list", tuple(value))
+        return Contents("set", frozenset(value)) if type(value) is set else value
+
+    def write(self, value: Any) -> None:
+        """Assign what `read` returned; a container stays the same object, since hooks of FSDP2 hold some."""
+        if not isinstance(value, Contents):
+            if type(self.table) is dict:
+                self.table[self.key] = value
+            else:
+                setattr(self.table, self.key, value)
+            return
+        assert type(self.table) is dict
+        container = self.table[self.key]
+        container.clear()
+        if value.kind == "list":
+            container.extend(value.items)
+        else:
+            container.update(value.items)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,7 +314,8 @@ class FSDPState:
     def now(roots: Iterable[Under]) -> FSDPState:
         """Look at every FSDP2 module under these roots."""
         states = [state for root in roots for state in fsdp_states(root)]
-        places = [place for state in states for place in _places(state)]
+        found = [place for state in states for place in _places(state)]
+        places = list({(id(place.table), place.key): place for place in found}.values())
         orders: list[list[Any]] = []
         indices: list[tuple[list[int], int]] = []
         for state in states:
@@ -273,7 +325,7 @@ class FSDPState:
                 if known == len(orders):
                     orders.append(order)
                 indices.append((group._post_forward_indices, known))
-        values = tuple([p.table.get(p.key) for p in places])
+        values = tuple([p.read() for p in places])
         lists = tuple(tuple(order) for order in orders)
         numbers = tuple(tuple(at) for at, _ in indices)
         return FSDPState(tuple(places), values, lists, numbers, tuple(orders), tuple(indices))
@@ -289,14 +341,15 @@ class FSDPState:
 
     def summary(self) -> tuple[Any, ...]:
         """What tells states apart, hashable; equal for states that an equal step may start from."""
-        return tuple([v if isinstance(v, _PLAIN) else id(v) for v in self.values])
+        return tuple([v if isinstance(v, _BY_VALUE) else id(v) for v in self.values])
 
     def difference(self, backward: bool) -> str | None:
         """How FSDP2's state now differs from this one, in what a step (that goes `backward`) looks at."""
         for place, was in zip(self.places, self.values, strict=True):
-            now = place.table.get(place.key)
-            if now is not was and not (isinstance(was, _PLAIN) and now == was):
-                return f"{place.name} is {_brief(now)}, was {_brief(was)}"
+            name, table, key = place
+            now = table.get(key) if type(table) is dict else getattr(table, key)
+            if now is not was and not same(now := place.read(), was):  # nearly all are the same
+                return f"{name} is {_brief(now)}, was {_brief(was)}"
         recent = len(self._indices) if backward else 0
         if not recent:
             return None
@@ -306,6 +359,14 @@ class FSDPState:
         return None
 
 
+_BY_VALUE = (*_PLAIN, Contents)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of a place are one object, or equal numbers, names or contents."""
+    return a is b or (type(a) is type(b) and isinstance(b, _BY_VALUE) and bool(a == b))
+
+
 def _ready(group: Any) -> bool:
     return hasattr(group.comm_ctx, "post_forward_order")
 
@@ -313,25 +374,33 @@ def _ready(group: Any) -> bool:
 def _places(state: Any) -> Iterator[Place]:
     groups = _groups_of(state)
     where = (groups[0]._module_fqn or "root") if groups else "a module"
-    for key in _STATE_FLAGS:
-        yield Place(f"FSDP module `{where}`: {key}", vars(state), key)
-    for key in _SHARED_FLAGS:
-        yield Place(f"FSDP2's {key}", vars(state._state_ctx), key)
+    yield from _attributes(f"FSDP module `{where}`: ", state, _STATE)
+    yield from _attributes("FSDP2's ", state._state_ctx, _CONTEXT)
+    yield from _attributes("FSDP2's ", state._comm_ctx, _COMMUNICATION)
     for group in groups:
-        name = f"FSDP group `{group._module_fqn or 'root'}`"
-        for key in _GROUP_FLAGS:
-            yield Place(f"{name}: {key}", vars(group), key)
+        yield from _attributes(f"FSDP group `{group._module_fqn or 'root'}`: ", group, _GROUP)
         for param in group.fsdp_params:
-            name = f"FSDP parameter `{param._param_fqn}`"
-            for key in _PARAM_FLAGS:
-                yield Place(f"{name}: {key}", vars(param), key)
+            name = f"FSDP parameter `{param._param_fqn}`: "
+            yield from _attributes(name, param, _PARAM)
             for module, key in _registrations(param):
-                yield Place(f"{name}: registered", module._parameters, key)
+                yield Place(f"{name}registered", module._parameters, key)
+            if hasattr(param, "sharded_grad_dtype") and hasattr(param, "_unsharded_param"):
+                yield Place(f"{name}grad_dtype", param._unsharded_param, "grad_dtype")
+
+
+def _attributes(name: str, owner: Any, keys: Iterable[str]) -> Iterator[Place]:
+    """A place for each of the attributes that the torch at hand has."""
+    table = vars(owner)
+    for key in keys:
+        if hasattr(owner, key):
+            yield Place(f"{name}{key}", table, key)
 
 
 def _brief(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return value.name
+    if isinstance(value, Contents):
+        return f"a {value.kind} of {len(value.items)}"
     return repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
 
 
@@ -368,10 +437,10 @@ class FSDPEffects:
             return "FSDP2 set itself up"
         assigned = []
         for place, was, now in zip(before.places, before.values, after.values, strict=True):
-            if now is not was:
+            if not same(now, was):
                 assigned.append((place, now))
-                if place.key == "_all_gather_result":
-                    return "an unshard begins in one call and ends in another"
+                if place.key in _PENDING:
+                    return _PENDING[place.key]
         orders, indices = [], []
         for lst, was, now in zip(before._orders, before.orders, after.orders, strict=True):
             kept = _begins(now, was)
@@ -386,10 +455,15 @@ class FSDPEffects:
             indices.append((numbers, order, not kept, tuple(i - start for i in new)))
         return FSDPEffects(tuple(assigned), tuple(orders), tuple(indices))
 
+    @property
+    def changes_grad_dtype(self) -> bool:
+        """Whether the step leaves an unsharded parameter with another `grad_dtype`."""
+        return any(place.key == "grad_dtype" for place, _ in self.assigned)
+
     def apply(self) -> None:
         """Leave FSDP2 as the step does."""
         for place, value in self.assigned:
-            place.table[place.key] = value
+            place.write(value)
         starts = [0 if emptied else len(order) for order, emptied, _ in self.orders]
         for order, emptied, new in self.orders:
             if emptied:

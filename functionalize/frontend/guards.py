@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from functionalize._compat import (
 )
 from functionalize.core.guards import same_constant
 from functionalize.core.inputs import Call, Source
+from functionalize.errors import UncapturableError
 from functionalize.frontend.lifted import Key, is_liftable
 from functionalize.frontend.reach import NUMBERS, Held, Roots
 from functionalize.frontend.sources import Slot
@@ -162,13 +163,22 @@ class PlaceGuard:
         return None
 
 
+class LeafFacts(NamedTuple):
+    """What of a leaf of autograd shapes its backward. same: the parameter itself, None for an argument."""
+
+    requires_grad: bool
+    hooks: tuple[int, int]
+    grad_dtype: str
+    same: Tensor | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterGuard:
     """Parameters are the same objects; they and tensor arguments have gradients and hooks as before."""
 
     sources: tuple[Source, ...]
     names: tuple[str, ...]
-    facts: tuple[tuple[bool, tuple[int, int], Tensor | None], ...]
+    facts: tuple[LeafFacts, ...]
 
     @staticmethod
     def of(found: list[tuple[str, Source, Tensor]]) -> ParameterGuard:
@@ -177,14 +187,19 @@ class ParameterGuard:
             tuple(source for _, source, _ in found),
             tuple(name for name, _, _ in found),
             tuple(
-                (v.requires_grad, hooks_of(v), v if isinstance(v, nn.Parameter) else None)
-                for _, _, v in found
+                LeafFacts(
+                    v.requires_grad,
+                    hooks_of(v),
+                    _grad_dtype(source, v),
+                    v if isinstance(v, nn.Parameter) else None,
+                )
+                for _, source, v in found
             ),
         )
 
     def failure(self, call: Call) -> str | None:
         found = zip(self.sources, self.names, self.facts, strict=True)
-        for source, name, (was, hooks, same) in found:
+        for source, name, (was, hooks, dtype, same) in found:
             now = source.resolve(call)
             if same is not None and now is not same:
                 return f"`{name}` is another parameter"
@@ -192,7 +207,23 @@ class ParameterGuard:
                 return f"`{name}` has other hooks on its gradient"
             if now.requires_grad != was:
                 return f"`{name}` {'no longer requires' if was else 'now requires'} a gradient"
+            if _grad_dtype(source, now) != dtype:
+                return f"`{name}` has the grad_dtype {_grad_dtype(source, now)}, had {dtype}"
         return None
+
+
+def _grad_dtype(source: Source, value: Tensor) -> str:
+    """The dtype that autograd accumulates a leaf's gradient in, if it is not the leaf's own.
+
+    FSDP2 changes that of an unsharded parameter in a step: see `fsdp.py`.
+    """
+    if not value.is_leaf or getattr(source, "attribute", "") == "_unsharded_param":
+        return _OWN
+    dtype: torch.dtype | None = value.grad_dtype
+    return _OWN if dtype is value.dtype else str(dtype)
+
+
+_OWN = "its own dtype"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,6 +287,19 @@ def _hyperparameters(
             value = facts[group][key]
             facts[group][key] = tuple(map(type, value)) if type(value) is tuple else type(value)
     return facts
+
+
+def check_writable(name: str, slot: Slot, call: Call) -> None:
+    """Raise `UncapturableError` unless a slot can be assigned what it holds; changes nothing.
+
+    A replay assigns slots after its program has run: one that refused the value would leave the step half done.
+    """
+    try:
+        slot.assign(call, slot.resolve(call))
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise UncapturableError(
+            f"leaves a gradient in `{name}`, which a replay cannot assign: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

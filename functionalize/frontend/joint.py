@@ -42,6 +42,7 @@ from functionalize.frontend.fsdp import (
     FSDPStateGuard,
     FSDPTensor,
     fsdp_unsharded,
+    same,
 )
 from functionalize.frontend.guards import SlotGuard
 from functionalize.frontend.halves import Half, JointBuilder, Saved
@@ -240,7 +241,7 @@ def expected_state(at: Boundary, later: FSDPState) -> FSDPState | None:
     if keys[0] != keys[1] or keys[1] != keys[2]:
         return None
     triples = zip(entry.values, at.state.values, later.values, strict=True)
-    return replace(entry, values=tuple(was if b is now else now for was, b, now in triples))
+    return replace(entry, values=tuple(was if same(b, now) else now for was, b, now in triples))
 
 
 def _storages(builder: Builder, kept: Sequence[int]) -> tuple[int, ...]:

@@ -64,12 +64,14 @@ from functionalize.frontend.guards import (
     ParameterGuard,
     PlaceGuard,
     SlotGuard,
+    check_writable,
 )
 from functionalize.frontend.host import HostState
 from functionalize.frontend.known_storages import External
 from functionalize.frontend.lifted import Key, liftable
 from functionalize.frontend.places import Places
 from functionalize.frontend.reach import Held, Roots, reachable
+from functionalize.frontend.release import why_not_here
 from functionalize.frontend.shared import SharedGuard
 from functionalize.frontend.sources import Slot, module_tensors, parameters
 from functionalize.frontend.surroundings import SurroundingsGuard
@@ -217,10 +219,11 @@ class Exit:
         """Compare every slot and FSDP2's state with what they were; `changed`: what is known already."""
         assigned, gradients = [], []
         call = Call(entry.leaves, [])
-        for (_, slot), before in zip(entry.slots, entry.gradients, strict=True):
+        for (name, slot), before in zip(entry.slots, entry.gradients, strict=True):
             now = slot.resolve(call)
             same = now is None if before is None else now is not None and now is before()
             if not same:
+                check_writable(name, slot, call)
                 assigned.append(slot)
                 gradients.append(now)
         leaves, spec = flatten_result((result, gradients))
@@ -303,7 +306,10 @@ class Recording:
     def refused(self) -> str | None:
         """What no further call would mend."""
         self.recorder.check_generators("after its last random op")
-        told = dict.fromkeys([*self.recorder.unfaithful, hidden(self.exit.leaves)])
+        modules = list(self.entry.roots.modules.values())
+        told = dict.fromkeys(
+            [*self.recorder.unfaithful, hidden(self.exit.leaves), why_not_here(modules)]
+        )
         return "; ".join(text for text in told if text) or None
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 from functionalize.core.inputs import Call, InputSpec, Source
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.frontend.fsdp import FSDPTensor
-from functionalize.frontend.sources import Inner, OptimizerParameter
+from functionalize.frontend.sources import Inner, ModuleTensor, OptimizerParameter
 
 
 class Shared(NamedTuple):
@@ -72,14 +72,18 @@ def _on_one_storage(a: Tensor, b: Tensor) -> bool:
 
 def _beside(spec: InputSpec, places: Sequence[Shared]) -> Iterator[Shared]:
     seen = {place.tensor for place in places if place.source is spec.source}
+    managed = {place.tensor for place in places if isinstance(_outer(place.source), FSDPTensor)}
     for place in places:
-        known = place.tensor in seen and _is_known(place.source)
+        outer = _outer(place.source)
+        if isinstance(outer, ModuleTensor) and place.tensor in managed:
+            continue  # which parameter FSDP2 has registered there is a part of its guarded state
+        known = place.tensor in seen and isinstance(outer, (OptimizerParameter, FSDPTensor))
         if place.source is not spec.source and not known:
             yield place
         seen.add(place.tensor)
 
 
-def _is_known(source: Source) -> bool:
+def _outer(source: Source) -> Source:
     while isinstance(source, Inner):
         source = source.of
-    return isinstance(source, (OptimizerParameter, FSDPTensor))
+    return source

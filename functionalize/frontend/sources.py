@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from functionalize._compat import is_dtensor_type, is_traceable_wrapper_subclass
 from functionalize.core.inputs import Argument, Call, Source
-from functionalize.frontend.fsdp import fsdp_parameters, fsdp_slots, fsdp_tensors
+from functionalize.frontend.fsdp import FSDPEffects, fsdp_parameters, fsdp_slots, fsdp_tensors
 from functionalize.frontend.reach import NUMBERS, Held, Roots
 
 
@@ -203,6 +203,25 @@ def slots(roots: Roots, found: Sequence[tuple[str, Source, Tensor]]) -> Iterator
     for root_name, states in roots.states().items():
         for name, slot in fsdp_slots(states):
             yield f"{root_name}.{name}", slot
+
+
+def leave(
+    call: Call,
+    slots: Sequence[Slot],
+    gradients: Sequence[Tensor | None],
+    effects: FSDPEffects,
+) -> None:
+    """What a replay leaves behind beside its epilogue: FSDP2's state, and gradients in their slots.
+
+    Autograd takes a gradient of the leaf's `grad_dtype` only, and a `grad_dtype` that the gradient has: where the step
+    changes both, slots are emptied first.
+    """
+    if effects.changes_grad_dtype:
+        for slot in slots:
+            slot.assign(call, None)
+    effects.apply()
+    for slot, gradient in zip(slots, gradients, strict=True):
+        slot.assign(call, gradient)
 
 
 def _may_have_grad(source: Source, value: Tensor) -> bool:

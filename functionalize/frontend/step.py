@@ -45,6 +45,8 @@ from functionalize.frontend.outcome import Outcome, Warmup, agreed
 from functionalize.frontend.persist import Saved, load_step, save_step
 from functionalize.frontend.programs import Kept, Programs, key_of
 from functionalize.frontend.recording import Entry, Exit, Recording, Remains
+from functionalize.frontend.release import warn_if_untested
+from functionalize.frontend.sources import leave
 from functionalize.frontend.stats import Stats
 from functionalize.frontend.world import in_world
 
@@ -268,9 +270,7 @@ class CapturedStep:
         if vote is not None and vote.compares and not kept.program.value_guards:
             vote = None  # what was compared says that no rank has any
         result, gradients = kept.program.replay(call, vote)
-        for slot, gradient in zip(kept.slots, gradients, strict=True):
-            slot.assign(call, gradient)
-        kept.effects.apply()
+        leave(call, kept.slots, gradients, kept.effects)
         self._programs.used(kept)
         self.stats.replays += 1
         return without_history(result, kept.history)
@@ -286,6 +286,7 @@ class CapturedStep:
         key: Hashable,
         reason: str,
     ) -> Any:
+        warn_if_untested()
         warmup = self._warmups.setdefault(key, Warmup())
         # A recording before has shown that the step keeps no number where it would stay live.
         live = bool(warmup.calls or self.stats.captures or len(self._programs))
