@@ -7,6 +7,12 @@ reads ``expect/<path of the test module, without tests/, test_ and .py>/grown_th
 and fails with a diff when the two differ. ``EXPECTTEST_ACCEPT=1`` writes the file instead; what
 was written is to be read by eye before it is committed.
 
+Note [Releases]
+~~~~~~~~~~~~~~~
+torch itself emits other ops from release to release. ``case.txt`` is what the pinned release gives;
+where the newest one gives another text, that is in ``case.torch-2.15.txt``. Each of the two is asserted
+on its release; on every other one the text must be one of the two.
+
 Every file must be asked for: see Note [Orphans]. Refused in a snapshot: memory addresses and
 absolute paths, which would differ on the next run or on the next machine.
 
@@ -28,6 +34,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from functionalize.frontend.release import TESTED, minor_of
+
+PINNED = "2.13"  # what the Makefile installs by default
+NEWEST = ".".join(map(str, minor_of(TESTED[-1])))
+HERE = ".".join(map(str, minor_of(torch.__version__)))
 
 _CASE = re.compile(r"[\w.=+-]+")
 _UNSTABLE = {
@@ -48,8 +61,9 @@ def normalise(text: str) -> str:
 class Snapshots:
     """The snapshots of one project: ``root/tests`` asks, ``root/expect`` answers."""
 
-    def __init__(self, root: Path, accept: bool = False) -> None:
-        """Compare with the files under ``root/expect``, or write them if ``accept``."""
+    def __init__(self, root: Path, accept: bool = False, release: str = HERE) -> None:
+        """Compare with the files under ``root/expect``, or write them if ``accept``; see Note [Releases]."""
+        self.release = release
         self.tests = root / "tests"
         self.files = root / "expect"
         self.accept = accept
@@ -96,7 +110,22 @@ class Snapshots:
                 f"{name}: asked for twice, with two texts; give each its own case\n"
                 + _diff(self.asked[file], text, "first", "second")
             )
-        known = file.read_text(encoding="utf-8") if file.exists() else None
+        newest = file.with_name(f"{case}.torch-{NEWEST}.txt")
+        self.asked.setdefault(newest, text)
+        if self.release not in (PINNED, NEWEST):
+            if text in (_read(file), _read(newest)):
+                return
+            known = _read(file)
+            hint = f"torch {self.release} is neither {PINNED} nor {NEWEST}: it has no snapshot of its own"
+            raise AssertionError(
+                f"{name}: differs. {hint}\n{_diff(known or '', text, name, 'now')}"
+            )
+        if self.release == NEWEST and (newest.exists() or (self.accept and file.exists())):
+            file, pinned = newest, _read(file)
+            if self.accept and text == pinned:
+                newest.unlink(missing_ok=True)
+                return
+        known = _read(file)
         if known == text:
             return
         if self.accept:
@@ -104,6 +133,7 @@ class Snapshots:
             file.write_text(text, encoding="utf-8", newline="\n")
             return
         test = module.relative_to(self.files.parent).as_posix()
+        name = file.relative_to(self.files.parent).as_posix()
         hint = f"To accept: EXPECTTEST_ACCEPT=1 python -m pytest {test}"
         if known is None:
             raise AssertionError(f"{name}: no such snapshot. {hint}\nIt would hold:\n{text}")
@@ -133,6 +163,10 @@ class Snapshots:
             if folder == self.files.parent or any(folder.iterdir()):
                 return
             folder.rmdir()
+
+
+def _read(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.exists() else None
 
 
 def _diff(old: str, new: str, old_name: str, new_name: str) -> str:

@@ -2,21 +2,19 @@
 
 `test_features.py` runs every row: captured once, replayed at least five times with other data, bitwise equal
 to an eager twin after every step and in both `state_dict()`s at the end. A row with `eager` is one that eager
-itself cannot run on gloo, and how it says so. `table()` is the list for people.
+itself cannot run on gloo, and how it says so; one with `since` is skipped on older releases of torch. `table()` is
+the list for people.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
-from tests.fsdp import steps, upstream
+from tests.fsdp import newer, steps, upstream
 from tests.fsdp.extensions import (
     AllGatherByLists,
     GatheredInBFloat16,
@@ -29,6 +27,7 @@ from tests.fsdp.extensions import (
     hsdp_by_hook,
     with_comms,
 )
+from tests.fsdp.feature import Feature
 from tests.fsdp.meshes import (
     experts_on_another_mesh,
     on_a_mesh_of_one,
@@ -37,7 +36,6 @@ from tests.fsdp.meshes import (
     tensor_parallel,
 )
 from tests.fsdp.models import (
-    Build,
     Normed,
     Output,
     both,
@@ -64,20 +62,6 @@ from tests.fsdp.models import (
     uneven,
     wrapped,
 )
-from tests.fsdp.twins import MakeStep
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A row. title: for people; eager: how eager fails, where it cannot run it."""
-
-    title: str
-    build: Build
-    make_step: MakeStep = steps.plain
-    world: int = 2
-    batches: Callable[[], Sequence[Any]] = steps.pairs
-    eager: str = ""
-
 
 BF16 = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = Policy(param_dtype=torch.float16, reduce_dtype=torch.float32)
@@ -132,7 +116,7 @@ GROUPS: dict[str, dict[str, Feature]] = {
             steps.clipped,
             world=4,
         ),
-        "spmd_mesh": Feature("`dp_mesh_dims` on a full mesh", spmd, world=4),
+        "spmd_mesh": Feature("`dp_mesh_dims` on a full mesh", spmd, world=4, since="2.12"),
         "replicate": Feature("`replicate` (data parallelism without shards)", replicated),
         "hsdp_offload": Feature(
             "HSDP with CPU offload", wrapped(2, 2, offload_policy=OFFLOAD), world=4
@@ -150,7 +134,10 @@ GROUPS: dict[str, dict[str, Feature]] = {
             batches=upstream.sequences,
         ),
         "experts": Feature(
-            "experts on another mesh than the rest", experts_on_another_mesh, world=4
+            "experts on another mesh than the rest",
+            experts_on_another_mesh,
+            world=4,
+            since="2.12",
         ),
     },
     "mixed precision": {
@@ -223,6 +210,7 @@ GROUPS: dict[str, dict[str, Feature]] = {
         "separate_group": Feature(
             "`set_separate_reduce_scatter_group`",
             wrapped(then=lambda m: m.set_separate_reduce_scatter_group()),
+            since="2.13",
         ),
         "group_memory": Feature(
             "`set_allocate_memory_from_process_group_for_comm`",
@@ -235,6 +223,7 @@ GROUPS: dict[str, dict[str, Feature]] = {
                 then=lambda m: m.set_reduce_scatter_unused_params(True),
                 optimizer=momentum,
             ),
+            since="2.13",
         ),
         "all_reduce_hook": Feature(
             "`set_all_reduce_hook`", wrapped(then=every("set_all_reduce_hook", halving))
@@ -247,6 +236,7 @@ GROUPS: dict[str, dict[str, Feature]] = {
         "input_buffers": Feature(
             "`set_reduce_scatter_max_input_buffers`",
             wrapped(then=lambda m: m.set_reduce_scatter_max_input_buffers(2)),
+            since="2.13",
         ),
         "all_gather_by_lists": Feature(
             "a custom all-gather (`dist.all_gather`)",
@@ -382,6 +372,7 @@ GROUPS: dict[str, dict[str, Feature]] = {
             batches=upstream.tokens,
         ),
     },
+    "gradients, finalisation": newer.ROWS,
     "compilers": {
         "compiled_blocks": Feature("blocks under `torch.compile`", compiled),
     },

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs
 
 import functionalize as fz
 from tests.fsdp import steps, upstream
+from tests.fsdp.feature import parameters
 from tests.fsdp.features import FEATURES, GROUPS, table
 from tests.fsdp.models import adamw, wrapped
 from tests.fsdp.twins import Verdict, compare_twins
@@ -30,7 +31,7 @@ def feature(name: str) -> Verdict:
     return compare_twins(row.build, row.make_step, row.batches())
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", parameters(REPLAYED))
 def test_feature(name: str) -> None:
     verdicts = run_on_ranks(feature, name, world=REPLAYED[name].world)
     for verdict in verdicts:
@@ -46,7 +47,10 @@ def feature_through_passes(name: str) -> Verdict:
     return compare_twins(row.build, row.make_step, row.batches(), passes="default")
 
 
-@pytest.mark.parametrize("name", [next(iter(rows)) for rows in GROUPS.values()])
+FIRST = {name: GROUPS[group][name] for group in GROUPS for name in [next(iter(GROUPS[group]))]}
+
+
+@pytest.mark.parametrize("name", parameters(FIRST))
 def test_feature_through_the_default_pipeline(name: str) -> None:
     for verdict in run_on_ranks(feature_through_passes, name, world=FEATURES[name].world):
         assert verdict.differences == []

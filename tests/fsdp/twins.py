@@ -1,12 +1,13 @@
 """Two models from the same state on every rank, one trained eagerly, one captured; compared bit for bit.
 
 `compare_twins(build, make_step, batches)` runs on one rank and returns a `Verdict` that travels by value.
-After every step: outputs, shards, gradients, buffers, optimizer state, what FSDP2 keeps between microbatches,
-RNG, storages left grown. At the end: both `state_dict()`s.
+After every step: outputs, shards, gradients, buffers, optimizer state, what FSDP2 keeps between microbatches
+and in Python, RNG, storages left grown. At the end: both `state_dict()`s.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import functionalize as fz
 from functionalize.core.structure import flatten
-from functionalize.frontend.fsdp import fsdp_groups, fsdp_params
+from functionalize.frontend.fsdp import Contents, FSDPState, fsdp_groups, fsdp_params
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 MakeStep = Callable[[nn.Module, torch.optim.Optimizer], Callable[..., Any]]
@@ -85,6 +86,27 @@ def hidden_of(model: nn.Module) -> dict[str, Tensor]:
     for i, group in enumerate(fsdp_groups(model)):
         found[f"group {i}.partial"] = group._partial_reduce_output
     return {name: local(t) for name, t in found.items() if t is not None}
+
+
+def python_state_of(model: nn.Module) -> dict[str, Any]:
+    """What FSDP2 keeps in Python: flags, states, order of the forwards; objects by their type."""
+    state = FSDPState.now([model])
+    found = {
+        f"{n} ({p.name})": described(v)
+        for n, (p, v) in enumerate(zip(state.places, state.values, strict=True))
+    }
+    order = [[group._module_fqn for group in groups] for groups in state.orders]
+    return {**found, "order of the forwards": order, "places in it": state.indices}
+
+
+def described(value: Any) -> Any:
+    """A value that is equal in two twins."""
+    if isinstance(value, Contents):
+        flat = [each for item in value.items for each in (item if type(item) is tuple else [item])]
+        return value.kind, sorted(str(described(each)) for each in flat)
+    if value is None or isinstance(value, (bool, int, float, str, enum.Enum, torch.dtype)):
+        return value
+    return getattr(value, "_param_fqn", None) or type(value).__name__
 
 
 def grown_storages(model: nn.Module) -> list[str]:
@@ -160,16 +182,35 @@ def run(step: Callable[..., Any], batch: Any) -> Any:
     return step(**batch) if isinstance(batch, dict) else step(*batch)
 
 
+def models_differ(
+    step: int | str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    eager_model: nn.Module,
+    eager_optimizer: torch.optim.Optimizer,
+) -> list[str]:
+    """Everything but outputs in which the twins differ now."""
+    found = differences(step, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
+    found += differences(step, hidden_of(model), hidden_of(eager_model))
+    found += unequal(step, layouts_of(model), layouts_of(eager_model))
+    found += unequal(step, python_state_of(model), python_state_of(eager_model))
+    if grown_storages(model) != grown_storages(eager_model):
+        found.append(f"step {step}: left grown {grown_storages(model)}")
+    return found
+
+
 def compare_twins(
     build: Build,
     make_step: MakeStep,
     batches: Sequence[Any],
     reseed: bool = True,
+    after: MakeStep | None = None,
     **options: Any,
 ) -> Verdict:
     """Run every batch through both twins, each drawing the same random numbers.
 
     reseed: before every step; else each twin goes on with its own stream, from the same beginning.
+    after: makes what runs eagerly after every step of both, outside of what is captured.
     """
     eager_model, eager_optimizer = build()
     model, optimizer = build()
@@ -190,11 +231,11 @@ def compare_twins(
         found += differences(i, flat(actual), flat(expected))
         found += unequal(i, plain_parts(actual), plain_parts(expected))
         found += differences(i, {"rng": drawn}, {"rng": eager_drawn})
-        found += differences(i, state_of(model, optimizer), state_of(eager_model, eager_optimizer))
-        found += differences(i, hidden_of(model), hidden_of(eager_model))
-        found += unequal(i, layouts_of(model), layouts_of(eager_model))
-        if grown_storages(model) != grown_storages(eager_model):
-            found.append(f"step {i}: left grown {grown_storages(model)}")
+        found += models_differ(i, model, optimizer, eager_model, eager_optimizer)
+        if after is not None:
+            run(after(model, optimizer), batch)
+            run(after(eager_model, eager_optimizer), batch)
+            found += models_differ(f"{i}, after", model, optimizer, eager_model, eager_optimizer)
     mine = checkpoint_of(model, optimizer)
     found += checkpoints_differ(mine, checkpoint_of(eager_model, eager_optimizer))
     stats, program = captured.stats, captured.program
