@@ -1,26 +1,33 @@
 # Every target does its own set-up: a machine with Python 3.11 or newer needs nothing else.
 #
 #   make test ARGS="-k resize"            arguments for pytest
+#   make test TORCH=2.15.0                another torch, in an environment of its own: .venv-2.15.0
+#   make newest                           what CI runs on the newest torch
 #   make env PYTHON=python3.12            another interpreter   (after `make clean`)
-#   make env TORCH="torch==2.11.0"        another torch         (after `make clean`)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Pinned and installed first: the snapshots were taken with this release, and the newest one may
 # come as a larger build for an accelerator that the tests do not use.
-TORCH ?= torch==2.13.0
-VENV ?= .venv
+PINNED := 2.13.0
+NEWEST := 2.15.0
+TORCH ?= $(PINNED)
+VENV ?= .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench env clean
+.PHONY: demo test newest lint bench env clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+newest:
+	$(MAKE) demo TORCH=$(NEWEST)
+	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/core"
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
@@ -45,10 +52,10 @@ $(STAMP): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "No Python found: install 3.11 or set PYTHON"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "functionalize needs Python 3.11 or newer: set PYTHON")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet torch==$(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[test,models,plots,cli]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -114,3 +114,7 @@ class UsageError(FunctionalizeError):
 
 class InvariantError(AssertionError):
     """A bug in this library, never the user's."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed torch is outside of the range that this release of functionalize was tested with."""

@@ -20,14 +20,11 @@ import torch
 from torch import nn
 
 from functionalize.core.rules.collectives import unlisted_ops
+from functionalize.errors import UntestedTorchWarning
 from functionalize.frontend.fsdp import fsdp_contexts, fsdp_groups, fsdp_params, fsdp_states
 from functionalize.frontend.fsdp_contract import unknown_attributes, unknown_attributes_of
 
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-
-
-class UntestedTorchWarning(UserWarning):
-    """The installed torch is outside of the range that this release of functionalize was tested with."""
 
 
 def release_of(version: str) -> str:

@@ -14,7 +14,7 @@ import functionalize as fz
 from functionalize._compat import fsdp_classes
 from functionalize.core.inputs import Call
 from functionalize.core.rules import collectives
-from functionalize.errors import UncapturableError
+from functionalize.errors import UncapturableError, UntestedTorchWarning
 from functionalize.frontend import fsdp_contract, release
 from functionalize.frontend.fsdp import (
     FSDPState,
@@ -229,7 +229,7 @@ def test_one_warning_names_the_range(later: str) -> None:
             for _ in range(3):
                 step(torch.ones(2))
     (warning,) = caught
-    assert warning.category is release.UntestedTorchWarning
+    assert warning.category is UntestedTorchWarning
     assert str(warning.message) == (
         f"functionalize was tested with torch {release.TESTED[0]} to {release.TESTED[-1]}, this is torch 2.99.0: "
         "what a capture assumes of FSDP2 is compared with this torch, and a step that it does not explain is refused "
@@ -242,7 +242,7 @@ def test_one_warning_names_the_range(later: str) -> None:
 def test_a_warning_that_is_an_error_changes_nothing(later: str) -> None:
     ran = []
     step = fz.capture(lambda x: ran.append(1))
-    with pytest.raises(release.UntestedTorchWarning):
+    with pytest.raises(UntestedTorchWarning):
         step(torch.ones(2))
     assert ran == []
 

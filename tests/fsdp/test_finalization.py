@@ -93,7 +93,7 @@ def test_finalized_outside(way: str) -> None:
         assert verdict.replays >= 4, verdict.guard_failures
 
 
-def forward_alone(way: str) -> tuple[list[Any], int, int]:
+def forward_alone(async_op: bool) -> tuple[list[Any], int, int]:
     """A captured forward, its backward and `finalize_backward` outside, beside an eager twin."""
     twins = [wrapped(then=newer.by_hand)() for _ in range(2)]
     captured = fz.capture(twins[0][0], backward=True)
@@ -103,7 +103,9 @@ def forward_alone(way: str) -> tuple[list[Any], int, int]:
         for (model, optimizer), forward in zip(twins, (captured, twins[1][0]), strict=True):
             loss = torch.nn.functional.mse_loss(forward(x), y)
             loss.backward()
-            model.finalize_backward()
+            handle = model.finalize_backward(async_op=async_op)
+            if handle is not None:
+                handle.wait()
             steps.finish(optimizer)
             losses.append(loss.item())
         found += [losses] if losses[0] != losses[1] else []
@@ -111,8 +113,9 @@ def forward_alone(way: str) -> tuple[list[Any], int, int]:
     return found, captured.stats.replays, captured.stats.backwards
 
 
-def test_a_forward_alone() -> None:
-    for differences, replays, backwards in run_on_ranks(forward_alone, ""):
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_forward_alone(async_op: bool) -> None:
+    for differences, replays, backwards in run_on_ranks(forward_alone, async_op):
         assert differences == []
         assert replays >= 4
         assert backwards >= 4

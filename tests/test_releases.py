@@ -1,0 +1,42 @@
+"""The releases of torch that are tested are the same ones everywhere that they are named."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from functionalize.frontend.release import TESTED, minor_of
+from tests.expect import NEWEST, PINNED
+
+ROOT = Path(__file__).parents[1]
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def test_they_are_in_order_and_one_for_each_minor_release() -> None:
+    minors = [minor_of(version) for version in TESTED]
+    assert minors == sorted(set(minors))
+
+
+def test_the_makefile_and_the_snapshots() -> None:
+    makefile = dict(re.findall(r"^(PINNED|NEWEST) := (\S+)$", text("Makefile"), re.MULTILINE))
+    assert makefile["NEWEST"] == TESTED[-1]
+    assert makefile["PINNED"] in TESTED
+    assert makefile["PINNED"].startswith(f"{PINNED}.")
+    assert makefile["NEWEST"].startswith(f"{NEWEST}.")
+    assert "make newest" in text(".ci/run")
+
+
+def test_the_bounds_of_the_package() -> None:
+    (torch,) = tomllib.loads(text("pyproject.toml"))["project"]["dependencies"]
+    first, last = minor_of(TESTED[0]), minor_of(TESTED[-1])
+    assert torch == f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+
+
+def test_the_tables_for_readers() -> None:
+    for name in ("README.md", "docs/limits.md"):
+        rows = re.findall(r"^\| (2\.[\d., ]+) \|", text(name), re.MULTILINE)
+        assert sorted(v for row in rows for v in row.split(", ")) == sorted(TESTED), name
