@@ -14,7 +14,7 @@ Seen in torch 2.11 (one parameter group per module) to 2.15 (gradients accumulat
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ _COMMUNICATION = names("FSDPCommContext", Handling.RESTORED)
 _GROUP = names("FSDPParamGroup", Handling.RESTORED)
 _PARAM = names("FSDPParam", Handling.RESTORED)
 _PLAIN = (bool, int, float, str, enum.Enum, type(None), torch.dtype)
-_CONTAINERS = (dict, list, set)
 # What a step may not leave behind: it ends in another call, where a replay's would be the recorded one.
 _PENDING = {
     "_all_gather_result": "an unshard begins in one call and ends in another",
@@ -129,7 +128,7 @@ def _objects_of(group: Any, number: str) -> Iterator[tuple[str, Any]]:
 
 
 def _objects_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, (*_PLAIN, *_CONTAINERS)):
+    if not isinstance(value, (*_PLAIN, *_EMPTY)):
         yield name, value
         if hasattr(value, "mesh"):
             yield f"mesh in {name}", value.mesh
@@ -261,6 +260,13 @@ class Contents(NamedTuple):
     items: tuple[Any, ...] | frozenset[Any]
 
 
+_EMPTY: Mapping[type, Contents] = {
+    dict: Contents("dict", ()),
+    list: Contents("list", ()),
+    set: Contents("set", frozenset()),
+}
+
+
 class Place(NamedTuple):
     """One value: `table[key]` of an object's attributes or a module's parameters, or attribute `key` of a tensor."""
 
@@ -270,13 +276,14 @@ class Place(NamedTuple):
 
     def read(self) -> Any:
         """The value; the contents of a container, which a step may change in place."""
-        table = self.table
-        value = table.get(self.key) if type(table) is dict else getattr(table, self.key)
+        _, table, key = self
+        value = table.get(key) if type(table) is dict else getattr(table, key)
+        empty = _EMPTY.get(type(value))
+        if empty is None or not value:
+            return value if empty is None else empty  # most containers are empty
         if type(value) is dict:
             return Contents("dict", tuple(value.items()))
-        if type(value) is list:
-            return Contents("list", tuple(value))
-        return Contents("set", frozenset(value)) if type(value) is set else value
+        return empty._replace(items=tuple(value) if type(value) is list else frozenset(value))
 
     def write(self, value: Any) -> None:
         """Assign what `read` returned; a container stays the same object, since hooks of FSDP2 hold some."""

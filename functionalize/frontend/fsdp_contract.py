@@ -119,7 +119,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, Entry]] = {
     ),
     "FSDPParam": _table(
         (_F, _SET_UP, "_module_info mesh_info device mp_policy offload_to_cpu pin_memory"),
-        (_F, _SET_UP, "fsdp_placement is_dtensor is_spmd_types _orig_param_uid _orig_size"),
+        (_F, _SET_UP, "fsdp_placement is_dtensor is_spmd_types _orig_size"),
         (_F, _SET_UP, "sharded_size contiguous_sharded_stride padded_sharded_param_size"),
         (_F, _SET_UP, "_contiguous_orig_stride _spmd_mesh _spmd_placements _shard_mesh"),
         (_F, _SET_UP, "_dp_dim_indices _tp_spec _unsharded_dtensor_spec _spmd_partition_spec"),
@@ -129,6 +129,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, Entry]] = {
         (_F, "follows from `post_forward_mesh_info`", "sharded_post_forward_size"),
         (_F, "follows from `post_forward_mesh_info`", "contiguous_sharded_post_forward_stride"),
         (_F, "changes with `sharded_param`, which is guarded", "_sharding_spec"),
+        (_I, "tells parameters apart; another number in every model", "_orig_param_uid"),
         (_I, "a cache by dtype", "_sharding_spec_by_dtype"),
         (_F, "set by the first forward", "_param_fqn"),
         (_F, _FIRST, "orig_dtype param_dtype reduce_dtype"),
@@ -192,6 +193,11 @@ METHODS: Mapping[str, str] = {
 def names(kind: str, handling: Handling) -> tuple[str, ...]:
     """The attributes of a class that are handled so."""
     return tuple(name for name, entry in ATTRIBUTES[kind].items() if entry.handling is handling)
+
+
+def handling_of(owner: Any, attribute: str) -> Handling:
+    """How an attribute of a live object of FSDP2 is handled."""
+    return _table_of(type(owner))[attribute].handling
 
 
 def is_writable(cls: type, attribute: str) -> bool:

@@ -58,7 +58,8 @@ def with_logits(model: nn.Module) -> Forward:
 
     def forward(x: Tensor, y: Tensor) -> dict[str, Any]:
         out = model(x)
-        return {"loss": F.mse_loss(out, y), "logits": out, "rows": len(x), "seen": out.detach()}
+        loss = F.mse_loss(out.to(y.dtype), y)  # torch 2.11 has no backward for two dtypes
+        return {"loss": loss, "logits": out, "rows": len(x), "seen": out.detach()}
 
     return forward
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from tests.fsdp import steps
 from tests.fsdp.test_capture import build_mlp, pairs
 from tests.fsdp.twins import Verdict, compare_twins
 from tests.ranks import run_on_ranks
@@ -25,7 +25,7 @@ def microbatch(set_flags: Callable[[nn.Module, bool], None]) -> Callable[..., An
     def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
         def step(x: Tensor, y: Tensor, last: bool) -> Tensor:
             set_flags(model, last)
-            loss = F.mse_loss(model(x), y)
+            loss = steps.loss_of(model, x, y)
             loss.backward()
             if last:
                 optimizer.step()

@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor
 
 import functionalize as fz
 from functionalize.core.structure import flatten
-from functionalize.frontend.fsdp import Contents, FSDPState, fsdp_groups, fsdp_params
+from functionalize.frontend.fsdp import (
+    FSDPState,
+    fsdp_contexts,
+    fsdp_groups,
+    fsdp_params,
+    fsdp_states,
+)
+from functionalize.frontend.fsdp_contract import Handling, handling_of
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 MakeStep = Callable[[nn.Module, torch.optim.Optimizer], Callable[..., Any]]
@@ -89,21 +96,31 @@ def hidden_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def python_state_of(model: nn.Module) -> dict[str, Any]:
-    """What FSDP2 keeps in Python: flags, states, order of the forwards; objects by their type."""
-    state = FSDPState.now([model])
+    """Every attribute of FSDP2's objects that is not irrelevant by the contract, and the order of the forwards."""
+    params = [param for _, param in fsdp_params(model)]
+    objects = [*fsdp_states(model), *fsdp_contexts(model), *fsdp_groups(model), *params]
     found = {
-        f"{n} ({p.name})": described(v)
-        for n, (p, v) in enumerate(zip(state.places, state.values, strict=True))
+        f"{type(each).__name__} {n}: {name}": described(value)
+        for n, each in enumerate(objects)
+        for name, value in vars(each).items()
+        if handling_of(each, name) is not Handling.IGNORED
     }
+    for n, param in enumerate(params):
+        if hasattr(param, "_unsharded_param"):
+            found[f"{n}: grad_dtype"] = param._unsharded_param.grad_dtype
+    state = FSDPState.now([model])
     order = [[group._module_fqn for group in groups] for groups in state.orders]
     return {**found, "order of the forwards": order, "places in it": state.indices}
 
 
 def described(value: Any) -> Any:
-    """A value that is equal in two twins."""
-    if isinstance(value, Contents):
-        flat = [each for item in value.items for each in (item if type(item) is tuple else [item])]
-        return value.kind, sorted(str(described(each)) for each in flat)
+    """A value that is equal in two twins: numbers and names as they are, objects by their type."""
+    if isinstance(value, dict):
+        return [(described(k), described(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [described(each) for each in value]
+    if isinstance(value, set):
+        return sorted(str(described(each)) for each in value)
     if value is None or isinstance(value, (bool, int, float, str, enum.Enum, torch.dtype)):
         return value
     return getattr(value, "_param_fqn", None) or type(value).__name__
