@@ -79,6 +79,7 @@ __all__ = [
     "fake_process_group",
     "fake_work_ids",
     "forget_shardings",
+    "forward_mode_is_on",
     "fsdp_classes",
     "fsdp_lazy_init",
     "fsdp_state_of",
@@ -116,9 +117,11 @@ __all__ = [
     "proxy_mode",
     "pytree",
     "register_backend",
+    "script_builtins",
     "sharding_propagation",
     "stack_here",
     "untraced",
+    "values_unread",
     "will_execute",
     "work_class",
 ]
@@ -828,3 +831,26 @@ def function_modes() -> list[Any]:
     from torch.overrides import _get_current_function_mode_stack
 
     return list(_get_current_function_mode_stack())
+
+
+def values_unread(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Inside, a fake made by a mode without a ShapeEnv does not remember the number in a 0-dimensional tensor.
+
+    Torch 2.14 and 2.15 read it, unless a compiler is tracing; 2.11 to 2.13 do not.
+    """
+    context: AbstractContextManager[Any] = torch._guards.tracing(torch._guards.TracingContext(mode))
+    return context
+
+
+def forward_mode_is_on() -> bool:
+    """Whether a tensor may have a tangent of forward-mode AD now: torch has no public name for it (2.11 to 2.15)."""
+    from torch.autograd import forward_ad
+
+    return bool(forward_ad._current_level >= 0)
+
+
+def script_builtins() -> Any:
+    """The module where `torch.jit.script` looks up which function of torch's is which op (2.11 to 2.15)."""
+    from torch.jit import _builtins
+
+    return _builtins

@@ -17,6 +17,7 @@ from functionalize._compat import (
     is_traceable_wrapper_subclass,
 )
 from functionalize.core.epilogue import Action
+from functionalize.core.fake_mode import fake_mode
 from functionalize.core.guards import AliasGuard, ConstantGuard, Guard, TensorGuard
 from functionalize.core.inputs import Argument, Captured, Source
 from functionalize.core.ops import refs_in
@@ -66,7 +67,7 @@ class _Trace:
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fn = fn
         self.leaves, self.in_spec = flatten((args, kwargs))
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+        self.mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True)
         self.mode.cache_enabled = False  # Note [Views of an emptied fake]
         self.fakes = [fake_of(self.mode, x) if isinstance(x, Tensor) else x for x in self.leaves]
         self.outsiders = Outsiders(self.mode, names_of_outsiders(fn))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat import FakeTensor, FakeTensorMode, plain_kernels
+from functionalize.core.fake_mode import fake_mode
 from functionalize.core.ops import Geometry, geometry_of
 
 aten = torch.ops.aten
@@ -96,7 +97,7 @@ class Fakes:
     """A fake mode of its own, to run the ops of a graph in. Used with no mode active and gradients off."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_mode(allow_non_fake_inputs=True)
         self._repeats = Repeats(self.mode)
 
     def like(self, geometry: Geometry, nbytes: int, device: torch.device) -> Any:

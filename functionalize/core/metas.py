@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from functionalize._compat import disable_current_modes
 from functionalize.core.collector import only_young_collections
+from functionalize.core.fake_mode import fake_like
 from functionalize.core.fakes import Fakes
 from functionalize.core.ops import Geometry, geometry_of, tensor_metadata
 from functionalize.core.phases import set_phases
@@ -78,7 +79,7 @@ def propagate(program: Program) -> None:
                 value = fake_input(fakes, next(specs))
             elif node.op == "get_attr":
                 constant = program.constants[str(node.target)]
-                value = fakes.mode.from_tensor(constant, static_shapes=True)
+                value = fake_like(fakes.mode, constant)
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
                 known = node.meta.get("hint")

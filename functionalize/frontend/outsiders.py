@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
+from functionalize.core.fake_mode import fake_like
 from functionalize.core.ops import TensorRef, geometry_of
 from functionalize.errors import UncapturableError
 from functionalize.frontend.op_kinds import check_plain, storage_of
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake of a tensor, with as many bytes under it: `from_tensor` makes only what the tensor reaches."""
+    """A fake of a tensor, with as many bytes under it: `fake_like` makes only what the tensor reaches."""
     for real in _plain(tensor):
         check_plain(real)
-    fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
+    fake: Tensor = fake_like(mode, tensor)
     for made, real in zip(_plain(fake), _plain(tensor), strict=True):
         nbytes = storage_of(real).nbytes()
         if storage_of(made).nbytes() != nbytes:
