@@ -1,20 +1,26 @@
-"""Matrix products written to a matrix that is not row-major.
+"""Matrix products with `out=` that eager computes by other calls of the BLAS than the functional op.
 
-    torch.mm(a, b, out=o.t())  ->  o' = aten.mm(b.t(), a.t())
+    torch.mm(a, b, out=o.t())                   ->  o' = aten.mm(b.t(), a.t())
+    torch.nn.functional.linear(x, w, b, out=o)  ->  o' = aten.matmul(x, w.t()) + b     (`x` is no matrix)
 
 A product into columns is another call of the BLAS than one into rows, and may round differently. The
 functional ops make rows; their product of the transposes makes the same call as eager does.
+`linear` folds `x` to a matrix and calls `addmm`, which rounds once; `linear.out` rounds the product, and then
+the sum.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
+from functionalize.core.rules.layout import output_geometry
 from functionalize.core.rules.mutations import functional_form
 from functionalize.core.rules.registry import rule
+from functionalize.core.rules.views import step_of
 
 if TYPE_CHECKING:
     from functionalize.core.discharge import Functionalizer
@@ -61,3 +67,36 @@ def matrix_product(engine: Functionalizer, record: OpRecord) -> Any:
     have = have._replace(size=want.size, stride=have.stride[::-1])
     engine.write(out, engine.fit(value, have, out))
     return None
+
+
+@rule(aten.linear.out)
+def linear_out(engine: Functionalizer, record: OpRecord) -> Any:
+    """`linear.out(Tensor input, Tensor weight, Tensor? bias=None, *, out)`, as ATen's kernel goes."""
+    (source, weight), bias = record.args[:2], (record.args[2:] or (None,))[0]
+    out, turned = record.kwargs["out"], _turned(engine, weight)
+    matrices = len(source.geometry.size) == len(weight.geometry.size) == 2
+    if matrices and bias is not None:
+        return matrix_product(
+            engine, replace(record, target=aten.addmm.out, args=(bias, source, turned))
+        )
+    if matrices:
+        return matrix_product(engine, replace(record, target=aten.mm.out, args=(source, turned)))
+    engine.storage(out.storage).check_writable(out.geometry)
+    # `matmul` asks whether the weight wants a gradient; with `out=` it does not
+    columns = engine.emit.call(aten.detach.default, engine.read(turned))
+    value = engine.emit.call(aten.matmul.default, engine.read(source), columns)
+    have = output_geometry(aten.matmul.default, (source, turned), {})
+    engine.write(out, engine.fit(value, have, out))
+    if bias is not None:
+        engine.mutated(replace(record, target=aten.add_.Tensor, args=(out, bias), kwargs={}))
+    return None
+
+
+def _turned(engine: Functionalizer, ref: TensorRef) -> TensorRef:
+    """The transpose of a matrix; anything of fewer dimensions itself."""
+    g: Geometry = ref.geometry
+    turned = g._replace(size=g.size[::-1], stride=g.stride[::-1])
+    step = step_of(aten.t.default, (), g, turned, None)
+    if step is not None:
+        engine.storage(ref.storage).add_view(g, turned, step)
+    return TensorRef(ref.storage, turned)

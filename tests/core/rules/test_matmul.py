@@ -49,3 +49,45 @@ def test_graph(expect: Callable[[str, str], None]) -> None:
         o.addmm_(a, b)
 
     expect("columns", text_of(same_as_eager(fn, *(torch.randn(2, 2) for _ in range(3)))))
+
+
+SHAPES = ((3,), (5, 7), (2, 5, 7), (3, 2, 5, 7), (0, 5, 7), (4, 0))
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # of a vector
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_into_out(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """`linear` adds the bias before it rounds; `linear.out` rounds the product first, but of matrices."""
+    torch.manual_seed(0)
+    linear: Callable[..., Any] = torch._C._nn.linear
+
+    def into(x: Tensor, w: Tensor, b: Tensor | None, o: Tensor) -> None:
+        linear(x, w, b, out=o)
+
+    def whole(x: Tensor) -> Tensor:
+        return x
+
+    def columns(x: Tensor) -> Tensor:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+    for bias in (torch.randn(16), torch.randn(1), None):
+        b = None if bias is None else bias.to(dtype)
+        for layout in (whole, columns):
+            for gradients in (False, True):
+                x, w = torch.randn(*shape).to(dtype), torch.randn(16, shape[-1]).to(dtype)
+                w.requires_grad_(gradients)
+                o = torch.zeros(*shape[:-1], 16, dtype=dtype)
+                with one_thread(), torch.no_grad():
+                    same_as_eager(into, layout(x), w, b, o)
+                    if len(shape) == 2:
+                        same_as_eager(into, layout(x), layout(w), b, columns(o))
+
+
+def test_linear_graph(expect: Callable[[str, str], None]) -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor, o: Tensor, matrix: Tensor) -> None:
+        torch._C._nn.linear(x, w, b, out=o)
+        torch._C._nn.linear(x[0], w, b, out=matrix)
+
+    args = (torch.randn(2, 2, 3), torch.randn(4, 3), torch.randn(4), torch.zeros(2, 2, 4))
+    expect("linear", text_of(same_as_eager(fn, *args, torch.zeros(2, 4))))
