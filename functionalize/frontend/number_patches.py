@@ -6,6 +6,8 @@
     torch.tensor(number)                asks for a plain number: made by `torch.full`, which takes a live one
     json.dumps({"loss": number})        C code that knows the types of Python alone: given the plain number
     tensor._wrapped_number              see Note [Wrapped numbers]
+    tensor ** number                    given the plain number: see Note [Exponents]
+    torch.jit.script                    knows torch's functions by their objects: told what these are in place of
 
 All are the originals where no recording with live numbers is under way.
 """
@@ -20,21 +22,41 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from functionalize._compat import fused_optimizer_functions
-from functionalize.frontend.handed import handing_over, run_with
+from functionalize._compat import (
+    forward_mode_is_on,
+    fused_optimizer_functions,
+    pytree,
+    script_builtins,
+)
+from functionalize.frontend.handed import handing_over, has_live, run_with, settled
 from functionalize.frontend.live import is_live, plain, shown
+
+_POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch, ("pow", "float_power", "_foreach_pow", "_foreach_pow_")),
+    (torch.Tensor, ("pow", "pow_", "__pow__", "__ipow__", "float_power", "float_power_")),
+)
 
 
 def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, replacement); `recorders`: those active in this thread, the innermost first."""
     yield torch.Tensor, "item", _item(torch.Tensor.item)
     yield torch.Tensor, "_wrapped_number", property(_wrapped, _wrap)
+    scripted: dict[int, Any] = {}  # by the id of what replaces a function of torch's
     for name in ("tensor", "as_tensor"):
-        yield torch, name, _made_from(getattr(torch, name))
+        made = _made_from(original := getattr(torch, name))
+        scripted[id(made)] = original
+        yield torch, name, made
     yield clip_grad, "float", _as_float
     yield json.JSONEncoder, "default", _as_json(json.JSONEncoder.default)
     for owner, name in fused_optimizer_functions():
         yield owner, name, _handing_over(recorders, name, getattr(owner, name))
+    for owner, names in _POWERS:
+        for name in names:
+            power = _power(original := getattr(owner, name))
+            scripted[id(power)] = original
+            yield owner, name, power
+    builtins = script_builtins()
+    yield builtins, "_find_builtin", _found(scripted, builtins._find_builtin)
 
 
 def _item(original: Any) -> Any:
@@ -103,3 +125,37 @@ def _handing_over(recorders: Callable[[], list[Any]], name: str, original: Any) 
 
     fused.__doc__ = original.__doc__
     return fused
+
+
+def _power(original: Any) -> Any:
+    """Note [Exponents]
+
+    Autograd computes `exponent - 1` in C++. Up to torch 2.14 it asks for the plain number there. From 2.15 on it has
+    another formula for symbolic exponents, on tensors of the dtype of the base, which rounds otherwise than the one
+    that eager uses. So where a gradient may be asked for, the exponent is a constant of the program, on all releases.
+    """
+
+    def power(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if any(map(has_live, given)) and _is_differentiated(given):
+            args, kwargs = settled(args), {k: settled(v) for k, v in kwargs.items()}
+        return original(*args, **kwargs)
+
+    power.__doc__ = original.__doc__
+    return power
+
+
+def _is_differentiated(args: Any) -> bool:
+    if forward_mode_is_on():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in pytree.tree_leaves(args))
+
+
+def _found(scripted: dict[int, Any], original: Any) -> Any:
+    def find_builtin(function: Any) -> Any:
+        return original(scripted.get(id(function), function))
+
+    find_builtin.__doc__ = original.__doc__
+    return find_builtin

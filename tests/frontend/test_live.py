@@ -139,6 +139,61 @@ def test_ops_are_given_live_numbers(name: str, grad: bool) -> None:
     replayed(fn, values, captures=4 if grad and name in DERIVED_BY_VALUE else 1)
 
 
+POWERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "x ** n": lambda x, n: x**n,
+    "x **= n": lambda x, n: (x * 1).__ipow__(n),
+    "pow": lambda x, n: torch.pow(x, exponent=n),
+    "pow_": lambda x, n: (x * 1).pow_(n),
+    "float_power": lambda x, n: x.float_power(n),
+    "foreach": lambda x, n: torch._foreach_pow([x, x], [n, 2 * n])[1],
+}
+
+
+def derived(x: Tensor, power: Callable[[Tensor], Tensor]) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad(power(leaf).sum(), leaf)[0]
+
+
+def derived_forward(x: Tensor, power: Callable[[Tensor], Tensor]) -> Tensor:
+    tangent: Tensor = torch.func.jvp(power, (x,), (torch.ones_like(x),))[1]
+    return tangent
+
+
+# The first use of forward mode makes torch script its decompositions.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("derivative", [derived, derived_forward])
+@pytest.mark.parametrize("name", POWERS)
+def test_exponents_that_float32_cannot_hold(name: str, derivative: Any) -> None:
+    """Autograd of torch 2.15 has a formula for symbolic exponents that rounds them to the dtype of the base."""
+    if name == "foreach" and derivative is derived_forward:
+        pytest.skip("torch has no forward mode for it")
+
+    def fn(x: Tensor) -> Tensor:
+        exponent = 0.1 * (x * x).mean().item()
+        return derivative(x, lambda base: POWERS[name](base, exponent))
+
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.rand(50, generator=draw).tolist() for _ in range(6)]
+    step = fz.capture(fn)
+    for value in values:
+        assert bits(step(torch.tensor(value))) == bits(fn(torch.tensor(value)))
+    assert step.stats.captures == 5 and not step.stats.eager  # the first call warms up
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_torch_script_knows_the_functions_that_are_replaced() -> None:
+    """Forward mode scripts its decompositions when it is first used, and these call `torch.pow`."""
+
+    def powers(x: Tensor) -> Tensor:
+        return torch.pow(x, 2) + x.pow(2) + torch.tensor(1)
+
+    def fn(x: Tensor) -> Tensor:
+        result: Tensor = torch.jit.script(powers)(x)
+        return result
+
+    assert torch.equal(fz.trace(fn, torch.ones(2))(torch.ones(2)), torch.full((2,), 3.0))
+
+
 def test_a_live_base_of_a_power_is_plain_where_autograd_needs_its_logarithm() -> None:
     def fn(x: Tensor) -> Any:
         leaf = x.detach().requires_grad_()
