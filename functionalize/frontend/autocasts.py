@@ -55,11 +55,17 @@ FLOAT_RESULT = (
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
     "linalg_matrix_norm.str_ord sum sum.dim_IntList"
 )
-FLOAT_NORM = "norm.Scalar norm.ScalarOpt_dim"
+# Overloads by names of dimensions, which torch 2.13 took off the lists.
+FLOAT_RESULT_BY_NAME = (
+    "prod.dim_Dimname softmax.Dimname log_softmax.Dimname cumprod.dimname cumsum.dimname "
+    "sum.dim_DimnameList"
+)
+FLOAT_NORM = "norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim"
 WIDEST = (
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 )
-_DIFFER = ("prod", "prod.dim_int", "grid_sampler")  # both lists have them, each in its own way
+# Both lists have them, each in its own way.
+_DIFFER = ("prod", "prod.dim_int", "prod.dim_Dimname", "grid_sampler")
 
 
 @contextmanager
@@ -67,7 +73,7 @@ def overridden(find: Find) -> Iterator[None]:
     """The overrides, for as long as this lasts. find: None for arguments that no target is for."""
     here, cuda = set(ops_with_kernel(_KEY)), set(ops_with_kernel("AutocastCUDA"))
     kinds = {LOWER: _lower, FLOAT: _float, FLOAT_RESULT: _float_result}
-    kinds |= {FLOAT_NORM: _float_norm, WIDEST: _widest}
+    kinds |= {FLOAT_RESULT_BY_NAME: _float_result, FLOAT_NORM: _float_norm, WIDEST: _widest}
     policies = {
         f"aten::{name}": policy for names, policy in kinds.items() for name in names.split()
     }

@@ -4,10 +4,10 @@
     summed(compute(program), "op")         what `FlopCounterMode` tells, for the program
 
 FLOPs are by the formulas of `torch.utils.flop_counter`, on the program: what a step runs, it counts, each op that is
-run again (`recompute`) as often as it runs. The attention kernels of CPUs, of which torch counts nothing, are counted
-by the formulas of those of GPUs. As in torch, elementwise ops and reductions count as nothing, and attention counts
-as if it were not causal. What in-place matmuls (`addmm_`, `baddbmm_`) compute torch leaves out; a program has them in
-their functional form, which is counted.
+run again (`recompute`) as often as it runs. The attention kernels of CPUs, of which torch counts nothing before 2.15,
+are counted by the formulas of those of GPUs, as 2.15 does. As in torch, elementwise ops and reductions count as
+nothing, and attention counts as if it were not causal. What in-place matmuls (`addmm_`, `baddbmm_`) compute torch
+leaves out; a program has them in their functional form, which is counted.
 Views, waits and collectives have no rows. Linear in nodes and edges.
 """
 

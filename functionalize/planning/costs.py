@@ -129,13 +129,35 @@ def machine_named(name: str, graph: fx.Graph | None = None) -> Machine:
 
 # -- flops -----------------------------------------------------------------------------------------
 
-# The attention of CPUs, which torch counts as nothing, by the formulas of its equals on CUDA.
+# The attention of CPUs, which torch counts as nothing before 2.15, by the formulas of its equals on CUDA.
 _SAME_FORMULA: Mapping[str, str] = types.MappingProxyType(
     {
         "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
     }
 )
+
+_ATTENTION = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+# Where the query is among the arguments, which the key and the value follow.
+_QUERY: Mapping[str, int] = types.MappingProxyType(
+    dict.fromkeys(_ATTENTION, 0) | {f"{name}_backward": 1 for name in _ATTENTION}
+)
+
+
+def _with_equal_heads(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    """The key and the value with as many heads as the query: torch 2.11 has no formula for fewer, which cost the same.
+
+    args: [.., query, key, value, ..], the query at `at`: each of [batch, heads, length, channels].
+    """
+    heads = args[at].shape[1]
+    grouped = (t.shape for t in args[at + 1 : at + 3])
+    repeated = (torch.empty((n, heads, *rest), device="meta") for n, _, *rest in grouped)
+    return (*args[: at + 1], *repeated, *args[at + 3 :])
 
 
 def flops(node: fx.Node) -> int:
@@ -144,6 +166,9 @@ def flops(node: fx.Node) -> int:
     if node.op != "call_function" or formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    at = _QUERY.get(_packet_name(node))
+    if at is not None and len(args) >= at + 3:
+        args = _with_equal_heads(args, at)
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 

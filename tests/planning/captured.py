@@ -37,17 +37,27 @@ TOKENS = ROWS * LENGTH
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 aten = torch.ops.aten
 
-# What torch leaves out on CPUs, by torch's own formulas.
+
+def repeated(query: Any, key: Any) -> Any:
+    """The shape of keys that are given to every head: torch 2.11 counts no grouped ones."""
+    batch, _, *rest = key
+    return (batch, query[1], *rest)
+
+
+# What torch leaves out on CPUs before 2.15, by torch's own formulas.
 ATTENTION_OF_CPUS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, k, v, *a, out_shape=None, **kw: flop_counter.sdpa_flop_count(q, k, v)
+        lambda q, k, v, *a, out_shape=None, **kw: flop_counter.sdpa_flop_count(
+            q, repeated(q, k), repeated(q, v)
+        )
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda g, q, k, v, *a, out_shape=None, **kw: flop_counter.sdpa_backward_flop_count(
-            g, q, k, v
+            g, q, repeated(q, k), repeated(q, v)
         )
     ),
 }
+COUNTED_BY_TORCH = aten._scaled_dot_product_flash_attention_for_cpu in flop_counter.flop_registry
 
 
 @dataclass(frozen=True)
