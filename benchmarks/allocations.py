@@ -51,7 +51,9 @@ def counted() -> Iterator[Count]:
     gc.collect()
     gc.disable()
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(  # torch 2.11 and 2.12 warn of what an unaccumulated profile would forget
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler:
             first = torch.empty(64, dtype=torch.uint8)  # an event that tells the count so far
             yield count
     finally:

@@ -71,7 +71,9 @@ def truths(cases: Sequence[Case]) -> list[Truth]:
     for case in cases:
         case.target(*case.args, **case.kwargs)
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(  # torch 2.11 and 2.12 warn of what an unaccumulated profile would forget
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         for case in cases:
             mark = torch.empty(MARK, dtype=torch.uint8)
             kept = case.target(*case.args, **case.kwargs)
@@ -451,7 +453,12 @@ def step_peaks(step: Callable[[], Any], scratch: bool = True) -> list[tuple[str,
         step()
     gc.collect()
     counted = Counted(scratch)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, counted:
+    with (
+        profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler,
+        counted,
+    ):
         step()
     live, runs = 0, []
     for nbytes in _sizes(profiler):

@@ -9,7 +9,7 @@ import pytest
 from expecttest import assert_expected_inline
 from hypothesis import settings
 
-from tests.expect import Snapshots, normalise
+from tests.expect import NEWEST, PINNED, Snapshots, normalise
 
 pytest_plugins = ["pytester"]
 
@@ -23,7 +23,7 @@ def snapshots(tmp_path: Path) -> Snapshots:
     file.write_text("one\ntwo\n")
     (tmp_path / MODULE).parent.mkdir(parents=True)
     (tmp_path / MODULE).touch()
-    return Snapshots(tmp_path)
+    return Snapshots(tmp_path, release=PINNED)
 
 
 def ask(snapshots: Snapshots, case: str, text: str) -> None:
@@ -115,6 +115,40 @@ def test_unstable_text_is_refused(snapshots: Snapshots, text: str, what: str) ->
 def test_stable_text_is_not(snapshots: Snapshots, text: str) -> None:
     snapshots.accept = True
     ask(snapshots, "grow", text)
+
+
+# ---- releases of torch ---------------------------------------------------------------------------
+
+BETWEEN = "2.12"
+
+
+def test_the_newest_release_has_its_own_text(snapshots: Snapshots) -> None:
+    file = snapshots.folder(snapshots.tests / "core/test_resize.py") / f"grow.torch-{NEWEST}.txt"
+    newest = Snapshots(snapshots.tests.parent, accept=True, release=NEWEST)
+    ask(newest, "grow", "one\ntwo")
+    assert not file.exists()  # the pinned release's is right
+    newest = Snapshots(snapshots.tests.parent, accept=True, release=NEWEST)
+    ask(newest, "grow", "new")
+    assert file.read_text() == "new\n"
+    ask(snapshots, "grow", "one\ntwo")
+    newest = Snapshots(snapshots.tests.parent, release=NEWEST)
+    assert f"grow.torch-{NEWEST}.txt: differs. To accept" in failure(newest, "grow", "one\ntwo")
+    newest = Snapshots(snapshots.tests.parent, accept=True, release=NEWEST)
+    ask(newest, "grow", "one\ntwo")
+    assert not file.exists()
+
+
+def test_a_release_between_gives_one_of_the_two(snapshots: Snapshots) -> None:
+    root = snapshots.tests.parent
+    between = Snapshots(root, release=BETWEEN)
+    ask(between, "grow", "one\ntwo")
+    message = failure(Snapshots(root, release=BETWEEN), "grow", "new")
+    assert f"torch {BETWEEN} is neither {PINNED} nor {NEWEST}: it has no snapshot" in message
+    ask(Snapshots(root, accept=True, release=NEWEST), "grow", "new")
+    ask(Snapshots(root, release=BETWEEN), "grow", "new")
+    ask(Snapshots(root, accept=True, release=BETWEEN), "grow", "one\ntwo")
+    with pytest.raises(AssertionError, match="differs"):  # and accepts nothing
+        ask(Snapshots(root, accept=True, release=BETWEEN), "grow", "newer")
 
 
 # ---- orphans: sessions of their own, in which tests/conftest.py is a plugin ----------------------

@@ -104,7 +104,9 @@ def allocated(step: Step) -> list[int]:
     """What the allocator does in the third step, in signed bytes."""
     step(batch())
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(  # torch 2.11 and 2.12 warn of what an unaccumulated profile would forget
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         step(
             batch()
         )  # what it leaves is freed by the next one: a free is told of what was seen made

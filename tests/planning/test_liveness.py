@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -204,9 +205,16 @@ def a_training_step(a: Tensor, w: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("fn", [lists_and_views, a_training_step])
-def test_the_timeline_is_what_the_allocator_sees(fn):
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("fn", [lists_and_views, a_training_step])
+def test_the_timeline_is_what_the_allocator_sees(fn, one_thread):
     a, b = x(), x().clone().requires_grad_(fn is a_training_step)
     program = program_of(fn, a, b)
     live = Liveness(program.graph)
@@ -218,7 +226,11 @@ def test_the_timeline_is_what_the_allocator_sees(fn):
 
 
 def fsdp_differences() -> list[int]:
-    """What the allocator sees beyond `Liveness` at each op, in units of the largest gathered buffer, rounded up."""
+    """What the allocator sees beyond `Liveness` at each op, in units of the largest gathered buffer, rounded up.
+
+    The least of three replays: gloo's threads, which may be late with what they free, only add. Each replay begins when
+    they have freed what is left of the one before, which would count as live before the step.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(3)))
     for layer in model:
@@ -239,10 +251,13 @@ def fsdp_differences() -> list[int]:
         while step.stats.replays < 2:
             step(torch.randn(4, 32))
         step.program.describe()
-        batch = torch.randn(4, 32)
-        found = seen(step.program, lambda: step(batch))
+        batch, runs = torch.randn(4, 32), []
+        for _ in range(3):
+            time.sleep(0.05)
+            runs.append(seen(step.program, lambda: step(batch)))
     finally:
         count_everything(False)
+    found = [(run[0][0], min(got for _, got in run)) for run in zip(*runs, strict=True)]
     live = Liveness(step.program.graph)
     gathers = [n for n in live.nodes if "all_gather" in n.name]
     buffer = max(storage.nbytes for n in gathers for storage in live.of[n])
