@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import functionalize as fz
+from functionalize.core.rules.collectives import check_known_collective
 from functionalize.errors import FunctionalizeError
 from functionalize.frontend.release import minor_of
 from tests.ranks import run_on_ranks
@@ -198,6 +199,13 @@ def functional_coalesced(x: Tensor) -> Any:
     return both, [FUNCTIONAL.wait_tensor(t) for t in gathered]
 
 
+def functional_waits(x: Tensor) -> Any:
+    name = dist.group.WORLD.group_name
+    made = [FUNCTIONAL.all_reduce(x, "sum", name), FUNCTIONAL.all_gather_into_tensor(x, 2, name)]
+    waited = FUNCTIONAL.wait_tensors(made)
+    return waited, [t + 1 for t in made]
+
+
 def functional_with_gradients(x: Tensor) -> Any:
     leaf, group = x.clone().requires_grad_(), dist.group.WORLD
     gathered = funcol.all_gather_tensor_autograd(leaf, 0, group)
@@ -238,6 +246,7 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
         functional_into_given,
         functional_coalesced,
         functional_with_gradients,
+        *([functional_waits] if hasattr(FUNCTIONAL, "wait_tensors") else []),  # torch 2.15
     )
 }
 
@@ -357,6 +366,11 @@ def strided_all_gather(x: Tensor) -> Any:
     return x
 
 
+def check_for_nan(x: Tensor) -> Any:
+    torch.ops.c10d.check_for_nan(x)
+    return x
+
+
 def functional_send_and_receive(x: Tensor) -> Any:
     other, name = 1 - dist.get_rank(), dist.group.WORLD.group_name
     out = torch.empty_like(x)
@@ -392,6 +406,16 @@ REFUSALS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         if hasattr(FUNCTIONAL, "batch_p2p_ops")  # newer than torch 2.11
         else {}
     ),
+    **(
+        {
+            "check_for_nan": (
+                check_for_nan,
+                "c10d.check_for_nan.default raises where a tensor holds NaN",
+            )
+        }
+        if hasattr(torch.ops.c10d, "check_for_nan")  # newer than torch 2.11
+        else {}
+    ),
     "strided_all_gather": (
         strided_all_gather,
         "c10d.allgather_.default sends a tensor that is not contiguous (float32[2, 4] stride [1, 2])",
@@ -420,6 +444,15 @@ def test_what_has_no_functional_counterpart_is_refused_by_name(name: str) -> Non
     message = refusal(name, 0)
     assert message.startswith(REFUSALS[name][1])
     assert "test_collectives.py" in message
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.c10d, "gather_into_tensor_"), reason="torch has it since 2.14"
+)
+def test_gathering_into_one_tensor_is_refused_by_name() -> None:
+    """Neither gloo nor the fake backend does it, so that it is asked for by its op."""
+    with pytest.raises(FunctionalizeError, match="use dist.all_gather_into_tensor, or keep it out"):
+        check_known_collective(torch.ops.c10d.gather_into_tensor_.default)
 
 
 def test_who_sends_and_who_receives_is_told() -> None:
