@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from functionalize._compat import FakeTensor, FakeTensorMode, disable_current_modes, pytree
+from functionalize._compat import FakeTensor, disable_current_modes, pytree
 from functionalize.core.aliases import is_view, results, storage_key
 from functionalize.core.collector import only_young_collections
 from functionalize.core.dead_code import is_impure
+from functionalize.core.fake_mode import fake_like, fake_mode
 from functionalize.core.fakes import Fakes
 from functionalize.core.inputs import Argument, InputSpec
 from functionalize.core.metas import fake_input
@@ -310,9 +311,11 @@ def _fill_values(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> No
                 "size, stride and memory: give example_inputs"
             )
         known = [t for t in example_inputs if isinstance(t, FakeTensor)]
-        mode = known[0].fake_mode if known else FakeTensorMode(allow_non_fake_inputs=True)
-        prop = FakeTensorProp(gm, mode)
-        (prop.propagate_dont_convert_inputs if known else prop.propagate)(*example_inputs)
+        mode = known[0].fake_mode if known else fake_mode(allow_non_fake_inputs=True)
+        inputs = [
+            fake_like(mode, x) if isinstance(x, Tensor) and not known else x for x in example_inputs
+        ]
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
     elif any(is_detached(node) for node in gm.graph.nodes):
         _refill_values(gm)
     for node in gm.graph.nodes:
@@ -329,7 +332,7 @@ def _refill_values(gm: fx.GraphModule) -> None:
             if node.op == "placeholder":
                 _describe(node, fake_input(fakes, _spec_of(i, node)))
             elif node.op == "get_attr":
-                _describe(node, fakes.mode.from_tensor(getattr(gm, str(node.target))))
+                _describe(node, fake_like(fakes.mode, getattr(gm, str(node.target))))
             elif node.op == "call_function" and node.target is not RESIZE_STORAGE:
                 args, kwargs = value_of((node.args, node.kwargs))
                 _describe(node, fakes.run(node.target, args, kwargs))

@@ -214,6 +214,9 @@ def test_variants(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), sorted({**SKIPPED, **LOOSE}))
 def test_what_is_skipped_still_differs(name: str, kind: str) -> None:
+    one_kernel = torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    if SKIPPED.get((name, kind)) == ROUNDING and one_kernel:
+        pytest.skip("without vector instructions there is one kernel, which rounds in one way")
     op = BY_NAME[name]
     rare = many_values(op) if (name, kind) in RARE else ()
     for case in itertools.chain(in_place_cases(op), out_cases(op), rare):
