@@ -21,7 +21,7 @@ from functionalize.core.encoding import Form, plain_form
 from functionalize.core.inputs import Call
 from functionalize.core.persist import FORMS
 from functionalize.errors import LoadError, SaveError
-from functionalize.frontend import fsdp, guards, sources
+from functionalize.frontend import fsdp, fsdp_state, guards, sources
 from functionalize.frontend.fingerprint import hook_names
 from functionalize.frontend.lifted import HyperparameterNumber
 from functionalize.frontend.naming import Names
@@ -35,12 +35,12 @@ class Gone(SaveError):
 
 
 _PLAIN = (
-    fsdp.Contents,
-    fsdp.FSDPEffects,
-    fsdp.FSDPState,
-    fsdp.FSDPStateGuard,
+    fsdp_state.Contents,
+    fsdp_state.FSDPEffects,
+    fsdp_state.FSDPState,
+    fsdp_state.FSDPStateGuard,
     fsdp.FSDPTensor,
-    fsdp.Place,
+    fsdp_state.Place,
     guards.ModeGuard,
     guards.PlaceGuard,
     guards.SlotGuard,

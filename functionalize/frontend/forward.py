@@ -48,7 +48,7 @@ from functionalize.frontend.behind import (
 )
 from functionalize.frontend.boundary import Wanted
 from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.fsdp import FSDPEffects
+from functionalize.frontend.fsdp_state import FSDPEffects
 from functionalize.frontend.joint import Boundary
 from functionalize.frontend.lifted import lifted
 from functionalize.frontend.live import plain_tree

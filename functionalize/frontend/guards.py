@@ -215,7 +215,7 @@ class ParameterGuard:
 def _grad_dtype(source: Source, value: Tensor) -> str:
     """The dtype that autograd accumulates a leaf's gradient in, if it is not the leaf's own.
 
-    FSDP2 changes that of an unsharded parameter in a step: see `fsdp.py`.
+    FSDP2 changes that of an unsharded parameter in a step: see `fsdp_state.py`.
     """
     if not value.is_leaf or getattr(source, "attribute", "") == "_unsharded_param":
         return _OWN

@@ -37,12 +37,14 @@ from functionalize.core.unused import drop_unused_inputs
 from functionalize.frontend.build import Builder, GivenInput, inner_tensors
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.fsdp import (
+    FSDPTensor,
+    fsdp_unsharded,
+)
+from functionalize.frontend.fsdp_state import (
     FSDPEffects,
     FSDPState,
     FSDPStateGuard,
-    FSDPTensor,
-    fsdp_unsharded,
-    same,
+    same_value,
 )
 from functionalize.frontend.guards import SlotGuard
 from functionalize.frontend.halves import Half, JointBuilder, Saved
@@ -241,7 +243,9 @@ def expected_state(at: Boundary, later: FSDPState) -> FSDPState | None:
     if keys[0] != keys[1] or keys[1] != keys[2]:
         return None
     triples = zip(entry.values, at.state.values, later.values, strict=True)
-    return replace(entry, values=tuple(was if same(b, now) else now for was, b, now in triples))
+    return replace(
+        entry, values=tuple(was if same_value(b, now) else now for was, b, now in triples)
+    )
 
 
 def _storages(builder: Builder, kept: Sequence[int]) -> tuple[int, ...]:

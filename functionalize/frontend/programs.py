@@ -23,7 +23,7 @@ from torch import Tensor
 from functionalize.core.inputs import Call
 from functionalize.core.program import Program
 from functionalize.frontend.agreement import Issued
-from functionalize.frontend.fsdp import FSDPEffects
+from functionalize.frontend.fsdp_state import FSDPEffects
 from functionalize.frontend.memory import StepMemory
 from functionalize.frontend.reach import NUMBERS
 from functionalize.frontend.sources import Slot

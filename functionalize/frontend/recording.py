@@ -51,12 +51,8 @@ from functionalize.core.where import line_of
 from functionalize.frontend.arguments import flatten_result, hidden
 from functionalize.frontend.build import Builder, GivenInput, inner_tensors
 from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.fsdp import (
-    FSDPEffects,
-    FSDPState,
-    FSDPStateGuard,
-    fsdp_keepalives,
-)
+from functionalize.frontend.fsdp import fsdp_keepalives
+from functionalize.frontend.fsdp_state import FSDPEffects, FSDPState, FSDPStateGuard
 from functionalize.frontend.guards import (
     HyperparameterGuard,
     ModeGuard,

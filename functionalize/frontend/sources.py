@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from functionalize._compat import is_dtensor_type, is_traceable_wrapper_subclass
 from functionalize.core.inputs import Argument, Call, Source
-from functionalize.frontend.fsdp import FSDPEffects, fsdp_parameters, fsdp_slots, fsdp_tensors
+from functionalize.frontend.fsdp import fsdp_parameters, fsdp_slots, fsdp_tensors
+from functionalize.frontend.fsdp_state import FSDPEffects
 from functionalize.frontend.reach import NUMBERS, Held, Roots
 
 

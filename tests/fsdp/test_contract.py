@@ -17,7 +17,6 @@ from functionalize.core.rules import collectives
 from functionalize.errors import UncapturableError, UntestedTorchWarning
 from functionalize.frontend import fsdp_contract, release
 from functionalize.frontend.fsdp import (
-    FSDPState,
     fsdp_contexts,
     fsdp_groups,
     fsdp_params,
@@ -32,6 +31,7 @@ from functionalize.frontend.fsdp_contract import (
     unknown_attributes,
     unknown_attributes_of,
 )
+from functionalize.frontend.fsdp_state import FSDPState
 from tests.fsdp import steps
 from tests.fsdp.meshes import replicated
 from tests.fsdp.models import frozen_block, grouped, nested, wrapped

@@ -51,6 +51,9 @@ def twin(kind: str, layers: int = 2) -> Twin:
     for layer in model:
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    if kind == "prefetched":
+        model.set_modules_to_backward_prefetch([model[1]])  # type: ignore[operator]
+        model[0].set_modules_to_forward_prefetch([model[1]])  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def train_step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,6 +150,7 @@ KINDS = (
     "own mesh",
     "own group",
     "kept unsharded",
+    "prefetched",
     "microbatches",
     "numbers",
 )

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 import functionalize as fz
 from functionalize.core.structure import flatten
 from functionalize.frontend.fsdp import (
-    FSDPState,
     fsdp_contexts,
     fsdp_groups,
     fsdp_params,
     fsdp_states,
 )
 from functionalize.frontend.fsdp_contract import Handling, handling_of
+from functionalize.frontend.fsdp_state import FSDPState
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 MakeStep = Callable[[nn.Module, torch.optim.Optimizer], Callable[..., Any]]
