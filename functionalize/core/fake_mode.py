@@ -1,7 +1,7 @@
 """The fake mode of `trace` and of `node.meta`: torch's, without what depends on data, and with right kernels.
 
     mode = fake_mode(allow_non_fake_inputs=True)
-    fake = fake_like(mode, tensor)        a fake of a tensor, whose value nobody has looked at
+    fake = fake_like(mode, tensor)        a fake of a tensor, without its value
 
 Note [Values of fakes]
 ~~~~~~~~~~~~~~~~~~~~~~

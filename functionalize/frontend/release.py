@@ -7,7 +7,7 @@
 A release that was tested is not checked again. On every other one the contract (`fsdp_contract.py`, and the ops
 that communicate) is compared with the installed torch once, and with the objects of the step: what it does not
 explain is state that a replay may miss, so that the step is refused by name.
-Invariant: state of FSDP2 that nobody has looked at is never replayed past in silence.
+Invariant: a step is never replayed over state of FSDP2 that the contract does not explain.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from functionalize.core.program import Program
 from functionalize.planning.liveness import Liveness
 from functionalize.run.boxed import boxed
 from passes.infra import set_value
+from tests.core.eager import one_thread
 from tests.ranks import run_on_ranks
 
 aten = torch.ops.aten
@@ -206,15 +207,13 @@ def a_training_step(a: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.mark.parametrize("fn", [lists_and_views, a_training_step])
-def test_the_timeline_is_what_the_allocator_sees(fn, one_thread):
+def test_the_timeline_is_what_the_allocator_sees(fn, on_one_thread):
     a, b = x(), x().clone().requires_grad_(fn is a_training_step)
     program = program_of(fn, a, b)
     live = Liveness(program.graph)
