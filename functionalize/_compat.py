@@ -67,6 +67,7 @@ __all__ = [
     "aot_autograd",
     "auto_functionalized",
     "autograd_position",
+    "backend_of_group",
     "below_autograd",
     "below_functionalization",
     "can_auto_functionalize",
@@ -402,6 +403,14 @@ def group_of_name(name: str) -> Any:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def backend_of_group(name: str, device: str) -> str | None:
+    """The backend by which a process group communicates tensors of a type of device; None where it has none."""
+    try:
+        return str(group_of_name(name)._get_backend(torch.device(device)).name())
+    except (RuntimeError, ValueError, LookupError):
+        return None
 
 
 def fused_optimizer_functions() -> list[tuple[Any, str]]:

@@ -31,14 +31,3 @@ def commit(*values: Any) -> None:
 def is_commit(node: fx.Node) -> bool:
     """Whether a node is the place from which on ops may write inputs."""
     return node.target is commit
-
-
-class Interpreter(fx.Interpreter):
-    """Runs a graph node by node, with a replay's own check in the place of `commit`."""
-
-    def __init__(self, module: fx.GraphModule, check: Commit) -> None:
-        super().__init__(module)
-        self._check = check
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(self._check if target is commit else target, args, kwargs)

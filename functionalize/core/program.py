@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat import below_autograd, pytree
-from functionalize.core.commit import Commit, Interpreter, commit
+from functionalize.core.commit import Commit, commit
 from functionalize.core.epilogue import Action, alias, apply_epilogue, placed
 from functionalize.core.generators import generators_restored_on_error, is_random
 from functionalize.core.guards import Guard, ValueGuard
 from functionalize.core.inputs import Call, InputSpec
+from functionalize.core.interpreter import Interpreter
 from functionalize.core.metas import annotate
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.structure import flatten, paths, sketch

@@ -12,7 +12,7 @@ Invariant: order of execution is the order of nodes; nothing else keeps a value 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,9 @@ from torch import fx
 from functionalize._compat import entry_of
 from functionalize.core.aliases import written_nodes
 from functionalize.core.commit import commit, is_commit
+from functionalize.core.gloo_waits import added_waits
 from functionalize.core.program import Program
+from functionalize.core.waits import WAIT
 
 Runner = Callable[..., Sequence[Any]]
 
@@ -43,7 +45,8 @@ def boxed(program: Program) -> Runner:
     handles: dict[Any, str] = {commit: "commit"}
     nodes = list(program.graph.nodes)
     lines = [f"def run(inputs{', commit' if program.stage == 'INPLACE' else ''}):"]
-    last_use = _last_uses(nodes)
+    waits = added_waits(nodes)
+    last_use = _last_uses(nodes, waits)
     dying: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last_use.items():
         dying.setdefault(user, []).append(node)
@@ -67,6 +70,8 @@ def boxed(program: Program) -> Runner:
         return _bind(namespace, "k", arg)
 
     for node in nodes:
+        for started in waits.get(node, ()):
+            lines += _wait(names[started], started, _bind(namespace, "op", entry_of(WAIT)))
         silent = not node.users and _is_effect(node)
         if node.op == "call_function":
             handle = handles.get(node.target)
@@ -110,9 +115,19 @@ def _bind(namespace: dict[str, Any], prefix: str, value: Any) -> str:
     return name
 
 
-def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _wait(name: str, started: fx.Node, wait: str) -> list[str]:
+    """Code that waits for a collective whose result is called `name`."""
+    if isinstance(started.meta.get("val"), (list, tuple)):
+        return [f"    for part in {name}: {wait}(part)"]
+    return [f"    {wait}({name})"]
+
+
+def _last_uses(
+    nodes: Sequence[fx.Node], waits: Mapping[fx.Node, Sequence[fx.Node]]
+) -> dict[fx.Node, fx.Node]:
+    """The node after which each value is freed. waits: what is waited for before a node."""
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        for used in node.all_input_nodes:
+        for used in (*node.all_input_nodes, *waits.get(node, ())):
             last[used] = node
     return last
