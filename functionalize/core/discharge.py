@@ -34,7 +34,8 @@ from functionalize.core.rules.mutations import (
     leaves_gradients,
 )
 from functionalize.core.rules.views import step_of, straight
-from functionalize.core.storage import Emitter, FunctionalStorage, Value
+from functionalize.core.storage import FunctionalStorage
+from functionalize.core.values import Emitter, Value
 from functionalize.core.where import located
 from functionalize.errors import (
     ForeignStorageError,
@@ -47,7 +48,7 @@ aten = torch.ops.aten
 
 
 class Functionalizer:
-    """Storage SSA over one op stream. `emit` decides what a value is."""
+    """Storage SSA over one op stream; what rules know as `Engine`. `emit` decides what a value is."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
@@ -103,12 +104,15 @@ class Functionalizer:
 
     def run(self, record: OpRecord) -> None:
         """Discharge one recorded op and bind what it returned."""
-        values = self.step(record)
-        self._bind(record, record.outputs, values)
+        with self.emit.made_for(record):
+            self._bind(record, record.outputs, self._discharged(record))
 
     def step(self, record: OpRecord) -> Any:
         """Discharge one op; returns the values of its outputs, None for a tensor it was given."""
-        self.emit.now = record
+        with self.emit.made_for(record):
+            return self._discharged(record)
+
+    def _discharged(self, record: OpRecord) -> Any:
         try:
             for serial, nbytes in record.resized:
                 self.resize(serial, nbytes)

@@ -25,7 +25,8 @@ from functionalize.core.ops import Geometry
 from functionalize.core.printer import node_text
 from functionalize.core.program import OutputRole, Program
 from functionalize.core.rules.views import straight
-from functionalize.core.storage import FunctionalStorage, View
+from functionalize.core.storage import FunctionalStorage
+from functionalize.core.values import View
 from functionalize.frontend.arguments import flatten_result
 from functionalize.frontend.build import Builder
 from functionalize.frontend.dispatch import Recorder

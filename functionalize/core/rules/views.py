@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from functionalize.core.ops import Geometry, contiguous_geometry
-from functionalize.core.storage import Emitter, Step, Value
+from functionalize.core.values import Emitter, Step, Value
 
 aten = torch.ops.aten
 Old = Callable[[], Value]
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape:
+class Reshape(Step):
     """Both sides hold the same elements in the same order: `view` there and back."""
 
     target: Any
@@ -41,7 +41,7 @@ class Reshape:
 
 
 @dataclass(frozen=True, slots=True)
-class Bijection:
+class Bijection(Step):
     """An op whose inverse is another op: `permute`, `view.dtype`, `view_as_real`, `_conj`."""
 
     target: Any
@@ -57,7 +57,7 @@ class Bijection:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(Step):
     """A part of the parent: `slice`, `select`, `diagonal`; back by the matching `*_scatter`.
 
     `index`: which output of a multi-output op (`split`, `unbind`) this is, else None.
@@ -72,7 +72,6 @@ class Part:
 
     @property
     def scatters(self) -> bool:
-        """Whether `inverse` copies the child, whatever its strides."""
         return not self.covers
 
     def forward(self, emit: Emitter, parent: Value) -> Value:
@@ -86,7 +85,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class Strided(Step):
     """From a dense geometry to any other of the same dtype inside it, whatever ops led there.
 
     Note [Positions are relative]
@@ -166,7 +165,7 @@ def _sliced(emit: Emitter, flat: Value, numel: int, start: int, end: int) -> Val
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(Step):
     """Several steps one after the other; `middles` are the geometries between them."""
 
     steps: tuple[Step, ...]
