@@ -221,16 +221,15 @@ class FunctionalStorage:
                     continue
                 if self.valid.spans:
                     raise InvariantError(f"`{self.name}`: the base is older than the storage")
-                view.value, view.version = emit.empty(self.root, self.device), self.version
+                view.hold(emit.empty(self.root, self.device), self.version)
                 break
             parent, step = self._link(view)
             chain.append((view, step))
             view = parent
-        value = view.value
         for child, step in reversed(chain):
-            value = child.value = step.forward(emit, value)
-            child.version = self.version
-        return value
+            child.hold(step.regenerate(emit, view), self.version)
+            view = child
+        return view.value
 
     # -- writes --------------------------------------------------------------------------------
 
@@ -292,7 +291,7 @@ class FunctionalStorage:
             self.parts = Parts()
             self.parts.put(part)
         self.version += 1
-        view.value, view.version = value, self.version
+        view.hold(value, self.version)
 
     def _apply(self, view: View, new: Value, emit: Emitter, exact: bool = True) -> None:
         """The base after a write of `view`, by the inverses of its chain."""
@@ -303,14 +302,13 @@ class FunctionalStorage:
             passed.append((view, new))
         self._rebase(new)
         for view, new in passed:
-            view.value, view.version = new, self.version
+            view.hold(new, self.version)
 
     def _rebase(self, base: Value) -> None:
         self.version += 1
         self.floor = self.version
-        root = self.views[self.root]
-        self.base = root.value = base
-        root.version = self.version
+        self.base = base
+        self.views[self.root].hold(base, self.version)
 
     def _settle(self, emit: Emitter) -> None:
         """Put what was written in parts into the base: several that lie side by side by one `cat`."""
@@ -338,7 +336,7 @@ class FunctionalStorage:
                 with emit.made_for(part.record):
                     self._apply(part.view, part.value, emit)
         for part in order:
-            part.view.value, part.view.version = part.value, self.version
+            part.view.hold(part.value, self.version)
 
     def _passes_overlap(self, view: View) -> bool:
         while view.step is not None and view.parent is not None:
@@ -353,6 +351,16 @@ class FunctionalStorage:
         return emit.empty(view.geometry, self.device)
 
     # -- contents that go and come ---------------------------------------------------------------
+
+    def retake_views(self) -> None:
+        """Every view is taken of the base again on its next read, unless the base lacks what was written since."""
+        root = self.views[self.root]
+        if self.parts or root.version != self.version:
+            return
+        root.lists = {}
+        for view in self.views.values():
+            if view is not root:
+                view.version = -1
 
     def forget(self) -> None:
         """The contents are gone: no view has a value, no byte may be read."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -81,12 +81,35 @@ class Step(ABC):
         return self.forward(emit, parent.value)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of a view op: what is called, with which arguments after the parent."""
+
+    target: Any
+    args: tuple[Any, ...]
+
+    def on(self, emit: Emitter, parent: Value) -> Value:
+        """The value of the call for `parent`."""
+        return emit.call(self.target, parent, *self.args)
+
+
 @dataclass(slots=True)
 class View:
-    """One geometry of a storage: how it is reached (`step` None: straight from the root), and its value."""
+    """One geometry of a storage: how it is reached (`step` None: straight from the root), and its value.
+
+    lists: the values of multi-output ops (`split`, `unbind`) on `value`, by call, so that all outputs that are read
+    share one. They are views of `value`, so they keep no more memory in use than it does, and go when it goes.
+    """
 
     geometry: Geometry
     parent: Geometry | None = None
     step: Step | None = None
     value: Value = None
     version: int = -1
+    lists: dict[Call, Value] = field(default_factory=dict)
+
+    def hold(self, value: Value, version: int) -> None:
+        """Bind `value`, which is what the view holds as of `version`."""
+        if value is not self.value:
+            self.value, self.lists = value, {}
+        self.version = version

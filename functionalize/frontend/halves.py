@@ -132,10 +132,8 @@ class JointBuilder(Builder):
                     self._geometry.setdefault(view.value, found)
             if serial in self._home and serial not in deferred:
                 self._find_again(serial, storage)
-            elif not storage.parts and storage.views[storage.root].version == storage.version:
-                for view in storage.views.values():
-                    if view.geometry != storage.root:
-                        view.version = -1
+            else:
+                storage.retake_views()
 
     def _find_again(self, serial: int, storage: FunctionalStorage) -> None:
         """An input's storage as the backward finds it, whatever happened to it in between."""

@@ -248,10 +248,7 @@ class Substitution(TorchDispatchMode):
 
         out = on_original(record.target, args, kwargs)
         record.args, record.outputs = map_tensors(known, args), map_tensors(known, out)
-        single = type(record.outputs) is TensorRef
-        for index, ref in enumerate([record.outputs] if single else record.outputs):
-            if type(ref) is TensorRef:
-                self.engine.view(record, ref, None if single else index)
+        self.engine.views(record)
         return out
 
     def _step(self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,7 +313,7 @@ class Substitution(TorchDispatchMode):
         if storage.nbytes == 0:
             for view in storage.views.values():
                 if view.version != storage.version and view.value is not storage.base:
-                    view.value = None  # the data goes now, as it does in eager
+                    view.hold(None, view.version)  # the data goes now, as it does in eager
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
         """`UntypedStorage.resize_` was called (it does not dispatch); `original` is not."""

@@ -21,6 +21,7 @@ from functionalize.core.rules.layout import output_geometry
 from functionalize.core.rules.mutations import functional_form
 from functionalize.core.rules.registry import Engine, rule
 from functionalize.core.rules.views import step_of
+from functionalize.core.values import Call
 
 aten = torch.ops.aten
 
@@ -93,7 +94,7 @@ def _turned(engine: Engine, ref: TensorRef) -> TensorRef:
     """The transpose of a matrix; anything of fewer dimensions itself."""
     g: Geometry = ref.geometry
     turned = g._replace(size=g.size[::-1], stride=g.stride[::-1])
-    step = step_of(aten.t.default, (), g, turned, None)
+    step = step_of(Call(aten.t.default, ()), g, turned)
     if step is not None:
         engine.storage(ref.storage).add_view(g, turned, step)
     return TensorRef(ref.storage, turned)
