@@ -34,7 +34,8 @@ from functionalize.core.rules.mutations import (
     leaves_gradients,
 )
 from functionalize.core.rules.views import step_of, straight
-from functionalize.core.storage import Emitter, FunctionalStorage, Value
+from functionalize.core.storage import FunctionalStorage
+from functionalize.core.values import Call, Emitter, Value
 from functionalize.core.where import located
 from functionalize.errors import (
     ForeignStorageError,
@@ -47,7 +48,7 @@ aten = torch.ops.aten
 
 
 class Functionalizer:
-    """Storage SSA over one op stream. `emit` decides what a value is."""
+    """Storage SSA over one op stream; what rules know as `Engine`. `emit` decides what a value is."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
@@ -103,12 +104,15 @@ class Functionalizer:
 
     def run(self, record: OpRecord) -> None:
         """Discharge one recorded op and bind what it returned."""
-        values = self.step(record)
-        self._bind(record, record.outputs, values)
+        with self.emit.made_for(record):
+            self._bind(record, record.outputs, self._discharged(record))
 
     def step(self, record: OpRecord) -> Any:
         """Discharge one op; returns the values of its outputs, None for a tensor it was given."""
-        self.emit.now = record
+        with self.emit.made_for(record):
+            return self._discharged(record)
+
+    def _discharged(self, record: OpRecord) -> Any:
         try:
             for serial, nbytes in record.resized:
                 self.resize(serial, nbytes)
@@ -126,12 +130,12 @@ class Functionalizer:
     def _view_or_pure(self, record: OpRecord) -> Value:
         out = record.outputs
         if type(out) is not TensorRef:
-            return self._views(record) if self._are_views(record) else self.pure(record)
+            return self.views(record) if self._are_views(record) else self.pure(record)
         known = self.storages.get(out.storage)
         parent = _aliased(record, out) if known is not None else None
         if known is None or parent is None:
             return self.pure(record)
-        self._look(known, record, parent, out, None)
+        self._look(known, record, parent, out)
         return None
 
     def pure(self, record: OpRecord) -> Value:
@@ -162,20 +166,20 @@ class Functionalizer:
         given = {ref.storage for ref in refs_in(record.args)}
         return any(ref.storage in given for ref in refs_in(record.outputs))
 
-    def _views(self, record: OpRecord) -> Value:
-        for i, out in enumerate(record.outputs):
-            if type(out) is TensorRef:
-                self.view(record, out, i)
-        return None
-
-    def view(self, record: OpRecord, out: TensorRef, index: int | None) -> None:
-        """Remember how `out` is reached from the argument it aliases."""
-        parent = _aliased(record, out)
-        if parent is None:
-            raise InvariantError(
-                f"{record.target} returns {out}, which aliases none of its arguments"
-            )
-        self._look(self.storage(out.storage), record, parent, out, index)
+    def views(self, record: OpRecord) -> None:
+        """Remember how the outputs of a view op are reached from the arguments that they alias."""
+        single = type(record.outputs) is TensorRef
+        call = Call(record.target, record.args[1:])
+        for i, out in enumerate([record.outputs] if single else record.outputs):
+            if type(out) is not TensorRef:
+                continue
+            parent = _aliased(record, out)
+            if parent is None:
+                raise InvariantError(
+                    f"{record.target} returns {out}, which aliases none of its arguments"
+                )
+            index = None if single else i
+            self._look(self.storage(out.storage), record, parent, out, index, call)
 
     def _look(
         self,
@@ -183,12 +187,14 @@ class Functionalizer:
         record: OpRecord,
         parent: TensorRef,
         out: TensorRef,
-        index: int | None,
+        index: int | None = None,
+        call: Call | None = None,
     ) -> None:
         if out.geometry in storage.views:
             return  # most are: a forward and its backward take the same views
         if record.args[0] == parent:
-            step = step_of(record.target, record.args[1:], parent.geometry, out.geometry, index)
+            call = call or Call(record.target, record.args[1:])
+            step = step_of(call, parent.geometry, out.geometry, index)
             if step is not None:
                 storage.add_view(parent.geometry, out.geometry, step)
 

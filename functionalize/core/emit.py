@@ -22,8 +22,8 @@ from functionalize.core.numbers import (
     is_expression,
     map_numbers,
 )
-from functionalize.core.ops import Geometry, OpRecord
-from functionalize.core.storage import FunctionalStorage, Value
+from functionalize.core.ops import Geometry
+from functionalize.core.values import Emitter, Value
 from functionalize.errors import InvariantError, UnsupportedOpError
 
 aten = torch.ops.aten
@@ -37,8 +37,8 @@ class _Kind(NamedTuple):
     nodes: dict[fx.Node, None]
 
 
-class GraphEmitter:
-    """Builds graph nodes directly (no tracing). `now` is the record that nodes are made for.
+class GraphEmitter(Emitter):
+    """Builds graph nodes directly (no tracing).
 
     numbers: the nodes of the live numbers computed so far. given: makes the placeholder of a number that
     every call looks up.
@@ -46,12 +46,11 @@ class GraphEmitter:
 
     def __init__(
         self,
-        whole: Callable[[FunctionalStorage, Geometry], fx.Node],
+        whole: Callable[[int, Geometry], fx.Node],
         given: Callable[[Given], fx.Node] | None = None,
     ) -> None:
         self.graph = fx.Graph()
         self.nodes = NodeWriter(self.graph)
-        self.now: OpRecord | None = None
         self.numbers: dict[Any, fx.Node] = {}
         self._kinds: dict[Any, _Kind] = {}
         self._getitem = self._kind(operator.getitem)
@@ -112,16 +111,15 @@ class GraphEmitter:
             device=device,
         )
 
-    def whole(self, storage: FunctionalStorage, flat: Geometry) -> fx.Node:
+    def whole(self, serial: int, flat: Geometry) -> fx.Node:
         """A placeholder for an input's whole storage."""
-        return self._whole(storage, flat)
+        return self._whole(serial, flat)
 
 
-class TensorEmitter:
-    """Executes ops on values; `original(storage)` is any tensor on an input's own storage."""
+class TensorEmitter(Emitter):
+    """Executes ops on values; `original(serial)` is any tensor on an input's own storage."""
 
-    def __init__(self, original: Callable[[FunctionalStorage], Tensor]) -> None:
-        self.now: OpRecord | None = None
+    def __init__(self, original: Callable[[int], Tensor]) -> None:
         self._original = original
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
@@ -138,9 +136,9 @@ class TensorEmitter:
             geometry.size, geometry.stride, dtype=geometry.dtype, device=device
         )
 
-    def whole(self, storage: FunctionalStorage, flat: Geometry) -> Tensor:
+    def whole(self, serial: int, flat: Geometry) -> Tensor:
         """The input's own storage as a flat tensor."""
-        return aten.as_strided.default(self._original(storage), flat.size, flat.stride, 0)
+        return aten.as_strided.default(self._original(serial), flat.size, flat.stride, 0)
 
 
 @cache

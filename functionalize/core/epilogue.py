@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from functionalize.core.ops import Geometry, contiguous_geometry, geometry_of
-from functionalize.core.storage import Emitter, FunctionalStorage, Value
+from functionalize.core.storage import FunctionalStorage
+from functionalize.core.values import Emitter, Value
 
 aten = torch.ops.aten
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functionalize.core.ops import Geometry, OpRecord
-
-if TYPE_CHECKING:
-    from functionalize.core.storage import Emitter, View
+from functionalize.core.values import Emitter, View
 
 aten = torch.ops.aten
 _FEW = 4  # as many parts are written one by one if they leave gaps

@@ -43,7 +43,8 @@ def resize(storage: FunctionalStorage, nbytes: int) -> None:
     if nbytes == 0:
         storage.forget()
         if storage.original_nbytes == 0:
-            storage.base = storage.views[storage.root].value = storage.original_base
+            root, storage.base = storage.views[storage.root], storage.original_base
+            root.hold(storage.base, root.version)
             storage.written = False
     elif nbytes < old:
         storage.keep_prefix(nbytes)

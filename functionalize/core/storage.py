@@ -17,64 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 
 from functionalize.core.extent import Extent, check_bounds, check_overlap
-from functionalize.core.ops import Geometry, OpRecord, contiguous_geometry
+from functionalize.core.ops import Geometry, contiguous_geometry
 from functionalize.core.parts import Part, Parts, joined
+from functionalize.core.values import Emitter, Step, Value, View
 from functionalize.errors import (
     InvariantError,
     UndefinedContentsError,
 )
-
-Value = Any  # an fx.Node while a graph is built, a torch.Tensor while substituting
-
-
-class Emitter(Protocol):
-    """Turns an op on values into a value: a node of a graph, or the op's result."""
-
-    now: OpRecord | None  # the record being discharged
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
-        """The value of `target` applied to values and constants."""
-        ...
-
-    def part(self, values: Value, index: int) -> Value:
-        """One of the several values that an op made."""
-        ...
-
-    def empty(self, geometry: Geometry, device: torch.device) -> Value:
-        """A value with undefined contents and exactly this size, stride and dtype."""
-        ...
-
-    def whole(self, storage: FunctionalStorage, flat: Geometry) -> Value:
-        """What an input's whole storage held on entry, as the one-dimensional `flat`."""
-        ...
-
-
-class Step(Protocol):
-    """One view op between a parent and a child geometry."""
-
-    def forward(self, emit: Emitter, parent: Value) -> Value:
-        """The child's value."""
-        ...
-
-    def inverse(self, emit: Emitter, child: Value, parent: Callable[[], Value]) -> Value:
-        """The parent after `child` was written; asks for the old `parent` only if part of it survives."""
-        ...
-
-
-@dataclass(slots=True)
-class View:
-    """One geometry of a storage: how it is reached (`step` None: straight from the root), and its value."""
-
-    geometry: Geometry
-    parent: Geometry | None = None
-    step: Step | None = None
-    value: Value = None
-    version: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +144,7 @@ class FunctionalStorage:
         whole = None
         if has_entry:
             entry = contiguous_geometry((self.original_nbytes // dtype.itemsize,), dtype)
-            whole = emit.whole(self, entry)
+            whole = emit.whole(self.serial, entry)
             whole = whole if entry == flat else self._paste(emit, flat, entry, whole, None)
         if has_base:
             whole = self._paste(emit, flat, self.root, self.base, whole)
@@ -268,16 +221,15 @@ class FunctionalStorage:
                     continue
                 if self.valid.spans:
                     raise InvariantError(f"`{self.name}`: the base is older than the storage")
-                view.value, view.version = emit.empty(self.root, self.device), self.version
+                view.hold(emit.empty(self.root, self.device), self.version)
                 break
             parent, step = self._link(view)
             chain.append((view, step))
             view = parent
-        value = view.value
         for child, step in reversed(chain):
-            value = child.value = step.forward(emit, value)
-            child.version = self.version
-        return value
+            child.hold(step.regenerate(emit, view), self.version)
+            view = child
+        return view.value
 
     # -- writes --------------------------------------------------------------------------------
 
@@ -289,7 +241,7 @@ class FunctionalStorage:
     def scatters(self, geometry: Geometry) -> bool:
         """Whether a write of `geometry` is copied into its parent, so that it may have any strides."""
         view = self.views.get(geometry)
-        if view is None or not getattr(view.step, "scatters", False):
+        if view is None or view.step is None or not view.step.scatters:
             return False
         return self._holds(view) and not self._passes_overlap(view)
 
@@ -339,7 +291,7 @@ class FunctionalStorage:
             self.parts = Parts()
             self.parts.put(part)
         self.version += 1
-        view.value, view.version = value, self.version
+        view.hold(value, self.version)
 
     def _apply(self, view: View, new: Value, emit: Emitter, exact: bool = True) -> None:
         """The base after a write of `view`, by the inverses of its chain."""
@@ -350,14 +302,13 @@ class FunctionalStorage:
             passed.append((view, new))
         self._rebase(new)
         for view, new in passed:
-            view.value, view.version = new, self.version
+            view.hold(new, self.version)
 
     def _rebase(self, base: Value) -> None:
         self.version += 1
         self.floor = self.version
-        root = self.views[self.root]
-        self.base = root.value = base
-        root.version = self.version
+        self.base = base
+        self.views[self.root].hold(base, self.version)
 
     def _settle(self, emit: Emitter) -> None:
         """Put what was written in parts into the base: several that lie side by side by one `cat`."""
@@ -367,24 +318,25 @@ class FunctionalStorage:
         order = sorted(parts, key=lambda part: part.version)
         before, self.version = self.floor, self.version + 1
         self.floor = self.version
-        view: View | None = order[0].view
-        while view is not None:  # what the parts meet was read before they were written
+        view: View | None = order[
+            0
+        ].view  # its ancestors hold what was there before, which `joined` needs
+        while view is not None:
             if view is not order[0].view and view.version >= before:
                 view.version = self.version
             is_root = view.geometry == self.root
             view = None if is_root else self._link(view)[0]
-        now = emit.now
-        emit.now = order[-1].record
-        base = joined(emit, self.root, list(parts), partial(self._old, self.views[self.root], emit))
+        with emit.made_for(order[-1].record):
+            old = partial(self._old, self.views[self.root], emit)
+            base = joined(emit, self.root, list(parts), old)
         if base is not None:
             self._rebase(base)
         else:
             for part in order:
-                emit.now = part.record
-                self._apply(part.view, part.value, emit)
-        emit.now = now
+                with emit.made_for(part.record):
+                    self._apply(part.view, part.value, emit)
         for part in order:
-            part.view.value, part.view.version = part.value, self.version
+            part.view.hold(part.value, self.version)
 
     def _passes_overlap(self, view: View) -> bool:
         while view.step is not None and view.parent is not None:
@@ -399,6 +351,16 @@ class FunctionalStorage:
         return emit.empty(view.geometry, self.device)
 
     # -- contents that go and come ---------------------------------------------------------------
+
+    def retake_views(self) -> None:
+        """Every view is taken of the base again on its next read, unless the base lacks what was written since."""
+        root = self.views[self.root]
+        if self.parts or root.version != self.version:
+            return
+        root.lists = {}
+        for view in self.views.values():
+            if view is not root:
+                view.version = -1
 
     def forget(self) -> None:
         """The contents are gone: no view has a value, no byte may be read."""

@@ -38,7 +38,7 @@ from functionalize.core.program import (
     SameAs,
     Wrapped,
 )
-from functionalize.core.storage import FunctionalStorage, View
+from functionalize.core.values import View
 from functionalize.core.waits import sink_waits
 from functionalize.core.where import line_of
 from functionalize.errors import FunctionalizeError
@@ -143,16 +143,12 @@ class Builder:
         node = self.emit.graph.create_node("get_attr", name)
         self.engine.declare(ref, info.original_nbytes, info.device, node, name)
 
-    def _whole_storage(self, storage: FunctionalStorage, flat: Geometry) -> fx.Node:
-        index = self._home[storage.serial]
-        spec = InputSpec(
-            self._unique(f"{self.inputs[index].name}_storage"),
-            flat,
-            storage.original_nbytes,
-            storage.device,
-            WholeStorage(index, flat),
-        )
-        return self._placeholder(spec, storage.serial)
+    def _whole_storage(self, serial: int, flat: Geometry) -> fx.Node:
+        index = self._home[serial]
+        home = self.inputs[index]
+        name = self._unique(f"{home.name}_storage")
+        spec = InputSpec(name, flat, home.nbytes, home.device, WholeStorage(index, flat))
+        return self._placeholder(spec, serial)
 
     def _unique(self, name: str) -> str:
         name = name.replace(".", "_")
@@ -190,7 +186,6 @@ class Builder:
                 where = line_of(record.traceback)
                 early = id(record) in self.early
                 self._learn(node, scalar.value, where, "a tensor's value", early)
-        self.emit.now = None
 
     def guard(self, facts: Iterable[Fact]) -> None:
         """Guards for what the step learned of live numbers."""

@@ -25,7 +25,8 @@ from functionalize.core.ops import Geometry
 from functionalize.core.printer import node_text
 from functionalize.core.program import OutputRole, Program
 from functionalize.core.rules.views import straight
-from functionalize.core.storage import FunctionalStorage, View
+from functionalize.core.storage import FunctionalStorage
+from functionalize.core.values import View
 from functionalize.frontend.arguments import flatten_result
 from functionalize.frontend.build import Builder
 from functionalize.frontend.dispatch import Recorder
@@ -131,10 +132,8 @@ class JointBuilder(Builder):
                     self._geometry.setdefault(view.value, found)
             if serial in self._home and serial not in deferred:
                 self._find_again(serial, storage)
-            elif not storage.parts and storage.views[storage.root].version == storage.version:
-                for view in storage.views.values():
-                    if view.geometry != storage.root:
-                        view.version = -1
+            else:
+                storage.retake_views()
 
     def _find_again(self, serial: int, storage: FunctionalStorage) -> None:
         """An input's storage as the backward finds it, whatever happened to it in between."""

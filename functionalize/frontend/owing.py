@@ -35,7 +35,8 @@ from functionalize.core.epilogue import Copy, Resize, owed, window
 from functionalize.core.extent import Extent
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.rules.resizes import RESIZE_STORAGE
-from functionalize.core.storage import Emitter, FunctionalStorage
+from functionalize.core.storage import FunctionalStorage
+from functionalize.core.values import Emitter
 from functionalize.errors import UnsupportedOpError
 
 aten = torch.ops.aten

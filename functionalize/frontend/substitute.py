@@ -47,7 +47,8 @@ from functionalize.core.rules import RULES
 from functionalize.core.rules.lists import one_by_one
 from functionalize.core.rules.mutations import is_mutating
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
-from functionalize.core.storage import FunctionalStorage, View
+from functionalize.core.storage import FunctionalStorage
+from functionalize.core.values import View
 from functionalize.core.where import located
 from functionalize.errors import ForeignStorageError, FunctionalizeError, UnsupportedOpError
 from functionalize.frontend.calls import map_tensors, on_original, plain_int, returned
@@ -155,8 +156,8 @@ class Substitution(TorchDispatchMode):
                 found.views[g] = View(g, None, None, value, 0 if debtor.nbytes else -1)
         return found
 
-    def _original(self, storage: FunctionalStorage) -> Tensor:
-        return next(d for d in self._taken.values() if d.serial == storage.serial).widest()
+    def _original(self, serial: int) -> Tensor:
+        return next(d for d in self._taken.values() if d.serial == serial).widest()
 
     def _debtor_of(self, arg: Any) -> Debtor | None:
         """The debtor of a tensor on a storage that is taken over."""
@@ -206,11 +207,11 @@ class Substitution(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         record = OpRecord(func, (), {}, None, (), CapturedTraceback.extract())
-        self.engine.emit.now = record
         try:
-            if resizes:
-                return self._resize(self._tensor_debtor(args[0]), args[1])
-            return self._substitute(record, args, kwargs)
+            with self.engine.emit.made_for(record):
+                if resizes:
+                    return self._resize(self._tensor_debtor(args[0]), args[1])
+                return self._substitute(record, args, kwargs)
         except FunctionalizeError as error:
             raise located(error, record) from error.__cause__
 
@@ -247,10 +248,7 @@ class Substitution(TorchDispatchMode):
 
         out = on_original(record.target, args, kwargs)
         record.args, record.outputs = map_tensors(known, args), map_tensors(known, out)
-        single = type(record.outputs) is TensorRef
-        for index, ref in enumerate([record.outputs] if single else record.outputs):
-            if type(ref) is TensorRef:
-                self.engine.view(record, ref, None if single else index)
+        self.engine.views(record)
         return out
 
     def _step(self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -315,7 +313,7 @@ class Substitution(TorchDispatchMode):
         if storage.nbytes == 0:
             for view in storage.views.values():
                 if view.version != storage.version and view.value is not storage.base:
-                    view.value = None  # the data goes now, as it does in eager
+                    view.hold(None, view.version)  # the data goes now, as it does in eager
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
         """`UntypedStorage.resize_` was called (it does not dispatch); `original` is not."""

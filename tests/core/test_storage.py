@@ -94,14 +94,14 @@ def test_widening() -> None:
     """The window was written; what is around it is as on entry."""
     storage, emit = storage_of(floats(2, offset=1), nbytes=20), Words()
     storage.write(floats(2, offset=1), "b", emit)
-    want = "slice_scatter(whole_a([5]), b, 0, 1, 3)"
+    want = "slice_scatter(whole_0([5]), b, 0, 1, 3)"
     assert storage.read(floats(5), emit) == want
     assert storage.read(floats(2, offset=1), emit) == "b"
 
 
 def test_widening_of_what_was_not_written() -> None:
     storage, emit = storage_of(floats(2, offset=1), nbytes=20), Words()
-    assert storage.read(floats(3, offset=2), emit) == "slice(whole_a([5]), 0, 2, 5)"
+    assert storage.read(floats(3, offset=2), emit) == "slice(whole_0([5]), 0, 2, 5)"
 
 
 def test_widening_of_what_was_born_inside() -> None:
@@ -115,7 +115,7 @@ def test_gaps_are_kept_by_widening() -> None:
     storage.write(gaps, "b", emit)
     storage.read(floats(2), emit)
     assert storage.root == floats(4)
-    assert storage.whole(emit).startswith("slice_scatter(whole_a([4]), as_strided_scatter(")
+    assert storage.whole(emit).startswith("slice_scatter(whole_0([4]), as_strided_scatter(")
 
 
 def test_forgotten_contents() -> None:

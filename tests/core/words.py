@@ -10,15 +10,15 @@ import torch
 from functionalize.core.ops import Geometry, contiguous_geometry
 from functionalize.core.rules.views import straight
 from functionalize.core.storage import FunctionalStorage
+from functionalize.core.values import Emitter
 
 CPU = torch.device("cpu")
 
 
-class Words:
+class Words(Emitter):
     """`calls` counts what was emitted."""
 
     def __init__(self) -> None:
-        self.now = None
         self.calls = 0
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> str:
@@ -34,8 +34,8 @@ class Words:
     def empty(self, geometry: Geometry, device: torch.device) -> str:
         return f"empty({list(geometry.size)})"
 
-    def whole(self, storage: FunctionalStorage, flat: Geometry) -> str:
-        return f"whole_{storage.name}({list(flat.size)})"
+    def whole(self, serial: int, flat: Geometry) -> str:
+        return f"whole_{serial}({list(flat.size)})"
 
 
 def floats(*size: int, offset: int = 0) -> Geometry:

@@ -11,7 +11,7 @@ Refusal: `all_gather` of tensors that differ in size or type, which backends tak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,13 @@ from functionalize.core.rules.collectives import (
     sent,
     wait,
 )
-from functionalize.core.rules.registry import rule
+from functionalize.core.rules.registry import Engine, rule
 from functionalize.errors import UnsupportedOpError
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
 
 aten = torch.ops.aten
 
 
-def allgather_(engine: Functionalizer, record: OpRecord) -> Any:
+def allgather_(engine: Engine, record: OpRecord) -> Any:
     """`allgather_(Tensor[][] outputs, Tensor[] inputs, process_group, ...) -> (Tensor[][], Work)`."""
     lists, inputs, group = record.args[:3]
     ranks = ranks_of(group)
@@ -58,7 +55,7 @@ def allgather_(engine: Functionalizer, record: OpRecord) -> Any:
     return [None, None]
 
 
-def alltoall_(engine: Functionalizer, record: OpRecord) -> Any:
+def alltoall_(engine: Engine, record: OpRecord) -> Any:
     """`alltoall_(Tensor[] outputs, Tensor[] inputs, process_group, ...) -> (Tensor[], Work)`."""
     outputs, inputs, group = record.args[:3]
     flat = [
@@ -78,7 +75,7 @@ def alltoall_(engine: Functionalizer, record: OpRecord) -> Any:
     return [None, None]
 
 
-def allgather_into_tensor_coalesced_(engine: Functionalizer, record: OpRecord) -> None:
+def allgather_into_tensor_coalesced_(engine: Engine, record: OpRecord) -> None:
     """`(Tensor[] outputs, Tensor[] inputs, process_group, ...) -> Work`."""
     outputs, inputs, group = record.args[:3]
     ranks = ranks_of(group)
@@ -91,7 +88,7 @@ def allgather_into_tensor_coalesced_(engine: Functionalizer, record: OpRecord) -
     _received_all(engine, values, [rows(t.geometry.size, ranks) for t in inputs], outputs)
 
 
-def reduce_scatter_tensor_coalesced_(engine: Functionalizer, record: OpRecord) -> None:
+def reduce_scatter_tensor_coalesced_(engine: Engine, record: OpRecord) -> None:
     """`(Tensor[] outputs, Tensor[] inputs, process_group, reduce_op, ...) -> Work`."""
     outputs, inputs, group, op = record.args[:4]
     ranks = ranks_of(group)
@@ -106,7 +103,7 @@ def reduce_scatter_tensor_coalesced_(engine: Functionalizer, record: OpRecord) -
     _received_all(engine, values, have, outputs)
 
 
-def allreduce_coalesced_(engine: Functionalizer, record: OpRecord) -> None:
+def allreduce_coalesced_(engine: Engine, record: OpRecord) -> None:
     """`(Tensor[] tensors, process_group, reduce_op, ...) -> Work`."""
     tensors, group, op = record.args[:3]
     values = engine.emit.call(
@@ -120,7 +117,7 @@ def allreduce_coalesced_(engine: Functionalizer, record: OpRecord) -> None:
 
 
 def _received_all(
-    engine: Functionalizer,
+    engine: Engine,
     values: Any,
     have: Sequence[tuple[int, ...]],
     targets: Sequence[TensorRef],

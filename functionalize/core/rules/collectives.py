@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,8 @@ import torch.distributed as dist
 from functionalize._compat import all_op_names, load_fsdp_ops
 from functionalize.core.barrier import BARRIER
 from functionalize.core.ops import OpRecord, TensorRef, contiguous_geometry
-from functionalize.core.rules.registry import RULES, rule
+from functionalize.core.rules.registry import RULES, Engine, rule
 from functionalize.errors import UnsupportedOpError
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional
@@ -75,7 +72,7 @@ def reduction(boxed: Any) -> str:
     )
 
 
-def sent(engine: Functionalizer, ref: TensorRef) -> Any:
+def sent(engine: Engine, ref: TensorRef) -> Any:
     """The value of a tensor that is sent; its bytes travel in the order of its indices."""
     if not ref.geometry.is_contiguous:
         raise UnsupportedOpError(
@@ -86,7 +83,7 @@ def sent(engine: Functionalizer, ref: TensorRef) -> Any:
     return value if ref.geometry.size else engine.emit.call(aten.view.default, value, [1])
 
 
-def received(engine: Functionalizer, value: Any, have: tuple[int, ...], target: TensorRef) -> None:
+def received(engine: Engine, value: Any, have: tuple[int, ...], target: TensorRef) -> None:
     """Write a complete result of size `have` to `target`."""
     size = target.geometry.size
     if tuple(have) != tuple(size):
@@ -94,7 +91,7 @@ def received(engine: Functionalizer, value: Any, have: tuple[int, ...], target: 
     engine.put(target, value, contiguous_geometry(size, target.geometry.dtype))
 
 
-def reduced(engine: Functionalizer, ref: TensorRef, collective: Callable[[Any], Any]) -> None:
+def reduced(engine: Engine, ref: TensorRef, collective: Callable[[Any], Any]) -> None:
     """Replace a tensor by what `collective` makes of it; its bytes travel in the order of memory."""
     g = ref.geometry
     order = sorted(range(len(g.size)), key=lambda dim: g.stride[dim], reverse=True)
@@ -113,7 +110,7 @@ def reduced(engine: Functionalizer, ref: TensorRef, collective: Callable[[Any], 
     engine.write(ref, value)
 
 
-def wait(engine: Functionalizer, value: Any) -> Any:
+def wait(engine: Engine, value: Any) -> Any:
     """The result of a collective, complete."""
     return engine.emit.call(FUNCTIONAL.wait_tensor.default, value)
 
@@ -123,7 +120,7 @@ def rows(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return (size[0] * ranks, *size[1:]) if size else (ranks,)
 
 
-def wait_tensor(engine: Functionalizer, record: OpRecord) -> Any:
+def wait_tensor(engine: Engine, record: OpRecord) -> Any:
     """Returns the tensor it was given, now complete; its fake kernel returns another one."""
     (target,) = record.args
     value = wait(engine, engine.read(target))
@@ -133,14 +130,14 @@ def wait_tensor(engine: Functionalizer, record: OpRecord) -> Any:
     return value if born else None
 
 
-def wait_tensors(engine: Functionalizer, record: OpRecord) -> Any:
+def wait_tensors(engine: Engine, record: OpRecord) -> Any:
     """`wait_tensors(Tensor[] tensors) -> Tensor[]`: `wait_tensor` of each (torch 2.15)."""
     for target in record.args[0]:
         engine.write(target, wait(engine, engine.read(target)))
     return [None] * len(record.args[0])
 
 
-def into_given(engine: Functionalizer, record: OpRecord) -> Any:
+def into_given(engine: Engine, record: OpRecord) -> Any:
     """`all_gather_into_tensor_out`, `reduce_scatter_tensor_out`: they return `out`, complete or not."""
     name = record.target._schema.name.split("::")[1].removesuffix("_out")
     target, (given, *rest) = record.kwargs["out"], record.args
@@ -150,7 +147,7 @@ def into_given(engine: Functionalizer, record: OpRecord) -> Any:
     return value
 
 
-def allgather_base_(engine: Functionalizer, record: OpRecord) -> Any:
+def allgather_base_(engine: Engine, record: OpRecord) -> Any:
     """`_allgather_base_(output, input, process_group, async_op, timeout) -> (Tensor, Work)`."""
     output, shard, group = record.args[:3]
     ranks = ranks_of(group)
@@ -161,7 +158,7 @@ def allgather_base_(engine: Functionalizer, record: OpRecord) -> Any:
     return [None, None]
 
 
-def reduce_scatter_base_(engine: Functionalizer, record: OpRecord) -> Any:
+def reduce_scatter_base_(engine: Engine, record: OpRecord) -> Any:
     """`_reduce_scatter_base_(output, input, process_group, reduce_op, async_op, timeout)`."""
     output, whole, group, op = record.args[:4]
     g, ranks = whole.geometry, ranks_of(group)
@@ -176,7 +173,7 @@ def reduce_scatter_base_(engine: Functionalizer, record: OpRecord) -> Any:
     return [None, None]
 
 
-def allreduce_(engine: Functionalizer, record: OpRecord) -> Any:
+def allreduce_(engine: Engine, record: OpRecord) -> Any:
     """`allreduce_(tensors, process_group, reduce_op, ...) -> (Tensor[], Work)`."""
     tensors, group, op = record.args[:3]
     op, name = reduction(op), name_of(group)
@@ -185,7 +182,7 @@ def allreduce_(engine: Functionalizer, record: OpRecord) -> Any:
     return [None, None]
 
 
-def broadcast_(engine: Functionalizer, record: OpRecord) -> Any:
+def broadcast_(engine: Engine, record: OpRecord) -> Any:
     """`broadcast_(tensors, process_group, root_rank, root_tensor, ...)`; `root_rank` in the group."""
     tensors, group, root = record.args[:3]
     if len(tensors) != 1:
@@ -201,7 +198,7 @@ def broadcast_(engine: Functionalizer, record: OpRecord) -> Any:
     return [None, None]
 
 
-def alltoall_base_(engine: Functionalizer, record: OpRecord) -> Any:
+def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
     """`alltoall_base_(output, input, process_group, output_split_sizes, input_split_sizes, ...)`, in rows."""
     output, given, group, out_splits, in_splits = record.args[:5]
     ranks, value = ranks_of(group), sent(engine, given)
@@ -222,12 +219,12 @@ def alltoall_base_(engine: Functionalizer, record: OpRecord) -> Any:
     return None
 
 
-def barrier(engine: Functionalizer, record: OpRecord) -> None:
+def barrier(engine: Engine, record: OpRecord) -> None:
     """`barrier(tensor, process_group, device_ids, ...)`; the tensor says which backend is meant."""
     engine.emit.call(BARRIER, name_of(record.args[1]), list(record.args[2]))
 
 
-def all_gather_copy_in(engine: Functionalizer, record: OpRecord) -> Any:
+def all_gather_copy_in(engine: Engine, record: OpRecord) -> Any:
     """`(inputs, output, split_sizes, numel, rank) -> (slice of output, output)`."""
     inputs, output = record.args[:2]
     shard = record.outputs[0]
@@ -243,7 +240,7 @@ def all_gather_copy_in(engine: Functionalizer, record: OpRecord) -> Any:
     return [None, None]
 
 
-def split_with_sizes_copy(engine: Functionalizer, record: OpRecord) -> None:
+def split_with_sizes_copy(engine: Engine, record: OpRecord) -> None:
     """`(all_gather_output, sizes, dim=0, *, out)`."""
     whole, *rest = record.args
     parts = engine.emit.call(
@@ -256,7 +253,7 @@ def split_with_sizes_copy(engine: Functionalizer, record: OpRecord) -> None:
         engine.write(target, _cast(engine, engine.part(parts, i), whole, target))
 
 
-def chunk_cat(engine: Functionalizer, record: OpRecord) -> None:
+def chunk_cat(engine: Engine, record: OpRecord) -> None:
     """`(tensors, dim, num_chunks, *, out)`; a pure copy, so one cast after it serves tensors of one dtype."""
     tensors, dim, chunks = record.args
     target = record.kwargs["out"]
@@ -268,17 +265,17 @@ def chunk_cat(engine: Functionalizer, record: OpRecord) -> None:
     engine.write(target, _cast(engine, value, source, target))
 
 
-def copy_(engine: Functionalizer, record: OpRecord) -> None:
+def copy_(engine: Engine, record: OpRecord) -> None:
     """`fsdp::copy_(tensor, data)`, both of one size: what FSDP2 calls under a compiler."""
     target, source = record.args
     engine.write(target, _cast(engine, engine.read(source), source, target))
 
 
-def record_grad_output_stream(engine: Functionalizer, record: OpRecord) -> None:
+def record_grad_output_stream(engine: Engine, record: OpRecord) -> None:
     """`(buffer, stream_id, device_index, device_type)`: tells an allocator who reads the buffer; no value changes."""
 
 
-def _cast(engine: Functionalizer, value: Any, source: TensorRef, target: TensorRef) -> Any:
+def _cast(engine: Engine, value: Any, source: TensorRef, target: TensorRef) -> Any:
     if source.geometry.dtype == target.geometry.dtype:
         return value
     return engine.emit.call(aten._to_copy.default, value, dtype=target.geometry.dtype)
@@ -365,7 +362,7 @@ def unlisted_ops() -> Iterator[str]:
             yield f"{namespace}.{rest}"
 
 
-def point_to_point(engine: Functionalizer, record: OpRecord) -> Any:
+def point_to_point(engine: Engine, record: OpRecord) -> Any:
     """`isend`, `irecv`, `batch_p2p_ops`: they write and return what they were given; no schema says so."""
     raise UnsupportedOpError(
         "sends to one rank or receives from it, which is not a value: use a collective, or keep it out of "
@@ -373,7 +370,7 @@ def point_to_point(engine: Functionalizer, record: OpRecord) -> Any:
     )
 
 
-_BY_NAME: dict[str, Callable[[Functionalizer, OpRecord], Any]] = {
+_BY_NAME: dict[str, Callable[[Engine, OpRecord], Any]] = {
     "_c10d_functional::wait_tensor": wait_tensor,
     "_c10d_functional::wait_tensors": wait_tensors,
     "_c10d_functional::all_gather_into_tensor_out": into_given,

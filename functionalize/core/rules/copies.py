@@ -9,20 +9,17 @@ The clone keeps every base a tensor of its own; `passes.elide_copies` removes it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
-from functionalize.core.rules.registry import rule
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
+from functionalize.core.rules.registry import Engine, rule
 
 aten = torch.ops.aten
 
 
-def copy_into(engine: Functionalizer, target: TensorRef, source: Any) -> None:
+def copy_into(engine: Engine, target: TensorRef, source: Any) -> None:
     """Write the contents of `source` (a tensor) to `target`, broadcast and cast."""
     engine.storage(target.storage).check_writable(target.geometry)
     value, have, want = engine.read(source), source.geometry, target.geometry
@@ -46,7 +43,7 @@ def copy_into(engine: Functionalizer, target: TensorRef, source: Any) -> None:
     engine.write(target, value)
 
 
-def fill_with(engine: Functionalizer, target: TensorRef, number: Any) -> None:
+def fill_with(engine: Engine, target: TensorRef, number: Any) -> None:
     """Write one number (or zero-dimensional tensor) to every element of `target`."""
     engine.storage(target.storage).check_writable(target.geometry)
     want, device = target.geometry, engine.device_of(target)
@@ -61,7 +58,7 @@ def fill_with(engine: Functionalizer, target: TensorRef, number: Any) -> None:
         engine.write(target, value)
 
 
-def _scattered(engine: Functionalizer, target: TensorRef, value: Any) -> bool:
+def _scattered(engine: Engine, target: TensorRef, value: Any) -> bool:
     """Write `value`, of any strides, if `target` is a part with gaps, which is copied into its parent."""
     storage, want = engine.storage(target.storage), target.geometry
     if want.is_contiguous or not storage.scatters(want):
@@ -70,7 +67,7 @@ def _scattered(engine: Functionalizer, target: TensorRef, value: Any) -> bool:
     return True
 
 
-def filled(engine: Functionalizer, want: Geometry, device: torch.device, number: Any) -> Any:
+def filled(engine: Engine, want: Geometry, device: torch.device, number: Any) -> Any:
     """A new value of that size, stride and dtype, every element of it `number`."""
     if want.is_contiguous:
         return engine.emit.call(
@@ -84,32 +81,32 @@ def filled(engine: Functionalizer, want: Geometry, device: torch.device, number:
 
 
 @rule(aten.copy_.default)
-def copy_(engine: Functionalizer, record: OpRecord) -> None:
+def copy_(engine: Engine, record: OpRecord) -> None:
     """`copy_(Tensor(a!) self, Tensor src, bool non_blocking=False)`."""
     copy_into(engine, record.args[0], record.args[1])
 
 
 @rule(aten._foreach_copy_.default)
-def foreach_copy_(engine: Functionalizer, record: OpRecord) -> None:
+def foreach_copy_(engine: Engine, record: OpRecord) -> None:
     """`_foreach_copy_(Tensor(a!)[] self, Tensor[] src, bool non_blocking=False)`."""
     for target, source in zip(record.args[0], record.args[1], strict=True):
         copy_into(engine, target, source)
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor)
-def fill_(engine: Functionalizer, record: OpRecord) -> None:
+def fill_(engine: Engine, record: OpRecord) -> None:
     """`fill_(Tensor(a!) self, value)`."""
     fill_with(engine, record.args[0], record.args[1])
 
 
 @rule(aten.zero_.default)
-def zero_(engine: Functionalizer, record: OpRecord) -> None:
+def zero_(engine: Engine, record: OpRecord) -> None:
     """`zero_(Tensor(a!) self)`."""
     fill_with(engine, record.args[0], 0)
 
 
 @rule(aten.fill_diagonal_.default)
-def fill_diagonal_(engine: Functionalizer, record: OpRecord) -> None:
+def fill_diagonal_(engine: Engine, record: OpRecord) -> None:
     """`fill_diagonal_(Tensor(a!) self, Scalar fill_value, bool wrap=False)`: of all dimensions at once."""
     target, number, *wrap = record.args
     g: Geometry = target.geometry
@@ -126,7 +123,7 @@ def fill_diagonal_(engine: Functionalizer, record: OpRecord) -> None:
 
 
 @rule(aten._foreach_zero_.default)
-def foreach_zero_(engine: Functionalizer, record: OpRecord) -> None:
+def foreach_zero_(engine: Engine, record: OpRecord) -> None:
     """`_foreach_zero_(Tensor(a!)[] self)`."""
     for target in record.args[0]:
         fill_with(engine, target, 0)

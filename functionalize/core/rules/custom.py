@@ -10,15 +10,13 @@ Refusal: what `can_auto_functionalize` refuses, such as an op that returns an al
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from functionalize._compat import auto_functionalized, can_auto_functionalize
 from functionalize.core.ops import OpRecord, TensorRef, map_refs, refs_in
 from functionalize.core.rules.mutations import functional_form, written_arguments
+from functionalize.core.rules.registry import Engine
 from functionalize.errors import UnsupportedOpError
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
 
 
 @cache
@@ -33,7 +31,7 @@ def needs_wrapper(target: Any) -> bool:
     return False
 
 
-def wrapped(engine: Functionalizer, record: OpRecord) -> Any:
+def wrapped(engine: Engine, record: OpRecord) -> Any:
     """Emit the wrapper around a mutating custom op and write what it returns."""
     schema = record.target._schema
     places = [a.name for a in schema.arguments]

@@ -9,17 +9,14 @@ allows. Random ones draw the same numbers into the same layout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functionalize.core.ops import Geometry, OpRecord, TensorRef
 from functionalize.core.rules.copies import filled
 from functionalize.core.rules.layout import output_geometry
-from functionalize.core.rules.registry import rule
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
+from functionalize.core.rules.registry import Engine, rule
 
 aten = torch.ops.aten
 
@@ -41,7 +38,7 @@ _RANDOM: dict[Any, Any] = {  # the op that makes the same from a size
 SHAPE_ONLY = frozenset({*_EMPTY, *_FILLED, *_RANDOM})
 
 
-def _made(engine: Functionalizer, record: OpRecord) -> tuple[Geometry, torch.device]:
+def _made(engine: Engine, record: OpRecord) -> tuple[Geometry, torch.device]:
     """What the op makes, from the record if it ran, else from its meta kernel."""
     out, given = record.outputs, record.args[0]
     if type(out) is not TensorRef:
@@ -53,7 +50,7 @@ def _made(engine: Functionalizer, record: OpRecord) -> tuple[Geometry, torch.dev
 
 
 @rule(*_EMPTY)
-def empty(engine: Functionalizer, record: OpRecord) -> Any:
+def empty(engine: Engine, record: OpRecord) -> Any:
     """`empty_like(Tensor self, *, ...)`, `new_empty(Tensor self, SymInt[] size, *, ...)`."""
     if record.kwargs.get("pin_memory"):
         return engine.pure(record)
@@ -61,7 +58,7 @@ def empty(engine: Functionalizer, record: OpRecord) -> Any:
 
 
 @rule(*_FILLED)
-def full(engine: Functionalizer, record: OpRecord) -> Any:
+def full(engine: Engine, record: OpRecord) -> Any:
     """`full_like(Tensor self, Scalar fill_value, *, ...)` and those that know their number."""
     if record.kwargs.get("pin_memory"):
         return engine.pure(record)
@@ -70,7 +67,7 @@ def full(engine: Functionalizer, record: OpRecord) -> Any:
 
 
 @rule(*_RANDOM)
-def random(engine: Functionalizer, record: OpRecord) -> Any:
+def random(engine: Engine, record: OpRecord) -> Any:
     """`rand_like(Tensor self, *, ...)`; another layout than row-major is filled in the order of memory."""
     geometry, device = _made(engine, record)
     from_size = _RANDOM[record.target]

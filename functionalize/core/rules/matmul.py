@@ -12,18 +12,16 @@ the sum.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
 from functionalize.core.rules.layout import output_geometry
 from functionalize.core.rules.mutations import functional_form
-from functionalize.core.rules.registry import rule
+from functionalize.core.rules.registry import Engine, rule
 from functionalize.core.rules.views import step_of
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
+from functionalize.core.values import Call
 
 aten = torch.ops.aten
 
@@ -43,7 +41,7 @@ def _by_rows(g: Geometry) -> bool:
     aten.addbmm.out,
     aten.addbmm_.default,
 )
-def matrix_product(engine: Functionalizer, record: OpRecord) -> Any:
+def matrix_product(engine: Engine, record: OpRecord) -> Any:
     """`mm.out(self, mat2, *, out)`, `addmm.out(self, mat1, mat2, *, beta=1, alpha=1, out)`, and `addbmm`."""
     out = record.kwargs.get("out", record.args[0])
     want: Geometry = out.geometry
@@ -70,7 +68,7 @@ def matrix_product(engine: Functionalizer, record: OpRecord) -> Any:
 
 
 @rule(aten.linear.out)
-def linear_out(engine: Functionalizer, record: OpRecord) -> Any:
+def linear_out(engine: Engine, record: OpRecord) -> Any:
     """`linear.out(Tensor input, Tensor weight, Tensor? bias=None, *, out)`, as ATen's kernel goes."""
     (source, weight), bias = record.args[:2], (record.args[2:] or (None,))[0]
     out, turned = record.kwargs["out"], _turned(engine, weight)
@@ -92,11 +90,11 @@ def linear_out(engine: Functionalizer, record: OpRecord) -> Any:
     return None
 
 
-def _turned(engine: Functionalizer, ref: TensorRef) -> TensorRef:
+def _turned(engine: Engine, ref: TensorRef) -> TensorRef:
     """The transpose of a matrix; anything of fewer dimensions itself."""
     g: Geometry = ref.geometry
     turned = g._replace(size=g.size[::-1], stride=g.stride[::-1])
-    step = step_of(aten.t.default, (), g, turned, None)
+    step = step_of(Call(aten.t.default, ()), g, turned)
     if step is not None:
         engine.storage(ref.storage).add_view(g, turned, step)
     return TensorRef(ref.storage, turned)

@@ -12,17 +12,14 @@ Refusals: `normal_` of a tensor with gaps on the CPU; a generator that is given 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, contiguous_geometry, map_refs
 from functionalize.core.rules.mutations import functional_form
-from functionalize.core.rules.registry import rule
+from functionalize.core.rules.registry import Engine, rule
 from functionalize.errors import UnsupportedOpError
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
 
 aten = torch.ops.aten
 
@@ -32,7 +29,7 @@ def _memory_order(g: Geometry) -> list[int]:
     return sorted(range(len(g.size)), key=lambda d: -g.stride[d])
 
 
-def _permuted(engine: Functionalizer, value: Any, order: list[int]) -> Any:
+def _permuted(engine: Engine, value: Any, order: list[int]) -> Any:
     if order == sorted(order):
         return value
     return engine.emit.call(aten.permute.default, value, order)
@@ -50,7 +47,7 @@ def _permuted(engine: Functionalizer, value: Any, order: list[int]) -> Any:
     aten.geometric_.default,
     aten.log_normal_.default,
 )
-def overwrite_with_random(engine: Functionalizer, record: OpRecord) -> None:
+def overwrite_with_random(engine: Engine, record: OpRecord) -> None:
     """`op_(Tensor(a!) self, ..., Generator? generator=None)`; what `self` held is not read."""
     target = record.args[0]
     want: Geometry = target.geometry
@@ -73,7 +70,7 @@ def overwrite_with_random(engine: Functionalizer, record: OpRecord) -> None:
 
 
 @rule(aten.normal_.default)
-def normal_(engine: Functionalizer, record: OpRecord) -> None:
+def normal_(engine: Engine, record: OpRecord) -> None:
     """`normal_(Tensor(a!) self, float mean=0, float std=1, *, Generator? generator=None)`."""
     target = record.args[0]
     mean = record.args[1] if len(record.args) > 1 else 0.0
@@ -82,9 +79,7 @@ def normal_(engine: Functionalizer, record: OpRecord) -> None:
     engine.write(target, value if target.geometry.is_dense else engine.laid_out(value, target))
 
 
-def _normal(
-    engine: Functionalizer, target: TensorRef, mean: Any, std: Any, kwargs: dict[str, Any]
-) -> Any:
+def _normal(engine: Engine, target: TensorRef, mean: Any, std: Any, kwargs: dict[str, Any]) -> Any:
     """Normal numbers, dense; the CPU draws 16 or more in another way into a contiguous tensor."""
     want: Geometry = target.geometry
     engine.storage(target.storage).check_writable(want)
@@ -109,7 +104,7 @@ def _normal(
     aten.normal.float_Tensor_out,
     aten.normal.Tensor_Tensor_out,
 )
-def normal_out(engine: Functionalizer, record: OpRecord) -> Any:
+def normal_out(engine: Engine, record: OpRecord) -> Any:
     """`normal(mean, std, [size], *, generator=None, out)` draws into the layout and type of `out`."""
     call, out = engine.emit.call, record.kwargs["out"]
     kwargs = {k: v for k, v in record.kwargs.items() if k == "generator"}

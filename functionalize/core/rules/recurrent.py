@@ -10,16 +10,13 @@ on (below autograd: nothing is remembered for a backward). What was recorded wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functionalize._compat import below_autograd
 from functionalize.core.ops import OpRecord, map_refs
-from functionalize.core.rules.registry import rule
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
+from functionalize.core.rules.registry import Engine, rule
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 # The ops of which a record must say whether gradients were on, as `meta["gradients"]`.
@@ -41,7 +38,7 @@ def _fake_layer(*args: Any) -> Any:
 
 
 @rule(_LAYER)
-def layer(engine: Functionalizer, record: OpRecord) -> Any:
+def layer(engine: Engine, record: OpRecord) -> Any:
     """Run live, an op sees the gradient mode of its caller, and a record says nothing of it."""
     if not record.meta.get("gradients"):
         return engine.pure(record)

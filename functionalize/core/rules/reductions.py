@@ -9,24 +9,21 @@ Refusal: `std` and `var` of all elements, which have a kernel of their own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functionalize.core.ops import OpRecord
 from functionalize.core.rules.layout import output_geometry
 from functionalize.core.rules.mutations import functional_form
-from functionalize.core.rules.registry import rule
+from functionalize.core.rules.registry import Engine, rule
 from functionalize.errors import UnsupportedOpError
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
 
 aten = torch.ops.aten
 
 
 @rule(aten.std.out, aten.std.correction_out, aten.var.out, aten.var.correction_out)
-def spread_out(engine: Functionalizer, record: OpRecord) -> Any:
+def spread_out(engine: Engine, record: OpRecord) -> Any:
     """`var.correction_out(Tensor self, int[1]? dim=None, *, correction=None, keepdim=False, out)`."""
     source, out = record.args[0], record.kwargs["out"]
     want = out.geometry.dtype
@@ -49,7 +46,7 @@ def spread_out(engine: Functionalizer, record: OpRecord) -> Any:
 
 
 @rule(aten.logsumexp.out)
-def logsumexp_out(engine: Functionalizer, record: OpRecord) -> Any:
+def logsumexp_out(engine: Engine, record: OpRecord) -> Any:
     """`logsumexp.out(Tensor self, int[1] dim, bool keepdim=False, *, out)`, as ATen's kernel goes."""
     (source, dims), keep, out = record.args[:2], record.args[2:] == (True,), record.kwargs["out"]
     inside, want = source.geometry.dtype, out.geometry.dtype

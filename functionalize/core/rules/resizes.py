@@ -7,18 +7,15 @@ tensor to another storage or geometry, which the next record simply shows, since
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functionalize._compat import all_op_names, load_resize_op
 from functionalize.core.ops import OpRecord, TensorRef
 from functionalize.core.rules.mutations import is_mutating
-from functionalize.core.rules.registry import rule
+from functionalize.core.rules.registry import Engine, rule
 from functionalize.errors import ForeignStorageError
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
 
 aten = torch.ops.aten
 load_resize_op()
@@ -26,7 +23,7 @@ RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_.default
 
 
 @rule(RESIZE_STORAGE)
-def resize_storage_bytes_(engine: Functionalizer, record: OpRecord) -> None:
+def resize_storage_bytes_(engine: Engine, record: OpRecord) -> None:
     """`resize_storage_bytes_(Tensor variable, SymInt new_size)`; `new_size` in bytes."""
     engine.resize(record.args[0].storage, record.args[1])
 
@@ -48,7 +45,7 @@ def _inplace_views() -> list[object]:
 
 
 @rule(*_inplace_views())
-def inplace_view(engine: Functionalizer, record: OpRecord) -> Any:
+def inplace_view(engine: Engine, record: OpRecord) -> Any:
     """The tensor's next record carries its new storage and geometry; storage growth is in `resized`."""
     out = record.outputs
     if type(out) is not TensorRef or out.storage in engine.storages:

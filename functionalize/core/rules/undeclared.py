@@ -6,23 +6,20 @@ aten.native_batch_norm(x, w, b, mean, var, True, m, eps)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functionalize.core.ops import OpRecord
 from functionalize.core.rules.layout import UNKNOWN, output_geometries
-from functionalize.core.rules.registry import rule
+from functionalize.core.rules.registry import Engine, rule
 from functionalize.errors import UnsupportedOpError
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
 
 aten = torch.ops.aten
 
 
 @rule(aten.native_batch_norm.default)
-def native_batch_norm(engine: Functionalizer, record: OpRecord) -> Any:
+def native_batch_norm(engine: Engine, record: OpRecord) -> Any:
     """Writes `running_mean` and `running_var` in training although its schema says it does not."""
     x, weight, bias, mean, var, training, momentum, eps = record.args
     if not training or mean is None or var is None:
@@ -37,7 +34,7 @@ def native_batch_norm(engine: Functionalizer, record: OpRecord) -> Any:
 
 
 @rule(aten.native_batch_norm.out, aten._native_batch_norm_legit.out)
-def native_batch_norm_out(engine: Functionalizer, record: OpRecord) -> Any:
+def native_batch_norm_out(engine: Engine, record: OpRecord) -> Any:
     """The same into `out`, `save_mean` and `save_invstd`."""
     x, weight, bias, mean, var, training, momentum, eps = record.args
     outs = [record.kwargs[name] for name in ("out", "save_mean", "save_invstd")]
@@ -59,7 +56,7 @@ def native_batch_norm_out(engine: Functionalizer, record: OpRecord) -> Any:
 
 
 @rule(aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
-def vendor_batch_norm(engine: Functionalizer, record: OpRecord) -> Any:
+def vendor_batch_norm(engine: Engine, record: OpRecord) -> Any:
     """`(input, weight, bias, running_mean, running_var, training, factor, epsilon)`; no functional form."""
     mean, var, training = record.args[3:6]
     if training and (mean is not None or var is not None):
@@ -72,5 +69,5 @@ def vendor_batch_norm(engine: Functionalizer, record: OpRecord) -> Any:
 
 
 @rule(aten.record_stream.default)
-def record_stream(engine: Functionalizer, record: OpRecord) -> None:
+def record_stream(engine: Engine, record: OpRecord) -> None:
     """`record_stream(Tensor(a!) self, Stream s)` tells the allocator; it writes nothing."""

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from functionalize.core.ops import Geometry, contiguous_geometry
-from functionalize.core.storage import Emitter, Step, Value
+from functionalize.core.values import Call, Emitter, Step, Value, View
 
 aten = torch.ops.aten
 Old = Callable[[], Value]
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape:
+class Reshape(Step):
     """Both sides hold the same elements in the same order: `view` there and back."""
 
     target: Any
@@ -41,7 +41,7 @@ class Reshape:
 
 
 @dataclass(frozen=True, slots=True)
-class Bijection:
+class Bijection(Step):
     """An op whose inverse is another op: `permute`, `view.dtype`, `view_as_real`, `_conj`."""
 
     target: Any
@@ -57,27 +57,20 @@ class Bijection:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part of the parent: `slice`, `select`, `diagonal`; back by the matching `*_scatter`.
+class Part(Step):
+    """A part of the parent: `slice`, `select`, `diagonal`; back by the matching `*_scatter`."""
 
-    `index`: which output of a multi-output op (`split`, `unbind`) this is, else None.
-    """
-
-    target: Any
-    args: tuple[Any, ...]
-    index: int | None
+    call: Call
     scatter: Any
     scatter_args: tuple[Any, ...]
     covers: bool
 
     @property
     def scatters(self) -> bool:
-        """Whether `inverse` copies the child, whatever its strides."""
         return not self.covers
 
     def forward(self, emit: Emitter, parent: Value) -> Value:
-        out = emit.call(self.target, parent, *self.args)
-        return out if self.index is None else emit.part(out, self.index)
+        return self.call.on(emit, parent)
 
     def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
         if self.covers:
@@ -86,7 +79,28 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class Output(Part):
+    """A part of the parent that is one output of a multi-output op: `split`, `unbind`.
+
+    Note [One call for all outputs]
+    N outputs that are read of one value of the parent share one call: one each would make N times N values. The
+    parent's view keeps the call's value for as long as its own.
+    """
+
+    index: int
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        return emit.part(self.call.on(emit, parent), self.index)
+
+    def regenerate(self, emit: Emitter, parent: View) -> Value:
+        values = parent.lists.get(self.call)
+        if values is None:
+            values = parent.lists[self.call] = self.call.on(emit, parent.value)
+        return emit.part(values, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Strided(Step):
     """From a dense geometry to any other of the same dtype inside it, whatever ops led there.
 
     Note [Positions are relative]
@@ -166,7 +180,7 @@ def _sliced(emit: Emitter, flat: Value, numel: int, start: int, end: int) -> Val
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(Step):
     """Several steps one after the other; `middles` are the geometries between them."""
 
     steps: tuple[Step, ...]
@@ -240,84 +254,77 @@ def _between_dtypes(parent: Geometry, child: Geometry) -> list[Step]:
 # -- from ops ------------------------------------------------------------------------------------
 
 
-def step_of(
-    target: Any, args: tuple[Any, ...], parent: Geometry, child: Geometry, index: int | None
-) -> Step | None:
-    """The step that `target(parent, *args)` takes to `child`; None: go straight from the root."""
-    make = _STEPS.get(target)
-    return None if make is None else make(target, args, parent, child, index)
+def step_of(call: Call, parent: Geometry, child: Geometry, index: int | None = None) -> Step | None:
+    """The step that `call` takes from `parent` to `child`, its output `index` (None: the only one).
+
+    None: go straight from the root.
+    """
+    make = _STEPS.get(call.target)
+    return None if make is None else make(call, parent, child, index)
 
 
-def _reshape(target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None) -> Step:
-    return Reshape(target, args, p)
+def _reshape(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Reshape(call.target, call.args, p)
 
 
-def _expand(target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None) -> Step:
-    return Reshape(
-        target, args, p
-    )  # written only where nothing was expanded: then `view` goes back
+def _expand(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    # written only where nothing was expanded: then `view` goes back
+    return Reshape(call.target, call.args, p)
 
 
 def _dim(dim: int, p: Geometry) -> int:
     return dim % max(len(p.size), 1)
 
 
-def _permute(target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None) -> Step:
-    order = [_dim(d, p) for d in args[0]]
+def _permute(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    order = [_dim(d, p) for d in call.args[0]]
     back = [order.index(d) for d in range(len(order))]
-    return Bijection(target, args, aten.permute.default, (back,))
+    return Bijection(call.target, call.args, aten.permute.default, (back,))
 
 
-def _own_inverse(
-    target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None
-) -> Step:
-    return Bijection(target, args, target, args)
+def _own_inverse(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Bijection(call.target, call.args, call.target, call.args)
 
 
-def _view_dtype(
-    target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None
-) -> Step:
-    return Bijection(target, args, target, (p.dtype,))
+def _view_dtype(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Bijection(call.target, call.args, call.target, (p.dtype,))
 
 
-def _view_as_real(
-    target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None
-) -> Step:
-    return Bijection(target, args, aten.view_as_complex.default, ())
+def _view_as_real(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Bijection(call.target, call.args, aten.view_as_complex.default, ())
 
 
-def _view_as_complex(
-    target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None
-) -> Step:
-    return Bijection(target, args, aten.view_as_real.default, ())
+def _view_as_complex(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Bijection(call.target, call.args, aten.view_as_real.default, ())
 
 
 def _part(scatter: Any) -> Callable[..., Step]:
-    def make(target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None) -> Step:
-        covers = c.size == p.size
-        return Part(target, args, None, scatter, args, covers)
+    def make(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+        return Part(call, scatter, call.args, c.size == p.size)
 
     return make
 
 
-def _split(target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None) -> Step:
+def _split(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
     assert i is not None
-    dim = _dim(args[1] if len(args) > 1 else 0, p)
-    sizes = args[0]
-    start = sizes * i if isinstance(sizes, int) else sum(sizes[:i])
+    dim = _dim(call.args[1] if len(call.args) > 1 else 0, p)
+    stride = p.stride[dim]  # 0: an expanded dimension, which is never written
+    start = (c.offset - p.offset) // stride if stride else 0
     where = (dim, start, start + c.size[dim], 1)
-    return Part(target, args, i, aten.slice_scatter.default, where, c.size == p.size)
+    return Output(call, aten.slice_scatter.default, where, c.size == p.size, i)
 
 
-def _unbind(target: Any, args: tuple[Any, ...], p: Geometry, c: Geometry, i: int | None) -> Step:
+def _unbind(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
     assert i is not None
-    dim = _dim(args[0] if args else 0, p)
-    return Part(target, args, i, aten.select_scatter.default, (dim, i), False)
+    dim = _dim(call.args[0] if call.args else 0, p)
+    return Output(call, aten.select_scatter.default, (dim, i), False, i)
 
 
 _STEPS: dict[Any, Callable[..., Step]] = {
     aten.view.default: _reshape,
-    aten._reshape_alias.default: lambda t, a, p, c, i: Reshape(aten.view.default, (a[0],), p),
+    aten._reshape_alias.default: lambda call, p, c, i: Reshape(
+        aten.view.default, (call.args[0],), p
+    ),
     aten.unsqueeze.default: _reshape,
     aten.squeeze.default: _reshape,
     aten.squeeze.dim: _reshape,
@@ -326,8 +333,8 @@ _STEPS: dict[Any, Callable[..., Step]] = {
     aten.permute.default: _permute,
     aten.transpose.int: _own_inverse,
     aten.t.default: _own_inverse,
-    aten._conj.default: lambda t, a, p, c, i: _CONJUGATED,
-    aten._neg_view.default: lambda t, a, p, c, i: _NEGATED,
+    aten._conj.default: lambda call, p, c, i: _CONJUGATED,
+    aten._neg_view.default: lambda call, p, c, i: _NEGATED,
     aten.view.dtype: _view_dtype,
     aten.view_as_real.default: _view_as_real,
     aten.view_as_complex.default: _view_as_complex,
