@@ -85,7 +85,7 @@ class Builder:
         """One placeholder each. On every storage the widest dense input is the base."""
         first = len(self.inputs)
         for each in given:
-            info = self.recorder.infos[each.ref.storage]
+            info = self.recorder.storages.infos[each.ref.storage]
             spec = InputSpec(
                 self._unique(each.name),
                 each.ref.geometry,
@@ -137,7 +137,7 @@ class Builder:
 
     def add_constant(self, ref: TensorRef, tensor: Tensor) -> None:
         """A tensor whose contents are baked into the program."""
-        info = self.recorder.infos[ref.storage]
+        info = self.recorder.storages.infos[ref.storage]
         name = f"constant_{len(self.constants)}"
         self.constants[name] = tensor
         node = self.emit.graph.create_node("get_attr", name)
@@ -170,8 +170,8 @@ class Builder:
     def discharge(self) -> None:
         """Run the engine over every record; what the step learned of its numbers becomes guards."""
         self.run(self.recorder.records)
-        ledger = self.recorder.ledger
-        self.guard(ledger.facts.values() if ledger is not None else ())
+        log = self.recorder.scalar_log
+        self.guard(log.facts.values() if log is not None else ())
 
     def run(self, records: Iterable[OpRecord]) -> None:
         """Run the engine over some records, the next ones."""
@@ -237,7 +237,7 @@ class Builder:
         seen: dict[int, set[int]] = {}
         for leaf in [*leaves, *given]:
             for t in inner_tensors(leaf) if id(leaf) not in outside else []:
-                seen.setdefault(self.recorder.ref(t).storage, set()).add(id(t))
+                seen.setdefault(self.recorder.storages.ref(t).storage, set()).add(id(t))
         self._shared = {storage for storage, objects in seen.items() if len(objects) > 1}
         places = {id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)}
         roles: list[OutputRole] = []
@@ -260,7 +260,7 @@ class Builder:
 
     def _role(self, leaf: Any) -> OutputRole:
         if not isinstance(leaf, Tensor):
-            expression = expression_of(leaf, self.recorder.ledger)
+            expression = expression_of(leaf, self.recorder.scalar_log)
             if expression is None:
                 return Constant(leaf)
             return Result(self.slot(self.emit.number(expression)))
@@ -268,7 +268,7 @@ class Builder:
             names, context = leaf.__tensor_flatten__()
             inner = {n: self._role(getattr(leaf, n)) for n in names}
             return Wrapped(type(leaf), inner, context, leaf.shape, leaf.stride())
-        ref = self.recorder.ref(leaf)
+        ref = self.recorder.storages.ref(leaf)
         if ref.storage in self._home:
             return InputView(self._home[ref.storage], ref.geometry)
         if ref.storage not in self._shared and not (ref.geometry.conj or ref.geometry.neg):
@@ -295,7 +295,7 @@ class Builder:
 
     def moved(self, index: int, tensor: Tensor) -> Set | None:
         """What an input owes whose tensor ended on another storage or with another geometry."""
-        ref, spec = self.recorder.ref(tensor), self.inputs[index]
+        ref, spec = self.recorder.storages.ref(tensor), self.inputs[index]
         if ref.storage in self._home:
             if ref == TensorRef(self.storage_of_input[index], spec.geometry):
                 return None

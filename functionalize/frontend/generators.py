@@ -6,7 +6,7 @@ None of them dispatches. Made through an op of our own (see `core/generators.py`
 like any other op, so activation checkpointing with dropout, `fork_rng` and seeds set inside a step do.
 Refusals: `torch.seed()`, which no replay could repeat, and `initial_seed()`, which gives Python a number
 that no guard knows. Generators that are set otherwise (`torch.default_generator.set_state`) are noticed by
-the recorder, see `Recorder.check_generators`.
+the recorder, see `Checks.check_generators`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def _while_recording(
         if active and replacement is not None:
             return replacement(original, *args, **kwargs)
         for recorder in active:
-            recorder.unrepeatable(f"{module}.{original.__name__}() is called inside the step")
+            if recorder.checks is not None:
+                what = f"{module}.{original.__name__}() is called inside the step"
+                recorder.checks.note_changes_each_time(what)
         return original(*args, **kwargs)
 
     function.__name__, function.__doc__ = original.__name__, original.__doc__

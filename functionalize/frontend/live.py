@@ -23,7 +23,7 @@ from torch import Tensor
 
 from functionalize._compat import pytree
 from functionalize.core.numbers import is_expression
-from functionalize.frontend.ledger import Ledger, Number, computed, learned
+from functionalize.frontend.ledger import Number, ScalarLog, computed, learned
 
 
 def _operands(*values: Any) -> tuple[Any, ...] | None:
@@ -227,7 +227,7 @@ def plain_tree(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.node.hint if is_live(leaf) else leaf, tree)
 
 
-def expression_of(value: Any, ledger: Ledger | None) -> Any:
+def expression_of(value: Any, log: ScalarLog | None) -> Any:
     """The expression of a value that is a live number of a recording, else None."""
-    mine = is_live(value) and value.node.ledger is ledger
+    mine = is_live(value) and value.node.log is log
     return value.node.expression if mine and is_expression(value.node.expression) else None

@@ -1,7 +1,7 @@
 """torch's functions that hand numbers to Python or take them from it, as a capture replaces them.
 
     tensor.item()                       torch gives back a bare `torch.SymFloat`: made a `LiveFloat`
-    torch._fused_adamw_(..., lr=lr)     takes `lr` as a C++ double: see Note [Handed over] in handed.py
+    torch._fused_adamw_(..., lr=lr)     takes `lr` as a C++ double: see Note [Carried numbers] in handed.py
     clip_grad_norm_(..., max_norm)      converts to `float`, which is plain: its module gets its own `float`
     torch.tensor(number)                asks for a plain number: made by `torch.full`, which takes a live one
     json.dumps({"loss": number})        C code that knows the types of Python alone: given the plain number
@@ -28,7 +28,7 @@ from functionalize._compat import (
     pytree,
     script_builtins,
 )
-from functionalize.frontend.handed import handing_over, has_live, run_with, settled
+from functionalize.frontend.handed import has_live, settled
 from functionalize.frontend.live import is_live, plain, shown
 
 _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -49,7 +49,7 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     yield clip_grad, "float", _as_float
     yield json.JSONEncoder, "default", _as_json(json.JSONEncoder.default)
     for owner, name in fused_optimizer_functions():
-        yield owner, name, _handing_over(recorders, name, getattr(owner, name))
+        yield owner, name, _carrying(recorders, name, getattr(owner, name))
     for owner, names in _POWERS:
         for name in names:
             power = _power(original := getattr(owner, name))
@@ -115,13 +115,14 @@ def _wrapped(tensor: torch.Tensor) -> Any:
         raise AttributeError("_wrapped_number") from None
 
 
-def _handing_over(recorders: Callable[[], list[Any]], name: str, original: Any) -> Any:
+def _carrying(recorders: Callable[[], list[Any]], name: str, original: Any) -> Any:
     def fused(*args: Any, **kwargs: Any) -> Any:
-        ledgers = [recorder.ledger for recorder in recorders() if recorder.ledger is not None]
-        if not ledgers or not any(map(is_live, kwargs.values())):
+        found = (recorder.scalar_arguments for recorder in recorders())
+        scalars = next((each for each in found if each is not None), None)
+        if scalars is None or not any(map(is_live, kwargs.values())):
             return original(*args, **kwargs)
-        with handing_over(ledgers[0], f"aten::{name}", kwargs):
-            return original(*args, **run_with(ledgers[0], kwargs))
+        with scalars.carry(f"aten::{name}", kwargs):
+            return original(*args, **scalars.plain(kwargs))
 
     fused.__doc__ = original.__doc__
     return fused
