@@ -85,10 +85,10 @@ class Builder:
 
     # -- inputs --------------------------------------------------------------------------------
 
-    def add_inputs(self, given: Sequence[GivenInput]) -> None:
+    def add_inputs(self, inputs: Sequence[GivenInput]) -> None:
         """Make one placeholder for each. Of every storage the widest dense input is the base."""
         first = len(self.inputs)
-        for each in given:
+        for each in inputs:
             info = self.recorder.storages.infos[each.ref.storage]
             spec = InputSpec(
                 self._unique(each.name),
@@ -99,7 +99,7 @@ class Builder:
             )
             self._placeholder(spec, each.ref.storage)
         by_storage: dict[int, list[int]] = {}
-        for index, each in enumerate(given, first):
+        for index, each in enumerate(inputs, first):
             by_storage.setdefault(each.ref.storage, []).append(index)
         for serial, indices in by_storage.items():
             self._declare(serial, indices)
@@ -232,18 +232,19 @@ class Builder:
         return self._slots.setdefault(node, len(self._slots))
 
     def roles(
-        self, leaves: Sequence[Any], given: Sequence[Any] = (), outside: Container[int] = ()
+        self, leaves: Sequence[Any], arguments: Sequence[Any] = (), outside: Container[int] = ()
     ) -> list[OutputRole]:
         """The role of each output leaf; outputs that share a storage keep sharing it.
 
+        arguments: leaves of the call's arguments; an output that is one of them is returned as that object.
         outside: ids of leaves that are the caller's own objects and returned as they are.
         """
         seen: dict[int, set[int]] = {}
-        for leaf in [*leaves, *given]:
+        for leaf in [*leaves, *arguments]:
             for t in inner_tensors(leaf) if id(leaf) not in outside else []:
                 seen.setdefault(self.recorder.storages.ref(t).storage, set()).add(id(t))
         self._shared = {storage for storage, objects in seen.items() if len(objects) > 1}
-        places = {id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)}
+        places = {id(leaf): i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
         roles: list[OutputRole] = []
         first: dict[int, int] = {}
         for i, leaf in enumerate(leaves):

@@ -37,7 +37,7 @@ from functionalize.core.where import located
 from functionalize.errors import ForeignStorageError, FunctionalizeError
 from functionalize.frontend.checks import Checks
 from functionalize.frontend.handed import ScalarArguments, has_live
-from functionalize.frontend.ledger import FrozenScalar, ScalarLog
+from functionalize.frontend.ledger import FOREIGN_NUMBER, FrozenScalar, ScalarLog
 from functionalize.frontend.live import SYMBOLIC, plain, shown
 from functionalize.frontend.op_kinds import OpKind, kind_of, storage_of
 from functionalize.frontend.outsiders import Outsiders
@@ -240,11 +240,11 @@ class Recorder(Watcher):
             return func(*scalars.plain(args), **scalars.plain(kwargs))
 
     def _take_numbers(self, record: OpRecord, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Put live numbers into the record, and into the call the plain ones that they stand for."""
+        """Put live numbers into the record; what to run the op with: their plain values."""
         self._met_number = False
         if self.scalar_arguments is None:
             if has_live([record.args, list(record.kwargs.values())]):
-                self.checks.note("a number that another recording reads is used in this one")
+                self.checks.note(FOREIGN_NUMBER)
             return args, kwargs  # else: symbolic sizes of a tracer
         self.scalar_arguments.put_into(record)
         return self.scalar_arguments.plain(args), self.scalar_arguments.plain(kwargs)
@@ -326,17 +326,17 @@ class Recorder(Watcher):
     def _after_mutation(
         self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """`out=` may have grown its tensor, `resize_` its storage, `set_` moved it: look again."""
+        """`out=` may have grown its tensor, `resize_` its storage, `set_` moved it: refer to it anew."""
         changed = []
         keep = is_inplace_view(record.target)
         new_args, new_kwargs = list(record.args), record.kwargs
         for at, name in written_arguments(record.target):
             inside = at is not None and at < len(args)
-            given = args[at] if inside else kwargs.get(name)  # type: ignore[index]
-            if not keep and isinstance(given, FakeTensor):
+            written = args[at] if inside else kwargs.get(name)  # type: ignore[index]
+            if not keep and isinstance(written, FakeTensor):
                 before = record.args[at] if inside else record.kwargs[name]  # type: ignore[index]
-                self._keep_strides(before, given)
-            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                self._keep_strides(before, written)
+            for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if keep and isinstance(tensor, Tensor) and self.storages.info_of(tensor) is None:
                     continue  # `set_()` made a storage: it is an output
                 if isinstance(tensor, Tensor):
@@ -344,12 +344,12 @@ class Recorder(Watcher):
                     size = self.storages.note_size(storage_of(tensor))
                     if size is not None:
                         changed.append(size)
-            if keep or given is None:
+            if keep or written is None:
                 continue
             if inside:
-                new_args[at] = self._map_in(given)  # type: ignore[index]
+                new_args[at] = self._map_in(written)  # type: ignore[index]
             else:
-                new_kwargs[name] = self._map_in(given)
+                new_kwargs[name] = self._map_in(written)
         record.args, record.resized = tuple(new_args), tuple(changed)
 
     def _keep_strides(self, before: TensorRef, fake: Tensor) -> None:

@@ -22,6 +22,8 @@ from functionalize.core.inputs import Source
 from functionalize.core.numbers import Applied, Given, Read, is_expression
 from functionalize.core.ops import OpRecord
 
+FOREIGN_NUMBER = "a number that another recording reads is used in this one"
+
 
 class Fact:
     """That an expression has the value it had, and where the step learned it."""
@@ -77,7 +79,7 @@ class ScalarLog:
 
     def foreign(self) -> None:
         """A number of another recording is used in this one."""
-        self._note("a number that another recording reads is used in this one")
+        self._note(FOREIGN_NUMBER)
 
 
 class Number:

@@ -84,7 +84,7 @@ class MemoryRecorder(Watcher):
         self._calls, self._changes = self.step_notes.calls, self.step_notes.changes
         self._alive = self.step_notes.alive
         self._task = -1  # of autograd's
-        self._task_line: Line | None = None  # where the user has asked for it
+        self._task_line: Line | None = None  # the line of the user that started it
         self._lanes: dict[int, tuple[str, Any]] = {}  # by identity: to hash an op takes longer
 
     def there_is(self, name: str, source: Source, tensor: Tensor) -> None:
@@ -138,12 +138,12 @@ class MemoryRecorder(Watcher):
             return run(*args, **kwargs)
         position = backward_position()
         module = self._calls.running if position is None else self._calls.module_at(position)
-        given: Any = self._storages(args) if lane is _PLAIN else None
-        if given is None:
-            find = self._given
-            given = [find(a) if type(a) in _TENSORS else _map(find, a) for a in args]
-        named = {k: _map(self._given, v) for k, v in kwargs.items()} if kwargs else kwargs
-        record = [func, given, named, self._line(position), position, module, None]
+        refs: Any = self._storages(args) if lane is _PLAIN else None
+        if refs is None:
+            find = self._argument
+            refs = [find(a) if type(a) in _TENSORS else _map(find, a) for a in args]
+        named = {k: _map(self._argument, v) for k, v in kwargs.items()} if kwargs else kwargs
+        record = [func, refs, named, self._line(position), position, module, None]
         self.records.append(record)
         out = run(*args, **kwargs)
         record[6] = self._result(out) if type(out) in _TENSORS else _map(self._result, out)
@@ -169,7 +169,7 @@ class MemoryRecorder(Watcher):
             return None
         return None if None in found else tuple(found)  # type: ignore[arg-type]
 
-    def _given(self, tensor: Tensor) -> Look | None:
+    def _argument(self, tensor: Tensor) -> Look | None:
         """An argument. If its storage is new to the recorder, it existed before the step."""
         try:
             storage = tensor.untyped_storage()
@@ -224,7 +224,7 @@ class MemoryRecorder(Watcher):
     def _look_again(self, args: Any, kwargs: Any) -> None:
         """Note the storages of an op that may have resized one, or moved a tensor to another."""
         for tensor in tensors_in([list(args), kwargs]):
-            look = self._given(tensor)
+            look = self._argument(tensor)
             if look is not None:
                 self._note_size(look[0], tensor.untyped_storage())
 
@@ -236,14 +236,14 @@ class MemoryRecorder(Watcher):
 
     def _note_sum(self, args: tuple[Any, ...]) -> None:
         """See Note [Sums in place] in `lifetimes.py`."""
-        whole = [self._given(t) for t in args[:2] if isinstance(t, Tensor) and t._base is None]
+        whole = [self._argument(t) for t in args[:2] if isinstance(t, Tensor) and t._base is None]
         storages = frozenset(look[0] for look in whole if look is not None)
         self.step_notes.sums[len(self.records) - 1] = storages
 
     def _keep_sizes(self, args: Any) -> None:
         """See Note [Views of an emptied fake] in `storage_table.py`."""
         for tensor in tensors_in(args):
-            look, storage = self._given(tensor), tensor.untyped_storage()
+            look, storage = self._argument(tensor), tensor.untyped_storage()
             if look is not None and storage.nbytes() != self._sizes[look[0]]:
                 storage.resize_(self._sizes[look[0]])
 
@@ -324,11 +324,11 @@ def _op_record(
     result: Any,
 ) -> OpRecord:
     if type(args) is tuple:  # of storages alone: with the geometry of the first tensor on each
-        given: Any = tuple(births[serial] if serial >= 0 else None for serial in args)
+        arguments: Any = tuple(births[serial] if serial >= 0 else None for serial in args)
     else:
-        given = tuple(map(_refs, args))
+        arguments = tuple(map(_refs, args))
     seq_nr, phase = position if position is not None else (None, None)
-    refs = given, {k: _refs(v) for k, v in kwargs.items()}, _refs(result)
+    refs = arguments, {k: _refs(v) for k, v in kwargs.items()}, _refs(result)
     node = "" if seq_nr is not None else None
     traceback = cast(CapturedTraceback, UserLine(*line)) if line is not None else None
     return OpRecord(func, *refs, (), traceback, seq_nr, node, phase, {"module": module})

@@ -97,7 +97,7 @@ class Patches:
 class Watcher(TorchDispatchMode):
     """A dispatch mode that records: torch is patched while it is active. It may be entered again while it is.
 
-    suspended: how many callers have asked that nothing be recorded.
+    suspended: the number of callers that have suspended it; at 0 it records.
     checks: notes what no replay could repeat; None if no replay is wanted.
     scalar_arguments: how ops take the live numbers that it yields; None if it yields plain ones.
     step_notes: those of a recording of memory (see step_notes.py), while it is active.
@@ -165,12 +165,12 @@ def _watchers() -> list[Any]:
 
 
 def _recorders() -> list[Watcher]:
-    """Those that record here and now."""
+    """The watchers active in this thread that record now."""
     return [m for m in reversed(current_modes()) if isinstance(m, Watcher) and not m.suspended]
 
 
 def _checks() -> Iterator[Checks]:
-    """Those of the recorders that want a replay."""
+    """The checks of these, where a replay is wanted."""
     for recorder in _recorders():
         if recorder.checks is not None:
             yield recorder.checks
