@@ -36,7 +36,7 @@ from benchmarks.machine import machine
 from benchmarks.memory_truth import Case, Subject
 from functionalize.core.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.lifetime_recorder import LifetimeRecorder
+from functionalize.frontend.lifetime_recorder import LifetimeObserver
 from functionalize.frontend.recording import Entry
 
 WAYS = ("eager", "empty", "noted", "recorded", "memory", "capture")
@@ -70,8 +70,7 @@ def step_of(way: str, subject: Subject) -> Callable[[Tensor], Any]:
 
         return under_a_mode
     if way in ("recorded", "memory"):
-        kind = LifetimeRecorder if way == "memory" else Recorder
-        return lambda x: recorded(kind(ignore_fake=True, live=True), subject.step, x)
+        return lambda x: recorded(LifetimeObserver() if way == "memory" else None, subject.step, x)
     if way == "capture":
         step = fz.capture(subject.step, memory=True)
         step(subject.batch())
@@ -79,12 +78,15 @@ def step_of(way: str, subject: Subject) -> Callable[[Tensor], Any]:
     return subject.step
 
 
-def recorded(recorder: Recorder, step: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def recorded(
+    observer: LifetimeObserver | None, step: Callable[[Tensor], Tensor], x: Tensor
+) -> None:
     """A step, recorded as `capture` does it."""
+    recorder = Recorder(ignore_fake=True, live=True, observer=observer)
     with only_young_collections():
         entry = Entry.now(step, [x], recorder)
-        if isinstance(recorder, LifetimeRecorder):
-            recorder.calls.know(entry.roots)
+        if observer is not None:
+            observer.notes.calls.know(entry.roots)
         with recorder:
             step(x)
 

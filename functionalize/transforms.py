@@ -90,7 +90,7 @@ class _Trace:
                 f"sets the `.grad` of `{changed}`, which a program of `trace` cannot repeat: use `capture` "
                 "for a training step, or return torch.autograd.grad(...)"
             )
-        self.outsiders.check(self.recorder)
+        self.outsiders.check(self.recorder.storages)
         return out
 
     def program(self) -> Program:
@@ -123,7 +123,7 @@ class _Trace:
             if each.ref is not None:
                 self.given.append(GivenInput(each.name, each.ref, Captured(each.real)))
         known = {g.ref.storage for g in self.given}
-        for external in self.recorder.externals:
+        for external in self.recorder.storages.externals:
             if external.literal:
                 builder.add_constant(external.ref, external.tensor)
             elif external.ref.storage not in known and external.ref.storage in used:
@@ -173,7 +173,7 @@ def _given_inputs(
                 inner = getattr(value, attribute)
                 add(inner, f"{name}.{attribute}", leaf, (*attributes, attribute))
         elif isinstance(value, Tensor):
-            ref = recorder.bring_in(value, name)
+            ref = recorder.storages.bring_in(value, name)
             given.append(GivenInput(name, ref, Argument(leaf, attributes)))
             grad = _grad(value)
             if grad is not None:

@@ -81,7 +81,9 @@ class Vote:
         for record in recorder.records:
             for name in groups_of(record.target, record.args):
                 refs = refs_in(record.args)
-                device = recorder.infos[refs[0].storage].device if refs else torch.device("cpu")
+                device = (
+                    recorder.storages.infos[refs[0].storage].device if refs else torch.device("cpu")
+                )
                 names.setdefault(name, device)
         return Vote(tuple(names), next(iter(names.values()))) if names else None
 
@@ -140,8 +142,8 @@ def _await(work: dist.Work, name: str) -> None:
 
 def reads_numbers(recorder: Recorder) -> bool:
     """Whether the program of a recording has guards that are known only after its graph ran."""
-    ledger, early = recorder.ledger, recorder.early_records()
-    learned = ledger.facts.values() if ledger is not None else ()
+    log, early = recorder.scalar_log, recorder.early_records()
+    learned = log.facts.values() if log is not None else ()
     if any(id(scalar.record) not in early for scalar in recorder.scalars):
         return True
     late = (f.expression for f in learned if not is_given(f.expression))

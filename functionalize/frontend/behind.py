@@ -130,7 +130,7 @@ class Recorded:
             if isinstance(slot, Gradient)
         }
         cut = {id(self._leaves[i]) for i in self._leaves.cut}
-        outside = {id(e.tensor) for e in recorder.externals}
+        outside = {id(e.tensor) for e in recorder.storages.externals}
         for leaf in leaves_of(self._outputs):
             source = places.get(id(leaf))
             if id(leaf) in cut or isinstance(source, FSDPTensor):
@@ -138,7 +138,7 @@ class Recorded:
             if source is not None:
                 yield source
             elif id(leaf) in outside:
-                recorder.unfaithful.append(
+                recorder.checks.note(
                     "a gradient goes to a tensor that no module and no argument holds: pass it as an argument"
                 )
         for leaf in flatten_result(self._result)[0]:
@@ -148,7 +148,7 @@ class Recorded:
                 and id(leaf) not in cut
                 and leaf.is_leaf
             ):
-                recorder.unfaithful.append(
+                recorder.checks.note(
                     "returns a parameter, which a replay would return without its gradient: return a value"
                 )
 
@@ -214,17 +214,17 @@ class Recorded:
     def _note_resizes(self) -> None:
         """Storages that were emptied since the forward are so in the recording; others must be as they were."""
         recorder = self._recorder
-        for external in recorder.externals:
+        for external in recorder.storages.externals:
             info = external.info
             storage = None if external.literal else storage_of(external.tensor)
             if storage is None or storage.nbytes() == info.nbytes:
                 continue
             if storage.nbytes():
-                recorder.unfaithful.append(
+                recorder.checks.note(
                     f"the storage of `{info.name}` grows between the forward and its backward (a module is "
                     "unsharded by hand?): do that inside the captured function"
                 )
-            recorder.note_size(storage)
+            recorder.storages.note_size(storage)
             ref = TensorRef(info.serial, external.ref.geometry)
             recorder.records.append(OpRecord(RESIZE_STORAGE, (ref, info.nbytes), {}))
 

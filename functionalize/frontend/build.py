@@ -1,10 +1,14 @@
-"""From a recording to a `Program`: discharge the op stream, decide the epilogue, give outputs their roles.
+"""From a recording to a `Program`: discharge the op stream, decide the epilogue and the role of each output.
 
-Builder(recorder)
-  .add_inputs([...])     placeholders; aliasing inputs share one storage record
-  .discharge()           the engine over every record
-  .roles(leaves)         where each output comes from
-  .program(...)          epilogue, dead code, guards
+    builder = Builder(recorder)
+    builder.add_inputs([...])     placeholders; aliasing inputs share one storage record
+    builder.discharge()           the engine runs over every record
+    builder.roles(leaves)         where each output comes from
+    builder.epilogue()            what a replay does to its inputs when the graph has run
+    builder.program(...)          without dead code, with guards
+
+Invariants: outputs that share a storage in the recording share one at every replay. A constant of the program is never
+returned, only a copy of it. Refusals: an output on a storage whose contents the engine does not know.
 """
 
 from __future__ import annotations
@@ -68,24 +72,24 @@ class Builder:
         self.inputs: list[InputSpec] = []
         self.storage_of_input: list[int] = []
         self.constants: dict[str, Tensor] = {}
-        self._home: dict[int, int] = {}  # storage -> the input that stands for it
+        self._home: dict[int, int] = {}  # storage -> the input that is its base
         self._nodes: list[fx.Node] = []
         self._names: set[str] = set()
-        self._slots: dict[fx.Node, int] = {}
-        self._clones: dict[fx.Node, fx.Node] = {}
-        self._shared: set[int] = set()
+        self._slots: dict[fx.Node, int] = {}  # a node that the graph returns -> where
+        self._clones: dict[fx.Node, fx.Node] = {}  # a constant -> the copy that is returned
+        self._shared: set[int] = set()  # storages of several outputs
         self._value_guards: list[ValueGuard] = []
-        self.early: frozenset[int] = frozenset()  # records whose numbers are guarded first
-        self._early: list[tuple[fx.Node, Any, str, str]] = []
+        self.early: frozenset[int] = frozenset()  # ids of records that depend on arguments alone
+        self._early: list[tuple[fx.Node, Any, str, str]] = []  # their guards, before the graph runs
         self._number_guards: list[NumberGuard] = []
 
     # -- inputs --------------------------------------------------------------------------------
 
-    def add_inputs(self, given: Sequence[GivenInput]) -> None:
-        """One placeholder each. On every storage the widest dense input is the base."""
+    def add_inputs(self, inputs: Sequence[GivenInput]) -> None:
+        """Make one placeholder for each. Of every storage the widest dense input is the base."""
         first = len(self.inputs)
-        for each in given:
-            info = self.recorder.infos[each.ref.storage]
+        for each in inputs:
+            info = self.recorder.storages.infos[each.ref.storage]
             spec = InputSpec(
                 self._unique(each.name),
                 each.ref.geometry,
@@ -95,7 +99,7 @@ class Builder:
             )
             self._placeholder(spec, each.ref.storage)
         by_storage: dict[int, list[int]] = {}
-        for index, each in enumerate(given, first):
+        for index, each in enumerate(inputs, first):
             by_storage.setdefault(each.ref.storage, []).append(index)
         for serial, indices in by_storage.items():
             self._declare(serial, indices)
@@ -128,7 +132,7 @@ class Builder:
         return node
 
     def _given_number(self, number: Given) -> fx.Node:
-        """A placeholder for a number that every call looks up; it is on a storage of its own."""
+        """A placeholder for a number that every call reads from its source; it has a storage of its own."""
         dtype = torch.float64 if type(number.hint) is float else torch.int64
         geometry, cpu = contiguous_geometry((), dtype), torch.device("cpu")
         name = self._unique(number.name)
@@ -137,7 +141,7 @@ class Builder:
 
     def add_constant(self, ref: TensorRef, tensor: Tensor) -> None:
         """A tensor whose contents are baked into the program."""
-        info = self.recorder.infos[ref.storage]
+        info = self.recorder.storages.infos[ref.storage]
         name = f"constant_{len(self.constants)}"
         self.constants[name] = tensor
         node = self.emit.graph.create_node("get_attr", name)
@@ -164,13 +168,13 @@ class Builder:
     # -- the op stream -------------------------------------------------------------------------
 
     def discharge(self) -> None:
-        """Run the engine over every record; what the step learned of its numbers becomes guards."""
+        """Run the engine over every record, and make guards of the facts that the step relies on."""
         self.run(self.recorder.records)
-        ledger = self.recorder.ledger
-        self.guard(ledger.facts.values() if ledger is not None else ())
+        log = self.recorder.scalar_log
+        self.guard(log.facts.values() if log is not None else ())
 
     def run(self, records: Iterable[OpRecord]) -> None:
-        """Run the engine over some records, the next ones."""
+        """Run the engine over records that follow those of the run before."""
         scalars = {id(s.record): s for s in self.recorder.scalars}
         for record in records:
             scalar, read = scalars.get(id(record)), record.meta.get("read")
@@ -188,12 +192,12 @@ class Builder:
                 self._learn(node, scalar.value, where, "a tensor's value", early)
 
     def guard(self, facts: Iterable[Fact]) -> None:
-        """Guards for what the step learned of live numbers."""
+        """Add a guard for each fact about a live number."""
         for fact in facts:
             self._guard(fact)
 
     def _guard(self, fact: Fact) -> None:
-        """What the step learned of a live number: checked before the graph runs, where it can be."""
+        """A fact is checked before the graph runs where it depends on arguments alone, else after."""
         expression, where = fact.expression, line_of(fact.traceback)
         if is_given(expression):
             self._number_guards.append(NumberGuard(expression, fact.value, where))
@@ -211,7 +215,7 @@ class Builder:
             self._value_guards.append(ValueGuard(self.slot(node), value, where, what))
 
     def early_guards(self, runner: Callable[..., Any]) -> list[Guard]:
-        """What Python learned of the arguments alone; to be asked before dead code goes."""
+        """Guards on facts that depend on arguments alone. Call it before `program`, which drops their nodes."""
         if not self._early:
             return []
         return [EarlyGuard.of(self._early, self.inputs, self.constants, runner)]
@@ -219,22 +223,23 @@ class Builder:
     # -- outputs -------------------------------------------------------------------------------
 
     def slot(self, node: fx.Node) -> int:
-        """Where in the graph's results a node is returned."""
+        """The index of a node in the graph's results; adds it if it is not returned yet."""
         return self._slots.setdefault(node, len(self._slots))
 
     def roles(
-        self, leaves: Sequence[Any], given: Sequence[Any] = (), outside: Container[int] = ()
+        self, leaves: Sequence[Any], arguments: Sequence[Any] = (), outside: Container[int] = ()
     ) -> list[OutputRole]:
         """The role of each output leaf; outputs that share a storage keep sharing it.
 
+        arguments: leaves of the call's arguments; an output that is one of them is returned as that object.
         outside: ids of leaves that are the caller's own objects and returned as they are.
         """
         seen: dict[int, set[int]] = {}
-        for leaf in [*leaves, *given]:
+        for leaf in [*leaves, *arguments]:
             for t in inner_tensors(leaf) if id(leaf) not in outside else []:
-                seen.setdefault(self.recorder.ref(t).storage, set()).add(id(t))
+                seen.setdefault(self.recorder.storages.ref(t).storage, set()).add(id(t))
         self._shared = {storage for storage, objects in seen.items() if len(objects) > 1}
-        places = {id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)}
+        places = {id(leaf): i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
         roles: list[OutputRole] = []
         first: dict[int, int] = {}
         for i, leaf in enumerate(leaves):
@@ -255,7 +260,7 @@ class Builder:
 
     def _role(self, leaf: Any) -> OutputRole:
         if not isinstance(leaf, Tensor):
-            expression = expression_of(leaf, self.recorder.ledger)
+            expression = expression_of(leaf, self.recorder.scalar_log)
             if expression is None:
                 return Constant(leaf)
             return Result(self.slot(self.emit.number(expression)))
@@ -263,7 +268,7 @@ class Builder:
             names, context = leaf.__tensor_flatten__()
             inner = {n: self._role(getattr(leaf, n)) for n in names}
             return Wrapped(type(leaf), inner, context, leaf.shape, leaf.stride())
-        ref = self.recorder.ref(leaf)
+        ref = self.recorder.storages.ref(leaf)
         if ref.storage in self._home:
             return InputView(self._home[ref.storage], ref.geometry)
         if ref.storage not in self._shared and not (ref.geometry.conj or ref.geometry.neg):
@@ -272,7 +277,7 @@ class Builder:
         return Result(slot, geometry)
 
     def _in_base(self, ref: TensorRef) -> tuple[int, Geometry]:
-        """Where the base of a storage born inside is returned, and `ref` as a window on it."""
+        """Of a storage that the step made: the index of its base in the results, and `ref` as a view of that."""
         storage = self.engine.storage(ref.storage)
         storage.read(ref.geometry, self.emit)
         base = self._owned(storage.peek(storage.root, self.emit))
@@ -280,7 +285,7 @@ class Builder:
         return self.slot(base), g._replace(offset=g.offset - root.start // g.dtype.itemsize)
 
     def _owned(self, node: fx.Node) -> fx.Node:
-        """`node`, or a copy of it if it is (a view of) a constant, which the caller must not be handed."""
+        """`node`, or a copy of it if it is (a view of) a constant: the caller could write to what is returned."""
         origin = node
         while origin.op == "call_function" and _is_view_call(origin):
             origin = origin.args[0]  # type: ignore[assignment]
@@ -289,8 +294,8 @@ class Builder:
         return self._clones.setdefault(node, self.emit.call(aten.clone.default, node))
 
     def moved(self, index: int, tensor: Tensor) -> Set | None:
-        """What an input owes whose tensor ended on another storage or with another geometry."""
-        ref, spec = self.recorder.ref(tensor), self.inputs[index]
+        """The `set_` of an input whose tensor ended on another storage or with another geometry; else None."""
+        ref, spec = self.recorder.storages.ref(tensor), self.inputs[index]
         if ref.storage in self._home:
             if ref == TensorRef(self.storage_of_input[index], spec.geometry):
                 return None
@@ -299,7 +304,7 @@ class Builder:
         return Set(index, geometry, None, slot)
 
     def epilogue(self) -> list[Action]:
-        """What every input storage owes the caller."""
+        """The resizes and copies that a replay makes on its inputs, by storage."""
         actions: list[Action] = []
         for serial, index in self._home.items():
             storage = self.engine.storages[serial]
@@ -317,7 +322,7 @@ class Builder:
         out_spec: pytree.TreeSpec,
         runner: Callable[..., Any],
     ) -> Program:
-        """Finish the graph (outputs, dead code) and wrap it up."""
+        """Finish the graph (outputs, dead code, waits) and make the program of it."""
         self.emit.graph.output(tuple(self._slots))
         drop_dead_code(self.emit.graph)
         sink_waits(self.emit.graph)

@@ -228,7 +228,7 @@ class CapturedForward(CapturedStep):
             with only_young_collections():
                 names = leaf_names(self._fn, spec)
                 entry = Entry.now(self._fn, leaves, recorder, self._varying(), names)
-            recorder.given = entry.places.arguments()
+            recorder.arguments = entry.places.arguments()
             self._shards = bool(entry.fsdp.places)
         except Exception as error:
             return self._refused_before(key, error, args, kwargs)

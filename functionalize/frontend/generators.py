@@ -2,11 +2,10 @@
 
     torch.set_rng_state(state)     ->  torch.ops.functionalize.set_rng_state(state, device('cpu'))
 
-None of them dispatches. Made through an op of our own (see `core/generators.py`) each reaches the recorder
-like any other op, so activation checkpointing with dropout, `fork_rng` and seeds set inside a step do.
-Refusals: `torch.seed()`, which no replay could repeat, and `initial_seed()`, which gives Python a number
-that no guard knows. Generators that are set otherwise (`torch.default_generator.set_state`) are noticed by
-the recorder, see `Recorder.check_generators`.
+None of them dispatches. Each replacement calls an op of our own (see `core/generators.py`), which reaches the recorder
+like any other op. So activation checkpointing with dropout, `fork_rng` and seeds set inside a step are recorded.
+Refusals: `torch.seed()`, which no replay could repeat, and `initial_seed()`, which returns a number to Python that no
+guard checks. `Checks.check_generators` notices generators that are set otherwise (`torch.default_generator.set_state`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 def patches(recorders: Recorders) -> Iterator[tuple[ModuleType, str, Function]]:
-    """(module, name, replacement) for each function; `recorders`: those that record in this thread."""
+    """(module, name, replacement) of each function. recorders: returns those that record in this thread."""
     load_dynamo()  # replaces `torch.manual_seed` for good when it is imported, which a step may do
     for modules, replaced in (
         ((torch, torch.random), _PLAIN),
@@ -48,7 +47,9 @@ def _while_recording(
         if active and replacement is not None:
             return replacement(original, *args, **kwargs)
         for recorder in active:
-            recorder.unrepeatable(f"{module}.{original.__name__}() is called inside the step")
+            if recorder.checks is not None:
+                what = f"{module}.{original.__name__}() is called inside the step"
+                recorder.checks.note_changes_each_time(what)
         return original(*args, **kwargs)
 
     function.__name__, function.__doc__ = original.__name__, original.__doc__
@@ -76,7 +77,7 @@ def _manual_seed(original: Function, seed: Any) -> torch.Generator:
 
 
 def _as_int64(seed: Any) -> int | None:
-    """The signed number with the bits of a seed, as eager takes negative ones; None if it is too large."""
+    """The signed number with the bits of a seed, which eager accepts as well; None if it needs over 64 bits."""
     number = int(seed)
     if not -(2**63) <= number < 2**64:
         return None
@@ -92,7 +93,7 @@ _PLAIN: dict[str, Function | None] = {
 }
 
 
-# -- CUDA: before it is in use, there is no generator yet, and eager puts the call off ---------------
+# -- CUDA: before it is initialized there is no generator, and eager defers the call -----------------
 
 
 def _get_cuda_rng_state(original: Function, device: Any = "cuda") -> Tensor:
@@ -125,7 +126,7 @@ def _seed_cuda(original: Function, seed: Any, which: Callable[[], torch.device])
 
 
 def _cuda(device: Any) -> torch.device:
-    """The device that eager would take: the current one if none is named."""
+    """The device that eager uses: the current one if none is named."""
     index = device if isinstance(device, int) else torch.device(device).index
     return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 

@@ -1,10 +1,16 @@
 """Live numbers as arguments of ops: which of them the program computes anew, which are constants.
 
-    p.add_(g, alpha=-lr)        alpha is a `Scalar`: the record holds a `LiveNumber`
+    p.add_(g, alpha=-lr)        alpha is a scalar of the schema: the record holds a `LiveNumber`
     x / tokens                  torch wraps the number in a tensor: the same
-    torch.zeros(tokens)         a size is a constant of the program: a fact of the ledger, guarded
+    torch.zeros(tokens)         a size is a constant of the program: a fact of the log, guarded
 
-Invariant: kernels are given plain numbers; no shape depends on a `LiveNumber`.
+Invariant: kernels take plain numbers; no shape depends on a `LiveNumber`.
+
+Note [Carried numbers]
+Two callers of ops can take plain numbers only. The fused optimizers take `lr` as a C++ double. DTensor would keep a
+live number in its caches of shardings, compare by it, and pass it to ops when no recording is left that knows it. So
+the caller takes plain numbers, the recording keeps the live ones by the names of the op's arguments, and the record of
+the op gets them back. A number that no record got back is a constant of the program.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from typing import Any
 
 from functionalize.core.numbers import LiveNumber
 from functionalize.core.ops import OpRecord
-from functionalize.frontend.ledger import Ledger, Number
+from functionalize.frontend.ledger import Number, ScalarLog
 from functionalize.frontend.live import SYMBOLIC, is_live, plain
 
 # By the schema: arguments that no shape depends on. A number for a `Tensor` is one that torch has wrapped.
@@ -25,96 +31,113 @@ _TAKEN_LIVE = frozenset(
 _SIZED_BY_NUMBERS = ("aten::arange", "aten::range")
 
 
-def take_numbers(ledger: Ledger, record: OpRecord) -> None:
-    """Replace live numbers in a record: by `LiveNumber`s where the op takes them, else by constants."""
-    schema = record.target._schema
-    record.live = True
-    sized = schema.name.startswith(_SIZED_BY_NUMBERS)
-    args = list(record.args)
-    for at, argument in enumerate(schema.arguments):
-        live = not sized and str(argument.type) in _TAKEN_LIVE
-        if at < len(args):
-            args[at] = _taken(ledger, args[at], live)
-        elif argument.name in record.kwargs:
-            record.kwargs[argument.name] = _taken(ledger, record.kwargs[argument.name], live)
-    record.args = tuple(args)
-    if ledger.handed is not None and ledger.handed.op == schema.name:
-        ledger.handed.take(record)
+class ScalarArguments:
+    """The live numbers of one recording, where they are arguments of ops. carrying: see Note [Carried numbers]."""
 
+    __slots__ = ("carrying", "log")
 
-def _taken(ledger: Ledger, arg: Any, live: bool) -> Any:
-    if isinstance(arg, list):
-        return [_taken(ledger, a, live) for a in arg]
-    if not is_live(arg):
+    def __init__(self, log: ScalarLog) -> None:
+        self.log = log
+        self.carrying: _Carried | None = None
+
+    def put_into(self, record: OpRecord) -> None:
+        """Replace live numbers in a record: by `LiveNumber`s where the op takes them, else by constants."""
+        schema = record.target._schema
+        record.live = True
+        sized = schema.name.startswith(_SIZED_BY_NUMBERS)
+        args = list(record.args)
+        for at, argument in enumerate(schema.arguments):
+            live = not sized and str(argument.type) in _TAKEN_LIVE
+            if at < len(args):
+                args[at] = self._recorded(args[at], live)
+            elif argument.name in record.kwargs:
+                record.kwargs[argument.name] = self._recorded(record.kwargs[argument.name], live)
+        record.args = tuple(args)
+        if self.carrying is not None and self.carrying.op == schema.name:
+            self.carrying.put_back(record)
+
+    def _recorded(self, arg: Any, live: bool) -> Any:
+        if isinstance(arg, list):
+            return [self._recorded(a, live) for a in arg]
+        if not is_live(arg):
+            return arg
+        number: Number = arg.node
+        if number.log is self.log:
+            if live and number.alive:
+                return LiveNumber(number.expression, number.hint)
+            return number.settle()
+        if number.alive:
+            self.log.foreign()
+        return number.hint
+
+    def plain(self, arg: Any) -> Any:
+        """An argument as a kernel takes it: plain numbers for those of this recording and for constants.
+
+        A number of a recording around this one stays live, for that recording.
+        """
+        kind = type(arg)
+        if kind in SYMBOLIC and is_live(arg):
+            log = arg.node.log
+            return arg.node.hint if log is self.log or not log.active else arg
+        if kind is list or kind is tuple:
+            return kind(map(self.plain, arg))
+        if kind is dict:
+            return {k: self.plain(v) for k, v in arg.items()}
         return arg
-    number: Number = arg.node
-    if live and number.alive and number.ledger is ledger:
-        return LiveNumber(number.expression, number.hint)
-    if number.alive and number.ledger is not ledger:
-        ledger.foreign()
-    return number.settle() if number.ledger is ledger else number.hint
+
+    @contextmanager
+    def carry(self, op: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, records of `op` get back the live numbers of its `arguments`: Note [Carried numbers]."""
+        before, self.carrying = self.carrying, _Carried(op, arguments)
+        try:
+            yield
+            self.carrying.settle_rest()
+        finally:
+            self.carrying = before
 
 
-class Handed:
-    """Note [Handed over]
-
-    Two callers take live numbers to an op by a way that only plain ones can go. The fused optimizers
-    take `lr` as a C++ double. DTensor would keep the number in its caches of shardings, compare by it, and
-    give it to ops when no recording is left that knows it. So the caller is given plain numbers, the ledger
-    keeps the live ones by the names of the arguments, and the record of the op gets them back there. One
-    that no record got is a constant of the program.
-    """
+class _Carried:
+    """The live numbers among the arguments of one call of `op`, by name."""
 
     def __init__(self, op: str, arguments: Mapping[str, Any]) -> None:
         self.op = op
         self._arguments = {k: v for k, v in arguments.items() if has_live(v)}
-        self._taken: set[str] = set()
+        self._restored: set[str] = set()
 
-    def take(self, record: OpRecord) -> None:
-        """Put the numbers back into a record of the op."""
+    def put_back(self, record: OpRecord) -> None:
+        """Put the live numbers into a record of the op, where it holds the same plain ones."""
         args = list(record.args)
         for at, argument in enumerate(record.target._schema.arguments):
             name = argument.name
             if name not in self._arguments:
                 continue
             now = args[at] if at < len(args) else record.kwargs.get(name)
-            value = _put_back(self._arguments[name], now)
+            value = _restored(self._arguments[name], now)
             if value is None:
                 continue
-            self._taken.add(name)
+            self._restored.add(name)
             if at < len(args):
                 args[at] = value
             else:
                 record.kwargs[name] = value
         record.args = tuple(args)
 
-    def close(self) -> None:
-        """What was not put back is a constant."""
-        for name in self._arguments.keys() - self._taken:
+    def settle_rest(self) -> None:
+        """What no record got back is a constant of the program."""
+        for name in self._arguments.keys() - self._restored:
             settled(self._arguments[name])
 
 
-@contextmanager
-def handing_over(ledger: Ledger, op: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, records of `op` get back the live numbers that are in `arguments`."""
-    before, ledger.handed = ledger.handed, Handed(op, arguments)
-    try:
-        yield
-        ledger.handed.close()
-    finally:
-        ledger.handed = before
-
-
-def _put_back(handed: Any, now: Any) -> Any:
-    """`now` with the live numbers of `handed` in their places; None if these are not the same numbers."""
-    if is_live(handed):
-        number: Number = handed.node
+def _restored(carried: Any, now: Any) -> Any:
+    """`now` with the live numbers of `carried` in their places; None if these are not the same numbers."""
+    if is_live(carried):
+        number: Number = carried.node
         same = type(now) is type(number.hint) and repr(now) == repr(number.hint)
         return LiveNumber(number.expression, number.hint) if same and number.alive else None
-    if isinstance(handed, (list, tuple)):
-        if not isinstance(now, (list, tuple)) or len(now) != len(handed):
+    if isinstance(carried, (list, tuple)):
+        if not isinstance(now, (list, tuple)) or len(now) != len(carried):
             return None
-        parts = [_put_back(h, n) for h, n in zip(handed, now, strict=True)]
+        parts = [_restored(c, n) for c, n in zip(carried, now, strict=True)]
         return None if any(part is None for part in parts) else parts
     return now
 
@@ -131,16 +154,3 @@ def settled(arg: Any) -> Any:
     if type(arg) in (list, tuple):
         return type(arg)(map(settled, arg))
     return plain(arg)
-
-
-def run_with(ledger: Ledger, arg: Any) -> Any:
-    """An argument as the op is run with it: plain numbers for those of the ledger and for constants."""
-    kind = type(arg)
-    if kind in SYMBOLIC and is_live(arg):
-        theirs = arg.node.ledger
-        return arg.node.hint if theirs is ledger or not theirs.active else arg
-    if kind is list or kind is tuple:
-        return kind(run_with(ledger, a) for a in arg)
-    if kind is dict:
-        return {k: run_with(ledger, a) for k, a in arg.items()}
-    return arg

@@ -48,10 +48,10 @@ from functionalize.frontend.fsdp_state import (
 )
 from functionalize.frontend.guards import SlotGuard
 from functionalize.frontend.halves import Half, JointBuilder, Saved
-from functionalize.frontend.known_storages import External
 from functionalize.frontend.recording import Entry, Exit, Recording
 from functionalize.frontend.shared import SharedGuard
 from functionalize.frontend.sources import Slot
+from functionalize.frontend.storage_table import External
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class Boundary:
     @staticmethod
     def now(entry: Entry, result: Any, recorder: Recorder, changed: str | None) -> Boundary:
         """Look at everything when the forward has ended. changed: what it did that a replay would not."""
-        recorder.check_generators("after its last random op")
+        recorder.checks.check_generators("after its last random op")
         modules = list(entry.roots.modules.values())
         plain = [t for m in modules for u in fsdp_unsharded(m) for t in inner_tensors(u)]
-        unsharded = {recorder.ref(t).storage for t in plain}
-        ledger = recorder.ledger
+        unsharded = {recorder.storages.ref(t).storage for t in plain}
+        log = recorder.scalar_log
         return Boundary(
             entry,
             Exit.now(entry, result),
@@ -85,8 +85,8 @@ class Boundary:
             FSDPState.now(modules),
             frozenset(unsharded),
             len(recorder.records),
-            len(recorder.externals),
-            len(ledger.facts) if ledger is not None else 0,
+            len(recorder.storages.externals),
+            len(log.facts) if log is not None else 0,
         )
 
 
@@ -137,8 +137,11 @@ class JointRecording(Recording):
     def pair(self, in_spec: pytree.TreeSpec, keep: Collection[str] = ()) -> Pair:
         """Discharge both halves. keep: values that the forward must save for other backwards."""
         at, recorder, builder = self.at, self.recorder, JointBuilder(self.recorder)
-        facts = list(recorder.ledger.facts.values()) if recorder.ledger is not None else []
-        first, rest = recorder.externals[: at.externals], recorder.externals[at.externals :]
+        facts = list(recorder.scalar_log.facts.values()) if recorder.scalar_log is not None else []
+        first, rest = (
+            recorder.storages.externals[: at.externals],
+            recorder.storages.externals[at.externals :],
+        )
         builder.add_inputs(list(self._given(builder, first)))
         builder.early = recorder.early_records()
         builder.run(recorder.records[: at.records])

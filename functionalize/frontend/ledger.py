@@ -1,11 +1,11 @@
-"""What a recording knows of its live numbers: how each came about, and what the step learned of them.
+"""What a recording knows of its live numbers: the expression of each, and what the step learned of them.
 
-    Number      an expression and its value now; C++ asks it by the names of torch's `SymNode`
-    computed    `a + b`: a `Number` that remembers
+    Number      an expression and its value now; C++ reads it by the methods of torch's `SymNode`
+    computed    `a + b`: a `Number` with the expression of the sum
     learned     `a < b`: a plain value, and a fact that a guard will check
-    Ledger      the facts of one recording
+    ScalarLog   the facts of one recording
 
-Invariant: what Python or C++ learns of a number as a plain value is a fact of the ledger; when the recording
+Invariant: what Python or C++ learns of a number as a plain value is a fact of the log; when the recording
 has ended, numbers are constants and nothing is learned.
 Refusal: a number of one recording that is used in another one, inside it.
 """
@@ -15,15 +15,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from functionalize._compat import CapturedTraceback
 from functionalize.core.inputs import Source
 from functionalize.core.numbers import Applied, Given, Read, is_expression
 from functionalize.core.ops import OpRecord
 
-if TYPE_CHECKING:
-    from functionalize.frontend.handed import Handed
+FOREIGN_NUMBER = "a number that another recording reads is used in this one"
 
 
 class Fact:
@@ -36,32 +35,41 @@ class Fact:
         self.traceback = CapturedTraceback.extract()
 
 
-class Ledger:
+class FrozenScalar:
+    """A number that `record` yielded to Python, and that is not live: a constant of the program, guarded."""
+
+    __slots__ = ("record", "value")
+
+    def __init__(self, record: OpRecord, value: Any) -> None:
+        self.record, self.value = record, value
+
+
+class ScalarLog:
     """The live numbers of one recording. facts: what the step learned of them, each once.
 
-    unfaithful: where to say what a replay could not repeat.
+    active: whether the numbers are live; when the recording has ended they are constants. note: takes a reason why no
+    replay could repeat the step.
     """
 
-    def __init__(self, unfaithful: list[str]) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
         self.active = True
         self.facts: dict[Any, Fact] = {}
-        self.handed: Handed | None = None  # see Note [Handed over]
-        self._unfaithful = unfaithful
+        self._note = note
 
     def close(self) -> None:
         """The recording has ended: its numbers are constants from now on."""
         self.active = False
 
     def read(self, record: OpRecord, value: float) -> Number:
-        """The number that `record` gave Python."""
+        """The number that `record` yields to Python."""
         return Number(Read(record), value, self)
 
     def given(self, source: Source, name: str, value: float) -> Number:
-        """A number that Python kept, which every call looks up again."""
+        """A number that Python keeps at `source`, and that every call reads there again."""
         return Number(Given(source, name, value), value, self)
 
     def learn(self, expression: Any, value: Any) -> None:
-        """The step knows from here on that `expression` is `value`."""
+        """Note a fact: from here on the step relies on `expression` being `value`."""
         key = expression
         if isinstance(expression, Applied):
             parts = (a if is_expression(a) else (type(a), repr(a)) for a in expression.args)
@@ -70,32 +78,30 @@ class Ledger:
             self.facts[key] = Fact(expression, value)
 
     def foreign(self) -> None:
-        """A number of another recording came in."""
-        text = "a number that another recording reads is used in this one"
-        if text not in self._unfaithful:
-            self._unfaithful.append(text)
+        """A number of another recording is used in this one."""
+        self._note(FOREIGN_NUMBER)
 
 
 class Number:
-    """What is behind a live number: its expression and its value now. Constants have no expression.
+    """The node of a live number: its expression and its value in this run. The expression of a constant is its value.
 
-    The methods without an underscore that are not described here are those of torch's `SymNode`.
+    The methods without an underscore and without a docstring are those of torch's `SymNode`, by which C++ reads it.
     """
 
-    __slots__ = ("expression", "hint", "ledger")
+    __slots__ = ("expression", "hint", "log")
 
-    def __init__(self, expression: Any, hint: Any, ledger: Ledger) -> None:
-        self.expression, self.hint, self.ledger = expression, hint, ledger
+    def __init__(self, expression: Any, hint: Any, log: ScalarLog) -> None:
+        self.expression, self.hint, self.log = expression, hint, log
 
     @property
     def alive(self) -> bool:
         """Whether it changes from call to call."""
-        return self.ledger.active and is_expression(self.expression)
+        return self.log.active and is_expression(self.expression)
 
     def settle(self) -> Any:
         """The plain value, which is a constant of the program from now on."""
         if self.alive:
-            self.ledger.learn(self.expression, self.hint)
+            self.log.learn(self.expression, self.hint)
         return self.hint
 
     def is_int(self) -> bool:
@@ -155,7 +161,7 @@ class Number:
         return self.guard_bool("", 0)
 
     def wrap_int(self, value: int) -> Number:
-        return Number(value, value, self.ledger)
+        return Number(value, value, self.log)
 
     wrap_float = wrap_bool = wrap_int
 
@@ -179,9 +185,9 @@ def computed(function: Callable[..., Any], *operands: Any) -> Any:
 
     What Python raises passes through; that it was raised is then a fact about the operands.
     """
-    ledger = _ledger_of(operands)
+    log = _log_of(operands)
     hints = [o.hint if type(o) is Number else o for o in operands]
-    if ledger is None:
+    if log is None:
         return function(*hints)
     try:
         value = function(*hints)
@@ -193,33 +199,33 @@ def computed(function: Callable[..., Any], *operands: Any) -> Any:
         return value
     if function is operator.pow and type(hints[0]) is type(hints[1]) is int:
         learned(operator.ge, operands[1], 0)  # int**int is a float where the exponent is negative
-    return Number(_applied(ledger, function, operands), value, ledger)
+    return Number(_applied(log, function, operands), value, log)
 
 
 def learned(function: Callable[..., Any], *operands: Any) -> Any:
-    """The plain value of `function` of plain numbers and `Number`s, which the step knows from now on."""
-    ledger = _ledger_of(operands)
+    """The plain value of `function` of plain numbers and `Number`s; that it is this value becomes a fact."""
+    log = _log_of(operands)
     value = function(*[o.hint if type(o) is Number else o for o in operands])
-    if ledger is not None:
-        ledger.learn(_applied(ledger, function, operands), value)
+    if log is not None:
+        log.learn(_applied(log, function, operands), value)
     return value
 
 
-def _applied(ledger: Ledger, function: Callable[..., Any], operands: tuple[Any, ...]) -> Applied:
-    return Applied.of(function, *[_expression_in(ledger, o) for o in operands])
+def _applied(log: ScalarLog, function: Callable[..., Any], operands: tuple[Any, ...]) -> Applied:
+    return Applied.of(function, *[_expression_in(log, o) for o in operands])
 
 
-def _ledger_of(operands: tuple[Any, ...]) -> Ledger | None:
-    return next((o.ledger for o in operands if type(o) is Number and o.alive), None)
+def _log_of(operands: tuple[Any, ...]) -> ScalarLog | None:
+    return next((o.log for o in operands if type(o) is Number and o.alive), None)
 
 
-def _expression_in(ledger: Ledger, operand: Any) -> Any:
-    """What an operand is in a recording: an expression, or a constant."""
+def _expression_in(log: ScalarLog, operand: Any) -> Any:
+    """The expression of an operand in a recording; a constant is its own."""
     if type(operand) is not Number:
         return operand
-    if operand.ledger is ledger or not operand.alive:
+    if operand.log is log or not operand.alive:
         return operand.expression if operand.alive else operand.hint
-    ledger.foreign()
+    log.foreign()
     return operand.settle()
 
 
@@ -229,7 +235,7 @@ def _settle(operands: tuple[Any, ...]) -> None:
             o.settle()
 
 
-# -- what C++ asks for -----------------------------------------------------------------------------
+# -- the methods of SymNode ------------------------------------------------------------------------
 
 _COMPUTED: Mapping[Callable[..., Any], str] = {
     operator.add: "add",
@@ -269,7 +275,7 @@ _LEARNED: Mapping[Callable[..., Any], str] = {
 def _asked(how: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Number]:
     def method(self: Number, *others: Any) -> Number:
         value = how(function, self, *others)
-        return value if type(value) is Number else Number(value, value, self.ledger)
+        return value if type(value) is Number else Number(value, value, self.log)
 
     return method
 

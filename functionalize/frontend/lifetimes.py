@@ -1,7 +1,7 @@
 """When the storages of a recorded step are made, resized and freed: what eager's memory looks like, event by event.
 
-    lifetimes = recorder.lifetimes(found, gradients)      of a `LifetimeRecorder` or a `MemoryRecorder`
-    lifetimes.timeline()                                  a `planning.timeline.Timeline` named `eager`
+    lifetimes = observer.lifetimes(storages, found, left)      of a `LifetimeObserver`, or of a `MemoryRecorder`
+    lifetimes.timeline()                                      a `planning.timeline.Timeline` named `eager`
 
 Note [Sums in place]
 Where two gradients meet, autograd adds one into the other if nobody else holds its storage (a view of it does: it

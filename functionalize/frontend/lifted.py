@@ -25,7 +25,7 @@ from functionalize.frontend.live import is_live, plain, shown
 
 if TYPE_CHECKING:
     from functionalize.frontend.dispatch import Recorder
-    from functionalize.frontend.ledger import Ledger
+    from functionalize.frontend.ledger import ScalarLog
 
 Key = tuple[str, int, str]  # optimizer, group, name of the hyperparameter
 Optimizers = Mapping[str, torch.optim.Optimizer]
@@ -94,8 +94,8 @@ class Lifted:
 def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) -> Iterator[Lifted]:
     """Inside, the hyperparameters are live numbers of the recording, if it has any."""
     found = Lifted()
-    ledger = recorder.ledger
-    if ledger is None:
+    log = recorder.scalar_log
+    if log is None:
         yield found
         return
     put: list[tuple[dict[str, Any], Key, Any, Any]] = []
@@ -107,7 +107,7 @@ def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) ->
                 continue
             group, was = groups[key[1]], groups[key[1]].get(key[2])
             if is_liftable(was):
-                put.append((group, key, _live(ledger, optimizer, key, was), was))
+                put.append((group, key, _live(log, optimizer, key, was), was))
                 group[key[2]] = put[-1][2]
         yield found
     finally:
@@ -121,7 +121,7 @@ def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) ->
                 )
 
 
-def _live(ledger: Ledger, optimizer: torch.optim.Optimizer, key: Key, value: Any) -> Any:
+def _live(log: ScalarLog, optimizer: torch.optim.Optimizer, key: Key, value: Any) -> Any:
     name, group, hyperparameter = key
 
     def one(number: Any, index: int | None, length: int) -> Any:
@@ -129,7 +129,7 @@ def _live(ledger: Ledger, optimizer: torch.optim.Optimizer, key: Key, value: Any
             optimizer, name, group, hyperparameter, index, length, type(number)
         )
         text = f"{name}.{hyperparameter}_{group}" + ("" if index is None else f"_{index}")
-        return shown(ledger.given(source, text, number))
+        return shown(log.given(source, text, number))
 
     if isinstance(value, tuple):
         return tuple(one(v, i, len(value)) for i, v in enumerate(value))

@@ -1,13 +1,14 @@
-"""Live numbers: what Python reads from a tensor during a recording is remembered, not frozen.
+"""Live numbers: a number that Python reads from a tensor during a recording keeps its expression, and is not frozen.
 
-    step = state["step"].item()           a LiveFloat: looks like 3.0, remembers where it is from
-    size = lr / (1 - beta1**step)         another one, remembers the arithmetic
+    step = state["step"].item()           a LiveFloat: prints as 3.0, its expression is the read
+    size = lr / (1 - beta1**step)         another one, its expression is the arithmetic
     p.addcdiv_(m, v, value=-size)         the record holds the expression, the program computes it
     if size > 1: ...                      a plain bool; a guard on the comparison, not on the number
     f"{size:.3f}", float(size)            plain; a guard on the text, on the number
 
 A live number is a `torch.SymFloat` or `SymInt` around a `Number` (see ledger.py), so that torch's own
-functions take it. To `isinstance` it is a float or an int, and it does what these do.
+functions take it. To `isinstance` it is a float or an int, and it has all their methods.
+Invariant: a plain value that Python gets from a live number is a fact of its recording, which a guard checks.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from torch import Tensor
 
 from functionalize._compat import pytree
 from functionalize.core.numbers import is_expression
-from functionalize.frontend.ledger import Ledger, Number, computed, learned
+from functionalize.frontend.ledger import Number, ScalarLog, computed, learned
 
 
 def _operands(*values: Any) -> tuple[Any, ...] | None:
-    """The `Number` of each live value; None if one is no number of Python's."""
+    """The values with the `Number` of each live one; None if one is neither live nor an int or a float."""
     if not all(is_live(v) or isinstance(v, (int, float)) for v in values):
         return None
     return tuple(v.node if is_live(v) else v for v in values)
 
 
 def _answer(function: Callable[..., Any], *values: Any) -> Any:
-    """What `values[0] + values[1]` gives; at least one of them is live."""
+    """The result of `function`, such as `values[0] + values[1]`; at least one value is live."""
     operands = _operands(*values)
     if operands is not None:
         return shown(computed(function, *operands))
@@ -70,7 +71,7 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Shown:
-    """What `LiveFloat` and `LiveInt` have in common."""
+    """The methods that `LiveFloat` and `LiveInt` share."""
 
     node: Number
 
@@ -132,7 +133,7 @@ class _Shown:
         return type(self.node.hint)(0)
 
     def __getattr__(self, name: str) -> Any:
-        """What else a float or an int can do, it does as a plain number."""
+        """Every other attribute of a float or an int is that of the plain number."""
         if name.startswith("__") or not hasattr(type(self.node.hint), name):
             raise AttributeError(name)
         return getattr(plain(self), name)
@@ -202,7 +203,7 @@ def _shown(number: Number) -> Any:
 
 
 def shown(value: Any) -> Any:
-    """A live number in its own clothes: as torch gives it back, it is a `torch.SymFloat` around ours."""
+    """A live number as a `LiveFloat` or `LiveInt`: torch returns a bare `torch.SymFloat` around our `Number`."""
     if type(value) is Number:
         return _shown(value)
     if type(value) in SYMBOLIC and type(value.node) is Number:
@@ -211,12 +212,12 @@ def shown(value: Any) -> Any:
 
 
 def is_live(value: Any) -> bool:
-    """Whether a value is a live number, of a recording under way or ended."""
+    """Whether a value is a live number, of a recording that runs or has ended."""
     return type(value) in SYMBOLIC and type(value.node) is Number
 
 
 def plain(value: Any) -> Any:
-    """The number that a live one stands for (a fact of its recording); anything else as it is."""
+    """The plain value of a live number, which becomes a fact of its recording; anything else as it is."""
     return value.node.settle() if is_live(value) else value
 
 
@@ -227,7 +228,7 @@ def plain_tree(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.node.hint if is_live(leaf) else leaf, tree)
 
 
-def expression_of(value: Any, ledger: Ledger | None) -> Any:
+def expression_of(value: Any, log: ScalarLog | None) -> Any:
     """The expression of a value that is a live number of a recording, else None."""
-    mine = is_live(value) and value.node.ledger is ledger
+    mine = is_live(value) and value.node.log is log
     return value.node.expression if mine and is_expression(value.node.expression) else None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 
 from functionalize.core.program import Program
-from functionalize.frontend.lifetime_recorder import LifetimeRecorder
+from functionalize.frontend.lifetime_recorder import LifetimeObserver
 from functionalize.frontend.lifetimes import Lifetimes
 from functionalize.frontend.origins import given, gradients, origins
 from functionalize.frontend.recording import Recording
@@ -59,12 +59,12 @@ class StepMemory(EagerMemory):
     def of(taken: Recording, recorded: Program, program: Program) -> StepMemory | None:
         """What is left of a recording that is kept; None if it noted no lifetimes. program: after the passes."""
         recorder, entry = taken.recorder, taken.entry
-        if not isinstance(recorder, LifetimeRecorder):
+        observer, storages = recorder.observer, recorder.storages
+        if not isinstance(observer, LifetimeObserver):
             return None
-        found = origins(entry.places, recorder)
-        lifetimes = recorder.lifetimes(
-            found, gradients(entry.slots, entry.leaves, recorder.serial_of)
-        )
+        found = origins(entry.places, storages)
+        left = gradients(entry.slots, entry.leaves, storages.serial_of)
+        lifetimes = observer.lifetimes(storages, found, left)
         return StepMemory(lifetimes, program, given(recorded, entry.places, found))
 
     @cached_property

@@ -1,13 +1,13 @@
-"""A recorder of lifetimes that costs little more than an empty mode: for the memory of a step, and no program of it.
+"""A recorder of lifetimes that costs little more than an empty mode: for the memory of a step, without a program.
 
     recorder = MemoryRecorder()
     recorder.there_is(name, source, tensor)       for all that the step can reach when it begins
     with recorder: fn(*args)
-    recorder.lifetimes(...)                       what `LifetimeRecorder` would tell
+    recorder.lifetimes(...)                       the lifetimes that a `LifetimeObserver` of a `Recorder` notes
 
-Half of the ops of a step are views: they are not recorded, none allocates. Of every other op: its line, its module,
-its place in the backward, its tensors as (storage, size, stride, dtype). Nothing is checked, no number is
-followed, no place is guarded; objects are made of all this when somebody asks.
+Half of the ops of a step are views: they are not recorded, none allocates. Of every other op it notes its line, its
+module, its position in the backward, its tensors as (storage, size, stride, dtype). It checks nothing, follows no
+number and guards no place. `lifetimes` makes objects of these notes.
 Invariants: eager's own steps run, and no tensor is held that they would let go. A storage is forgotten when it dies:
 another one may have its address. It refuses nothing: tensors without a storage are left out, see `strange`.
 """
@@ -38,11 +38,11 @@ from functionalize.core.ops import Geometry, OpRecord, TensorRef
 from functionalize.core.rules.factories import SHAPE_ONLY
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.core.where import UserLine, is_internal
-from functionalize.frontend.lifetime_recorder import ADD
 from functionalize.frontend.lifetimes import Lifetimes, Seen
 from functionalize.frontend.op_kinds import kind_of, storage_of, tensors_in
 from functionalize.frontend.origins import Origin, Place, origin
-from functionalize.frontend.step_notes import StepNotes
+from functionalize.frontend.patches import Watcher
+from functionalize.frontend.step_notes import ADD, StepNotes
 from functionalize.planning.scratch import is_shaped
 from functionalize.planning.timeline import Category
 
@@ -59,31 +59,33 @@ class Watched(weakref.ref[torch.UntypedStorage]):
     address: int
 
 
-class MemoryRecorder(StepNotes):
-    """Records while active, one step. in_world: it runs on fake tensors; else fakes are DTensor's, and no part of it.
+class MemoryRecorder(Watcher):
+    """Records one step while active.
 
+    in_world: the step runs on fake tensors; else fakes are those of DTensor's sharding propagation, and not the step's.
+    records: [op, arguments, keyword arguments, line, position, module, results] of each op.
+    places: of each storage that existed before the step, by its number, which comes before those of all others.
     strange: the layouts of tensors that have no storage of their own.
     """
 
-    ledger = None  # Python is given no live numbers
-
     def __init__(self, in_world: bool = False) -> None:
         super().__init__()
-        self.suspended = 0
         self.records: list[list[Any]] = []
-        self.changes: list[tuple[int, int, int]] = []
-        self.places: list[list[Place]] = []  # of the storages that were there before
+        self.step_notes = StepNotes(self.records)
+        self.places: list[list[Place]] = []
         self.strange: set[str] = set()
         self._in_world = in_world
         self._serials: dict[int, int] = {}  # of the storages that are alive, by address
         self._sizes: list[int] = []  # in bytes, now
         self._seen: list[tuple[torch.device, Look]] = []
-        self._found: dict[int, int] = {}  # those without a place that were there, and their bytes
-        self._sums: dict[int, frozenset[int]] = {}
-        self._alive: list[Watched] = []
+        self._found: dict[
+            int, int
+        ] = {}  # storages that existed before and have no place, and their bytes
+        self._calls, self._changes = self.step_notes.calls, self.step_notes.changes
+        self._alive = self.step_notes.alive
         self._task = -1  # of autograd's
-        self._task_line: Line | None = None  # where the user has asked for it
-        self._lanes: dict[int, tuple[str, Any]] = {}  # by identity: an op takes a while to hash
+        self._task_line: Line | None = None  # the line of the user that started it
+        self._lanes: dict[int, tuple[str, Any]] = {}  # by identity: to hash an op takes longer
 
     def there_is(self, name: str, source: Source, tensor: Tensor) -> None:
         """A place that the step can reach, before it begins. `UnsupportedTensorError`: the tensor has no storage."""
@@ -95,10 +97,11 @@ class MemoryRecorder(StepNotes):
         else:
             self.places[serial].append((name, source))
 
-    def _end(self) -> None:
-        super()._end()
-        if not self._entered:
-            self._alive.clear()  # what dies from here on is no part of the step
+    def start(self) -> None:
+        self.step_notes.start()
+
+    def stop(self) -> None:
+        self.step_notes.stop()
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -130,17 +133,17 @@ class MemoryRecorder(StepNotes):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if lane is _LITERAL:  # Python made it from numbers, for the op that comes next
+        if lane is _LITERAL:  # Python made it from numbers, for the next op
             self._result(args[0], 1)
             return run(*args, **kwargs)
         position = backward_position()
-        module = self.calls.running if position is None else self.calls.module_at(position)
-        given: Any = self._storages(args) if lane is _PLAIN else None
-        if given is None:
-            find = self._given
-            given = [find(a) if type(a) in _TENSORS else _map(find, a) for a in args]
-        named = {k: _map(self._given, v) for k, v in kwargs.items()} if kwargs else kwargs
-        record = [func, given, named, self._line(position), position, module, None]
+        module = self._calls.running if position is None else self._calls.module_at(position)
+        refs: Any = self._storages(args) if lane is _PLAIN else None
+        if refs is None:
+            find = self._argument
+            refs = [find(a) if type(a) in _TENSORS else _map(find, a) for a in args]
+        named = {k: _map(self._argument, v) for k, v in kwargs.items()} if kwargs else kwargs
+        record = [func, refs, named, self._line(position), position, module, None]
         self.records.append(record)
         out = run(*args, **kwargs)
         record[6] = self._result(out) if type(out) in _TENSORS else _map(self._result, out)
@@ -151,7 +154,7 @@ class MemoryRecorder(StepNotes):
         return out
 
     def _storages(self, args: tuple[Any, ...]) -> tuple[int, ...] | None:
-        """The storages of arguments, -1 for a number; None if some are to be looked at more closely."""
+        """The storages of arguments, -1 for a number; None if one is new, or neither a tensor nor a number."""
         serials = self._serials
         try:
             found = [
@@ -166,8 +169,8 @@ class MemoryRecorder(StepNotes):
             return None
         return None if None in found else tuple(found)  # type: ignore[arg-type]
 
-    def _given(self, tensor: Tensor) -> Look | None:
-        """An argument. Its storage was there before the step if it is new."""
+    def _argument(self, tensor: Tensor) -> Look | None:
+        """An argument. If its storage is new to the recorder, it existed before the step."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -181,7 +184,7 @@ class MemoryRecorder(StepNotes):
         return serial, tensor.shape, tensor.stride(), tensor.dtype
 
     def _result(self, tensor: Tensor, later: int = 0) -> Look | None:
-        """A result. The op made its storage if it is new. later: 1 if it is the next op's."""
+        """A result. If its storage is new, the op has made it. later: 1 if the next op has, else 0."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -201,15 +204,15 @@ class MemoryRecorder(StepNotes):
         alive = Watched(storage, self._freed)
         alive.serial, alive.address = serial, address
         self._alive.append(alive)
-        self.changes.append((len(self.records) - 1 + later, serial, nbytes))
+        self._changes.append((len(self.records) - 1 + later, serial, nbytes))
         return look
 
     def _freed(self, died: Watched) -> None:
-        self.changes.append((len(self.records) - 1, died.serial, 0))
+        self._changes.append((len(self.records) - 1, died.serial, 0))
         self._serials.pop(died.address, None)
 
     def _line(self, position: Position | None) -> Line | None:
-        """Where the innermost code of the user's stands. Below autograd's own nodes it does not move."""
+        """The innermost line of the user's code. It is the same for all of autograd's own nodes in one backward."""
         frame = sys._getframe(2)
         if position is None or frame.f_code is not ENGINE:
             return _user_line(frame)
@@ -219,9 +222,9 @@ class MemoryRecorder(StepNotes):
         return self._task_line
 
     def _look_again(self, args: Any, kwargs: Any) -> None:
-        """The op may have changed the size of a storage, or put a tensor on another one."""
+        """Note the storages of an op that may have resized one, or moved a tensor to another."""
         for tensor in tensors_in([list(args), kwargs]):
-            look = self._given(tensor)
+            look = self._argument(tensor)
             if look is not None:
                 self._note_size(look[0], tensor.untyped_storage())
 
@@ -229,45 +232,41 @@ class MemoryRecorder(StepNotes):
         nbytes = storage.nbytes()
         if nbytes != self._sizes[serial]:
             self._sizes[serial] = nbytes
-            self.changes.append((len(self.records) - 1, serial, nbytes))
+            self._changes.append((len(self.records) - 1, serial, nbytes))
 
     def _note_sum(self, args: tuple[Any, ...]) -> None:
         """See Note [Sums in place] in `lifetimes.py`."""
-        whole = [self._given(t) for t in args[:2] if isinstance(t, Tensor) and t._base is None]
-        self._sums[len(self.records) - 1] = frozenset(look[0] for look in whole if look is not None)
+        whole = [self._argument(t) for t in args[:2] if isinstance(t, Tensor) and t._base is None]
+        storages = frozenset(look[0] for look in whole if look is not None)
+        self.step_notes.sums[len(self.records) - 1] = storages
 
     def _keep_sizes(self, args: Any) -> None:
-        """See Note [Views of an emptied fake] in `known_storages.py`."""
+        """See Note [Views of an emptied fake] in `storage_table.py`."""
         for tensor in tensors_in(args):
-            look, storage = self._given(tensor), tensor.untyped_storage()
+            look, storage = self._argument(tensor), tensor.untyped_storage()
             if look is not None and storage.nbytes() != self._sizes[look[0]]:
                 storage.resize_(self._sizes[look[0]])
 
     # -- what does not dispatch ----------------------------------------------------------------
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
-        """`UntypedStorage.resize_` was called; `original` does it."""
+        """`UntypedStorage.resize_` was called; `original` carries it out."""
         serial = self._serials.get(storage._cdata)
         if serial is None:  # no tensor of the step is on it
             return original(storage, size)
         position = backward_position()
         bytes_of = (serial, (0,), (1,), torch.uint8)
-        module, looks = self.calls.module_at(position), [bytes_of, size]
+        module, looks = self._calls.module_at(position), [bytes_of, size]
         line = _user_line(sys._getframe(1))
         self.records.append([RESIZE_STORAGE, looks, {}, line, position, module, None])
         result = original(storage, size)
         self._note_size(serial, storage)
         return result
 
-    def unrepeatable(self, what: str) -> None:
-        """Nothing will be asked to be repeated."""
-
-    side_effect = unrepeatable
-
     # -- what is left --------------------------------------------------------------------------
 
     def serial_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage, None if it was never seen."""
+        """The number of a tensor's storage; None if the recorder has not seen it."""
         try:
             return self._serials.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
@@ -276,9 +275,9 @@ class MemoryRecorder(StepNotes):
     def lifetimes(
         self, own: Mapping[int, int], left: Mapping[int, Category], parameters: Mapping[int, str]
     ) -> Lifetimes:
-        """What the step was like, once it has ended. own, left, parameters: see `origins.py`."""
+        """The step, once it has ended. own, left, parameters: see `origins.py`."""
         seen = [Seen(_geometry(look), device.type) for device, look in self._seen]
-        first = {serial: nbytes for _, serial, nbytes in reversed(self.changes)}
+        first = {serial: nbytes for _, serial, nbytes in reversed(self._changes)}
         found = {
             serial: origin(
                 places, seen[serial].geometry, first[serial], own.get(serial), parameters
@@ -290,13 +289,11 @@ class MemoryRecorder(StepNotes):
             found[serial] = Origin(Category.UNKNOWN, f"captured_{i}", geometry, nbytes)
         births = [TensorRef(serial, each.geometry) for serial, each in enumerate(seen)]
         records = [_op_record(births, *record) for record in self.records]
-        changes = [(max(op, 0), serial, nbytes) for op, serial, nbytes in self.changes]
-        notes = (changes, seen, found, left, self.updates, self._sums)
-        return Lifetimes.of(records, *notes, self.target)
+        return self.step_notes.lifetimes(records, seen, found, left)
 
 
 def _map(find: Callable[[Tensor], Look | None], value: Any) -> Any:
-    """The tensors of a list by their storages, numbers as they are, nothing else."""
+    """`find` of each tensor in nested lists; numbers stay, everything else becomes None."""
     if type(value) in _NUMBERS:
         return value
     if isinstance(value, (list, tuple)):
@@ -313,7 +310,7 @@ def _user_line(frame: FrameType | None) -> Line | None:
     return None
 
 
-# -- records, when somebody asks -------------------------------------------------------------------
+# -- records, when the step has ended --------------------------------------------------------------
 
 
 def _op_record(
@@ -326,12 +323,12 @@ def _op_record(
     module: str,
     result: Any,
 ) -> OpRecord:
-    if type(args) is tuple:  # storages alone: they look as they did when they were first seen
-        given: Any = tuple(births[serial] if serial >= 0 else None for serial in args)
+    if type(args) is tuple:  # of storages alone: with the geometry of the first tensor on each
+        arguments: Any = tuple(births[serial] if serial >= 0 else None for serial in args)
     else:
-        given = tuple(map(_refs, args))
+        arguments = tuple(map(_refs, args))
     seq_nr, phase = position if position is not None else (None, None)
-    refs = given, {k: _refs(v) for k, v in kwargs.items()}, _refs(result)
+    refs = arguments, {k: _refs(v) for k, v in kwargs.items()}, _refs(result)
     node = "" if seq_nr is not None else None
     traceback = cast(CapturedTraceback, UserLine(*line)) if line is not None else None
     return OpRecord(func, *refs, (), traceback, seq_nr, node, phase, {"module": module})
@@ -351,13 +348,13 @@ def _geometry(look: Look) -> Geometry:
 # -- lanes -----------------------------------------------------------------------------------------
 
 _NUMBERS = frozenset({bool, int, float, str, torch.dtype, NoneType})
-_TENSORS = frozenset({Tensor, Parameter, FakeTensor})  # most of them; the others are asked
+_TENSORS = frozenset({Tensor, Parameter, FakeTensor})  # other types: by `isinstance`
 _LOOKS, _COMPOSITE, _LITERAL = "looks", "composite", "literal"
 _WRITES, _ADDS, _EXACT, _PLAIN = "writes", "adds", "exact", "plain"
 
 
 def _lane(func: Any) -> str:
-    """What is to be done about an op."""
+    """How an op is recorded."""
     op = kind_of(func)
     if func is torch.ops.aten.lift_fresh.default:
         return _LITERAL

@@ -144,7 +144,8 @@ def without_watching(value: Any) -> Any:
 
 
 def _told(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    found = [mode.calls for mode in current_modes() if hasattr(mode, "calls")]
+    notes = (getattr(mode, "step_notes", None) for mode in current_modes())
+    found = [each.calls for each in notes if each is not None]
     for calls in found:
         calls.enter(module)
     try:

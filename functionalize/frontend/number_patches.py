@@ -1,13 +1,13 @@
-"""torch's functions that hand numbers to Python or take them from it, as a capture replaces them.
+"""torch's functions that return numbers to Python or take them from it, as a capture replaces them.
 
-    tensor.item()                       torch gives back a bare `torch.SymFloat`: made a `LiveFloat`
-    torch._fused_adamw_(..., lr=lr)     takes `lr` as a C++ double: see Note [Handed over] in handed.py
+    tensor.item()                       torch returns a bare `torch.SymFloat`: made a `LiveFloat`
+    torch._fused_adamw_(..., lr=lr)     takes `lr` as a C++ double: see Note [Carried numbers] in handed.py
     clip_grad_norm_(..., max_norm)      converts to `float`, which is plain: its module gets its own `float`
-    torch.tensor(number)                asks for a plain number: made by `torch.full`, which takes a live one
-    json.dumps({"loss": number})        C code that knows the types of Python alone: given the plain number
+    torch.tensor(number)                converts to a plain number: made by `torch.full`, which takes a live one
+    json.dumps({"loss": number})        C code that knows the types of Python alone: takes the plain number
     tensor._wrapped_number              see Note [Wrapped numbers]
-    tensor ** number                    given the plain number: see Note [Exponents]
-    torch.jit.script                    knows torch's functions by their objects: told what these are in place of
+    tensor ** number                    takes the plain number: see Note [Exponents]
+    torch.jit.script                    knows torch's functions by identity: finds the originals of the replacements
 
 All are the originals where no recording with live numbers is under way.
 """
@@ -28,7 +28,7 @@ from functionalize._compat import (
     pytree,
     script_builtins,
 )
-from functionalize.frontend.handed import handing_over, has_live, run_with, settled
+from functionalize.frontend.handed import has_live, settled
 from functionalize.frontend.live import is_live, plain, shown
 
 _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -49,7 +49,7 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     yield clip_grad, "float", _as_float
     yield json.JSONEncoder, "default", _as_json(json.JSONEncoder.default)
     for owner, name in fused_optimizer_functions():
-        yield owner, name, _handing_over(recorders, name, getattr(owner, name))
+        yield owner, name, _carrying(recorders, name, getattr(owner, name))
     for owner, names in _POWERS:
         for name in names:
             power = _power(original := getattr(owner, name))
@@ -96,10 +96,10 @@ def _as_json(original: Any) -> Any:
 def _wrap(tensor: torch.Tensor, number: Any) -> None:
     """Note [Wrapped numbers]
 
-    In `tensor * number` torch makes a tensor of the number, and of a symbolic one a NaN that has the number
-    as an attribute, `_wrapped_number`: who runs ops on real tensors is to look there. Autograd keeps that
-    tensor for the backward, which may run when nobody looks any more. So the attribute is a property while
-    a capture runs, which writes the number that it stands for into the tensor.
+    In `tensor * number` torch makes a tensor of the number. Of a symbolic number it makes a NaN with the number
+    as an attribute, `_wrapped_number`, which a mode that runs ops on real tensors must read. Autograd saves that
+    tensor for the backward, which may run when no mode is active. So the attribute is a property while a capture
+    runs, and its setter writes the plain value of the number into the tensor.
     """
     tensor.__dict__["_wrapped_number"] = number
     if is_live(number):
@@ -115,13 +115,14 @@ def _wrapped(tensor: torch.Tensor) -> Any:
         raise AttributeError("_wrapped_number") from None
 
 
-def _handing_over(recorders: Callable[[], list[Any]], name: str, original: Any) -> Any:
+def _carrying(recorders: Callable[[], list[Any]], name: str, original: Any) -> Any:
     def fused(*args: Any, **kwargs: Any) -> Any:
-        ledgers = [recorder.ledger for recorder in recorders() if recorder.ledger is not None]
-        if not ledgers or not any(map(is_live, kwargs.values())):
+        found = (recorder.scalar_arguments for recorder in recorders())
+        scalars = next((each for each in found if each is not None), None)
+        if scalars is None or not any(map(is_live, kwargs.values())):
             return original(*args, **kwargs)
-        with handing_over(ledgers[0], f"aten::{name}", kwargs):
-            return original(*args, **run_with(ledgers[0], kwargs))
+        with scalars.carry(f"aten::{name}", kwargs):
+            return original(*args, **scalars.plain(kwargs))
 
     fused.__doc__ = original.__doc__
     return fused
@@ -130,14 +131,15 @@ def _handing_over(recorders: Callable[[], list[Any]], name: str, original: Any) 
 def _power(original: Any) -> Any:
     """Note [Exponents]
 
-    Autograd computes `exponent - 1` in C++. Up to torch 2.14 it asks for the plain number there. From 2.15 on it has
-    another formula for symbolic exponents, on tensors of the dtype of the base, which rounds otherwise than the one
-    that eager uses. So where a gradient may be asked for, the exponent is a constant of the program, on all releases.
+    Autograd computes `exponent - 1` in C++. Up to torch 2.14 it converts the exponent to a plain number. From 2.15
+    on it has another formula for symbolic exponents, on tensors of the dtype of the base, which rounds otherwise than
+    the one of eager. So where autograd may differentiate the power, the exponent is a constant of the program, on all
+    releases.
     """
 
     def power(*args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        if any(map(has_live, given)) and _is_differentiated(given):
+        values = (*args, *kwargs.values())
+        if any(map(has_live, values)) and _is_differentiated(values):
             args, kwargs = settled(args), {k: settled(v) for k, v in kwargs.items()}
         return original(*args, **kwargs)
 

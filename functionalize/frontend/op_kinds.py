@@ -1,8 +1,9 @@
-"""What the recorder must know of an op before it runs it: whether it touches data, and what eager allows.
+"""What the recorder must know of an op before it runs it: whether it reads or writes data, and what eager allows.
 
-only_looks(aten.view)       no data is touched: fine on an empty storage
-is_metadata(prim.device)    tells Python about a tensor: not part of the program
-is_composite(aten.matmul)   made of other ops, which are recorded instead
+only_looks(aten.view)       reads and writes no data: allowed on an empty storage
+is_metadata(prim.device)    returns a property of a tensor to Python: not part of the program
+is_composite(aten.matmul)   consists of other ops, which are recorded instead
+kind_of(func)               all of this for one op, computed once
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from functionalize.errors import UnsupportedTensorError
 
 aten = torch.ops.aten
 _QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-# What makes a tensor of more than a storage, a size and strides; a fake of it would not say so.
+# Ops whose result is more than a storage, a size and strides; a fake of it does not show that.
 _MAKES = types.MappingProxyType(
     {
         "aten::quantize_per_": "quantised",
@@ -67,7 +68,7 @@ def more_than_strided(what: str) -> UnsupportedTensorError:
 
 @cache
 def only_looks(func: Any) -> bool:
-    """Whether an op touches no data: views, in-place views, sizes."""
+    """Whether an op reads and writes no data: views, in-place views, sizes."""
     if is_inplace_view(func) or func in SHAPE_ONLY:
         return True
     returns = func._schema.returns
@@ -130,13 +131,13 @@ def tensors_in(arg: Any) -> Iterator[Tensor]:
             yield from tensors_in(a)
 
 
-# Ops that give Python a value.
+# Ops that return a value to Python.
 TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
 
 
 @cache
 def is_metadata(func: Any) -> bool:
-    """Whether an op only tells Python about a tensor's size, device, ..., or a profiler of an op: not the program's."""
+    """Whether an op only returns a tensor's size, device, ... to Python, or enters a profiler: not the program's."""
     if func.namespace == "profiler":  # `record_function`, around all that FSDP2 does
         return True
     if is_mutating(func) or func in TO_PYTHON or func is RESIZE_STORAGE or is_composite(func):
@@ -150,8 +151,8 @@ def is_metadata(func: Any) -> bool:
 def is_composite(func: Any) -> bool:
     """Whether an op reaches the mode only because autograd's keys are off (inference mode).
 
-    An op with a kernel of its own is not taken apart: `silu_backward` has both, and they round differently. Nor is
-    one that a target of a fake world gives a kernel.
+    An op with a kernel of its own is not decomposed: `silu_backward` has both, and they round differently. Nor is
+    one for which the target of a fake world has a kernel.
     """
     if func.namespace != "aten" or not func._can_decompose():
         return False
@@ -162,7 +163,7 @@ def is_composite(func: Any) -> bool:
 
 
 def _may_move(func: Any) -> bool:
-    """Whether an op may change the size of a storage it writes, or how a tensor looks at it."""
+    """Whether an op may change the size of a storage that it writes, or the geometry of a tensor on it."""
     if is_inplace_view(func) or func in MAY_GROW or func.namespace != "aten":
         return is_mutating(func)
     return any(at is None for at, _ in written_arguments(func))  # `out=`
@@ -170,7 +171,13 @@ def _may_move(func: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OpKind:
-    """All of the above for one op, so that the recorder looks it up once."""
+    """All of the above for one op, so that the recorder looks it up once.
+
+    looks: `only_looks`. moves: `_may_move`. same_reach: in `SAME_REACH`. restrides: chooses its own strides.
+    sized_by_data: its result has a size that depends on data. reads_grad_mode: it computes otherwise under `no_grad`.
+    makes: "quantised" or "nested", if the result is more than a strided tensor. may_be_refused: `Checks.refuse` must
+    see it. run: the op, called with one frame less.
+    """
 
     looks: bool
     metadata: bool
@@ -185,9 +192,9 @@ class OpKind:
     random: bool
     sized_by_data: bool
     reads_grad_mode: bool
-    makes: str  # "quantised" or "nested", if the result is more than a strided tensor
+    makes: str
     may_be_refused: bool
-    run: Callable[..., Any]  # the op, called with one frame less
+    run: Callable[..., Any]
 
 
 @cache

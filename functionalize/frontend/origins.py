@@ -1,6 +1,6 @@
 """What existed before a step, and what it is for: a category for every storage that the step found.
 
-    origins(places, recorder)         storage -> Origin(sharded parameters, "model.head.weight", padding 12)
+    origins(places, storages)         storage -> Origin(sharded parameters, "model.head.weight", padding 12)
     given(program, places, found)      name of a program's input -> its category, for a timeline of the program
 
 A storage is known by its places. The first that tells counts: FSDP2's own (its padded shards, the storages that it
@@ -20,7 +20,6 @@ from functionalize.core.ops import Geometry
 from functionalize.core.program import Program
 from functionalize.frontend.build import inner_tensors
 from functionalize.frontend.fsdp import FSDPTensor, fsdp_params
-from functionalize.frontend.known_storages import KnownStorages
 from functionalize.frontend.lifted import HyperparameterNumber
 from functionalize.frontend.places import Places
 from functionalize.frontend.reach import Roots
@@ -33,6 +32,7 @@ from functionalize.frontend.sources import (
     OptimizerState,
     Slot,
 )
+from functionalize.frontend.storage_table import StorageTable
 from functionalize.planning.timeline import Category
 
 _OF_FSDP = {
@@ -122,13 +122,13 @@ def _note(found: dict[int, int], serial: int | None, tensor: Tensor, elements: i
         found[serial] = elements * tensor.dtype.itemsize
 
 
-def origins(places: Places, known: KnownStorages) -> dict[int, Origin]:
+def origins(places: Places, storages: StorageTable) -> dict[int, Origin]:
     """Every storage that existed before the step, by its number in the recording."""
-    own, parameters = own_bytes(places.roots, known.serial_of), parameter_names(places.roots)
+    own, parameters = own_bytes(places.roots, storages.serial_of), parameter_names(places.roots)
     found = {}
-    for external in known.externals:
+    for external in storages.externals:
         serial = external.ref.storage
-        info = known.infos[serial]
+        info = storages.infos[serial]
         widest = places.widest.get(serial)
         if external.literal:
             continue

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,7 @@ from functionalize.core.fake_mode import fake_like
 from functionalize.core.ops import TensorRef, geometry_of
 from functionalize.errors import UncapturableError
 from functionalize.frontend.op_kinds import check_plain, storage_of
-
-if TYPE_CHECKING:
-    from functionalize.frontend.dispatch import Recorder
+from functionalize.frontend.storage_table import StorageTable
 
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -75,21 +73,21 @@ class Outsiders:
         self.found: dict[int, Outsider] = {}
         self._names = names
 
-    def stand_in(self, tensor: Tensor, recorder: Recorder) -> Tensor:
+    def stand_in(self, tensor: Tensor, storages: StorageTable) -> Tensor:
         """The fake of a real tensor, brought into the recording."""
         known = self.found.get(id(tensor))
         if known is not None:
             return known.fake
         name = self._names.get(id(tensor), f"captured_{len(self.found)}")
         plain = not is_traceable_wrapper_subclass_type(type(tensor))
-        if plain and recorder.info_of(tensor) is not None:
+        if plain and storages.info_of(tensor) is not None:
             raise UncapturableError(
                 f"finds `{name}` on a storage that the program made: its `.data` was assigned. Pass the "
                 "tensor as an argument, or copy_ into it"
             )
         grad = tensor.grad if tensor.is_leaf else None
         fake = fake_of(self.mode, tensor)
-        ref = recorder.bring_in(fake, name) if plain else None
+        ref = storages.bring_in(fake, name) if plain else None
         self.found[id(tensor)] = Outsider(name, tensor, fake, ref, grad)
         return fake
 
@@ -101,12 +99,12 @@ class Outsiders:
                 each.real.grad, changed = each.grad, each.name
         return changed
 
-    def check(self, recorder: Recorder) -> None:
+    def check(self, storages: StorageTable) -> None:
         """Raise if one is not the same window on the same storage any more."""
         for each in self.found.values():
             if each.ref is None:
                 continue
-            info = recorder.info_of(each.fake)
+            info = storages.info_of(each.fake)
             now = geometry_of(each.fake)
             if info is None or (info.serial, now) != each.ref:
                 raise UncapturableError(

@@ -1,16 +1,16 @@
 """What is replaced in torch while a capture runs, and put back whatever happens.
 
-    torch.UntypedStorage.resize_     does not dispatch: told to the recorder of the current thread
-    torch.Tensor.numpy, .tolist      Python reads numbers that no op tells of
-    torch.Tensor.item, fused optimizers   give and take live numbers, see number_patches.py
+    torch.UntypedStorage.resize_     does not dispatch: the recorder of the current thread makes a record of it
+    torch.Tensor.numpy, .tolist      Python reads numbers that no op yields
+    torch.Tensor.item, fused optimizers   yield and take live numbers, see number_patches.py
     torch.get_rng_state, ...         set and read generators: recorded as ops, see generators.py
     builtins.print                   what a replay would not do again
     torch._dynamo's frame hook       what is under torch.compile runs as it is written: compiled code calls
                                      kernels that no dispatcher sees, and Dynamo would trace the recorder
     torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
-    torch.profiler.record_function   tells the profiler past the mode: an eighth of the ops of an FSDP2 step
+    torch.profiler.record_function   enters the profiler without the modes: an eighth of the ops of an FSDP2 step
     torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
-    torch.UntypedStorage.size        the function has given its storage
+    torch.UntypedStorage.size        the function has set
 
 The replacements act only in a thread whose dispatch mode stack has a watcher on it (a mode with a method
 `resize_storage`); everywhere else they are the originals. They are shared by all captures that run at the
@@ -22,15 +22,24 @@ from __future__ import annotations
 import builtins
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.autograd.profiler import record_function
 
-from functionalize._compat import current_modes, dynamo_frames, no_python_dispatch, work_class
+from functionalize._compat import (
+    TorchDispatchMode,
+    current_modes,
+    dynamo_frames,
+    no_python_dispatch,
+    work_class,
+)
 from functionalize.frontend import generators, number_patches
+from functionalize.frontend.checks import Checks
+from functionalize.frontend.handed import ScalarArguments
 
 Owner = type | ModuleType
 Patch = tuple[Owner, str, Any]
@@ -85,14 +94,86 @@ class Patches:
                 self._restore()
 
 
+class Watcher(TorchDispatchMode):
+    """A dispatch mode that records: torch is patched while it is active. It may be entered again while it is.
+
+    suspended: the number of callers that have suspended it; at 0 it records.
+    checks: notes what no replay could repeat; None if no replay is wanted.
+    scalar_arguments: how ops take the live numbers that it yields; None if it yields plain ones.
+    step_notes: those of a recording of memory (see step_notes.py), while it is active.
+    """
+
+    checks: Checks | None = None
+    scalar_arguments: ScalarArguments | None = None
+    step_notes: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.suspended = 0
+        self._entered = 0
+
+    def start(self) -> None:
+        """It is about to be entered, not from inside of itself."""
+
+    def stop(self) -> None:
+        """It has been left, or could not be entered."""
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing is recorded inside."""
+        self.suspended += 1
+        try:
+            yield
+        finally:
+            self.suspended -= 1
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
+        """`UntypedStorage.resize_` was called, which does not dispatch; `original(storage, size)` does it."""
+        raise NotImplementedError
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that hides the handler from Dynamo costs as much as an op
+
+    def __enter__(self) -> Self:
+        outermost = not self._entered
+        if outermost:
+            self.start()
+        with ExitStack() as undo:
+            if outermost:
+                undo.callback(self.stop)
+            PATCHES.install()
+            undo.callback(PATCHES.remove)
+            super().__enter__()
+            undo.pop_all()
+        self._entered += 1
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            super().__exit__(*exc)
+        finally:
+            PATCHES.remove()
+            self._entered -= 1
+            if not self._entered:
+                self.stop()
+
+
 def _watchers() -> list[Any]:
-    """The recorders active in this thread, innermost first: a capture may run inside another."""
+    """The watchers active in this thread, innermost first: a capture may run inside another."""
     return [mode for mode in reversed(current_modes()) if hasattr(mode, "resize_storage")]
 
 
-def _recorders() -> list[Any]:
-    """The watchers that record here and now, so that what the program does to generators is theirs."""
-    return [w for w in _watchers() if hasattr(w, "unrepeatable") and not w.suspended]
+def _recorders() -> list[Watcher]:
+    """The watchers active in this thread that record now."""
+    return [m for m in reversed(current_modes()) if isinstance(m, Watcher) and not m.suspended]
+
+
+def _checks() -> Iterator[Checks]:
+    """The checks of these, where a replay is wanted."""
+    for recorder in _recorders():
+        if recorder.checks is not None:
+            yield recorder.checks
 
 
 def _watched_resize() -> Any:
@@ -102,14 +183,14 @@ def _watched_resize() -> Any:
         resize = original
         for watcher in reversed(_watchers()):
             if not watcher.suspended:
-                resize = partial(_told, watcher, resize)
+                resize = partial(_resize_in, watcher, resize)
         return resize(self, size)
 
     resize_.__doc__ = original.__doc__
     return resize_
 
 
-def _told(watcher: Any, resize: Any, storage: torch.UntypedStorage, size: Any) -> Any:
+def _resize_in(watcher: Any, resize: Any, storage: torch.UntypedStorage, size: Any) -> Any:
     return watcher.resize_storage(storage, size, resize)
 
 
@@ -129,9 +210,8 @@ def _watched_read(name: str) -> Any:
     original = getattr(torch.Tensor, name)
 
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for watcher in _watchers():
-            if hasattr(watcher, "read_by_python"):
-                watcher.read_by_python(self, name)
+        for checks in _checks():
+            checks.note_python_read(self, name)
         return original(self, *args, **kwargs)
 
     read.__doc__ = original.__doc__
@@ -140,8 +220,8 @@ def _watched_read(name: str) -> Any:
 
 def _watched_print(original: Any) -> Any:
     def watched(*args: Any, **kwargs: Any) -> None:
-        for recorder in _recorders():
-            recorder.side_effect("prints")
+        for checks in _checks():
+            checks.note_side_effect("prints")
         original(*args, **kwargs)
 
     watched.__doc__ = original.__doc__
@@ -164,15 +244,15 @@ def _unwatched_wait(original: Any) -> Any:
 
 
 def _undispatched(original: Any) -> Any:
-    def told(self: Any, *args: Any) -> Any:
+    def undispatched(self: Any, *args: Any) -> Any:
         modes = current_modes()
         if not modes or not all(hasattr(mode, "resize_storage") for mode in modes):
-            return original(self, *args)  # another mode may want to know
+            return original(self, *args)  # another mode may record the profiler's ops
         with no_python_dispatch():
             return original(self, *args)
 
-    told.__doc__ = original.__doc__
-    return told
+    undispatched.__doc__ = original.__doc__
+    return undispatched
 
 
 def _uncompiled(original: Any) -> Any:

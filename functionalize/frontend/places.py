@@ -1,11 +1,12 @@
 """Where the tensors of a step are when it begins: for every storage that the step can reach, the places that hold it.
 
-    places = Places.now(roots, leaves, recorder)
+    places = Places.now(roots, leaves, found, recorder.storages)
     places.widest[3]        ("model.head.weight", ModuleTensor(...), TensorRef(s3, f32[8, 24]))
     places.shared[3]        every place that holds a tensor on it, the most telling first
     places.slots            where the step may leave gradients
 
-The recorder learns of each storage here. Invariant: no tensor is held; a storage is told by the widest tensor on it.
+The recorder's table learns of each storage here. Invariant: no tensor is held; a storage is told by the widest tensor
+on it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from functionalize.core.inputs import Argument, Source
 from functionalize.core.ops import TensorRef
-from functionalize.frontend.known_storages import KnownStorages
 from functionalize.frontend.reach import Roots
 from functionalize.frontend.shared import Shared
 from functionalize.frontend.sources import Slot, candidates, slots
+from functionalize.frontend.storage_table import StorageTable
 
 Named = tuple[str, Source, Tensor]
 
@@ -38,14 +39,14 @@ class Places:
 
     @staticmethod
     def now(
-        roots: Roots, leaves: Sequence[Any], found: Sequence[Named], known: KnownStorages
+        roots: Roots, leaves: Sequence[Any], found: Sequence[Named], storages: StorageTable
     ) -> Places:
         """Look at every place. found: the leaves of autograd that it may leave gradients of."""
         held = list(slots(roots, found))
         widest: dict[int, tuple[str, Source, TensorRef]] = {}
         shared: dict[int, list[Shared]] = {}
         for name, source, tensor in candidates(roots, leaves, held):
-            ref = known.bring_in(tensor, name)
+            ref = storages.bring_in(tensor, name)
             before = widest.get(ref.storage)
             if before is None or ref.geometry.end > before[2].geometry.end:
                 widest[ref.storage] = (name, source, ref)

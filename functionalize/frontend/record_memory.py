@@ -1,12 +1,12 @@
-"""`record_memory`: what a step holds at every moment, noted while it runs as it is.
+"""`record_memory`: the bytes that a step holds at every moment, noted while it runs eagerly.
 
     step = fz.record_memory(train_step)
     step(batch)                 runs eagerly, and notes when storages come and go
     step.memory.peak            of that call; the report of `planning/memory.py`, with eager's lifetimes alone
 
-Nothing has to repeat: first steps, steps that no program can hold, steps that fail half-way, captured steps that
-replay. It costs less than half of what `capture(memory=True)` does, which also tells what the program holds.
-Invariant: the step does what it does without, and what it raises passes through; `memory` then ends there.
+Any call can be recorded: a first step, a step that no program can hold, one that fails half-way, a captured step that
+replays. It costs less than half of `capture(memory=True)`, which also reports what the program holds.
+Invariant: recording does not change what the step does; what it raises passes through, and `memory` ends there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ log = logging.getLogger("functionalize")
 def record_memory(train_step: Callable[..., Any]) -> RecordedMemory:
     """Note the memory of every call of `train_step` (any callable; also a decorator), for `.memory`.
 
-    The calls run eagerly, on real tensors or in an `fz.world`, and give what they give. Bytes are as requested.
+    The calls run eagerly, on real tensors or in an `fz.world`, and return what `train_step` returns. Bytes are as
+    requested from the allocator.
     Raises `UnsupportedTensorError`, before anything runs, if the step can reach a tensor that has no storage (a sparse
     gradient); those that come up while it runs are left out, and a warning says so.
     """
@@ -42,7 +43,7 @@ def record_memory(train_step: Callable[..., Any]) -> RecordedMemory:
 
 
 class RecordedMemory:
-    """A step that runs as it is, and of whose last call the memory is known."""
+    """A step that runs eagerly; `memory` is that of its last call."""
 
     def __init__(self, train_step: Callable[..., Any]) -> None:
         functools.update_wrapper(self, train_step)
@@ -52,7 +53,7 @@ class RecordedMemory:
 
     @property
     def memory(self) -> EagerMemory | None:
-        """What the last call held at every moment; None before the first."""
+        """The bytes that the last call held at every moment; None before the first call."""
         if self._take is not None:
             self._memory, self._take = EagerMemory(self._take()), None
         return self._memory
@@ -66,7 +67,7 @@ class RecordedMemory:
             held = list(slots(roots, list(parameters(roots, leaves))))
             for name, source, tensor in candidates(roots, leaves, held):
                 recorder.there_is(name, source, tensor)
-            recorder.calls.know(roots)
+            recorder.step_notes.calls.know(roots)
             try:
                 with recorder:
                     return self._fn(*args, **kwargs)
@@ -80,7 +81,7 @@ class RecordedMemory:
         held: Sequence[tuple[str, Slot]],
         leaves: Sequence[Any],
     ) -> None:
-        """Keep what explains the call, and no tensor of it."""
+        """Keep what the report needs, and no tensor of the call."""
         own = own_bytes(roots, recorder.serial_of)
         left = gradients(held, leaves, recorder.serial_of)
         self._take = partial(recorder.lifetimes, own, left, parameter_names(roots))

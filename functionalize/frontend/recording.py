@@ -63,13 +63,13 @@ from functionalize.frontend.guards import (
     check_writable,
 )
 from functionalize.frontend.host import HostState
-from functionalize.frontend.known_storages import External
 from functionalize.frontend.lifted import Key, liftable
 from functionalize.frontend.places import Places
 from functionalize.frontend.reach import Held, Roots, reachable
 from functionalize.frontend.release import why_not_here
 from functionalize.frontend.shared import SharedGuard
 from functionalize.frontend.sources import Slot, module_tensors, parameters
+from functionalize.frontend.storage_table import External
 from functionalize.frontend.surroundings import SurroundingsGuard
 from functionalize.run.boxed import boxed
 
@@ -117,7 +117,7 @@ class Entry:
         """
         call, roots = Call(leaves, []), reachable(fn, leaves, names)
         found = list(parameters(roots, leaves))
-        places = Places.now(roots, leaves, found, recorder)
+        places = Places.now(roots, leaves, found, recorder.storages)
         fsdp = FSDPState.now(roots.states().values())
         gradients = [slot.resolve(call) for _, slot in places.slots]
         keys = liftable(roots.optimizers) | varying if recorder.live else frozenset()
@@ -260,14 +260,14 @@ class Recording:
         self.recorder, self.entry, self.exit = recorder, entry, exit
         modules = list(entry.roots.modules.values())
         held = [*exit.leaves, *fsdp_keepalives(modules)]
-        known = {recorder.ref(t).storage for leaf in held for t in inner_tensors(leaf)}
-        known |= {e.ref.storage for e in recorder.externals}
-        self.left = [i for i in recorder.infos if i.serial not in known and i.alive]
+        known = {recorder.storages.ref(t).storage for leaf in held for t in inner_tensors(leaf)}
+        known |= {e.ref.storage for e in recorder.storages.externals}
+        self.left = [i for i in recorder.storages.infos if i.serial not in known and i.alive]
         if self.left:  # some may be garbage in cycles, which is not collected during a capture
             gc.collect(1)
             self.left = [i for i in self.left if i.alive]
         self.found = [
-            e for e in recorder.externals if self._is_elsewhere(e) and e.ref.geometry.numel
+            e for e in recorder.storages.externals if self._is_elsewhere(e) and e.ref.geometry.numel
         ]
         if any(not self._is_unknown(e) for e in self.found):
             self.found = [e for e in self.found if e.ref.storage in self._used]
@@ -301,10 +301,10 @@ class Recording:
 
     def refused(self) -> str | None:
         """What no further call would mend."""
-        self.recorder.check_generators("after its last random op")
+        self.recorder.checks.check_generators("after its last random op")
         modules = list(self.entry.roots.modules.values())
         told = dict.fromkeys(
-            [*self.recorder.unfaithful, hidden(self.exit.leaves), why_not_here(modules)]
+            [*self.recorder.checks.unrepeatable, hidden(self.exit.leaves), why_not_here(modules)]
         )
         return "; ".join(text for text in told if text) or None
 
@@ -331,7 +331,7 @@ class Recording:
                 f"every step: pass it as an argument\n  first used by {where}"
             )
         if self.left and before is not None and before.left:
-            outside = (e for e in self.recorder.externals if e.ref.storage in self._used)
+            outside = (e for e in self.recorder.storages.externals if e.ref.storage in self._used)
             read = [e for e in outside if e.info.address in before.left]
             if not read:
                 return None
@@ -387,7 +387,7 @@ class Recording:
         self, builder: Builder, externals: Sequence[External] | None = None
     ) -> Iterator[GivenInput]:
         """One input per storage that came from outside, or for some of those."""
-        for external in self.recorder.externals if externals is None else externals:
+        for external in self.recorder.storages.externals if externals is None else externals:
             place = self.entry.places.widest.get(external.ref.storage)
             if external.literal:
                 builder.add_constant(external.ref, external.tensor)

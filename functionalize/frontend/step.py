@@ -35,7 +35,7 @@ from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.explain import explanation
 from functionalize.frontend.handshake import disagreement
 from functionalize.frontend.history import without_history
-from functionalize.frontend.lifetime_recorder import LifetimeRecorder
+from functionalize.frontend.lifetime_recorder import LifetimeObserver
 from functionalize.frontend.lifted import Key, lifted
 from functionalize.frontend.live import plain_tree
 from functionalize.frontend.memory import StepMemory
@@ -290,15 +290,15 @@ class CapturedStep:
         warmup = self._warmups.setdefault(key, Warmup())
         # A recording before has shown that the step keeps no number where it would stay live.
         live = bool(warmup.calls or self.stats.captures or len(self._programs))
-        kind = LifetimeRecorder if self._options.memory else Recorder
-        recorder = kind(ignore_fake=not in_world(), live=live, for_real=True)
+        observer = LifetimeObserver() if self._options.memory else None
+        recorder = Recorder(not in_world(), live=live, for_real=True, observer=observer)
         try:
             with only_young_collections():
                 names = leaf_names(self._fn, spec)
                 entry = Entry.now(self._fn, leaves, recorder, self._varying(), names)
-            recorder.given = entry.places.arguments()
-            if isinstance(recorder, LifetimeRecorder):
-                recorder.calls.know(entry.roots)
+            recorder.arguments = entry.places.arguments()
+            if observer is not None:
+                observer.notes.calls.know(entry.roots)
         except Exception as error:
             return self._refused_before(key, error, args, kwargs)
         with only_young_collections():

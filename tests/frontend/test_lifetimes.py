@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -361,3 +362,17 @@ def test_nothing_is_unknown(name: str) -> None:
     for unknown, off, categories in run_on_ranks(feature, name):
         assert (unknown, off) == (0, 0)
         assert {"sharded parameters", "inputs"} <= categories
+
+
+def test_a_tensor_that_is_found_when_the_step_has_ended_is_held() -> None:
+    """Only what a search of places finds before the step begins is let go."""
+
+    @cache
+    def unreachable() -> Tensor:
+        return torch.arange(3.0)
+
+    step = fz.capture(lambda x: (x * 2, unreachable()), memory=True)
+    unreachable()
+    for _ in range(3):
+        assert torch.equal(step(torch.ones(3))[1], torch.arange(3.0))
+    assert (step.stats.captures, step.stats.replays) == (1, 1)

@@ -277,8 +277,8 @@ def learned(fn: Callable[[Any, Any], Any]) -> tuple[Any, list[str]]:
         number, count = x.item(), y.item()
         assert is_live(number) and is_live(count)
         result = fn(number, count)
-    assert recorder.ledger is not None
-    facts = recorder.ledger.facts.values()
+    assert recorder.scalar_log is not None
+    facts = recorder.scalar_log.facts.values()
     return result, [f"{expression_text(f.expression)} -> {f.value!r}" for f in facts]
 
 
@@ -330,7 +330,7 @@ def test_after_its_recording_a_number_is_a_constant() -> None:
         number = torch.tensor(2.5).item()
     assert number + 1 == 3.5 and not is_live(float(number)) and bool(number)
     assert torch.equal(torch.ones(2) * float(number), torch.full((2,), 2.5))
-    assert recorder.ledger is not None and not recorder.ledger.facts
+    assert recorder.scalar_log is not None and not recorder.scalar_log.facts
 
 
 @pytest.mark.parametrize("name", ["mul", "div", "rdiv", "sub", "pow", "clamp", "tensor"])
@@ -360,7 +360,9 @@ def test_a_number_of_a_recording_around_this_one_is_refused() -> None:
         inner(torch.ones(2), 1.0)
         with Recorder(ignore_fake=True, live=True) as recorder:
             torch.ones(2) * number
-    assert recorder.unfaithful == ["a number that another recording reads is used in this one"]
+    assert recorder.checks.unrepeatable == [
+        "a number that another recording reads is used in this one"
+    ]
 
 
 # -- optimizers ------------------------------------------------------------------------------------
