@@ -18,7 +18,7 @@ from torch import Tensor
 from functionalize.core.inputs import Argument, Call, InputSpec, Source, WholeStorage
 from functionalize.core.ops import Geometry
 from functionalize.core.program import Program
-from functionalize.frontend.build import inner_tensors
+from functionalize.core.wrappers import plain_tensors
 from functionalize.frontend.fsdp import FSDPTensor, fsdp_params
 from functionalize.frontend.known_storages import KnownStorages
 from functionalize.frontend.lifted import HyperparameterNumber
@@ -197,7 +197,7 @@ def gradients(
     """The storages that a step leaves in the places of gradients. leaves: of its arguments."""
     found = {}
     for _, slot in slots:
-        for tensor in inner_tensors(slot.resolve(Call(leaves, []))):
+        for tensor in plain_tensors(slot.resolve(Call(leaves, []))):
             serial = serial_of(tensor)
             if serial is not None:
                 found[serial] = category_of(slot)

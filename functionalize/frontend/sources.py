@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat import is_dtensor_type, is_traceable_wrapper_subclass
 from functionalize.core.inputs import Argument, Call, Source
+from functionalize.core.wrappers import plain_tensors_by_path
 from functionalize.frontend.fsdp import fsdp_parameters, fsdp_slots, fsdp_tensors
 from functionalize.frontend.fsdp_state import FSDPEffects
 from functionalize.frontend.reach import NUMBERS, Held, Roots
@@ -119,20 +120,9 @@ class Inner:
 
 def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Source, Tensor]]:
     """`value` itself, or the plain tensors inside it, each with its source."""
-    if type(value) in _PLAIN:  # the others are asked, which takes time
-        yield name, source, value
-    elif is_dtensor_type(type(value)):  # type: ignore[arg-type]
-        yield from unwrapped(name, Inner(source, "_local_tensor"), value._local_tensor)
-    elif is_traceable_wrapper_subclass(value):
-        for attribute in value.__tensor_flatten__()[0]:
-            inner = getattr(value, attribute)
-            short = name if attribute == "_local_tensor" else f"{name}.{attribute}"
-            yield from unwrapped(short, Inner(source, attribute), inner)
-    elif isinstance(value, Tensor):
-        yield name, source, value
-
-
-_PLAIN = (Tensor, nn.Parameter)
+    for path, tensor in plain_tensors_by_path(value):
+        short = ".".join([name, *(part for part in path if part != "_local_tensor")])
+        yield short, reduce(Inner, path, source), tensor
 
 
 def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
