@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from functionalize.core.wrappers import plain_tensors_by_path
 from functionalize.frontend.fsdp import fsdp_parameters, fsdp_slots, fsdp_tensors
 from functionalize.frontend.fsdp_state import FSDPEffects
 from functionalize.frontend.reach import NUMBERS, Held, Roots
+from functionalize.planning.categories import category_of
+from functionalize.planning.timeline import Category
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +34,11 @@ class ModuleTensor:
     module: nn.Module
     table: str
     name: str
+
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        return Category.SHARDED_PARAMETERS if self.table == "_parameters" else Category.BUFFERS
 
     @property
     def entries(self) -> dict[str, Tensor | None]:
@@ -61,6 +68,12 @@ class Gradient:
 
     of: Source
 
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        unsharded = category_of(self.of) is Category.UNSHARDED_PARAMETERS
+        return Category.UNSHARDED_GRADIENTS if unsharded else Category.SHARDED_GRADIENTS
+
     def resolve(self, call: Call) -> Any:
         return self.of.resolve(call).grad
 
@@ -77,6 +90,7 @@ class OptimizerState:
     group: int
     index: int
     key: str
+    category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
         param = self.optimizer.param_groups[self.group]["params"][self.index]
@@ -90,6 +104,7 @@ class OptimizerParameter:
     optimizer: torch.optim.Optimizer
     group: int
     index: int
+    category: ClassVar[Category] = Category.SHARDED_PARAMETERS
 
     def resolve(self, call: Call) -> Any:
         return self.optimizer.param_groups[self.group]["params"][self.index]
@@ -102,6 +117,7 @@ class GroupTensor:
     optimizer: torch.optim.Optimizer
     group: int
     key: str
+    category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
         return self.optimizer.param_groups[self.group][self.key]
@@ -113,6 +129,11 @@ class Inner:
 
     of: Source
     attribute: str
+
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        return category_of(self.of)
 
     def resolve(self, call: Call) -> Any:
         return getattr(self.of.resolve(call), self.attribute)
