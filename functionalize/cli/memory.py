@@ -22,7 +22,7 @@ from functionalize.errors import (
 from functionalize.planning.alloc_conf import Settings
 from functionalize.planning.allocator import fsdp2_streams, simulate
 from functionalize.planning.constants import declared
-from functionalize.planning.costs import MACHINES, Machine
+from functionalize.planning.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.display import human_bytes
 from functionalize.planning.memory import EAGER, PROGRAM, Memory, Row
 from functionalize.planning.memory_text import short_line, signed
@@ -32,7 +32,6 @@ from functionalize.planning.snapshot import write_snapshot
 from functionalize.planning.step_time import step_time
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
-_MACHINE_OF = {"cuda": "h100", "cpu": "cpu"}  # of a target, where no machine is named
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -82,7 +81,7 @@ def memory(out: Out, job: Job, wanted: Wanted) -> int:
     with out.working() as say, recorded(job, say) as raw:
         found = raw.after(wanted.pipeline, say)
         say("measuring")
-        machine = wanted.machine or _MACHINE_OF[found.target]
+        machine = wanted.machine or MACHINE_OF[found.target]
         constants = declared(machine, len(found.groups))
         streams = fsdp2_streams if found.target == "cuda" else None
         report = Memory(found.eager, found.timeline(), constants, settings, streams)

@@ -23,17 +23,16 @@ import functionalize as fz
 from functionalize.cli.files import read_graph
 from functionalize.cli.scripts import Mesh, Names, Script, opened
 from functionalize.core.program import Program
-from functionalize.errors import FunctionalizeError, PlanError, UncapturableError, UsageError
+from functionalize.errors import FunctionalizeError, PlanError, UsageError
 from functionalize.frontend.step import CapturedStep
 from functionalize.frontend.world import World
 from functionalize.planning.communication import members_of
 from functionalize.planning.grid import MODEL_KEYS, Wants, of
-from functionalize.planning.plan import arguments, called, change
+from functionalize.planning.plan import arguments, called, change, record
 from functionalize.planning.program_memory import program_timeline
 from functionalize.planning.summary import assumptions, short
 from functionalize.planning.timeline import Category, Timeline
 
-_MOST_CALLS = 6  # until a step has settled; `capture` refuses before
 DEFAULT_WORLD = 8  # ranks: one node of most machines
 Say = Callable[[str], None]
 
@@ -149,15 +148,10 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
         else ()
     )
     args, kwargs = arguments(built, made)
-    called("step", script.step, args, {**kwargs, **of(job.given, taken.step)})
-    captured, calls = fz.capture(script.step, memory=True), 0
-    while captured.program is None and calls < _MOST_CALLS:
-        calls += 1
-        say(f"recording the step, call {calls}")
-        captured(*args, **kwargs, **of(job.given, taken.step))
-    program, memory = captured.program, captured.memory
-    if program is None or memory is None:
-        raise UncapturableError(f"it did not settle in {calls} calls\n{captured.explain()}")
+    kwargs |= of(job.given, taken.step)
+    called("step", script.step, args, kwargs)
+    captured = fz.capture(script.step, memory=True)
+    memory, program, calls = record(captured, args, kwargs, say)
     say("reading the graph")
     program.describe()
     stats = {**_stats(captured), "calls": calls, "seconds": time.perf_counter() - start}
