@@ -14,7 +14,6 @@ from functionalize._compat import (
     FakeTensorMode,
     current_modes,
     disable_current_modes,
-    is_traceable_wrapper_subclass,
 )
 from functionalize.core.epilogue import Action
 from functionalize.core.fake_mode import fake_mode
@@ -24,6 +23,7 @@ from functionalize.core.ops import refs_in
 from functionalize.core.program import Program
 from functionalize.core.structure import flatten, unflatten
 from functionalize.core.where import line_of, line_of_traceback
+from functionalize.core.wrappers import plain_tensors_by_path
 from functionalize.errors import (
     EagerError,
     FunctionalizeError,
@@ -168,16 +168,12 @@ def _given_inputs(
     given: list[GivenInput] = []
 
     def add(value: Any, name: str, leaf: int, attributes: tuple[str, ...]) -> None:
-        if is_traceable_wrapper_subclass(value):
-            for attribute in value.__tensor_flatten__()[0]:
-                inner = getattr(value, attribute)
-                add(inner, f"{name}.{attribute}", leaf, (*attributes, attribute))
-        elif isinstance(value, Tensor):
-            ref = recorder.storages.bring_in(value, name)
-            given.append(GivenInput(name, ref, Argument(leaf, attributes)))
-            grad = _grad(value)
+        for path, tensor in plain_tensors_by_path(value):
+            full, source = ".".join([name, *path]), Argument(leaf, (*attributes, *path))
+            given.append(GivenInput(full, recorder.storages.bring_in(tensor, full), source))
+            grad = _grad(tensor)
             if grad is not None:
-                add(grad, f"{name}.grad", leaf, (*attributes, "grad"))
+                add(grad, f"{full}.grad", leaf, (*source.attributes, "grad"))
 
     for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
         add(leaf, name, i, ())

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from functionalize.core.dead_code import is_impure
+from functionalize.core import dead_code
 from functionalize.core.generators import is_random
 from functionalize.core.program import Program
 from passes.infra import STAGES, Pass, on_graph_module
@@ -36,12 +36,7 @@ class DropDeadCode(Pass):
     accepts: ClassVar[tuple[str, ...]] = STAGES
 
     def apply(self, program: Program) -> int:
-        erased = 0
-        for node in reversed(program.graph.nodes):
-            if node.op in ("call_function", "get_attr") and not node.users and _is_pure(node):
-                program.graph.erase_node(node)
-                erased += 1
-        return erased
+        return dead_code.drop_dead_code(program.graph, _is_impure)
 
 
 def drop_dead_code(
@@ -51,10 +46,7 @@ def drop_dead_code(
     return on_graph_module(DropDeadCode())(gm, example_inputs)
 
 
-def _is_pure(node: fx.Node) -> bool:
-    """Whether a node does no more than make its value; a bare graph may hold ops that no program has."""
-    if is_impure(node):
-        return False
-    return (
-        is_random(node) or not node.is_impure()
-    )  # the only pure random op reads a generator's state
+def _is_impure(node: fx.Node) -> bool:
+    """Whether a node does more than make its value; a bare graph may hold ops that no program has."""
+    # the only pure random op reads a generator's state
+    return dead_code.is_impure(node) or (node.is_impure() and not is_random(node))

@@ -32,7 +32,6 @@ is not contiguous or of unknown size, or read in another way than by the split i
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -99,11 +98,6 @@ class Gather:
     def key(self) -> tuple[Any, ...]:
         """Equal for gathers of the same shards, in the same pieces and dtype, over the same ranks."""
         return (self.group, self.world, self.dtype, self.shards, _sizes(self.pieces))
-
-    @property
-    def piece_numels(self) -> tuple[int, ...]:
-        """Elements of each piece, on one rank."""
-        return tuple(math.prod(size) for size in _sizes(self.pieces))
 
 
 @dataclass(frozen=True)

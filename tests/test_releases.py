@@ -6,7 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from functionalize.frontend.release import TESTED, minor_of
+from functionalize.core.torch_release import minor_of
+from functionalize.frontend.release import TESTED
 from tests.expect import NEWEST, PINNED
 
 ROOT = Path(__file__).parents[1]

@@ -1,11 +1,11 @@
 """The command line: `functionalize` and `python -m functionalize`; see `docs/cli.md`.
 
-    functionalize capture | show | opt | memory | plan | demo
+    functionalize capture | show | opt | memory | plan
 
-    scripts.py    a user's script and values as text      app.py      the commands and their options
-    recorded.py   its step, recorded in a fake world      graphs.py   capture, show, opt
-    files.py      a recorded graph in a file              memory.py, plan.py, demo.py
-    console.py    what is printed, progress, errors
+    scripts.py    a user's script and values as text      app.py            the commands and their options
+    recorded.py   its step, recorded in a fake world      recorded_step.py  what is recorded of it
+    files.py      the same in a file                      graphs.py         capture, show, opt
+    console.py    what is printed, progress, errors       memory.py, plan.py
 
 Exit codes: 0; 1 if the step or the plan failed, or nothing fits in `--limit`; 2 for wrong usage; 130 for Ctrl-C.
 Without typer and rich: 2, and what to install.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 
 _NEEDS = ("typer", "rich")
-INTERRUPTED = 130
 
 
 def main() -> int:
@@ -32,7 +31,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    from functionalize.cli.console import wrong_usage
+    from functionalize.cli.console import INTERRUPTED, wrong_usage
 
     try:
         with wrong_usage():

@@ -1,18 +1,25 @@
-"""The commands and their options; what they do is in the other files of this folder."""
+"""The commands and their options; what they do is in the other files of this folder.
+
+@command(Source)
+def opt(out: Out, job: Job, pipeline: Pipeline, ...): ...        --build, --world, --json, ... come with `command`
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
 
 import typer
 
-from functionalize.cli import demo as demo_command
 from functionalize.cli import graphs
 from functionalize.cli import memory as memory_command
 from functionalize.cli import plan as plan_command
-from functionalize.cli.console import run
+from functionalize.cli.console import Out, run
 from functionalize.cli.recorded import DEFAULT_WORLD, Job
-from functionalize.cli.scripts import Names, assignments, axis, mesh, nbytes
+from functionalize.cli.scripts import Names, assignments, axis, nbytes
+from functionalize.cli.scripts import mesh as sizes
 from functionalize.errors import UsageError
 
 app = typer.Typer(
@@ -123,27 +130,6 @@ def _size(text: str | None) -> int | None:
 
 def _job(
     source: str,
-    build: str,
-    step: str,
-    inputs: str | None,
-    given: list[str] | None,
-    world: int | None,
-    shape: str | None,
-    rank: int,
-    target: str,
-) -> Job:
-    made = mesh(shape) if shape is not None else None
-    return Job(
-        source, Names(build, step, inputs), assignments(given or ()), world, made, rank, target
-    )
-
-
-@app.command()
-def capture(
-    script: Script,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="FILE.fzp", help="Write the graph.")
-    ] = None,
     build: Build = "build",
     step: Step = "step",
     inputs: Inputs = None,
@@ -152,8 +138,52 @@ def capture(
     mesh: Mesh = None,
     rank: Rank = 0,
     target: Target = "cuda",
-    as_json: Json = False,
-    debug: Debug = False,
+) -> Job:
+    """The job that the options of script and world ask for."""
+    names, made = Names(build, step, inputs), sizes(mesh) if mesh is not None else None
+    return Job(source, names, assignments(given or ()), world, made, rank, target)
+
+
+def _printed(as_json: Json = False, debug: Debug = False) -> None:
+    """The options that say what is printed."""
+
+
+def command(source: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """A command of `app`, with options of its own, those of `_job` and those of `_printed`.
+
+    source: the annotation of its first argument. The function is called with what prints, the job, its own options.
+    """
+
+    def registered(function: Callable[..., int | None]) -> Callable[..., None]:
+        _, _, *own = _options(function)
+        first, *shared = _options(_job)
+
+        @wraps(function)
+        def main(as_json: bool, debug: bool, **values: Any) -> None:
+            asked = {option.name: values.pop(option.name) for option in (first, *shared)}
+            run(lambda out: function(out, _job(**asked), **values), as_json, debug)
+
+        options = [first.replace(annotation=source), *own, *shared, *_options(_printed)]
+        main.__signature__ = Signature(options)  # type: ignore[attr-defined]
+        app.command()(main)
+        return main
+
+    return registered
+
+
+def _options(function: Callable[..., Any]) -> list[Parameter]:
+    """The parameters of a function, as typer is given them."""
+    found = signature(function, eval_str=True).parameters.values()
+    return [each.replace(kind=Parameter.KEYWORD_ONLY) for each in found]
+
+
+@command(Script)
+def capture(
+    out: Out,
+    job: Job,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE.fzp", help="Write the graph.")
+    ] = None,
 ) -> None:
     """Record the step of a script in a fake world, and say what was recorded.
 
@@ -162,18 +192,13 @@ def capture(
 
     Example: [bold]functionalize capture train.py --world 64 --set layers=4 -o step.fzp[/]
     """
-    run(
-        lambda out: graphs.capture(
-            out, _job(script, build, step, inputs, given, world, mesh, rank, target), output
-        ),
-        as_json,
-        debug,
-    )
+    graphs.capture(out, job, output)
 
 
-@app.command()
+@command(Source)
 def show(
-    source: Source,
+    out: Out,
+    job: Job,
     module: Annotated[
         str | None,
         typer.Option(metavar="GLOB", help="Ops of these modules: blocks.0, *.attention."),
@@ -185,65 +210,32 @@ def show(
         str | None, typer.Option(metavar="TEXT", help="Ops whose line has this text.")
     ] = None,
     passes: Passes = None,
-    build: Build = "build",
-    step: Step = "step",
-    inputs: Inputs = None,
-    given: Set = None,
-    world: World = None,
-    mesh: Mesh = None,
-    rank: Rank = 0,
-    target: Target = "cuda",
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Print the graph of a step, all of it or the part of a module, a phase, a text.
 
     Example: [bold]functionalize show step.fzp --module blocks.0 --phase backward[/]
     """
-    run(
-        lambda out: graphs.show(
-            out,
-            _job(source, build, step, inputs, given, world, mesh, rank, target),
-            graphs.Filter(module, phase, grep),
-            passes,
-        ),
-        as_json,
-        debug,
-    )
+    graphs.show(out, job, graphs.Filter(module, phase, grep), passes)
 
 
-@app.command()
+@command(Source)
 def opt(
-    source: Source,
+    out: Out,
+    job: Job,
     pipeline: Pipeline,
     diff: Annotated[bool, typer.Option("--diff", help="What changed, as a unified diff.")] = False,
-    build: Build = "build",
-    step: Step = "step",
-    inputs: Inputs = None,
-    given: Set = None,
-    world: World = None,
-    mesh: Mesh = None,
-    rank: Rank = 0,
-    target: Target = "cuda",
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Run passes on the graph of a step: what each did, nodes and peak before and after.
 
     Example: [bold]functionalize opt step.fzp default --diff[/]
     """
-    run(
-        lambda out: graphs.opt(
-            out, _job(source, build, step, inputs, given, world, mesh, rank, target), pipeline, diff
-        ),
-        as_json,
-        debug,
-    )
+    graphs.opt(out, job, pipeline, diff)
 
 
-@app.command()
+@command(Source)
 def memory(
-    source: Source,
+    out: Out,
+    job: Job,
     top: Annotated[int, typer.Option(min=0, metavar="K", help="Rows of each table.")] = 10,
     of: Annotated[
         str | None,
@@ -258,39 +250,23 @@ def memory(
     png: Annotated[str | None, _file("FILE.png", "A picture (or .svg, .pdf).")] = None,
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
     snapshot: Annotated[str | None, _file("FILE.pickle", "For PyTorch's memory viewer.")] = None,
-    build: Build = "build",
-    step: Step = "step",
-    inputs: Inputs = None,
-    given: Set = None,
-    world: World = None,
-    mesh: Mesh = None,
-    rank: Rank = 0,
-    target: Target = "cuda",
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """What a step holds at its peak: by category, module, op and line; whether it fits.
 
     Ends with 1 if it does not fit in --limit.
 
     Example: [bold]functionalize memory train.py --world 64 --limit 80GB --png memory.png[/]
     """
-    run(
-        lambda out: memory_command.memory(
-            out,
-            _job(source, build, step, inputs, given, world, mesh, rank, target),
-            memory_command.Wanted(
-                top, of, passes, machine, alloc_conf, _size(limit), png, html, snapshot
-            ),
-        ),
-        as_json,
-        debug,
+    wanted = memory_command.Wanted(
+        top, of, passes, machine, alloc_conf, _size(limit), png, html, snapshot
     )
+    return memory_command.memory(out, job, wanted)
 
 
-@app.command()
+@command(Script)
 def plan(
-    script: Script,
+    out: Out,
+    job: Job,
     grid: Annotated[
         list[str] | None,
         typer.Option(
@@ -306,32 +282,16 @@ def plan(
     csv: Annotated[str | None, _file("FILE.csv", "The table, numbers as they are.")] = None,
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
     png: Annotated[str | None, _file("FILE.png", "Memory against time (or .svg, .pdf).")] = None,
-    build: Build = "build",
-    step: Step = "step",
-    inputs: Inputs = None,
-    given: Set = None,
-    world: World = None,
-    mesh: Mesh = None,
-    rank: Rank = 0,
-    target: Target = "cuda",
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Plan a step at every point of a grid: memory, traffic, modelled time.
 
     Keys: world, mesh, rank, target, reshard, checkpoint, passes, machine; any other goes to build, inputs or step.
 
     Example: [bold]functionalize plan train.py --grid world=64,1024 --grid batch=1,2,4 --largest batch --limit 80GB[/]
     """
-    run(
-        lambda out: plan_command.plan(
-            out,
-            _job(script, build, step, inputs, given, world, mesh, rank, target),
-            plan_command.Asked(_axes(grid), passes, machine, largest, _size(limit), csv, html, png),
-        ),
-        as_json,
-        debug,
-    )
+    size = _size(limit)
+    asked = plan_command.Asked(_axes(grid), passes, machine, largest, size, csv, html, png)
+    return plan_command.plan(out, job, asked)
 
 
 def _axes(grid: list[str] | None) -> dict[str, list[object]]:
@@ -342,12 +302,3 @@ def _axes(grid: list[str] | None) -> dict[str, list[object]]:
             raise UsageError(f"--grid {key} is given twice")
         found[key] = values
     return found
-
-
-@app.command()
-def demo(as_json: Json = False, debug: Debug = False) -> None:
-    """A small transformer under FSDP2 on 64 ranks that do not exist: recorded, looked at, planned.
-
-    Example: [bold]functionalize demo[/]
-    """
-    run(demo_command.demo, as_json, debug)

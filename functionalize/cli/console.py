@@ -33,16 +33,16 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Table
 from rich.text import Text
 from typer.rich_utils import rich_format_error
 
-from functionalize.cli import INTERRUPTED
 from functionalize.core.where import user_frames
 from functionalize.errors import FunctionalizeError, InvariantError, UncapturableError, UsageError
 
+INTERRUPTED = 130  # the exit code after Ctrl-C
 _NO_END = 100_000  # columns of what is no terminal
 _STDLIB = os.path.dirname(os.__file__)
-_GAP = "  "
 _LOGGERS = ("functionalize", "torch")
 
 
@@ -248,37 +248,30 @@ def table(
     rows: Iterable[Sequence[str]],
     left: Sequence[int] = (0,),
 ) -> None:
+    """Print a table; see `table_of`."""
+    console.print(table_of(heads, rows, left), crop=False)
+
+
+def table_of(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)
+) -> Table:
     """A table without lines: numbers to the right and whole, texts (`left`) shortened where they must be."""
-    wide = widths(heads, rows := [*rows])
-    room = console.width - sum(wide) - len(_GAP) * (len(wide) - 1)
-    for i in left if room < 0 else ():
-        before = wide[i]
-        wide[i] = max(before + room, 8)
-        room += before - wide[i]
-    for n, row in enumerate((heads, *rows)):
-        cells = (
-            shorter(cell, w).ljust(w) if i in left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, wide, strict=True))
-        )
-        plain(console, _GAP.join(cells).rstrip(), "" if n else "dim")
+    rows = [*rows]
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, column in enumerate(zip(heads, *rows, strict=True)):
+        if i in left:
+            made.add_column(heads[i], overflow="ellipsis")
+        else:
+            made.add_column(heads[i], justify="right", min_width=max(map(len, column)))
+    for row in rows:
+        made.add_row(*(Text(cell, no_wrap=True) for cell in row))
+    return made
 
 
-def widths(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[int]:
-    """Of the columns of a table."""
-    return [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-
-
-def fits(console: Console, wide: Sequence[int]) -> bool:
-    """Whether columns of such widths have room."""
-    return sum(wide) + len(_GAP) * (len(wide) - 1) <= console.width
-
-
-def shorter(text: str, room: int) -> str:
-    """A text without its middle, if it is too long: modules and lines are told by both of their ends."""
-    if len(text) <= room:
-        return text
-    end = (room - 1) // 2
-    return f"{text[: room - 1 - end]}…{text[len(text) - end :]}"
+def fits(console: Console, made: Table) -> bool:
+    """Whether a table has room."""
+    endless = console.options.update(width=_NO_END)
+    return console.measure(made, options=endless).maximum <= console.width
 
 
 def plain(console: Console, text: str, style: str = "") -> None:
@@ -289,8 +282,3 @@ def plain(console: Console, text: str, style: str = "") -> None:
 def wrapped(console: Console, text: str) -> None:
     """Text in lines of the terminal's width."""
     console.print(Text(text))
-
-
-def cut(console: Console, text: str, style: str = "") -> None:
-    """One line, shortened where it must be."""
-    plain(console, shorter(text, console.width), style)

@@ -1,7 +1,7 @@
 """A recorded graph in a file: `functionalize capture -o step.fzp`, to look at and to try passes on.
 
     write_graph(path, recorded)       one program, what its inputs are for, the ranks of its process groups
-    read_graph(path)                  the fields of a `Recorded`
+    read_graph(path)                  the same again, without eager's timeline
 
 What the program of a step refers to (modules, optimizers, guards on them) is of the process and the fake world that
 recorded it, and is left out: its inputs become arguments. So such a file can be shown, rewritten and measured with the
@@ -13,12 +13,13 @@ Refuses: `SaveError` for constants without data (a fake world has none) that are
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from functionalize._compat import FakeTensor, disable_current_modes, pytree
+from functionalize.cli.recorded_step import Recorded
 from functionalize.core import archive
 from functionalize.core.archive import damaged, refusal
 from functionalize.core.encoding import Decoder, Encoder
@@ -28,9 +29,6 @@ from functionalize.core.persist import FORMS, Reader, Writer
 from functionalize.core.program import Constant, OutputRole, Program, Wrapped
 from functionalize.errors import LoadError, SaveError
 from functionalize.planning.timeline import Category
-
-if TYPE_CHECKING:
-    from functionalize.cli.recorded import Recorded
 
 KIND = "graph"
 _LARGEST = 1 << 20  # bytes of a constant that stands for one without data
@@ -60,8 +58,8 @@ def write_graph(path: str, found: Recorded) -> None:
             raise SaveError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def read_graph(path: str) -> dict[str, Any]:
-    """What `Recorded` is made of; raises `LoadError`."""
+def read_graph(path: str) -> Recorded:
+    """A recorded graph that was written; raises `LoadError`."""
     try:
         metadata = archive.read_metadata(path)
         archive.check_versions(metadata)
@@ -72,14 +70,11 @@ def read_graph(path: str) -> dict[str, Any]:
         content, constants = archive.read(path)
         groups = {str(name): tuple(ranks) for name, ranks in metadata["groups"]}
         reader = Reader(Decoder(content["records"], FORMS), {}, list(groups), constants)
-        told = {name: metadata["told"][name] for name in _TOLD}
-        return {
-            **told,
-            "notes": tuple(told["notes"]),
-            "program": reader.program(content["programs"][0]),
-            "given": {name: Category(value) for name, value in metadata["given"].items()},
-            "groups": groups,
-        }
+        told: dict[str, Any] = {name: metadata["told"][name] for name in _TOLD}
+        told["notes"] = tuple(told["notes"])
+        program = reader.program(content["programs"][0])
+        given = {name: Category(value) for name, value in metadata["given"].items()}
+        return Recorded(program=program, given=given, groups=groups, **told)
     except LoadError as error:
         raise refusal(path, error, "loaded") from None
     except Exception as error:

@@ -20,7 +20,8 @@ from torch import Tensor, fx
 
 from functionalize.cli.console import Out, plain, table
 from functionalize.cli.files import write_graph
-from functionalize.cli.recorded import Job, Recorded, recorded
+from functionalize.cli.recorded import Job, recorded
+from functionalize.cli.recorded_step import Recorded
 from functionalize.core.ops import geometry_of
 from functionalize.core.phases import phase_of
 from functionalize.core.printer import node_text, program_text

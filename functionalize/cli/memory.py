@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from functionalize.cli.console import Out, cut, plain, table, wrapped
+from functionalize.cli.console import Out, plain, table, wrapped
 from functionalize.cli.graphs import check_pipeline, headline, show_notes
-from functionalize.cli.recorded import Job, Recorded, recorded
+from functionalize.cli.recorded import Job, recorded
+from functionalize.cli.recorded_step import Recorded
 from functionalize.errors import (
     AllocatorSettingsError,
     PlannedOutOfMemoryError,
@@ -22,7 +25,7 @@ from functionalize.errors import (
 from functionalize.planning.alloc_conf import Settings
 from functionalize.planning.allocator import fsdp2_streams, simulate
 from functionalize.planning.constants import declared
-from functionalize.planning.costs import MACHINES, Machine
+from functionalize.planning.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.display import human_bytes
 from functionalize.planning.memory import EAGER, PROGRAM, Memory, Row
 from functionalize.planning.memory_text import short_line, signed
@@ -32,7 +35,6 @@ from functionalize.planning.snapshot import write_snapshot
 from functionalize.planning.step_time import step_time
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
-_MACHINE_OF = {"cuda": "h100", "cpu": "cpu"}  # of a target, where no machine is named
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -82,7 +84,7 @@ def memory(out: Out, job: Job, wanted: Wanted) -> int:
     with out.working() as say, recorded(job, say) as raw:
         found = raw.after(wanted.pipeline, say)
         say("measuring")
-        machine = wanted.machine or _MACHINE_OF[found.target]
+        machine = wanted.machine or MACHINE_OF[found.target]
         constants = declared(machine, len(found.groups))
         streams = fsdp2_streams if found.target == "cuda" else None
         report = Memory(found.eager, found.timeline(), constants, settings, streams)
@@ -247,8 +249,7 @@ def _show_peak(console: Console, report: Memory, of: str, top: int) -> None:
     if top < 1:
         return
     plain(console, "\nThe largest of it", "dim")
-    for row in report.top(top, of):
-        _show_row(console, row)
+    console.print(_storages(report.top(top, of)))
     for title, found in (
         ("module", layers(report.by_module(of))),
         ("op", report.by_op(of)),
@@ -274,13 +275,18 @@ def layers(found: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _show_row(console: Console, row: Row) -> None:
-    """A storage: what it is; when it was made, last used and freed; the line that made it."""
-    cut(console, f"{human_bytes(row.nbytes):>8}  {row.category.value}: {row.name} {row.shape}")
-    used = f"last used {row.last_use}, " if row.last_use != row.freed else ""
-    cut(console, f"          made {brief(row.made)}; {brief(used)}freed {brief(row.freed)}", "dim")
-    if row.line:
-        cut(console, f"          {short_line(row.line)}", "dim")
+def _storages(rows: Iterable[Row]) -> RichTable:
+    """Storages: what each is; when it was made, last used and freed; the line that made it."""
+    made = RichTable.grid("", "", padding=(0, 2, 0, 0))
+    made.columns[0].justify = "right"
+    for row in rows:
+        used = f"last used {row.last_use}, " if row.last_use != row.freed else ""
+        life = f"made {brief(row.made)}; {brief(used)}freed {brief(row.freed)}"
+        what = Text(f"{row.category.value}: {row.name} {row.shape}")
+        made.add_row(human_bytes(row.nbytes), what)
+        for text in filter(None, (life, short_line(row.line))):
+            made.add_row("", Text(text, "dim"))
+    return made
 
 
 def brief(text: str) -> str:

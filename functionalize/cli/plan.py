@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 import functionalize as fz
-from functionalize.cli.console import Out, fits, plain, table, told, widths
+from functionalize.cli.console import Out, fits, plain, table_of, told
 from functionalize.cli.graphs import check_pipeline
 from functionalize.cli.memory import brief, check_machine, check_picture
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
@@ -216,8 +216,9 @@ def _show_table(console: Console, heads: list[str], rows: list[list[str]]) -> li
         cells = [[row[i] for i in shown] for row in whole]
         names = [heads[i] for i in shown]
         more = [head for head in _LEAST if head in names]
-        if fits(console, widths(names, cells)) or not more:
-            table(console, names, cells, left=())
+        made = table_of(names, cells, left=())
+        if fits(console, made) or not more:
+            console.print(made, crop=False)
             return left_out
         left_out.append(more[0])
 

@@ -13,29 +13,25 @@ script raises passes through.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import functionalize as fz
 from functionalize.cli.files import read_graph
+from functionalize.cli.recorded_step import Recorded, Say
 from functionalize.cli.scripts import Mesh, Names, Script, opened
-from functionalize.core.program import Program
-from functionalize.errors import FunctionalizeError, PlanError, UncapturableError, UsageError
+from functionalize.errors import FunctionalizeError, PlanError, UsageError
 from functionalize.frontend.step import CapturedStep
 from functionalize.frontend.world import World
 from functionalize.planning.communication import members_of
 from functionalize.planning.grid import MODEL_KEYS, Wants, of
-from functionalize.planning.plan import arguments, called, change
-from functionalize.planning.program_memory import program_timeline
+from functionalize.planning.plan import arguments, called, change, record
 from functionalize.planning.summary import assumptions, short
-from functionalize.planning.timeline import Category, Timeline
 
-_MOST_CALLS = 6  # until a step has settled; `capture` refuses before
 DEFAULT_WORLD = 8  # ranks: one node of most machines
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -61,45 +57,13 @@ class Job:
         return DEFAULT_WORLD if self.world is None and self.mesh is None else self.world
 
 
-@dataclass(frozen=True, eq=False)
-class Recorded:
-    """A step's program. given: what its inputs are for, by name. eager: the memory as recorded, where it was.
-
-    stats: what was recorded, in numbers. groups: the ranks of the process groups. notes: what the target was taken
-    to run, and numbers that were assumed.
-    """
-
-    name: str
-    program: Program
-    given: Mapping[str, Category]
-    world: str
-    target: str
-    stats: Mapping[str, Any]
-    groups: Mapping[str, tuple[int, ...]]
-    notes: tuple[str, ...] = ()
-    eager: Timeline | None = None
-
-    def timeline(self) -> Timeline:
-        """The memory of a replay of the program."""
-        return program_timeline(self.program, self.given)
-
-    def after(self, pipeline: str | None, say: Say) -> Recorded:
-        """The same after the passes of a pipeline."""
-        if not pipeline:
-            return self
-        import passes  # the arrow of imports points from passes to the rest of this package
-
-        say(f"running {pipeline}")
-        return replace(self, program=passes.run(self.program, pipeline))
-
-
 @contextmanager
 def recorded(job: Job, say: Say) -> Iterator[Recorded]:
     """Read a file, or record a script's step. say: is told what goes on."""
     if job.is_file:
         _check_file(job)
         say(f"reading {job.source}")
-        yield Recorded(**read_graph(job.source))
+        yield read_graph(job.source)
         return
     with opened(job.source, job.names) as script, _world(job) as world:
         yield _recorded(script, job, world, say)
@@ -149,15 +113,10 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
         else ()
     )
     args, kwargs = arguments(built, made)
-    called("step", script.step, args, {**kwargs, **of(job.given, taken.step)})
-    captured, calls = fz.capture(script.step, memory=True), 0
-    while captured.program is None and calls < _MOST_CALLS:
-        calls += 1
-        say(f"recording the step, call {calls}")
-        captured(*args, **kwargs, **of(job.given, taken.step))
-    program, memory = captured.program, captured.memory
-    if program is None or memory is None:
-        raise UncapturableError(f"it did not settle in {calls} calls\n{captured.explain()}")
+    kwargs |= of(job.given, taken.step)
+    called("step", script.step, args, kwargs)
+    captured = fz.capture(script.step, memory=True)
+    memory, program, calls = record(captured, args, kwargs, say)
     say("reading the graph")
     program.describe()
     stats = {**_stats(captured), "calls": calls, "seconds": time.perf_counter() - start}

@@ -3,11 +3,13 @@
 Invariant: a random op stays, so that replay consumes the generator as eager does; a collective
 stays, so that every rank issues the same ones; so does what writes (at stage INPLACE). The state of a
 generator that nobody reads may go.
+`fx.Graph.eliminate_dead_code` lints the whole graph first, thirty times the work of the sweep, at every capture.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 from torch import Tensor, fx
 
@@ -19,16 +21,6 @@ from functionalize.core.generators import GET_STATE, is_random
 _TALKING = ("_c10d_functional", "_dtensor")
 
 
-def drop_dead_code(graph: fx.Graph) -> int:
-    """Erase nodes that nobody uses, in one backward sweep; random ops and collectives stay."""
-    erased = 0
-    for node in reversed(graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and not is_impure(node):
-            graph.erase_node(node)
-            erased += 1
-    return erased
-
-
 def is_impure(node: fx.Node) -> bool:
     """Whether a node does more than make its value: draws random numbers, sets a generator, talks to
     other ranks, writes."""
@@ -37,6 +29,16 @@ def is_impure(node: fx.Node) -> bool:
     if getattr(node.target, "namespace", "") in _TALKING or node.target is BARRIER:
         return True
     return is_commit(node) or bool(written_nodes(node))
+
+
+def drop_dead_code(graph: fx.Graph, stays: Callable[[fx.Node], bool] = is_impure) -> int:
+    """Erase nodes without users for which `stays` is false, in one backward sweep; returns how many."""
+    erased = 0
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and not stays(node):
+            graph.erase_node(node)
+            erased += 1
+    return erased
 
 
 def is_number(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat import FakeTensorMode, values_unread
+from functionalize.core.torch_release import minor_of
 
 aten = torch.ops.aten
 
@@ -117,7 +118,7 @@ def _transformed(
 def _mended() -> dict[Any, Callable[..., Any]]:
     """The kernels that the installed torch needs."""
     found: dict[Any, Callable[..., Any]] = {}
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    release = minor_of(torch.__version__)
     if release < (2, 13):
         # torch's own writes to the last part, of which there is none
         found[aten.split.Tensor] = _split

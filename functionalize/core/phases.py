@@ -24,7 +24,6 @@ from functionalize._compat import BACKWARD, RECOMPUTE
 from functionalize.core.waits import WAIT
 
 FORWARD, OPTIMIZER = "forward", "optimizer"
-PHASES = (FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER)
 
 
 def phase_of(node: fx.Node) -> str | None:

@@ -45,6 +45,7 @@ from functionalize.core.program import (
 from functionalize.core.values import View
 from functionalize.core.waits import sink_waits
 from functionalize.core.where import line_of
+from functionalize.core.wrappers import plain_tensors
 from functionalize.errors import FunctionalizeError
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.ledger import Fact
@@ -236,7 +237,7 @@ class Builder:
         """
         seen: dict[int, set[int]] = {}
         for leaf in [*leaves, *arguments]:
-            for t in inner_tensors(leaf) if id(leaf) not in outside else []:
+            for t in plain_tensors(leaf) if id(leaf) not in outside else []:
                 seen.setdefault(self.recorder.storages.ref(t).storage, set()).add(id(t))
         self._shared = {storage for storage, objects in seen.items() if len(objects) > 1}
         places = {id(leaf): i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
@@ -347,12 +348,3 @@ def _is_view_call(node: fx.Node) -> bool:
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
-
-
-def inner_tensors(leaf: Any) -> list[Tensor]:
-    """The plain tensors inside a leaf: itself, or those of a wrapper subclass."""
-    if not isinstance(leaf, Tensor):
-        return []
-    if is_traceable_wrapper_subclass(leaf):
-        return [t for n in leaf.__tensor_flatten__()[0] for t in inner_tensors(getattr(leaf, n))]
-    return [leaf]

@@ -34,6 +34,7 @@ from functionalize.core.resize import checked_nbytes
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.core.where import located
+from functionalize.core.wrappers import plain_tensors
 from functionalize.errors import ForeignStorageError, FunctionalizeError
 from functionalize.frontend.checks import Checks
 from functionalize.frontend.handed import ScalarArguments, has_live
@@ -386,5 +387,6 @@ class Recorder(Watcher):
 
     def _resize_inner(self, tensor: Any, nbytes: int) -> None:
         """A resize of a wrapper subclass is one of each inner tensor."""
-        for name in tensor.__tensor_flatten__()[0]:
-            torch.ops.inductor.resize_storage_bytes_(getattr(tensor, name), nbytes)
+        with self:
+            for inner in plain_tensors(tensor):
+                RESIZE_STORAGE(inner, nbytes)

@@ -11,7 +11,7 @@ Seen in torch 2.11 (one parameter group per module) to 2.15 (gradients accumulat
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from functionalize._compat import fsdp_lazy_init, fsdp_state_of
 from functionalize.core.inputs import Call
 from functionalize.frontend.fsdp_contract import MOVED, Handling, is_writable, names
+from functionalize.planning.timeline import Category
 
 # Numbers, names and dtypes: what is compared by value, and written as it is.
 PLAIN = (bool, int, float, str, enum.Enum, type(None), torch.dtype)
@@ -163,6 +164,16 @@ def set_up_fsdp(module: nn.Module, goal: Sequence[SetUp]) -> None:
 
 # -- tensors ---------------------------------------------------------------------------------------
 
+_CATEGORIES: Mapping[str, Category] = {
+    "_sharded_param_data": Category.SHARDED_PARAMETERS,
+    "sharded_param": Category.SHARDED_PARAMETERS,
+    "all_gather_outputs": Category.UNSHARDED_PARAMETERS,
+    "_unsharded_inner_tensors": Category.UNSHARDED_PARAMETERS,
+    "_unsharded_param": Category.UNSHARDED_PARAMETERS,
+    "unsharded_accumulated_grad": Category.UNSHARDED_GRADIENTS,
+    "_partial_reduce_output": Category.SHARDED_GRADIENTS,
+}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FSDPTensor:
@@ -171,6 +182,11 @@ class FSDPTensor:
     param: Any
     attribute: str
     index: int | None = None
+
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        return _CATEGORIES.get(self.attribute, Category.UNKNOWN)
 
     def resolve(self, call: Call) -> Any:
         value = getattr(self.param, self.attribute)
@@ -207,6 +223,16 @@ def fsdp_unsharded(module: nn.Module) -> Iterator[Tensor]:
         yield from getattr(param, "_unsharded_inner_tensors", ())
         if hasattr(param, "_unsharded_param"):
             yield param._unsharded_param
+
+
+def fsdp_padded(under: Under) -> Iterator[tuple[Tensor, int]]:
+    """Tensors that FSDP2 may pad, each with how many of its elements hold something."""
+    for _, param in fsdp_params(under):
+        shard = getattr(param, "_sharded_param_data", None)
+        if isinstance(shard, Tensor):
+            yield shard, param.sharded_size.numel()
+        if len(param.all_gather_outputs) == 1 and hasattr(param, "_unsharded_param"):
+            yield param.all_gather_outputs[0], param._orig_size.numel()
 
 
 def fsdp_slots(under: Under) -> Iterator[tuple[str, FSDPTensor]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -30,6 +30,7 @@ from functionalize.core.values import View
 from functionalize.frontend.arguments import flatten_result
 from functionalize.frontend.build import Builder
 from functionalize.frontend.dispatch import Recorder
+from functionalize.planning.timeline import Category
 from functionalize.run.boxed import boxed
 
 
@@ -39,6 +40,7 @@ class Saved:
 
     leaf: int
     hint: Any = None
+    category: ClassVar[Category] = Category.SAVED_ACTIVATIONS
 
     def resolve(self, call: Call) -> Any:
         return call.leaves[self.leaf]

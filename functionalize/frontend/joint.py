@@ -34,7 +34,8 @@ from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.program import Program, Result
 from functionalize.core.split import Split, split
 from functionalize.core.unused import drop_unused_inputs
-from functionalize.frontend.build import Builder, GivenInput, inner_tensors
+from functionalize.core.wrappers import plain_tensors
+from functionalize.frontend.build import Builder, GivenInput
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.fsdp import (
     FSDPTensor,
@@ -75,7 +76,7 @@ class Boundary:
         """Look at everything when the forward has ended. changed: what it did that a replay would not."""
         recorder.checks.check_generators("after its last random op")
         modules = list(entry.roots.modules.values())
-        plain = [t for m in modules for u in fsdp_unsharded(m) for t in inner_tensors(u)]
+        plain = [t for m in modules for u in fsdp_unsharded(m) for t in plain_tensors(u)]
         unsharded = {recorder.storages.ref(t).storage for t in plain}
         log = recorder.scalar_log
         return Boundary(

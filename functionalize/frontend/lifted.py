@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from functionalize.core.inputs import Call
 from functionalize.frontend.live import is_live, plain, shown
+from functionalize.planning.timeline import Category
 
 if TYPE_CHECKING:
     from functionalize.frontend.dispatch import Recorder
@@ -62,6 +63,7 @@ class HyperparameterNumber:
     index: int | None
     length: int
     kind: type
+    category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def number(self) -> Any:
         """The number now; raises `LookupError` if there is none of its type."""

@@ -18,9 +18,8 @@ from torch import Tensor
 from functionalize.core.inputs import Argument, Call, InputSpec, Source, WholeStorage
 from functionalize.core.ops import Geometry
 from functionalize.core.program import Program
-from functionalize.frontend.build import inner_tensors
-from functionalize.frontend.fsdp import FSDPTensor, fsdp_params
-from functionalize.frontend.lifted import HyperparameterNumber
+from functionalize.core.wrappers import plain_tensors
+from functionalize.frontend.fsdp import FSDPTensor, fsdp_padded
 from functionalize.frontend.places import Places
 from functionalize.frontend.reach import Roots
 from functionalize.frontend.sources import (
@@ -33,22 +32,8 @@ from functionalize.frontend.sources import (
     Slot,
 )
 from functionalize.frontend.storage_table import StorageTable
+from functionalize.planning.categories import category_of
 from functionalize.planning.timeline import Category
-
-_OF_FSDP = {
-    "_sharded_param_data": Category.SHARDED_PARAMETERS,
-    "sharded_param": Category.SHARDED_PARAMETERS,
-    "all_gather_outputs": Category.UNSHARDED_PARAMETERS,
-    "_unsharded_inner_tensors": Category.UNSHARDED_PARAMETERS,
-    "_unsharded_param": Category.UNSHARDED_PARAMETERS,
-    "unsharded_accumulated_grad": Category.UNSHARDED_GRADIENTS,
-    "_partial_reduce_output": Category.SHARDED_GRADIENTS,
-}
-_GRADIENT_OF = {
-    Category.UNSHARDED_PARAMETERS: Category.UNSHARDED_GRADIENTS,
-    Category.SHARDED_PARAMETERS: Category.SHARDED_GRADIENTS,
-}
-
 
 Place = tuple[str, Source]
 SerialOf = Callable[[Tensor], int | None]  # the number of a tensor's storage in a recording
@@ -74,30 +59,13 @@ _RANKS: dict[type, int] = {
 }
 
 
-def category_of(source: Source) -> Category:
-    """What a tensor is for, by the place where it is found."""
-    if isinstance(source, Inner):
-        return category_of(source.of)
-    if isinstance(source, FSDPTensor):
-        return _OF_FSDP.get(source.attribute, Category.UNKNOWN)
-    if isinstance(source, Gradient):
-        return _GRADIENT_OF.get(category_of(source.of), Category.SHARDED_GRADIENTS)
-    if isinstance(source, (OptimizerState, GroupTensor, HyperparameterNumber)):
-        return Category.OPTIMIZER_STATE
-    if isinstance(source, OptimizerParameter):
-        return Category.SHARDED_PARAMETERS
-    if isinstance(source, ModuleTensor):
-        return Category.SHARDED_PARAMETERS if source.table == "_parameters" else Category.BUFFERS
-    return Category.INPUTS if isinstance(source, Argument) else Category.BUFFERS
-
-
 def _rank(source: Any) -> int:
     """Which of the places of a storage tells most; the smallest does."""
     kind = type(source)
     if kind is Inner:
         return _rank(source.of)
     if kind is FSDPTensor:
-        return 0 if source.attribute in ("_sharded_param_data", "sharded_param") else 1
+        return 0 if source.category is Category.SHARDED_PARAMETERS else 1
     if kind is Gradient and type(source.of) is FSDPTensor:
         return 2
     return _RANKS.get(kind, 7)
@@ -105,21 +73,12 @@ def _rank(source: Any) -> int:
 
 def own_bytes(roots: Roots, serial_of: SerialOf) -> dict[int, int]:
     """Bytes of FSDP2's storages that hold something."""
-    found: dict[int, int] = {}
-    for root in roots.modules.values():
-        for _, param in fsdp_params(root):
-            shard = getattr(param, "_sharded_param_data", None)
-            if isinstance(shard, Tensor):
-                _note(found, serial_of(shard), shard, param.sharded_size.numel())
-            if len(param.all_gather_outputs) == 1 and hasattr(param, "_unsharded_param"):
-                whole = param.all_gather_outputs[0]
-                _note(found, serial_of(whole), whole, param._orig_size.numel())
-    return found
-
-
-def _note(found: dict[int, int], serial: int | None, tensor: Tensor, elements: int) -> None:
-    if serial is not None:
-        found[serial] = elements * tensor.dtype.itemsize
+    padded = (pair for root in roots.modules.values() for pair in fsdp_padded(root))
+    return {
+        serial: elements * tensor.dtype.itemsize
+        for tensor, elements in padded
+        if (serial := serial_of(tensor)) is not None
+    }
 
 
 def origins(places: Places, storages: StorageTable) -> dict[int, Origin]:
@@ -197,7 +156,7 @@ def gradients(
     """The storages that a step leaves in the places of gradients. leaves: of its arguments."""
     found = {}
     for _, slot in slots:
-        for tensor in inner_tensors(slot.resolve(Call(leaves, []))):
+        for tensor in plain_tensors(slot.resolve(Call(leaves, []))):
             serial = serial_of(tensor)
             if serial is not None:
                 found[serial] = category_of(slot)

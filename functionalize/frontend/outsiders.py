@@ -23,6 +23,7 @@ from torch import Tensor
 from functionalize._compat import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
 from functionalize.core.fake_mode import fake_like
 from functionalize.core.ops import TensorRef, geometry_of
+from functionalize.core.wrappers import plain_tensors
 from functionalize.errors import UncapturableError
 from functionalize.frontend.op_kinds import check_plain, storage_of
 from functionalize.frontend.storage_table import StorageTable
@@ -30,10 +31,10 @@ from functionalize.frontend.storage_table import StorageTable
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A fake of a tensor, with as many bytes under it: `fake_like` makes only what the tensor reaches."""
-    for real in _plain(tensor):
+    for real in plain_tensors(tensor):
         check_plain(real)
     fake: Tensor = fake_like(mode, tensor)
-    for made, real in zip(_plain(fake), _plain(tensor), strict=True):
+    for made, real in zip(plain_tensors(fake), plain_tensors(tensor), strict=True):
         nbytes = storage_of(real).nbytes()
         if storage_of(made).nbytes() != nbytes:
             storage_of(made).resize_(nbytes)
@@ -42,16 +43,7 @@ def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor, or what a wrapper subclass holds, is a fake."""
-    return all(isinstance(t, FakeTensor) for t in _plain(tensor))
-
-
-def _plain(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors inside one."""
-    if is_traceable_wrapper_subclass_type(type(tensor)):
-        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        inner = [getattr(tensor, n) for n in names]  # a device mesh may be among them
-        return [t for part in inner if isinstance(part, Tensor) for t in _plain(part)]
-    return [tensor]
+    return all(isinstance(t, FakeTensor) for t in plain_tensors(tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from functionalize._compat import hook_functions
 from functionalize.core.inputs import Call
 from functionalize.frontend.fsdp import fsdp_states
+from functionalize.planning.timeline import Category
 
 _MAX_OBJECTS = 20_000  # a bound on the search, far above what a training script reaches
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
@@ -50,6 +51,7 @@ class Held:
 
     container: Any
     key: Any
+    category: ClassVar[Category] = Category.BUFFERS
 
     def resolve(self, call: Call | None = None) -> Any:
         container = self.container

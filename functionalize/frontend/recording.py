@@ -48,8 +48,9 @@ from functionalize.core.ops import OpRecord, refs_in
 from functionalize.core.program import Constant, OutputRole, Program
 from functionalize.core.unused import drop_unused_inputs
 from functionalize.core.where import line_of
+from functionalize.core.wrappers import plain_tensors
 from functionalize.frontend.arguments import flatten_result, hidden
-from functionalize.frontend.build import Builder, GivenInput, inner_tensors
+from functionalize.frontend.build import Builder, GivenInput
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.fsdp import fsdp_keepalives
 from functionalize.frontend.fsdp_state import FSDPEffects, FSDPState, FSDPStateGuard
@@ -260,7 +261,7 @@ class Recording:
         self.recorder, self.entry, self.exit = recorder, entry, exit
         modules = list(entry.roots.modules.values())
         held = [*exit.leaves, *fsdp_keepalives(modules)]
-        known = {recorder.storages.ref(t).storage for leaf in held for t in inner_tensors(leaf)}
+        known = {recorder.storages.ref(t).storage for leaf in held for t in plain_tensors(leaf)}
         known |= {e.ref.storage for e in recorder.storages.externals}
         self.left = [i for i in recorder.storages.infos if i.serial not in known and i.alive]
         if self.left:  # some may be garbage in cycles, which is not collected during a capture

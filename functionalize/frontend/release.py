@@ -20,21 +20,12 @@ import torch
 from torch import nn
 
 from functionalize.core.rules.collectives import unlisted_ops
+from functionalize.core.torch_release import minor_of, release_of
 from functionalize.errors import UntestedTorchWarning
 from functionalize.frontend.fsdp import fsdp_contexts, fsdp_groups, fsdp_params, fsdp_states
 from functionalize.frontend.fsdp_contract import unknown_attributes, unknown_attributes_of
 
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-
-
-def release_of(version: str) -> str:
-    """`2.13.0+cpu` as `2.13.0`."""
-    return version.partition("+")[0]
-
-
-def minor_of(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` as `(2, 13)`."""
-    return tuple(int(part) for part in release_of(version).split(".")[:2])
 
 
 def is_tested(version: str) -> bool:

@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import reduce
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat import is_dtensor_type, is_traceable_wrapper_subclass
 from functionalize.core.inputs import Argument, Call, Source
+from functionalize.core.wrappers import plain_tensors_by_path
 from functionalize.frontend.fsdp import fsdp_parameters, fsdp_slots, fsdp_tensors
 from functionalize.frontend.fsdp_state import FSDPEffects
 from functionalize.frontend.reach import NUMBERS, Held, Roots
+from functionalize.planning.categories import category_of
+from functionalize.planning.timeline import Category
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +34,11 @@ class ModuleTensor:
     module: nn.Module
     table: str
     name: str
+
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        return Category.SHARDED_PARAMETERS if self.table == "_parameters" else Category.BUFFERS
 
     @property
     def entries(self) -> dict[str, Tensor | None]:
@@ -60,6 +68,12 @@ class Gradient:
 
     of: Source
 
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        unsharded = category_of(self.of) is Category.UNSHARDED_PARAMETERS
+        return Category.UNSHARDED_GRADIENTS if unsharded else Category.SHARDED_GRADIENTS
+
     def resolve(self, call: Call) -> Any:
         return self.of.resolve(call).grad
 
@@ -76,6 +90,7 @@ class OptimizerState:
     group: int
     index: int
     key: str
+    category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
         param = self.optimizer.param_groups[self.group]["params"][self.index]
@@ -89,6 +104,7 @@ class OptimizerParameter:
     optimizer: torch.optim.Optimizer
     group: int
     index: int
+    category: ClassVar[Category] = Category.SHARDED_PARAMETERS
 
     def resolve(self, call: Call) -> Any:
         return self.optimizer.param_groups[self.group]["params"][self.index]
@@ -101,6 +117,7 @@ class GroupTensor:
     optimizer: torch.optim.Optimizer
     group: int
     key: str
+    category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
         return self.optimizer.param_groups[self.group][self.key]
@@ -113,26 +130,20 @@ class Inner:
     of: Source
     attribute: str
 
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        return category_of(self.of)
+
     def resolve(self, call: Call) -> Any:
         return getattr(self.of.resolve(call), self.attribute)
 
 
 def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Source, Tensor]]:
     """`value` itself, or the plain tensors inside it, each with its source."""
-    if type(value) in _PLAIN:  # the others are asked, which takes time
-        yield name, source, value
-    elif is_dtensor_type(type(value)):  # type: ignore[arg-type]
-        yield from unwrapped(name, Inner(source, "_local_tensor"), value._local_tensor)
-    elif is_traceable_wrapper_subclass(value):
-        for attribute in value.__tensor_flatten__()[0]:
-            inner = getattr(value, attribute)
-            short = name if attribute == "_local_tensor" else f"{name}.{attribute}"
-            yield from unwrapped(short, Inner(source, attribute), inner)
-    elif isinstance(value, Tensor):
-        yield name, source, value
-
-
-_PLAIN = (Tensor, nn.Parameter)
+    for path, tensor in plain_tensors_by_path(value):
+        short = ".".join([name, *(part for part in path if part != "_local_tensor")])
+        yield short, reduce(Inner, path, source), tensor
 
 
 def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:

@@ -50,6 +50,7 @@ from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.core.storage import FunctionalStorage
 from functionalize.core.values import View
 from functionalize.core.where import located
+from functionalize.core.wrappers import plain_tensors, plain_tensors_by_path
 from functionalize.errors import ForeignStorageError, FunctionalizeError, UnsupportedOpError
 from functionalize.frontend.calls import map_tensors, on_original, plain_int, returned
 from functionalize.frontend.op_kinds import is_composite, is_metadata, only_looks, tensors_in
@@ -118,10 +119,8 @@ class Substitution(TorchDispatchMode):
     def _bring_in(self, name: str, tensor: Tensor) -> None:
         """An input; those that share a storage share a debtor, though a wrapper of each may hide it."""
         if is_traceable_wrapper_subclass(tensor):
-            for attribute in tensor.__tensor_flatten__()[0]:
-                inner = getattr(tensor, attribute)
-                if isinstance(inner, Tensor):
-                    self._bring_in(f"{name}.{attribute}", inner)
+            for path, inner in plain_tensors_by_path(tensor):
+                self._bring_in(".".join([name, *path]), inner)
             return
         try:
             address = tensor.untyped_storage()._cdata
@@ -183,9 +182,9 @@ class Substitution(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             if func is not RESIZE_STORAGE:
                 return NotImplemented
-            for name in args[0].__tensor_flatten__()[0]:
-                with self:
-                    RESIZE_STORAGE(getattr(args[0], name), args[1])
+            with self:
+                for inner in plain_tensors(args[0]):
+                    RESIZE_STORAGE(inner, args[1])
             return None
         parts = one_by_one(func, args, kwargs, self._place, span_of, number_at)
         if parts is not None:
@@ -358,9 +357,9 @@ class Substitution(TorchDispatchMode):
 
         def traced(tensor: Tensor) -> Tensor:
             if is_traceable_wrapper_subclass(tensor):
-                for name in tensor.__tensor_flatten__()[0]:
-                    if is_functional(getattr(tensor, name)):
-                        traced(getattr(tensor, name))
+                for inner in filter(is_functional, plain_tensors(tensor)):
+                    traced(inner)
+                return tensor
             debtor = self._debtor_of(tensor)
             if debtor is None or any(tensor is t for t in debtor.tensors):
                 return tensor

@@ -28,7 +28,7 @@ from functionalize._compat import BACKWARD, RECOMPUTE
 from functionalize.core.aliases import is_view, results
 from functionalize.core.epilogue import Copy
 from functionalize.core.generators import GET_STATE
-from functionalize.core.inputs import Argument, Captured, InputSpec, WholeStorage
+from functionalize.core.inputs import Argument, Captured, InputSpec, Source, WholeStorage
 from functionalize.core.metas import tensors_of
 from functionalize.core.phases import FORWARD, OPTIMIZER, phase_of
 from functionalize.core.program import Program
@@ -42,15 +42,6 @@ _ARITHMETIC = ("add", "sub", "mul", "div", "_to_copy", "clone", "copy", "copy_",
 _LISTS = tuple(f"_foreach_{name}" for name in ("add", "mul", "div", "copy", "add_", "mul_", "div_"))
 _TRANSFERS = frozenset((*_PACKS, *_ARITHMETIC, *_LISTS, "div_", "select_scatter", "as_strided"))
 _REDUCTION, _UPDATE = 1, 2  # what may lie on the way of a gradient
-_KEPT_BY_FSDP2 = {  # attributes of FSDP2's own objects
-    "unsharded_accumulated_grad": Category.UNSHARDED_GRADIENTS,
-    "_partial_reduce_output": Category.SHARDED_GRADIENTS,
-    "all_gather_outputs": Category.UNSHARDED_PARAMETERS,
-    "_unsharded_inner_tensors": Category.UNSHARDED_PARAMETERS,
-    "_unsharded_param": Category.UNSHARDED_PARAMETERS,
-    "_sharded_param_data": Category.SHARDED_PARAMETERS,
-    "sharded_param": Category.SHARDED_PARAMETERS,
-}
 
 
 class Categories:
@@ -266,32 +257,21 @@ class Categories:
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-def category_of_input(spec: InputSpec, inputs: tuple[InputSpec, ...]) -> Category:
-    """What an input is for, by where it lives. Sources are the front end's: told apart by what they hold."""
-    source: Any = spec.source
-    while True:
-        attribute = getattr(source, "attribute", None)
-        if attribute in _KEPT_BY_FSDP2:
-            return _KEPT_BY_FSDP2[attribute]
-        if hasattr(source, "optimizer"):  # a parameter has no key in the state, nor in the group
-            state = hasattr(source, "key")
-            return Category.OPTIMIZER_STATE if state else Category.SHARDED_PARAMETERS
-        if not hasattr(source, "of"):
-            break
-        if attribute is None:  # `.grad` of another source
-            return Category.SHARDED_GRADIENTS
-        source = source.of
-    if isinstance(source, WholeStorage):
-        return category_of_input(inputs[source.input], inputs)
-    if hasattr(source, "table"):
-        parameter = source.table == "_parameters"
-        return Category.SHARDED_PARAMETERS if parameter else Category.BUFFERS
+def category_of(source: Source) -> Category:
+    """What a tensor is for, by where it lives: sources of the front end have a `category`."""
     if isinstance(source, Argument):
         return Category.INPUTS
-    if hasattr(source, "leaf"):  # of a backward: what its forward saved
-        return Category.SAVED_ACTIVATIONS
-    held = isinstance(source, Captured) or hasattr(source, "container")
-    return Category.BUFFERS if held else Category.UNKNOWN
+    if isinstance(source, Captured):
+        return Category.BUFFERS
+    found: Category = getattr(source, "category", Category.UNKNOWN)
+    return found
+
+
+def category_of_input(spec: InputSpec, inputs: tuple[InputSpec, ...]) -> Category:
+    """What an input is for; the whole storage of another input is for what that one is for."""
+    while isinstance(spec.source, WholeStorage):
+        spec = inputs[spec.source.input]
+    return category_of(spec.source)
 
 
 # -- nodes -----------------------------------------------------------------------------------------

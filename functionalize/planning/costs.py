@@ -114,6 +114,9 @@ MACHINES: Mapping[str, Machine] = types.MappingProxyType(
         "b200": _gpu(80e12, 2250e12, 8e12, 900e9, 64e9, 50e9, 4500e12),
     }
 )
+MACHINE_OF: Mapping[str, str] = types.MappingProxyType(  # of a target, where no machine is named
+    {"cuda": "h100", "cpu": "cpu"}
+)
 
 
 def machine_named(name: str, graph: fx.Graph | None = None) -> Machine:
@@ -121,7 +124,7 @@ def machine_named(name: str, graph: fx.Graph | None = None) -> Machine:
     if name == "auto":
         nodes = graph.nodes if graph is not None else ()
         devices = {t.device.type for n in nodes for t in tensors_of(n.meta.get("val"))}
-        name = "h100" if devices - {"cpu", "meta"} else "cpu"
+        name = MACHINE_OF["cuda" if devices - {"cpu", "meta"} else "cpu"]
     if name not in MACHINES:
         raise PassError(f"no machine `{name}`; there are auto, {', '.join(sorted(MACHINES))}")
     return MACHINES[name]

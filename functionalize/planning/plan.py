@@ -35,9 +35,11 @@ from torch import nn
 
 from functionalize._compat import checkpoint_module, pytree
 from functionalize.core.collector import only_young_collections
+from functionalize.core.program import Program
 from functionalize.errors import FunctionalizeError, PlanError
 from functionalize.frontend.choices import Choice
 from functionalize.frontend.fsdp import fsdp_states
+from functionalize.frontend.memory import StepMemory
 from functionalize.frontend.step import CapturedStep, capture
 from functionalize.frontend.world import World, world
 from functionalize.planning.grid import WORLD_KEYS, Point, Wants, of, points
@@ -211,15 +213,8 @@ class Planner:
         args, kwargs = arguments(now.built, made)
         kwargs |= of(point, wants.step)
         called("step", self._step, args, kwargs)
-        run = functools.partial(step, *args, **kwargs)
         step.forget()
-        for _ in range(_MOST_CALLS):
-            run()
-            if step.program is not None:
-                break
-        recorded, program = step.memory, step.program
-        if recorded is None or program is None:
-            raise PlanError(f"the step did not settle\n{step.explain()}")
+        recorded, program, _ = record(step, args, kwargs)
         if point.get("passes"):
             import passes  # the arrow of imports points from passes to here
 
@@ -260,6 +255,21 @@ def called(
             "plan that it takes by name"
         ) from None
     return functools.partial(function, *args, **kwargs)
+
+
+def record(
+    step: CapturedStep,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[StepMemory, Program, int]:
+    """Call a step with `memory=True` until it is recorded: its memory, its program, the number of calls."""
+    for call in range(1, _MOST_CALLS + 1):
+        say(f"recording the step, call {call}")
+        step(*args, **kwargs)
+        if step.program is not None and step.memory is not None:
+            return step.memory, step.program, call
+    raise PlanError(f"the step did not settle in {_MOST_CALLS} calls\n{step.explain()}")
 
 
 def _in_short(error: Exception) -> str:

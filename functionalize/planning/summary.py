@@ -33,7 +33,7 @@ from functionalize.frontend.memory import StepMemory
 from functionalize.planning.communication import Traffic, communication, members_of
 from functionalize.planning.compute import Work, compute
 from functionalize.planning.constants import declared
-from functionalize.planning.costs import MACHINES, Machine
+from functionalize.planning.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.display import human_bytes, human_seconds
 from functionalize.planning.memory import EAGER, PROGRAM, Memory
 from functionalize.planning.step_time import StepTime, step_time
@@ -41,20 +41,14 @@ from functionalize.planning.step_time import StepTime, step_time
 if TYPE_CHECKING:
     from functionalize.planning.plan import Plan, Planner
 
-_MACHINE_OF = {"cuda": "h100", "cpu": "cpu"}  # of a target, where no machine is named
-
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """The figures of one point.
-
-    machine: what is modelled; its name is that of the preset, or `own`. members: the ranks of every process group.
-    """
+    """The figures of one point. machine: what is modelled. members: the ranks of every process group."""
 
     program: Program
     memory: Memory
     machine: Machine
-    machine_name: str
     members: Mapping[str, Sequence[int]]
 
     @staticmethod
@@ -62,19 +56,16 @@ class Figures:
         program: Program, recorded: StepMemory, target: str, machine: str | Machine | None
     ) -> Figures:
         """Made inside the world that the program is of. Raises `PlanError` for a machine that is not known."""
-        given = machine if machine is not None else _MACHINE_OF[target]
-        name = given if isinstance(given, str) else "own"
+        given = machine if machine is not None else MACHINE_OF[target]
         if isinstance(given, str) and given not in MACHINES:
             raise PlanError(f"no machine `{given}`; there are {', '.join(sorted(MACHINES))}")
         if not isinstance(given, (str, Machine)):
             raise PlanError(f"a machine is a name or a `Machine`, not {given!r}")
         program.describe()
         members = members_of(program)
-        constants = declared(name, len(members)) if name != "own" else ()
-        memory = recorded.after(program, constants)
-        return Figures(
-            program, memory, MACHINES[given] if isinstance(given, str) else given, name, members
-        )
+        constants = declared(given, len(members)) if isinstance(given, str) else ()
+        modelled = MACHINES[given] if isinstance(given, str) else given
+        return Figures(program, recorded.after(program, constants), modelled, members)
 
     @cached_property
     def traffic(self) -> list[Traffic]:

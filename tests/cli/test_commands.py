@@ -16,7 +16,7 @@ import pytest
 from tests.cli.entry import TRAINING, Command, command
 
 __all__ = ["command"]
-COMMANDS = ("capture", "show", "opt", "memory", "plan", "demo")
+COMMANDS = ("capture", "show", "opt", "memory", "plan")
 
 
 @pytest.fixture
@@ -444,15 +444,7 @@ def test_a_point_that_failed_says_what_to_do(command: Command, tmp_path: Path) -
     assert "reads.py:" in ran.out and ran.out.count("aten.equal.default decides by data") == 2
 
 
-# -- demo, and other ways in -----------------------------------------------------------------------
-
-
-def test_demo(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("functionalize.cli.demo._BATCHES", (8,))
-    ran = command("demo", columns=80)
-    assert ran.code == 0 and not ran.err and "64 ranks, target cuda" in ran.out
-    for text in ("became one graph", "all_gather_into_tensor", "Peak of eager", "checkpoint"):
-        assert text in " ".join(ran.out.split())
+# -- other ways in --------------------------------------------------------------------------------
 
 
 def run_module(*args: str, more_path: str = "") -> subprocess.CompletedProcess[str]:
@@ -475,7 +467,7 @@ def test_as_a_process_nothing_clutters(tmp_path: Path) -> None:
 def test_without_typer(tmp_path: Path) -> None:
     text = 'raise ModuleNotFoundError("no typer", name="typer")'
     (tmp_path / "typer.py").write_text(text)
-    ran = run_module("demo", more_path=str(tmp_path))
+    ran = run_module("plan", TRAINING, more_path=str(tmp_path))
     assert ran.returncode == 2 and not ran.stdout
     assert 'there is no typer here: pip install "functionalize[cli]"' in ran.stderr
     assert ran.stderr.count("\n") == 1

@@ -12,7 +12,8 @@ import functionalize as fz
 from functionalize._compat import FakeTensorMode
 from functionalize.cli.files import read_graph, write_graph
 from functionalize.cli.graphs import graph_text
-from functionalize.cli.recorded import Job, Recorded, recorded
+from functionalize.cli.recorded import Job, recorded
+from functionalize.cli.recorded_step import Recorded
 from functionalize.errors import LoadError, SaveError
 from functionalize.planning.communication import communication
 from tests.cli.entry import TRAINING
@@ -32,7 +33,7 @@ def test_what_comes_back(tmp_path: Path) -> None:
             found.timeline(),
             communication(found.program),
         )
-    back = Recorded(**read_graph(path))
+    back = read_graph(path)
     assert graph_text(back.program) == text
     assert back.timeline().bytes == timeline.bytes
     assert back.timeline().stacked() == timeline.stacked()

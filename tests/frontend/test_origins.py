@@ -13,7 +13,6 @@ import functionalize as fz
 from functionalize._compat import fake_process_group
 from functionalize.core.inputs import Argument, Captured
 from functionalize.frontend.fsdp import FSDPTensor
-from functionalize.frontend.origins import category_of
 from functionalize.frontend.reach import Held
 from functionalize.frontend.sources import (
     Gradient,
@@ -23,6 +22,7 @@ from functionalize.frontend.sources import (
     OptimizerParameter,
     OptimizerState,
 )
+from functionalize.planning.categories import category_of
 from functionalize.planning.timeline import BEFORE, Allocation, Category, Timeline
 
 

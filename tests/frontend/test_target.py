@@ -29,10 +29,10 @@ from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 import functionalize as fz
 from functionalize._compat import FakeTensorMode, TorchDispatchMode, all_op_names
 from functionalize.core.generators import is_random
+from functionalize.core.torch_release import minor_of
 from functionalize.errors import TargetError
 from functionalize.frontend import attention, autocasts
 from functionalize.frontend.choices import Choice, Choices
-from functionalize.frontend.release import minor_of
 from functionalize.frontend.target import Target, target_named
 from functionalize.frontend.world import world
 

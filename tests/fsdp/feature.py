@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from functionalize.frontend.release import minor_of
+from functionalize.core.torch_release import minor_of
 from tests.fsdp import steps
 from tests.fsdp.models import Build
 from tests.fsdp.twins import MakeStep

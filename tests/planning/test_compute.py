@@ -12,7 +12,7 @@ import torch
 import functionalize as fz
 from benchmarks.capture import VOCABULARY
 from functionalize.core import metas
-from functionalize.frontend.release import minor_of
+from functionalize.core.torch_release import minor_of
 from functionalize.planning.compute import Work, compute
 from functionalize.planning.sums import summed
 from tests.planning.captured import COUNTED_BY_TORCH, LAYERS, TOKENS, WIDTH, recorded

@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import functionalize as fz
 from functionalize.core.rules.collectives import check_known_collective
+from functionalize.core.torch_release import minor_of
 from functionalize.errors import FunctionalizeError
-from functionalize.frontend.release import minor_of
 from tests.ranks import run_on_ranks
 
 FUNCTIONAL = torch.ops._c10d_functional
