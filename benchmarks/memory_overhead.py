@@ -37,7 +37,7 @@ from benchmarks.memory_truth import Case, Subject
 from functionalize.core.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.lifetime_recorder import LifetimeRecorder
-from functionalize.frontend.recording import Entry
+from functionalize.frontend.step_state import EntryState
 
 WAYS = ("eager", "empty", "noted", "recorded", "memory", "capture")
 
@@ -82,7 +82,7 @@ def step_of(way: str, subject: Subject) -> Callable[[Tensor], Any]:
 def recorded(recorder: Recorder, step: Callable[[Tensor], Tensor], x: Tensor) -> None:
     """A step, recorded as `capture` does it."""
     with only_young_collections():
-        entry = Entry.now(step, [x], recorder)
+        entry = EntryState.now(step, [x], recorder)
         if isinstance(recorder, LifetimeRecorder):
             recorder.calls.know(entry.roots)
         with recorder:

@@ -406,14 +406,14 @@ def test_saved_values_go_with_the_outputs() -> None:
     for i in range(3):
         captured(batch(i)).sum().backward()
     out = captured(batch(5))
-    saved = [weakref.ref(t) for t in out.grad_fn.behind._saved]
+    saved = [weakref.ref(t) for t in out.grad_fn.captured._saved]
     assert len(saved) >= 3
     assert captured.stats.replays >= 2
     del out
     gc.collect()
     assert not any(ref() is not None for ref in saved)
     out = captured(batch(6))
-    saved = [weakref.ref(t) for t in out.grad_fn.behind._saved]
+    saved = [weakref.ref(t) for t in out.grad_fn.captured._saved]
     out.sum().backward()
     assert not any(ref() is not None for ref in saved)
 
