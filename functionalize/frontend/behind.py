@@ -114,7 +114,7 @@ class ReplayedForward:
         """A backward whose guards hold, with its inputs; or why there is none."""
         assert self._saved is not None
         values = dict(zip(self._names, self._saved, strict=True))
-        reason = "it was asked for other gradients than any that was recorded"
+        reason = "autograd requests other gradients than in any recorded backward"
         for each in self._forward.backwards:
             if each.requested != requested:
                 continue
@@ -179,7 +179,7 @@ class ReplayedForward:
         """What has changed since the forward began, apart from what `_state_on_entry` restores."""
         program = self._forward.program
         if any(not isinstance(action, Copy) for action in program.epilogue):
-            return "it resizes or replaces a tensor that it was given"
+            return "it resizes or replaces one of its inputs"
         call = Call(self._leaves, [])
         for fact in program.facts:
             failure = None if isinstance(fact, SlotGuard) else fact.failure(call)

@@ -6,7 +6,7 @@
 
 Parameters and arguments are inputs of the node, so that autograd accumulates into their `.grad`, runs the hooks on
 them and answers `torch.autograd.grad` as for any other op. FSDP2's own backward, and leaves inside a reentrant
-checkpoint, run inside the node; whether they are requested is told by the anchor, which requires a gradient, too.
+checkpoint, run inside the node; if autograd requests the anchor's gradient, it requests all of them.
 The callable runs on detached arguments (`DetachedLeaves`), so that its own graph ends at them.
 
 Refusals: a backward that is to be differentiated (`create_graph=True`); one backward through several forwards of an
@@ -176,11 +176,13 @@ def run_backward(
         with _set_aside(inputs):
             torch.autograd.backward(roots, seeds, retain_graph=keep)
             return [t.grad for t in inputs]
-    asked = [t for t, yes in zip(inputs, requested.inputs, strict=True) if yes]
-    if not asked:
+    selected = [t for t, yes in zip(inputs, requested.inputs, strict=True) if yes]
+    if not selected:
         return [None] * len(inputs)
-    with _set_aside(asked):
-        found = iter(torch.autograd.grad(roots, asked, seeds, retain_graph=keep, allow_unused=True))
+    with _set_aside(selected):
+        found = iter(
+            torch.autograd.grad(roots, selected, seeds, retain_graph=keep, allow_unused=True)
+        )
     return [next(found) if yes else None for yes in requested.inputs]
 
 

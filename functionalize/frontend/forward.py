@@ -116,7 +116,7 @@ class CapturedForward(CapturedStep):
         count = self._without_backward[key] = self._without_backward.get(key, 0) + 1
         if count == _PATIENCE + 1:
             log.warning(
-                "%s is captured with its backward, and nobody goes backward from what it returns: call it under "
+                "%s is captured with its backward, and no backward is called on its results: call it under "
                 "torch.no_grad(), or capture it without `backward=True`",
                 self._name,
             )

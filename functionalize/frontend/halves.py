@@ -94,12 +94,14 @@ class PairBuilder(Builder):
         self.names: dict[fx.Node, str] = {}
         self._geometry: dict[fx.Node, tuple[Geometry, torch.device]] = {}
 
-    def half(self, leaves: Sequence[Any], given: Sequence[Any], deferred: Collection[int]) -> Half:
+    def half(
+        self, leaves: Sequence[Any], arguments: Sequence[Any], deferred: Collection[int]
+    ) -> Half:
         """Outputs, epilogue and guards of the ops discharged since the last half.
 
-        leaves: what this side returns. given: leaves of its arguments. deferred: storages that get no epilogue here.
+        leaves: of the result. arguments: the leaves of these. deferred: storages that get no epilogue here.
         """
-        outputs = self.roles(leaves, given)
+        outputs = self.roles(leaves, arguments)
         epilogue: list[Action] = []
         for serial, index in self._home.items():
             if serial not in deferred:
