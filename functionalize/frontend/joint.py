@@ -28,7 +28,6 @@ from typing import Any
 from torch import Tensor
 
 from functionalize._compat import pytree
-from functionalize.core.guards import AliasGuard, Guard, TensorGuard
 from functionalize.core.inputs import Argument, InputSpec, Source
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.program import Program, Result
@@ -43,8 +42,7 @@ from functionalize.frontend.guards import SlotGuard
 from functionalize.frontend.halves import Half, PairBuilder, SavedValue
 from functionalize.frontend.known_storages import External
 from functionalize.frontend.pair import ForwardProgram
-from functionalize.frontend.recording import StepRecording
-from functionalize.frontend.shared import SharedGuard
+from functionalize.frontend.recording import StepRecording, input_guards
 from functionalize.frontend.sources import Slot
 from functionalize.frontend.step_state import EntryState, ExitState
 
@@ -210,11 +208,7 @@ class JointRecording(StepRecording):
         entry = self.end.entry
         changing = (FSDPStateGuard(entry.fsdp), entry.slot_guard)
         program.facts = (*changing, *entry.facts, entry.python_state, *program.facts)
-        program.guards = (
-            *_guards(program, storages, len(program.inputs)),
-            *_shared(program, storages, entry),
-            *half.early_guards,
-        )
+        program.guards = (*input_guards(program, storages, entry), *half.early_guards)
         return program
 
     def _backward(self, builder: PairBuilder, cut: Split, half: Half, forward: Program) -> Program:
@@ -229,12 +223,7 @@ class JointRecording(StepRecording):
         slots = [(n, s) for n, s in self.later.slots if self._uses_slot(program, s)]
         changing = (FSDPStateGuard(self.expected), self._slot_guard(slots))
         program.facts = (*changing, *self.later.facts, *program.facts)
-        count = len(program.inputs) - len(saved)
-        program.guards = (
-            *_guards(program, storages, count),
-            *_shared(program, storages[:count], self.later),
-            *half.early_guards,
-        )
+        program.guards = (*input_guards(program, storages, self.later), *half.early_guards)
         return program
 
     def _slot_guard(self, slots: Sequence[tuple[str, Slot]]) -> SlotGuard:
@@ -278,20 +267,6 @@ def expected_state(end: ForwardEnd, later: FSDPState) -> FSDPState | None:
 
 def _storages(builder: Builder, kept: Sequence[int]) -> tuple[int, ...]:
     return tuple(builder.storage_of_input[i] for i in kept if i < len(builder.storage_of_input))
-
-
-def _shared(program: Program, storages: tuple[int, ...], entry: EntryState) -> tuple[Guard, ...]:
-    """The guard on other places with tensors on the inputs' storages."""
-    places = [entry.places.shared.get(storage, []) for storage in storages]
-    return SharedGuard.of(program.inputs[: len(storages)], places)
-
-
-def _guards(program: Program, storages: tuple[int, ...], count: int) -> Iterator[Guard]:
-    """Guards for the inputs that are not saved values."""
-    for i, spec in enumerate(program.inputs[:count]):
-        yield TensorGuard(i, spec)
-    if count:
-        yield AliasGuard(storages[:count], tuple(spec.name for spec in program.inputs[:count]))
 
 
 def _with_geometry(saved: Sequence[InputSpec], cut: Split, forward: Program) -> list[InputSpec]:

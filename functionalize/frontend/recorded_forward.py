@@ -99,20 +99,16 @@ class RecordedForward:
         rerun_of: ForwardProgram | None,
     ) -> None:
         assert isinstance(call.leaves, DetachedLeaves)
-        self._owner, self._recorder, self._call, self._leaves = (
-            owner,
-            run.recorder,
-            call,
-            call.leaves,
-        )
+        self._owner, self._recorder = owner, run.recorder
+        self._call, self._leaves = call, call.leaves
         self._end: ForwardEnd | None = end
         self._rerun_of, self._result = rerun_of, plain_tree(run.result)
         flat = flatten_result(self._result)[0]
         outputs = {id(leaf): leaf for leaf in flat if is_output(leaf)}
         self._outputs: list[Tensor] = list(outputs.values())
         self._watched: list[tuple[Tensor, int]] = []
-        self._note_returned_parameters(flat)
         self.parameters = tuple(self._parameters(end.entry))
+        self._note_returned_parameters(flat)
         found = [source.resolve(Call(self._leaves, [])) for source in self.parameters]
         self._inputs = [self._leaves[i] for i in self._leaves.detached] + found
 

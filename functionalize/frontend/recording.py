@@ -195,12 +195,7 @@ class StepRecording:
             self.entry.python_state,
             *program.facts,
         )
-        places = [self.entry.places.shared.get(storage, []) for storage in storages]
-        program.guards = (
-            *_input_guards(program, storages),
-            *SharedGuard.of(program.inputs, places),
-            *early,
-        )
+        program.guards = (*input_guards(program, storages, self.entry), *early)
         return program
 
     def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
@@ -236,7 +231,11 @@ def _is_changeable(value: Any) -> bool:
     return array or kind in (set, bytearray, types.SimpleNamespace)
 
 
-def _input_guards(program: Program, storages: tuple[int, ...]) -> list[Guard]:
-    guards: list[Guard] = [TensorGuard(i, spec) for i, spec in enumerate(program.inputs)]
-    names = tuple(spec.name for spec in program.inputs)
-    return [*guards, AliasGuard(storages, names)] if names else guards
+def input_guards(program: Program, storages: tuple[int, ...], entry: EntryState) -> Iterator[Guard]:
+    """Guards on the first inputs, which are on these storages: geometry, aliases, other places on the storages."""
+    inputs = program.inputs[: len(storages)]
+    for i, spec in enumerate(inputs):
+        yield TensorGuard(i, spec)
+    if inputs:
+        yield AliasGuard(storages, tuple(spec.name for spec in inputs))
+    yield from SharedGuard.of(inputs, [entry.places.shared.get(s, []) for s in storages])
