@@ -37,7 +37,7 @@ from benchmarks.memory_truth import Case, Subject
 from functionalize.core.collector import only_young_collections
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.lifetime_recorder import LifetimeObserver
-from functionalize.frontend.recording import Entry
+from functionalize.frontend.step_state import EntryState
 
 WAYS = ("eager", "empty", "noted", "recorded", "memory", "capture")
 
@@ -84,7 +84,7 @@ def recorded(
     """A step, recorded as `capture` does it."""
     recorder = Recorder(ignore_fake=True, live=True, observer=observer)
     with only_young_collections():
-        entry = Entry.now(step, [x], recorder)
+        entry = EntryState.now(step, [x], recorder)
         if observer is not None:
             observer.notes.calls.know(entry.roots)
         with recorder:

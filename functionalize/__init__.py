@@ -3,9 +3,9 @@
 from functionalize.aot import aot_function, functionalize_storage, resize_storage_bytes_
 from functionalize.core.program import Program
 from functionalize.errors import FunctionalizeError
+from functionalize.frontend.entry import capture
 from functionalize.frontend.persist import load
 from functionalize.frontend.record_memory import record_memory
-from functionalize.frontend.step import capture
 from functionalize.frontend.target import Target
 from functionalize.frontend.world import world
 from functionalize.planning.plan import plan

@@ -1,16 +1,16 @@
-"""Ranks agree on replay or capture where they could differ: programs that read a number in the middle.
+"""How ranks agree on replay or capture where they could differ: on programs that read a number in the middle.
 
 Eager and replay issue the same collectives in the same order, so a rank that replays works with one that
-records, whatever guard failed before. A number that Python reads (`.item()`) is known only after the graph
+records, whichever guard failed before. A number that Python reads (`.item()`) is known only after the graph
 ran with its collectives: a rank that then ran the step again would issue them twice, alone. So the ranks of
-such a program agree three times: when it is kept (all keep theirs, or none does), before each replay (all have
-one, or all record), and after its graph ran (every number is as it was, or all run the step again).
+such a program vote three times: after a recording (all keep their programs, or none does), before each replay (all
+have a program, or all record), and after the graph ran (every number is as it was, or all run the step again).
 
 A pass may merge, split or drop collectives. A program after such a pass works with the same program only, so its
-ranks agree likewise, and a replay takes part with the fingerprint of what its graph issues: where two differ
-(other shapes, other budgets), all ranks run the step as it is written.
+ranks vote likewise, and before a replay each sends the fingerprint of the collectives that its graph issues: where
+two differ (other shapes, other budgets), all ranks run the step eagerly.
 
-Refusal: a rank that does not take part in time, because its step reads no number where another's does.
+Refusal: a rank that does not vote in time, because its step reads no number where another's does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from functionalize.frontend.dispatch import Recorder
 _NAMESPACE = "_c10d_functional"
 _PATIENCE = timedelta(minutes=5)
 
-Issued = Mapping[str, int]  # a fingerprint per process group, see core/sequence.py
+Fingerprints = Mapping[str, int]  # of the collectives in each process group, see core/sequence.py
 
 
 def collectives(program: Program) -> Counter[str]:
@@ -50,7 +50,11 @@ def collectives(program: Program) -> Counter[str]:
 
 
 class Level(enum.IntEnum):
-    """What became of a recording, or of a replay's guards; ranks go by the worst among them."""
+    """What one rank says in a vote. All ranks go by the worst, which is the greatest.
+
+    KEPT: it keeps its recording, or has a program whose guards hold. DIFFERENT: so have all, but their programs issue
+    different collectives. NOT_YET: it warms up, or a guard failed. REFUSED: it cannot capture the step.
+    """
 
     KEPT = 0
     DIFFERENT = 1
@@ -59,24 +63,27 @@ class Level(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Vote:
-    """The process groups of a step in which ranks could differ. compares: passes may have changed what it issues."""
+class RankVote:
+    """A vote of the ranks of some process groups.
+
+    device: of the flags sent. compares: passes may have changed collectives, so that ranks compare fingerprints.
+    """
 
     groups: tuple[str, ...]
     device: torch.device
     compares: bool = False
 
     @staticmethod
-    def of(recorder: Recorder, compares: bool = False) -> Vote | None:
-        """None where the ranks cannot differ in what they issue."""
+    def of(recorder: Recorder, compares: bool = False) -> RankVote | None:
+        """The vote for the program of a recording; None if its ranks cannot differ in the collectives they issue."""
         if not compares and not reads_numbers(recorder):
             return None
-        vote = Vote.among(recorder)
+        vote = RankVote.among(recorder)
         return replace(vote, compares=compares) if vote is not None else None
 
     @staticmethod
-    def among(recorder: Recorder) -> Vote | None:
-        """The vote of all ranks that a recording talked with, None if there are none."""
+    def among(recorder: Recorder) -> RankVote | None:
+        """The vote of all ranks that the recorded collectives communicate with; None without collectives."""
         names: dict[str, torch.device] = {}
         for record in recorder.records:
             for name in groups_of(record.target, record.args):
@@ -85,14 +92,14 @@ class Vote:
                     recorder.storages.infos[refs[0].storage].device if refs else torch.device("cpu")
                 )
                 names.setdefault(name, device)
-        return Vote(tuple(names), next(iter(names.values()))) if names else None
+        return RankVote(tuple(names), next(iter(names.values()))) if names else None
 
-    def __or__(self, other: Vote | None) -> Vote:
+    def __or__(self, other: RankVote | None) -> RankVote:
         """The vote for programs of both."""
         if other is None:
             return self
         groups = tuple(dict.fromkeys((*other.groups, *self.groups)))
-        return Vote(groups, self.device, self.compares or other.compares)
+        return RankVote(groups, self.device, self.compares or other.compares)
 
     def any_failed(self, failed: bool) -> bool:
         """Whether a guard failed on any rank of any of the groups."""
@@ -105,22 +112,22 @@ class Vote:
             _all_reduce_max(flag, name)
         return Level(int(flag))
 
-    def before_replay(self, issued: Issued | None) -> Level:
-        """What to do, from what every rank's program issues (a fingerprint per group; None: it has no program).
+    def before_replay(self, fingerprints: Fingerprints | None) -> Level:
+        """What all ranks do with this call. fingerprints: of the collectives of this rank's program; None: it has none.
 
-        `KEPT`: replay. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they do not fit together.
-        A rank learns of a difference that others found in a later group when the groups come round again.
+        `KEPT`: replay. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they issue different collectives.
         """
-        mine = Level.KEPT if issued is not None else Level.NOT_YET
+        mine = Level.KEPT if fingerprints is not None else Level.NOT_YET
         if not self.compares:
             return self.worst(mine)
         for name in self.groups:
             # Equal on all ranks if the greatest of them is minus the greatest of the negatives.
-            sent = (issued or {}).get(name, 0)
+            sent = (fingerprints or {}).get(name, 0)
             flag = torch.tensor([int(mine), sent, -sent], device=self.device)
             _all_reduce_max(flag, name)
             level, high, low = flag.tolist()
             mine = Level(max(level, Level.DIFFERENT if high != -low else Level.KEPT))
+        # A second round: the ranks of an earlier group learn what was found in a later one.
         return replace(self, groups=self.groups[:-1]).worst(mine)
 
 

@@ -1,15 +1,16 @@
-"""Where autograd meets a captured forward: one node of the user's graph, with the captured backward behind it.
+"""Where autograd meets a captured forward: one node of the user's graph, which runs the captured backward.
 
-    outputs ──grad_fn──▶ Boundary ──▶ the arguments and parameters that require a gradient, an anchor
+    outputs ──grad_fn──▶ _Boundary ──▶ the arguments and parameters that require a gradient, an anchor
                             │
-                            └ behind.backward(tangents, wanted, keep)      a nested run, recorded or replayed
+                            └ captured.backward(tangents, requested, keep)      a nested run, recorded or replayed
 
 Parameters and arguments are inputs of the node, so that autograd accumulates into their `.grad`, runs the hooks on
-them and answers `torch.autograd.grad` as for any other op. What FSDP2 does in its own backward, and leaves inside
-a reentrant checkpoint, happens behind the node: the anchor says whether it is wanted.
+them and answers `torch.autograd.grad` as for any other op. FSDP2's own backward, and leaves inside a reentrant
+checkpoint, run inside the node; if autograd requests the anchor's gradient, it requests all of them.
+The callable runs on detached arguments (`DetachedLeaves`), so that its own graph ends at them.
 
-Refusals: a backward that is to be differentiated (`create_graph=True`); one through several forwards of an FSDP2
-model at once.
+Refusals: a backward that is to be differentiated (`create_graph=True`); one backward through several forwards of an
+FSDP2 model.
 """
 
 from __future__ import annotations
@@ -30,19 +31,44 @@ from functionalize._compat import (
     will_execute,
 )
 from functionalize.errors import UncapturableError
+from functionalize.frontend.arguments import flatten_result, unflatten_result
 
 aten = torch.ops.aten
 
 
-class Wanted(NamedTuple):
-    """What a run of the backward is asked for: everything, or these gradients of arguments and parameters."""
+class DetachedLeaves(list[Any]):
+    """The leaves of a call. Tensors that require a gradient are detached from the user's graph.
+
+    originals: the leaves before that. detached: the indices of those that differ.
+    """
+
+    def __init__(self, originals: Sequence[Any]) -> None:
+        records_graph = torch.is_grad_enabled()
+        super().__init__(_detached(leaf) if records_graph else leaf for leaf in originals)
+        self.originals = originals
+        self.detached = [i for i, leaf in enumerate(originals) if leaf is not self[i]]
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def is_output(leaf: Any) -> bool:
+    """Whether a leaf of a result is the output of an autograd graph."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None
+
+
+class RequestedGradients(NamedTuple):
+    """The gradients that autograd requests of one backward: all, or those of some arguments and parameters."""
 
     everything: bool
     inputs: tuple[bool, ...]
 
 
-class Behind(Protocol):
-    """The backward of one forward."""
+class CapturedBackward(Protocol):
+    """The backward of one forward, as its node calls it."""
 
     @property
     def reduced_together(self) -> WeakSet[Any]:
@@ -50,21 +76,23 @@ class Behind(Protocol):
         ...
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Tensors without a history that share storages and version counters with what the user is given."""
+        """Detached aliases of the outputs that the user gets, which share their version counters."""
         ...
 
     def backward(
-        self, tangents: Sequence[Tensor | None], wanted: Wanted, keep: bool
+        self, tangents: Sequence[Tensor | None], requested: RequestedGradients, keep: bool
     ) -> Sequence[Tensor | None]:
-        """The gradients of arguments and parameters; keep: it may be asked again (`retain_graph=True`)."""
+        """The gradients of arguments and parameters; keep: it may be called again (`retain_graph=True`)."""
         ...
 
 
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, behind: Behind, values: Sequence[Tensor], *inputs: Tensor) -> Any:
+    def forward(
+        ctx: Any, captured: CapturedBackward, values: Sequence[Tensor], *inputs: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.behind = behind
+        ctx.captured = captured
         return tuple(values)
 
     @staticmethod
@@ -74,7 +102,7 @@ class _Boundary(torch.autograd.Function):
                 "differentiates the backward of a captured forward (`create_graph=True`), which is a program "
                 "without a graph of its own: take the second derivative inside the captured function"
             )
-        others = (node for node in ctx.behind.reduced_together if node is not ctx)
+        others = (node for node in ctx.captured.reduced_together if node is not ctx)
         if any(map(will_execute, others)):
             raise UncapturableError(
                 "goes backward through several captured forwards of an FSDP2 model at once, whose gradients "
@@ -82,21 +110,38 @@ class _Boundary(torch.autograd.Function):
                 "from each by itself, or capture one function that does all of them"
             )
         first, *rest = (node is not None and will_execute(node) for node, _ in ctx.next_functions)
-        wanted = Wanted(first, tuple(rest))
-        return None, None, None, *ctx.behind.backward(tangents, wanted, graph_is_kept())
+        requested = RequestedGradients(first, tuple(rest))
+        return None, None, None, *ctx.captured.backward(tangents, requested, graph_is_kept())
 
 
-def attach(behind: Behind, values: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Tensors on the storages of `values` that are `behind`'s outputs, with `inputs` before it in the graph."""
+def with_backward(
+    result: Any,
+    has_grad_fn: Sequence[bool],
+    captured: CapturedBackward,
+    leaves: DetachedLeaves,
+    inputs: Sequence[Tensor],
+) -> Any:
+    """`result`, whose outputs have one node as their `grad_fn`; arguments that it holds are the caller's own."""
+    flat, spec = flatten_result(result)
+    outputs = {id(leaf): leaf for leaf, yes in zip(flat, has_grad_fn, strict=True) if yes}
+    new: dict[int, Any] = {id(leaves[i]): leaves.originals[i] for i in leaves.detached}
+    new |= zip(outputs, _attached(captured, list(outputs.values()), inputs), strict=True)
+    return unflatten_result([new.get(id(leaf), leaf) for leaf in flat], spec)
+
+
+def _attached(
+    captured: CapturedBackward, values: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Aliases of `values` that are outputs of one node, whose inputs are `inputs`."""
     with torch.no_grad():
         with below_autograd():  # no views: they may be written in place as eager's may
             fresh = [value.detach() for value in values]
-        behind.watch([value.detach() for value in fresh])  # these count the writes to them
+        captured.watch([value.detach() for value in fresh])  # these count the writes to them
     anchor = torch.empty(0, requires_grad=True)
-    # autograd does not tell whether it wants a leaf's gradient, but whether it will run the node before it
+    # Autograd does not tell whether it requests a leaf's gradient, but whether it will run the node before it.
     nodes = [aten.alias.default(t) if t.is_leaf else t for t in (anchor, *inputs)]
-    result: Sequence[Tensor] = _Boundary.apply(behind, fresh, *nodes)
-    behind.reduced_together.update(t.grad_fn for t in result[:1])
+    result: Sequence[Tensor] = _Boundary.apply(captured, fresh, *nodes)
+    captured.reduced_together.update(t.grad_fn for t in result[:1])
     return result
 
 
@@ -121,27 +166,29 @@ def run_backward(
     outputs: Sequence[Tensor],
     tangents: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
-    wanted: Wanted,
+    requested: RequestedGradients,
     keep: bool,
 ) -> list[Tensor | None]:
-    """Go backward from `outputs`; the gradients of `inputs`, leaves whose own `.grad` and hooks stay out of it."""
+    """The gradients of `inputs`, which are leaves; their own `.grad` and hooks are not touched."""
     pairs = [(o, t) for o, t in zip(outputs, tangents, strict=True) if t is not None]
     roots, seeds = [o for o, _ in pairs], [t for _, t in pairs]
-    if wanted.everything:
+    if requested.everything:
         with _set_aside(inputs):
             torch.autograd.backward(roots, seeds, retain_graph=keep)
             return [t.grad for t in inputs]
-    asked = [t for t, yes in zip(inputs, wanted.inputs, strict=True) if yes]
-    if not asked:
+    selected = [t for t, yes in zip(inputs, requested.inputs, strict=True) if yes]
+    if not selected:
         return [None] * len(inputs)
-    with _set_aside(asked):
-        found = iter(torch.autograd.grad(roots, asked, seeds, retain_graph=keep, allow_unused=True))
-    return [next(found) if yes else None for yes in wanted.inputs]
+    with _set_aside(selected):
+        found = iter(
+            torch.autograd.grad(roots, selected, seeds, retain_graph=keep, allow_unused=True)
+        )
+    return [next(found) if yes else None for yes in requested.inputs]
 
 
 @contextmanager
 def _set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Without the gradients and hooks of `leaves`: they are the user's graph's, which comes to them later."""
+    """Without `.grad` and hooks of `leaves`: autograd applies them later, in the user's graph."""
     gradients = [leaf.grad for leaf in leaves]
     tables = [table for leaf in leaves for table in hook_tables(leaf)]
     hooks = [dict(table) for table in tables]

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from functionalize.core.inputs import Argument, Captured, InputSpec, WholeStorage
 from functionalize.core.words import counted
 from functionalize.frontend import sources
 from functionalize.frontend.fsdp import FSDPTensor
 from functionalize.frontend.lifted import HyperparameterNumber
+from functionalize.frontend.programs import CachedProgram, ProgramCache
 from functionalize.frontend.reach import Held
+from functionalize.frontend.stats import Stats
 from functionalize.run.boxed import boxed
 
-if TYPE_CHECKING:
-    from functionalize.frontend.programs import Kept, Programs
-    from functionalize.frontend.stats import Stats
 
-
-def explanation(name: str, stats: Stats, programs: Programs, refused: Iterable[Exception]) -> str:
+def explanation(
+    name: str, stats: Stats, programs: ProgramCache, refused: Iterable[Exception]
+) -> str:
     """The text of `CapturedStep.explain`."""
     counts = [
         counted(len(programs), "program"),
@@ -36,8 +36,8 @@ def explanation(name: str, stats: Stats, programs: Programs, refused: Iterable[E
     if stats.eager:
         counts.append(f"{counted(stats.eager, 'call')} eagerly")
     lines = [f"{name}: {', '.join(counts)}"]
-    for number, kept in enumerate(programs, 1):
-        lines += _of_program(number, kept)
+    for number, cached in enumerate(programs, 1):
+        lines += _of_program(number, cached)
     if stats.guard_failures:
         lines.append("guards that missed, the most frequent first")
         missed = Counter(stats.guard_failures).most_common(10)
@@ -46,12 +46,12 @@ def explanation(name: str, stats: Stats, programs: Programs, refused: Iterable[E
     return "\n".join(lines)
 
 
-def _of_program(number: int, kept: Kept) -> Iterator[str]:
-    program = kept.program
-    yield f"program {number}: recorded because of {kept.reason}"
+def _of_program(number: int, cached: CachedProgram) -> Iterator[str]:
+    program = cached.program
+    yield f"program {number}: recorded because of {cached.reason}"
     guards = len(program.facts) + len(program.guards)
     yield (
-        f"  {counted(kept.replays, 'replay')}; {counted(program.nodes(), 'node')}, "
+        f"  {counted(cached.replays, 'replay')}; {counted(program.nodes(), 'node')}, "
         f"{counted(len(program.inputs), 'input')}, {counted(len(program.epilogue), 'action')} after "
         f"the graph, {counted(guards, 'guard')} before it and "
         f"{len(program.value_guards)} on numbers that Python read"
@@ -63,7 +63,7 @@ def _of_program(number: int, kept: Kept) -> Iterator[str]:
         yield f"    {spec.name:{width}}  {spec.geometry}  {source_text(spec, program.inputs)}"
     for guard in program.value_guards:
         yield f"    read {guard.where}: {guard.value!r}"
-    for backward in getattr(kept, "backwards", ()):  # of a captured forward
+    for backward in getattr(cached, "backwards", ()):  # of a captured forward
         yield (
             f"  backward: {counted(backward.replays, 'replay')}; "
             f"{counted(backward.program.nodes(), 'node')}, {counted(len(backward.used), 'saved value')}, "

@@ -1,10 +1,10 @@
-"""A recording with a boundary in it, discharged side by side: what each side returns and owes.
+"""Discharge a recording with a boundary in it: first the forward's ops, then the backward's, in one graph.
 
-    builder.run(records before); first = builder.half(...)     outputs, epilogue, guards of the forward
+    builder.run(records of the forward);  forward = builder.half(...)     its outputs, epilogue, guards
     builder.cross(...)
-    builder.run(records after); second = builder.half(...)     those of the backward
+    builder.run(records of the backward); backward = builder.half(...)    likewise
 
-Invariant: after `cross`, a read of an input is a read of what the backward finds there.
+Invariant: after `cross`, a read of an input reads what its storage holds when the backward begins.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ from functionalize.run.boxed import boxed
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """Where the backward is given a saved value: after the arguments and the tangents. hint: if it is a number."""
+class SavedValue:
+    """The source of a saved value: a leaf of the backward's arguments, after the forward's leaves and the tangents.
+
+    hint: the value at recording, if it is a number.
+    """
 
     leaf: int
     hint: Any = None
@@ -48,7 +51,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """What one side of the boundary returns and owes."""
+    """One side of the boundary, discharged. results: the values of the outputs and of the epilogue."""
 
     outputs: list[OutputRole]
     epilogue: list[Action]
@@ -82,8 +85,11 @@ class Half:
         )
 
 
-class JointBuilder(Builder):
-    """Discharges a recording that has a boundary in it. before: the ops on its first side."""
+class PairBuilder(Builder):
+    """Discharges a recording that has a boundary in it.
+
+    before: the ops of the forward. names: of placeholders in the backward's program, where they differ.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
@@ -91,9 +97,14 @@ class JointBuilder(Builder):
         self.names: dict[fx.Node, str] = {}
         self._geometry: dict[fx.Node, tuple[Geometry, torch.device]] = {}
 
-    def half(self, leaves: Sequence[Any], given: Sequence[Any], deferred: Collection[int]) -> Half:
-        """What the ops discharged since the last half return and owe; `deferred` storages owe nothing yet."""
-        outputs = self.roles(leaves, given)
+    def half(
+        self, leaves: Sequence[Any], arguments: Sequence[Any], deferred: Collection[int]
+    ) -> Half:
+        """Outputs, epilogue and guards of the ops discharged since the last half.
+
+        leaves: of the result. arguments: the leaves of these. deferred: storages that get no epilogue here.
+        """
+        outputs = self.roles(leaves, arguments)
         epilogue: list[Action] = []
         for serial, index in self._home.items():
             if serial not in deferred:
@@ -116,15 +127,14 @@ class JointBuilder(Builder):
         read = [i for i, node in enumerate(self._nodes) if node.users]
         text = [node_text(node) for node in nodes if node.op != "placeholder"]
         text += [self._nodes[i].name for i in read]
-        same = re.sub(
-            r" at 0x[0-9a-f]+", "", "\n".join(text)
-        )  # a profiler's mark, which goes as dead code
+        # Two runs differ in the addresses of profiler ranges, which are dead code.
+        same = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(text))
         return same, tuple(self.inputs[i].source for i in read)
 
     def cross(self, deferred: Collection[int]) -> None:
-        """Go over to the backward: inputs are found again, views are taken again.
+        """Begin the backward: each input gets a placeholder of its own, and each view is taken again.
 
-        A view that the forward took of what it made is taken again from the whole, which is what is saved.
+        A view that the forward took of a value of its own is taken again from the whole value, which is saved.
         """
         self.before = [n for n in self.emit.graph.nodes if n.op == "call_function"]
         for serial, storage in list(self.engine.storages.items()):
@@ -133,12 +143,14 @@ class JointBuilder(Builder):
                     found = view.geometry._replace(offset=0), storage.device
                     self._geometry.setdefault(view.value, found)
             if serial in self._home and serial not in deferred:
-                self._find_again(serial, storage)
-            else:
-                storage.retake_views()
+                self._new_input(serial, storage)
+            elif not storage.parts and storage.views[storage.root].version == storage.version:
+                for view in storage.views.values():
+                    if view.geometry != storage.root:
+                        view.version = -1
 
-    def _find_again(self, serial: int, storage: FunctionalStorage) -> None:
-        """An input's storage as the backward finds it, whatever happened to it in between."""
+    def _new_input(self, serial: int, storage: FunctionalStorage) -> None:
+        """The placeholder and record of an input's storage as the backward finds it."""
         was = self.inputs[self._home[serial]]
         name = self._unique(was.name)
         spec = InputSpec(name, was.geometry, storage.nbytes, was.device, was.source)
@@ -153,13 +165,13 @@ class JointBuilder(Builder):
                 new.views[g] = View(g, view.parent, view.step)
         self.engine.storages[serial] = new
 
-    def late_inputs(self) -> list[InputSpec]:
-        """Every input as the backward calls it."""
+    def backward_inputs(self) -> list[InputSpec]:
+        """Every input, with its name in the backward's program."""
         pairs = zip(self._nodes, self.inputs, strict=True)
         return [replace(spec, name=self.names.get(node, spec.name)) for node, spec in pairs]
 
-    def saved(self, node: fx.Node, source: Saved) -> InputSpec:
-        """The input of the backward that a value of the forward is."""
+    def saved(self, node: fx.Node, source: SavedValue) -> InputSpec:
+        """The input of the backward for a saved value of the forward."""
         number = next((e for e, n in self.emit.numbers.items() if n is node), None)
         if number is not None:
             source = replace(source, hint=evaluated(number, _hint))
@@ -169,5 +181,5 @@ class JointBuilder(Builder):
 
 
 def _hint(leaf: Any) -> Any:
-    """What a number was while the step was recorded."""
+    """The value of a number at recording."""
     return leaf.hint if isinstance(leaf, Given) else leaf.record.meta["hint"]

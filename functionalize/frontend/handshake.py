@@ -1,12 +1,12 @@
-"""Whether the ranks recorded the same collectives: looked at when a recording ends, without waiting for anyone.
+"""Whether the ranks recorded the same collectives: compared when a recording ends, without waiting for a rank.
 
     rank 0  recorded  all_gather, reduce_scatter, ...     writes it under its number, reads its neighbours'
     rank 1  recorded  all_gather, all_reduce, ...         "collective 2 of 9 in process group '0' is ..., on rank 0 ..."
 
-Every rank writes what it recorded into the store of each process group, with the group's sequence number, and reads
-what the rank before and the rank after it have written. The later of two neighbours sees the difference. Only what
-ends at the same sequence number is compared: a rank that replays writes nothing and need not be waited for.
-Not looked at: point-to-point messages, groups of one rank, fake groups.
+Every rank writes the collectives that it recorded into the store of each process group, with the group's sequence
+number, and reads those of the rank before and the rank after it. The later of two neighbours sees the difference.
+Only recordings that end at the same sequence number are compared: a rank that replays writes nothing.
+Not compared: point-to-point messages, groups of one rank, fake groups.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from functionalize.core.sequence import Texts, recorded_sequences
 from functionalize.frontend.dispatch import Recorder
 
 
-def disagreement(recorder: Recorder) -> str | None:
-    """Where a neighbour recorded something else than this rank, None if none has, as far as known."""
+def collective_mismatch(recorder: Recorder) -> str | None:
+    """Where a neighbour recorded another collective than this rank; None if none has yet."""
     if not (dist.is_available() and dist.is_initialized()):
-        return None  # nobody to talk with, and no op stream to look through
+        return None
     found = None
     for name, texts in recorded_sequences(recorder.records).items():
         group = group_of_name(name)
@@ -57,7 +57,7 @@ def _global(group: Any, rank: int) -> int:
 
 
 def _first_difference(name: str, mine: Texts, theirs: Texts, rank: int) -> str | None:
-    """Both end at the same place, and may begin at different ones."""
+    """The first different collective. Both sequences end at the same one, and may begin at different ones."""
     pairs = list(zip_longest(reversed(mine), reversed(theirs)))[::-1]
     for back, (here, there) in enumerate(pairs):
         if here is not None and there is not None and here != there:

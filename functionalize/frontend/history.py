@@ -1,7 +1,7 @@
 """Outputs that had an autograd history in eager, and have none in a replay.
 
-A step returns its loss after `loss.backward()`; eager lets nobody go backward from it again. A replayed loss
-requires a gradient too, and says so when someone tries, rather than giving the model no gradient in silence.
+A step returns its loss after `loss.backward()`, and in eager a second backward from it raises. A replayed loss
+requires a gradient, too, and its backward raises: without that, the model would silently get no gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functionalize.errors import UncapturableError
 from functionalize.frontend.arguments import flatten_result, unflatten_result
 
 
-class _NoHistory(torch.autograd.Function):
+class _RefuseBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
         return value.view_as(value)
@@ -29,14 +29,14 @@ class _NoHistory(torch.autograd.Function):
         )
 
 
-def without_history(result: Any, had: Sequence[bool]) -> Any:
-    """`result` with a refusal as the history of every leaf that had one."""
-    if not any(had) or not torch.is_grad_enabled():
+def refuse_backward(result: Any, had_grad_fn: Sequence[bool]) -> Any:
+    """`result`, whose leaves that had a `grad_fn` in eager have one that raises."""
+    if not any(had_grad_fn) or not torch.is_grad_enabled():
         return result
     leaves, spec = flatten_result(result)
     anchor = torch.empty(0, requires_grad=True)
     leaves = [
-        _NoHistory.apply(leaf, anchor) if refuse and not leaf.requires_grad else leaf
-        for leaf, refuse in zip(leaves, had, strict=True)
+        _RefuseBackward.apply(leaf, anchor) if refuse and not leaf.requires_grad else leaf
+        for leaf, refuse in zip(leaves, had_grad_fn, strict=True)
     ]
     return unflatten_result(leaves, spec)

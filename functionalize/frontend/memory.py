@@ -5,7 +5,7 @@
     step.memory.program        as a replay frees it: at the last use
     step.memory.text(), ...    the report on both, see `planning/memory.py`
 
-Both are made when they are first asked for: a recording notes no more than `lifetime_recorder.py` says.
+Both are computed at their first use: a recording notes no more than `lifetime_recorder.py` says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functionalize.core.program import Program
 from functionalize.frontend.lifetime_recorder import LifetimeObserver
 from functionalize.frontend.lifetimes import Lifetimes
 from functionalize.frontend.origins import given, gradients, origins
-from functionalize.frontend.recording import Recording
+from functionalize.frontend.recording import StepRecording
 from functionalize.planning.allocator import fsdp2_streams
 from functionalize.planning.constants import Constant
 from functionalize.planning.memory import Memory
@@ -44,7 +44,7 @@ class EagerMemory(Memory):
 
 
 class StepMemory(EagerMemory):
-    """The memory of one kept recording. given: what each input of the program is for, by its name."""
+    """The memory of one recorded step and of its program. given: the category of each input, by its name."""
 
     replayed: Program
     given: Mapping[str, Category]
@@ -56,9 +56,12 @@ class StepMemory(EagerMemory):
         vars(self).update(replayed=replayed, given=given)
 
     @staticmethod
-    def of(taken: Recording, recorded: Program, program: Program) -> StepMemory | None:
-        """What is left of a recording that is kept; None if it noted no lifetimes. program: after the passes."""
-        recorder, entry = taken.recorder, taken.entry
+    def of(recording: StepRecording, recorded: Program, program: Program) -> StepMemory | None:
+        """The memory of a recording and of its program; None if the recorder noted no lifetimes.
+
+        recorded, program: before and after the passes.
+        """
+        recorder, entry = recording.recorder, recording.entry
         observer, storages = recorder.observer, recorder.storages
         if not isinstance(observer, LifetimeObserver):
             return None
@@ -74,7 +77,7 @@ class StepMemory(EagerMemory):
         return program_timeline(self.replayed, self.given, scratch=scratch)
 
     def after(self, program: Program, constants: tuple[Constant, ...] = ()) -> StepMemory:
-        """The report with another program in place of the one recorded, and with declared constants."""
+        """The memory with another program in place of the recorded one, and with declared constants."""
         new = StepMemory(self.lifetimes, program, self.given)
         vars(new).update(eager=self.eager, constants=constants)
         return new

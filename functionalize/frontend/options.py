@@ -1,4 +1,4 @@
-"""What `capture` was asked for, checked before any step runs: how programs are made, run, kept and refused."""
+"""The options of `capture`, checked before any step runs: how programs are made, run, cached and refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Compile = Literal["inductor", "cudagraphs"] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """passes, runner: what becomes of a recorded program. compares: whether passes may change its collectives.
+class CaptureOptions:
+    """passes, runner: what transforms a recorded program, and what runs it.
 
-    raises: whether a step that cannot be captured raises, or runs eagerly. max_programs: kept side by side.
-    memory: whether lifetimes and modules are recorded, too.
+    compares: whether passes may change collectives, so that ranks compare those of their programs.
+    raises: whether a step that cannot be captured raises; else it runs eagerly.
+    max_programs: how many are cached. memory: whether lifetimes of storages and modules of ops are recorded, too.
     """
 
     passes: tuple[Any, ...]
@@ -36,8 +37,8 @@ class Options:
         max_programs: int,
         compile: Compile,
         memory: bool = False,
-    ) -> Options:
-        """Raises `ValueError` for a mode it does not know, `PassError` for a pipeline it cannot read."""
+    ) -> CaptureOptions:
+        """Raises `ValueError` for an unknown mode, `PassError` for a pipeline that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
             raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
         if max_programs < 1:
@@ -45,16 +46,18 @@ class Options:
         passes = _parsed(pipeline)
         compares = any(each.changes_collectives for each in passes)
         raises = on_uncapturable == "raise"
-        return Options(passes, runner(compile), compares, raises, max_programs, memory)
+        return CaptureOptions(passes, runner(compile), compares, raises, max_programs, memory)
 
     def applied(self, program: Program) -> Program:
-        """The program, or a copy of it after the passes, ready to be run."""
+        """The program, or a copy of it after the passes, ready to run."""
         if self.passes:
             import passes  # the arrow of imports points from passes to here
 
             program = passes.run(program, self.passes)
         program.runner = self.runner
-        if self.runner is not boxed:  # which asks for nothing that the first replay could not do
+        if (
+            self.runner is not boxed
+        ):  # compile now: a failure is a refusal, and no replay waits for it
             program.prepare()
         return program
 

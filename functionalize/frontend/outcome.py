@@ -1,52 +1,87 @@
-"""What came of a recorded call, before it is acted on: a program, a refusal, or a warm-up.
+"""Results of the stages that follow a recorded call: of one rank first, then of all ranks.
 
-Invariant: an outcome is decided on one rank and changes nothing; where ranks must agree, the worst of theirs
-counts (see agreement.py).
+    judge     Steady | WarmUp | Refused     whether the recording is the steady state
+    build     Built  | WarmUp | Refused     the program of a steady recording: an `Outcome`
+    agree     Agreed                        the outcome after the worst on any rank
+
+Invariant: a result is a value. Nothing of the captured step has changed before it acts on the last one.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import ClassVar
 
 from functionalize.errors import FunctionalizeError, UncapturableError
-from functionalize.frontend.agreement import Level, Vote
-from functionalize.frontend.programs import Kept
-from functionalize.frontend.recording import Remains
+from functionalize.frontend.agreement import Level, RankVote
+from functionalize.frontend.programs import CachedProgram
+from functionalize.frontend.recording import RecordingSummary, StepRecording
+from functionalize.frontend.stats import ProgramCounts
 
-
-@dataclass(slots=True)
-class Warmup:
-    """Calls of one kind that were recorded and not kept; `remains` of the last one."""
-
-    calls: int = 0
-    remains: Remains | None = None
+log = logging.getLogger("functionalize")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a recording: a program, a refusal (`everywhere`: for calls of any kind), or neither yet."""
+class Refused:
+    """The step cannot be captured. error: what later calls raise.
 
-    remains: Remains | None = None
-    kept: Kept | None = None
-    refused: FunctionalizeError | None = None
+    is_bug: `error` reports a bug of this package, which must not end the step that was to be recorded.
+    everywhere: calls of every kind are refused, since all ranks do the same.
+    """
+
+    error: FunctionalizeError
+    is_bug: bool = False
     everywhere: bool = False
+    level: ClassVar[Level] = Level.REFUSED
 
-    @property
-    def level(self) -> Level:
-        """How it counts in a vote."""
-        if self.refused is not None:
-            return Level.REFUSED
-        return Level.KEPT if self.kept is not None else Level.NOT_YET
+    @staticmethod
+    def of(error: Exception) -> Refused:
+        """For an error that a stage raised."""
+        if isinstance(error, FunctionalizeError):
+            return Refused(error)
+        log.error("a bug in functionalize, please report it", exc_info=error)
+        refusal = UncapturableError(f"a bug in functionalize: {type(error).__name__}: {error}")
+        refusal.__cause__ = error
+        return Refused(refusal, is_bug=True)
 
-    def unless(self, worst: Level) -> Outcome:
-        """This, or not yet if another rank does not keep its recording."""
-        return self if worst is Level.KEPT or self.kept is None else Outcome(self.remains)
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The recording is not kept: the next call of this kind is recorded, too.
+
+    summary: what that recording is compared with. reason: why this one is not kept.
+    """
+
+    summary: RecordingSummary
+    reason: str
+    level: ClassVar[Level] = Level.NOT_YET
 
 
-def agreed(mine: Outcome, vote: Vote) -> Outcome:
-    """`mine` itself if every rank keeps its recording, else what the worst outcome on any of them makes of it."""
-    worst = vote.worst(mine.level)
-    if worst is Level.REFUSED:
-        error = mine.refused or UncapturableError("another rank cannot capture this step")
-        return Outcome(refused=error, everywhere=True)
-    return mine if worst is Level.KEPT else Outcome(mine.remains)
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """The recording is of the steady state."""
+
+    recording: StepRecording
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A program that later calls can replay. summary: of its recording. counts: for `step.stats`."""
+
+    cached: CachedProgram
+    summary: RecordingSummary
+    counts: ProgramCounts
+    level: ClassVar[Level] = Level.KEPT
+
+
+Verdict = Steady | WarmUp | Refused
+Outcome = Built | WarmUp | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks do. vote: how they agree from now on; another than before only if all keep their programs."""
+
+    outcome: Outcome
+    vote: RankVote | None

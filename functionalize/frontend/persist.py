@@ -3,15 +3,15 @@
     step.save("step.fzp")         step.rank0.fzp on rank 0 of several
     step.load("step.fzp")         in a new process, before or after its first call
 
-A file holds the programs with everything outside them by name (naming.py), and what they were made for
-(fingerprint.py). Loading looks the names up in the step at hand. The guards then hold it to the same facts as
-where they were recorded: numbers that Python keeps have their old values, objects are those found at loading.
+A file holds the programs, in which every object outside them is a name (naming.py), and what they were recorded with
+(fingerprint.py). `load` looks the names up in its own step. The guards then compare with the state at recording:
+numbers that Python keeps have their old values, objects are those found by `load`.
 
-Where FSDP2 has not run yet in the new process, loading sets it up as a first forward does: roots, and one unshard
+If FSDP2 has not run yet in the new process, `load` sets it up as a first forward does: roots, and one unshard
 of each module that was unsharded before. So it communicates, and every rank must load; if one cannot, none does.
 
 Refusals: `SaveError` for a live object that no name leads to; `LoadError` for whatever does not match, with
-nothing loaded. A program for objects that are gone is left out with a warning, as no call can replay it.
+nothing loaded. A program for objects that no longer exist is left out with a warning: no call can replay it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from functionalize.core.encoding import Decoder, Encoder
 from functionalize.core.persist import Reader, Runner, Writer, check_replays
 from functionalize.core.program import Program
 from functionalize.errors import CompileError, LoadError, SaveError
-from functionalize.frontend.agreement import Vote
+from functionalize.frontend.agreement import RankVote
 from functionalize.frontend.fingerprint import fingerprint, mismatch, world
 from functionalize.frontend.forms import Gone, forms
 from functionalize.frontend.fsdp import SetUp, fsdp_set_up, set_up_fsdp
 from functionalize.frontend.groups import describe, names_here
 from functionalize.frontend.lifted import Key
 from functionalize.frontend.naming import Names, check_order
-from functionalize.frontend.programs import Kept
+from functionalize.frontend.programs import CachedProgram
 from functionalize.frontend.reach import reachable
 from functionalize.run import RUNNERS
 
@@ -48,12 +48,15 @@ Json = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """What a captured step keeps from call to call. programs: the last used at the end."""
+class SavedStep:
+    """The contents of a file. programs: with their keys, the last used at the end.
 
-    programs: Sequence[tuple[Hashable, Kept]]
-    lifted: frozenset[Key]
-    vote: Vote | None
+    hyperparameters: those that were seen to change. vote: how the ranks agree; None: they need not.
+    """
+
+    programs: Sequence[tuple[Hashable, CachedProgram]]
+    hyperparameters: frozenset[Key]
+    vote: RankVote | None
 
 
 def load(path: FilePath) -> Program:
@@ -75,7 +78,7 @@ def path_of_rank(path: FilePath) -> Path:
 # -- saving ----------------------------------------------------------------------------------------
 
 
-def save_step(path: FilePath, fn: Callable[..., Any], saved: Saved) -> None:
+def save_step(path: FilePath, fn: Callable[..., Any], saved: SavedStep) -> None:
     """Write every program of a step; raises `SaveError`, with nothing written."""
     path = path_of_rank(path)
     try:
@@ -85,18 +88,17 @@ def save_step(path: FilePath, fn: Callable[..., Any], saved: Saved) -> None:
     archive.write(path, metadata, content, writer.constants)
 
 
-def _written(fn: Callable[..., Any], saved: Saved) -> tuple[Json, Json, Writer]:
+def _written(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Writer]:
     roots = reachable(fn)
     check_order(roots)
     names = Names(roots)
     writer = Writer(Encoder(()))
     programs, gone = [], SaveError("has no program yet: call the step until it is captured")
-    for number, (key, kept) in enumerate(saved.programs, 1):
-        encoder = Encoder(
-            forms(names, fn), names.of
-        )  # of its own: what a program left out has written goes with it
+    for number, (key, cached) in enumerate(saved.programs, 1):
+        # An encoder for each program: a program that is left out leaves no records behind.
+        encoder = Encoder(forms(names, fn), names.of)
         try:
-            programs.append(_write_kept(replace(writer, encoder=encoder), key, kept, number))
+            programs.append(_write_program(replace(writer, encoder=encoder), key, cached, number))
         except Gone as error:
             gone = error
             log.warning("program %d of %s is not saved: it %s", number, fn, error)
@@ -105,7 +107,7 @@ def _written(fn: Callable[..., Any], saved: Saved) -> tuple[Json, Json, Writer]:
     vote = saved.vote
     content = {
         "programs": programs,
-        "lifted": writer.encoder.value(saved.lifted),
+        "lifted": writer.encoder.value(saved.hyperparameters),
         "vote": None
         if vote is None
         else [[writer.group(g) for g in vote.groups], str(vote.device), vote.compares],
@@ -121,16 +123,16 @@ def _written(fn: Callable[..., Any], saved: Saved) -> tuple[Json, Json, Writer]:
     return metadata, content, writer
 
 
-def _write_kept(writer: Writer, key: Hashable, kept: Kept, number: int) -> Json:
+def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number: int) -> Json:
     value = writer.encoder.value
     return {
-        "program": writer.program(kept.program, f"program_{number}"),
+        "program": writer.program(cached.program, f"program_{number}"),
         "key": value(key, "the arguments"),
-        "slots": value(list(kept.slots)),
-        "effects": value(kept.effects),
-        "history": value(list(kept.history)),
-        "reason": kept.reason,
-        "issued": [[writer.group(g), number] for g, number in kept.issued.items()],
+        "slots": value(list(cached.slots)),
+        "effects": value(cached.effects),
+        "history": value(list(cached.has_grad_fn)),
+        "reason": cached.reason,
+        "issued": [[writer.group(g), number] for g, number in cached.fingerprints.items()],
         "records": writer.encoder.records,
     }
 
@@ -138,14 +140,14 @@ def _write_kept(writer: Writer, key: Hashable, kept: Kept, number: int) -> Json:
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_step(path: FilePath, fn: Callable[..., Any]) -> Saved:
-    """What `save_step` wrote, for `fn` and its objects here; raises `LoadError` on every rank or none."""
+def load_step(path: FilePath, fn: Callable[..., Any]) -> SavedStep:
+    """What `save_step` wrote, with the objects that `fn` reaches; raises `LoadError` on every rank or none."""
     path = path_of_rank(path)
     names = Names(reachable(fn))
     metadata = _together(path, lambda: _checked(path, fn, names))
     _together(path, lambda: _set_up(names, metadata["fsdp"]))
-    names = Names(names.roots)  # what FSDP2 made since has names, too
-    saved: Saved = _together(path, lambda: _read(path, names, metadata, fn))
+    names = Names(names.roots)  # with names for what `_set_up` made
+    saved: SavedStep = _together(path, lambda: _read(path, names, metadata, fn))
     return saved
 
 
@@ -171,21 +173,21 @@ def _set_up(names: Names, goals: Json) -> None:
         set_up_fsdp(root, goal)
 
 
-def _read(path: Path, names: Names, metadata: Json, fn: Callable[..., Any]) -> Saved:
+def _read(path: Path, names: Names, metadata: Json, fn: Callable[..., Any]) -> SavedStep:
     content, constants = archive.read(path)
     groups = names_here(metadata["process groups"], names)
     vote = None
     if content["vote"] is not None:
         members, device, compares = content["vote"]
-        vote = Vote(tuple(groups[g["group"]] for g in members), torch.device(device), compares)
-    kept = []
+        vote = RankVote(tuple(groups[g["group"]] for g in members), torch.device(device), compares)
+    programs = []
     for code in content["programs"]:
         decoder = Decoder(code["records"], forms(names, fn), names.object)
-        kept.append(_read_kept(Reader(decoder, _RUNNERS, groups, constants), code))
-    return Saved(kept, Decoder((), ()).value(content["lifted"]), vote)
+        programs.append(_read_program(Reader(decoder, _RUNNERS, groups, constants), code))
+    return SavedStep(programs, Decoder((), ()).value(content["lifted"]), vote)
 
 
-def _read_kept(reader: Reader, code: Json) -> tuple[Hashable, Kept]:
+def _read_program(reader: Reader, code: Json) -> tuple[Hashable, CachedProgram]:
     value = reader.decoder.value
     program = reader.program(code["program"])
     if program.runner is not RUNNERS[None]:
@@ -193,15 +195,15 @@ def _read_kept(reader: Reader, code: Json) -> tuple[Hashable, Kept]:
             program.prepare()
         except CompileError as error:
             raise LoadError(f"holds a program that cannot be compiled here: {error}") from error
-    kept = Kept(
+    cached = CachedProgram(
         program,
         value(code["slots"]),
         value(code["effects"]),
         value(code["history"]),
         str(code["reason"]),
-        issued={reader.groups[g["group"]]: number for g, number in code["issued"]},
+        fingerprints={reader.groups[g["group"]]: number for g, number in code["issued"]},
     )
-    return value(code["key"]), kept
+    return value(code["key"]), cached
 
 
 def _together(path: Path, part: Callable[[], Any]) -> Any:

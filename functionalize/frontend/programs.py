@@ -1,7 +1,7 @@
 """The programs of one step, side by side: train and eval, first and last microbatch, sequence lengths.
 
-    programs.matching(key, leaves, spec)    those whose guards all hold, with their inputs
-    programs.add(key, kept)                 a new one; the least recently used goes when there are too many
+    cache.matching(key, leaves, spec)    those whose guards all hold, with their inputs
+    cache.add(key, cached)               one more; the least recently used goes when there are too many
 
 A call is looked up by what its arguments are (shapes, dtypes, numbers), then tried against the few programs of
 that key, the last used first; a guard that does not hold ends a try early.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from functionalize.core.inputs import Call
 from functionalize.core.program import Program
-from functionalize.frontend.agreement import Issued
+from functionalize.frontend.agreement import Fingerprints
 from functionalize.frontend.fsdp_state import FSDPEffects
 from functionalize.frontend.memory import StepMemory
 from functionalize.frontend.reach import NUMBERS
@@ -33,21 +33,25 @@ STRUCTURE = "the structure of the arguments changed"
 
 
 @dataclass(eq=False)
-class Kept:
+class CachedProgram:
     """One program of a step, and what a replay does in Python.
 
-    slots: where the gradients it returns go. history: which outputs had an autograd history. reason: why the
-    call was recorded. issued: the fingerprint of its collectives in each group, where passes may change them.
-    memory: what eager's storages did, if that was recorded.
+    slots: where the gradients that the program returns are assigned.
+    effects: what a replay does to FSDP2's state.
+    has_grad_fn: for each leaf of the result, whether it had an autograd history in eager.
+    reason: why the call was recorded.
+    replays: how often it was replayed.
+    fingerprints: of the collectives in each process group; empty unless passes may change collectives.
+    memory: lifetimes of eager's storages; None if they were not recorded.
     """
 
     program: Program
     slots: Sequence[Slot]
     effects: FSDPEffects
-    history: Sequence[bool]
+    has_grad_fn: Sequence[bool]
     reason: str
     replays: int = 0
-    issued: Issued = field(default_factory=dict)
+    fingerprints: Fingerprints = field(default_factory=dict)
     memory: StepMemory | None = None
 
 
@@ -67,21 +71,21 @@ def _key_of_leaf(leaf: Any) -> Hashable:
     return ("number", leaf) if isinstance(leaf, NUMBERS) else ("object", type(leaf))
 
 
-def _same_numbers(a: Kept, b: Kept) -> bool:
-    """Whether two programs of one key differ in nothing that Python read; both are for calls like the last one."""
+def _same_numbers(a: CachedProgram, b: CachedProgram) -> bool:
+    """Whether Python read the same numbers from tensors in both recordings, which also have the same key."""
     if not a.program.value_guards:
         return False
     facts = [(g.where, repr(g.value)) for g in a.program.value_guards]
     return facts == [(g.where, repr(g.value)) for g in b.program.value_guards]
 
 
-class Programs:
+class ProgramCache:
     """At most `limit` programs of one step, called `name` in messages."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name, self._limit = name, limit
-        self._by_key: dict[Hashable, list[Kept]] = {}
-        self._used: OrderedDict[Kept, Hashable] = OrderedDict()  # the last used at the end
+        self._by_key: dict[Hashable, list[CachedProgram]] = {}
+        self._used: OrderedDict[CachedProgram, Hashable] = OrderedDict()  # the last used at the end
         self._misses: Counter[str] = Counter()
         self._example: dict[str, str] = {}
         self._unused_in_a_row = 0
@@ -93,12 +97,12 @@ class Programs:
     def __iter__(self) -> Any:
         return iter(self._used)
 
-    def items(self) -> Iterator[tuple[Hashable, Kept]]:
+    def items(self) -> Iterator[tuple[Hashable, CachedProgram]]:
         """Every program with its key, the last used at the end."""
-        return ((key, kept) for kept, key in self._used.items())
+        return ((key, cached) for cached, key in self._used.items())
 
     @property
-    def latest(self) -> Kept | None:
+    def latest(self) -> CachedProgram | None:
         """The program last used or made."""
         return next(reversed(self._used), None)
 
@@ -109,13 +113,13 @@ class Programs:
 
     def matching(
         self, key: Hashable, leaves: Sequence[Any], spec: Any
-    ) -> Iterator[tuple[Kept, Call]]:
+    ) -> Iterator[tuple[CachedProgram, Call]]:
         """Every program whose guards hold, with its inputs, the last used first; `reason` says why not others."""
         self.reason = ""
-        for kept in list(self._by_key.get(key, ())):
-            call = kept.program.resolve(leaves)
+        for cached in list(self._by_key.get(key, ())):
+            call = cached.program.resolve(leaves)
             if isinstance(call, Call):
-                yield kept, call
+                yield cached, call
             else:
                 self.missed(call)
         if not self.reason:
@@ -136,18 +140,18 @@ class Programs:
         self._misses[kind] += 1
         self._example[kind] = reason
 
-    def used(self, kept: Kept) -> None:
+    def used(self, cached: CachedProgram) -> None:
         """A program was replayed."""
-        kept.replays += 1
-        self._used.move_to_end(kept)
-        bucket = self._by_key[self._used[kept]]
-        if bucket[0] is not kept:
-            bucket.remove(kept)
-            bucket.insert(0, kept)
+        cached.replays += 1
+        self._used.move_to_end(cached)
+        bucket = self._by_key[self._used[cached]]
+        if bucket[0] is not cached:
+            bucket.remove(cached)
+            bucket.insert(0, cached)
 
-    def add(self, key: Hashable, kept: Kept) -> None:
-        """Keep one more; it replaces one for the same numbers, else the least recently used makes room."""
-        for same in [k for k in self._by_key.get(key, ()) if _same_numbers(k, kept)]:
+    def add(self, key: Hashable, cached: CachedProgram) -> None:
+        """Add a program in place of one for the same numbers; else, at the limit, of the least recently used."""
+        for same in [k for k in self._by_key.get(key, ()) if _same_numbers(k, cached)]:
             self._drop(same)
         if len(self._used) >= self._limit:
             oldest = next(iter(self._used))
@@ -156,13 +160,13 @@ class Programs:
             self._unused_in_a_row = self._unused_in_a_row + 1 if oldest.replays == 0 else 0
             if self.thrashing or (first and self._unused_in_a_row):
                 self._warn()
-        self._by_key.setdefault(key, []).insert(0, kept)
-        self._used[kept] = key
+        self._by_key.setdefault(key, []).insert(0, cached)
+        self._used[cached] = key
 
-    def _drop(self, kept: Kept) -> None:
-        key = self._used.pop(kept)
+    def _drop(self, cached: CachedProgram) -> None:
+        key = self._used.pop(cached)
         bucket = self._by_key[key]
-        bucket.remove(kept)
+        bucket.remove(cached)
         if not bucket:
             del self._by_key[key]
 

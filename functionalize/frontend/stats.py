@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
 
 from functionalize.core.program import Program
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.frontend.agreement import collectives
-
-if TYPE_CHECKING:
-    from functionalize.frontend.dispatch import Recorder
+from functionalize.frontend.dispatch import Recorder
 
 _FAILURES_KEPT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCounts:
+    """One program and its recording in numbers; the fields are those of `Stats`."""
+
+    ops: int
+    resizes: int
+    nodes_recorded: int
+    nodes: int
+    collectives: Counter[str]
+    inputs: int
+    guards: int
+
+    @staticmethod
+    def of(recorder: Recorder, nodes_recorded: int, program: Program) -> ProgramCounts:
+        """program: after the passes. nodes_recorded: those before the passes."""
+        return ProgramCounts(
+            ops=len(recorder.records),
+            resizes=sum(r.target is RESIZE_STORAGE for r in recorder.records),
+            nodes_recorded=nodes_recorded,
+            nodes=program.nodes(),
+            collectives=collectives(program),
+            inputs=len(program.inputs),
+            guards=len(program.facts) + len(program.guards) + len(program.value_guards),
+        )
 
 
 @dataclass(slots=True)
 class Stats:
     """What happened so far, and what the latest program was made from.
 
-    calls = warmups + captures + replays + eager (a warm-up ran eagerly and was not kept; `eager` ran without
+    calls = warmups + captures + replays + eager (a warm-up was recorded and not kept; `eager` ran without
     being recorded). ops, resizes: recorded. guard_failures: the last hundred. nodes_recorded, nodes: in the graph
-    before and after the passes. Of a captured forward: backwards that were replayed, and forwards that were run
+    before and after the passes. Of a captured forward: backwards that were replayed, and reruns: forwards that ran
     again for a backward that was not recorded.
     """
 
@@ -46,11 +69,8 @@ class Stats:
         self.guard_failures.append(reason)
         del self.guard_failures[:-_FAILURES_KEPT]
 
-    def count(self, recorder: Recorder, recorded: int, program: Program) -> None:
-        """A program was made, from `recorded` nodes before the passes."""
-        self.nodes_recorded, self.nodes = recorded, program.nodes()
-        self.ops = len(recorder.records)
-        self.resizes = sum(r.target is RESIZE_STORAGE for r in recorder.records)
-        self.collectives = collectives(program)
-        self.inputs = len(program.inputs)
-        self.guards = len(program.facts) + len(program.guards) + len(program.value_guards)
+    def captured(self, counts: ProgramCounts) -> None:
+        """A program was made and is kept."""
+        self.captures += 1
+        for each in fields(counts):
+            setattr(self, each.name, getattr(counts, each.name))

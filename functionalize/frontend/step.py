@@ -1,15 +1,18 @@
-"""`capture`: a whole training step, run for real while it is recorded, replayed from then on.
+"""A captured step: a whole training step, run for real while it is recorded, replayed from then on.
 
     step = functionalize.capture(train_step)
     step(batch)      runs eagerly and records, until the step is in its steady state
     step(batch)      replays: one flat sequence of functional ops, then the epilogue
 
+    call -> replay a cached program whose guards hold
+         -> else record -> judge -> build -> agree, then keep what the ranks agreed on (`stages.py`)
+
 Which recording is kept: see Note [Steady state] in `recording.py`. Several programs live side by side, see
 `programs.py`; when ranks must agree on replay or capture, see `agreement.py`.
 Invariants: a step is never lost and never run twice. A guard that fails means that the call runs eagerly,
 recording; nothing was changed before. An exception passes through as eager raised it, and no program is kept.
-Refusals (see `recording.py`): what a replay could not repeat, and state that never settles. The step that was
-recorded is returned; the next call raises `UncapturableError` before it runs anything, or runs eagerly
+Refusals (see `recording.py`): what a replay could not repeat, and state that never settles. The result of the
+recorded step is returned; the next call raises `UncapturableError` before it runs anything, or runs eagerly
 (`on_uncapturable="eager"`).
 """
 
@@ -23,130 +26,102 @@ from typing import Any
 
 import torch
 
-from functionalize._compat import current_modes, disable_current_modes, pytree
+from functionalize._compat import current_modes
 from functionalize.core.collector import only_young_collections
 from functionalize.core.inputs import Call
 from functionalize.core.program import Program
 from functionalize.core.sequence import fingerprints
-from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
+from functionalize.errors import FunctionalizeError, GuardError
 from functionalize.frontend import arguments
-from functionalize.frontend.agreement import Level, Vote
+from functionalize.frontend.agreement import Level, RankVote
 from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.explain import explanation
-from functionalize.frontend.handshake import disagreement
-from functionalize.frontend.history import without_history
+from functionalize.frontend.history import refuse_backward
 from functionalize.frontend.lifetime_recorder import LifetimeObserver
-from functionalize.frontend.lifted import Key, lifted
+from functionalize.frontend.lifted import Key
 from functionalize.frontend.live import plain_tree
 from functionalize.frontend.memory import StepMemory
-from functionalize.frontend.names import leaf_names
-from functionalize.frontend.options import Compile, OnUncapturable, Options
-from functionalize.frontend.outcome import Outcome, Warmup, agreed
-from functionalize.frontend.persist import Saved, load_step, save_step
-from functionalize.frontend.programs import Kept, Programs, key_of
-from functionalize.frontend.recording import Entry, Exit, Recording, Remains
+from functionalize.frontend.options import CaptureOptions
+from functionalize.frontend.outcome import Built, Outcome, Refused, WarmUp
+from functionalize.frontend.persist import SavedStep, load_step, save_step
+from functionalize.frontend.programs import CachedProgram, ProgramCache, key_of
+from functionalize.frontend.recording import RecordingSummary, StepRecording
 from functionalize.frontend.release import warn_if_untested
 from functionalize.frontend.sources import leave
-from functionalize.frontend.stats import Stats
+from functionalize.frontend.stages import (
+    Invocation,
+    RecordedRun,
+    Run,
+    agree,
+    build,
+    judge,
+    record,
+)
+from functionalize.frontend.stats import ProgramCounts, Stats
 from functionalize.frontend.world import in_world
 
 log = logging.getLogger("functionalize")
-_MAX_WARMUPS = 5
-
-
-def capture(
-    train_step: Callable[..., Any] | None = None,
-    *,
-    passes: Sequence[Any] | str = (),
-    on_uncapturable: OnUncapturable = "raise",
-    max_programs: int = 16,
-    backward: bool = False,
-    compile: Compile = None,
-    memory: bool = False,
-) -> Any:
-    """Record `train_step` (any callable; also a decorator) and replay it from then on.
-
-    passes: a pipeline for the programs: its text (`"elide_copies"`) or `Pass` objects, see `docs/passes.md`.
-    on_uncapturable: what the calls after one that cannot be captured do: raise `UncapturableError` before anything
-    ran, or run eagerly (a warning tells why, once).
-    max_programs: how many programs are kept side by side (shapes, train and eval, microbatches); the least recently
-    used goes.
-    backward: it is a forward, whose outputs are gone backward from outside: by a program, too, see `forward.py`.
-    compile: what runs the programs: Inductor (not bit for bit), CUDA graphs, or (None) one op after the other. A
-    program that it cannot take is refused as one that cannot be captured, with a `CompileError`.
-    memory: note when storages come and go, for `step.memory`, and which module each op belongs to.
-    Whatever the step itself raises passes through. Raises `ValueError` for a mode it does not know, and for `memory`
-    with `backward`.
-    """
-    options = Options.of(passes, on_uncapturable, max_programs, compile, memory)
-    if train_step is None:
-        return functools.partial(
-            capture,
-            passes=passes,
-            on_uncapturable=on_uncapturable,
-            max_programs=max_programs,
-            backward=backward,
-            compile=compile,
-            memory=memory,
-        )
-    if backward:
-        if memory:
-            raise ValueError(
-                "memory=True records whole steps: a forward (backward=True) is a part of one"
-            )
-        from functionalize.frontend.forward import CapturedForward  # which builds on this file
-
-        return CapturedForward(train_step, options)
-    return CapturedStep(train_step, options)
+_EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
+_COLLECTIVES_DIFFER = (
+    "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
+    "have arguments of different sizes: give passes that decide by memory no budget"
+)
 
 
 class CapturedStep:
     """A training step that is recorded in its steady state and replayed after."""
 
-    def __init__(self, train_step: Callable[..., Any], options: Options) -> None:
+    def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         functools.update_wrapper(self, train_step)
         self.stats = Stats()
         self._fn, self._options = train_step, options
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
-        self._programs = Programs(self._name, options.max_programs)
-        self._warmups: dict[Hashable, Warmup] = {}
+        self._cache = ProgramCache(self._name, options.max_programs)
+        # by the key of a call: how many were recorded and not kept, and the last of them
+        self._warmups: dict[Hashable, tuple[int, RecordingSummary]] = {}
         self._refused: dict[Hashable, FunctionalizeError] = {}
-        self._lifted: frozenset[Key] = frozenset()
-        self._remains: Remains | None = None
-        self._vote: Vote | None = None
-        self._do_not_fit = False  # whether the programs of this call issue different collectives
+        self._changed_hyperparameters: frozenset[Key] = frozenset()
+        self._last_kept: RecordingSummary | None = None
+        self._vote: RankVote | None = None
+        self._collectives_differ = False  # between the ranks' programs for this call
 
     @property
     def program(self) -> Program | None:
         """The program that was last made or replayed."""
-        latest = self._programs.latest
+        latest = self._cache.latest
         return latest.program if latest is not None else None
 
     @property
     def memory(self) -> StepMemory | None:
         """What the step holds at every moment, with eager's lifetimes and with the program's; None without `memory`."""
-        latest = self._programs.latest
+        latest = self._cache.latest
         return latest.memory if latest is not None else None
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """Every program kept, the last used at the end."""
-        return tuple(kept.program for kept in self._programs)
+        return tuple(cached.program for cached in self._cache)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another recording is active, so that this call is a part of it."""
+        return any(isinstance(mode, Recorder) for mode in current_modes())
 
     def explain(self) -> str:
         """Why each program exists, which guards missed, where each input comes from, what was refused."""
-        return explanation(self._name, self.stats, self._programs, self._refused.values())
+        return explanation(self._name, self.stats, self._cache, self._refused.values())
 
     def forget(self) -> None:
         """Drop every program: the next call records, at once if one was captured before."""
-        self._programs = Programs(self._name, self._options.max_programs)
+        self._cache = ProgramCache(self._name, self._options.max_programs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
 
         Raises `SaveError`, with nothing written, if a program refers to something that no name leads to.
         """
-        save_step(path, self._fn, Saved(list(self._programs.items()), self._lifted, self._vote))
+        saved = SavedStep(list(self._cache.items()), self._changed_hyperparameters, self._vote)
+        save_step(path, self._fn, saved)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Add the programs that `save` wrote: the next call replays if the guards of one hold.
@@ -155,9 +130,9 @@ class CapturedStep:
         loaded on any rank, if a file is damaged or is for another version, world, model, optimizer or code.
         """
         saved = load_step(path, self._fn)
-        for key, kept in saved.programs:
-            self._programs.add(key, kept)
-        self._lifted |= saved.lifted
+        for key, cached in saved.programs:
+            self._cache.add(key, cached)
+        self._changed_hyperparameters |= saved.hyperparameters
         self._vote = saved.vote | self._vote if saved.vote is not None else self._vote
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,246 +140,149 @@ class CapturedStep:
 
         Inside another recording it is a part of that one: it runs as the callable that it was made from.
         """
-        gradients = torch.is_grad_enabled()
+        grad_mode = torch.is_grad_enabled()
         try:
-            return self._call(args, kwargs)
+            if self.is_busy:
+                return self._run_eagerly(args, kwargs)
+            flat, spec = arguments.flatten(args, kwargs)
+            leaves = self._leaves(flat)
+            key = key_of(leaves, spec)
+            refused = self._refused.get(key) or self._refused.get(_EVERY_CALL)
+            if refused is not None:
+                return self._run_refused(refused, args, kwargs)
+            is_replayed, result = self._try_replay(key, leaves, spec)
+            if is_replayed:
+                return result
+            call = Invocation(args, kwargs, leaves, spec, key, reason=str(result))
+            self._note_miss(call.reason)
+            if self._skips_recording(key):
+                return self._run_eagerly(args, kwargs)
+            return self._capture(call)
         except Exception:
             raise
         except BaseException:  # Ctrl-C can come between a change of the grad mode and its undoing
-            torch.set_grad_enabled(gradients)
+            torch.set_grad_enabled(grad_mode)
             raise
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether another recording is going on here, of which this call is a part."""
-        return any(isinstance(mode, Recorder) for mode in current_modes())
+    def _leaves(self, flat: list[Any]) -> Sequence[Any]:
+        """The leaves of the arguments as the callable is to be called with."""
+        return flat
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_busy:
-            self.stats.eager += 1
-            return self._fn(*args, **kwargs)
-        given, spec = arguments.flatten(args, kwargs)
-        leaves = self._leaves(given)
-        key = key_of(leaves, spec)
-        refused = self._refusal(key)
-        if refused is not None:
-            return self._run_refused(refused, args, kwargs)
-        done, result = self._try(key, leaves, spec)
-        if done:
-            return result
-        reason = str(result)
-        self._note_miss(reason)
-        if self._gives_up(key):
-            self.stats.eager += 1
-            return self._fn(*args, **kwargs)
-        return self._record(args, kwargs, leaves, spec, key, reason)
-
-    def _leaves(self, given: list[Any]) -> Any:
-        """The leaves of the arguments, as they are recorded."""
-        return given
-
-    def _gives_up(self, key: Hashable) -> bool:
-        """Whether to run this call eagerly, unrecorded; where ranks agree, all do or none."""
-        return self._do_not_fit or (self._programs.thrashing and self._vote is None)
-
-    def _refusal(self, key: Hashable) -> FunctionalizeError | None:
-        return self._refused.get(key) or self._refused.get(_ANY)
-
-    def _run_refused(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
-        if self._options.raises:
-            raise error
-        if self._vote is None or _ANY in self._refused:
-            self.stats.eager += 1
-            return self._fn(*args, **kwargs)
-        self._vote.before_replay(None)  # the others wait to hear, record, and wait to hear again
-        return self._run_unseen(error, args, kwargs)
-
-    def _refused_before(self, key: Hashable, error: Exception, args: Any, kwargs: Any) -> Any:
-        """Nothing ran yet, and what the step can reach cannot be looked at."""
-        refused = error if isinstance(error, FunctionalizeError) else _bug(error)
-        self._refuse(key, refused)
-        if self._options.raises and refused is error:
-            raise error
-        return self._run_unseen(refused, args, kwargs)
-
-    def _run_unseen(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
-        """Run a call that cannot be recorded; where ranks agree, none captures the step any more."""
-        result = self._fn(*args, **kwargs)
-        if self._vote is not None:
-            self._vote.worst(Level.REFUSED)
-            self._refuse(_ANY, error)
-        self.stats.eager += 1
-        return result
+    def _skips_recording(self, key: Hashable) -> bool:
+        """Whether to run this call eagerly, unrecorded; where ranks vote, all do or none."""
+        return self._collectives_differ or (self._cache.thrashing and self._vote is None)
 
     def _note_miss(self, reason: str) -> None:
-        if len(self._programs):
+        if len(self._cache):
             log.info("recording %s again: %s", self._name, reason)
             self.stats.missed(reason)
 
+    def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
+        self.stats.eager += 1
+        return self._fn(*args, **kwargs)
+
     # -- replay --------------------------------------------------------------------------------
 
-    def _try(self, key: Hashable, leaves: Sequence[Any], spec: Any) -> tuple[bool, Any]:
-        """A replay of a program whose guards hold, on every rank if they must agree; else why there is none."""
-        matching = self._programs.matching(key, leaves, spec)
+    def _try_replay(self, key: Hashable, leaves: Sequence[Any], spec: Any) -> tuple[bool, Any]:
+        """Whether a program was replayed, on every rank if they vote; its result, or the reason why none was."""
+        matching = self._cache.matching(key, leaves, spec)
         found = next(matching, None)
         if self._vote is not None:
-            worst = self._vote.before_replay(found[0].issued if found is not None else None)
-            self._do_not_fit = worst is Level.DIFFERENT
-            if self._do_not_fit:
-                if _DO_NOT_FIT not in self.stats.guard_failures:
-                    log.warning("%s runs eagerly: %s", self._name, _DO_NOT_FIT)
-                return False, _DO_NOT_FIT
+            worst = self._vote.before_replay(found[0].fingerprints if found is not None else None)
+            self._collectives_differ = worst is Level.DIFFERENT
+            if self._collectives_differ:
+                if _COLLECTIVES_DIFFER not in self.stats.guard_failures:
+                    log.warning("%s runs eagerly: %s", self._name, _COLLECTIVES_DIFFER)
+                return False, _COLLECTIVES_DIFFER
             if worst is not Level.KEPT:
-                return False, self._programs.reason or "a guard failed on another rank"
+                return False, self._cache.reason or "a guard failed on another rank"
         while found is not None:
             try:
                 return True, self._replay(*found)
             except GuardError as error:
-                self._programs.missed(str(error))
-            # One that communicates has done so: the ranks now run the step again together.
+                self._cache.missed(str(error))
+            # A program that communicates has issued its collectives: the ranks now run the step again together.
             found = None if self._vote is not None else next(matching, None)
-        return False, self._programs.reason
+        return False, self._cache.reason
 
-    def _replay(self, kept: Kept, call: Call) -> Any:
+    def _replay(self, cached: CachedProgram, call: Call) -> Any:
         vote = self._vote
-        if vote is not None and vote.compares and not kept.program.value_guards:
-            vote = None  # what was compared says that no rank has any
-        result, gradients = kept.program.replay(call, vote)
-        leave(call, kept.slots, gradients, kept.effects)
-        self._programs.used(kept)
+        if vote is not None and vote.compares and not cached.program.value_guards:
+            vote = None  # the equal fingerprints say that no rank's program has value guards
+        result, gradients = cached.program.replay(call, vote)
+        leave(call, cached.slots, gradients, cached.effects)
+        self._cache.used(cached)
         self.stats.replays += 1
-        return without_history(result, kept.history)
+        return refuse_backward(result, cached.has_grad_fn)
 
-    # -- record --------------------------------------------------------------------------------
+    # -- record, judge, build, agree, keep -----------------------------------------------------
 
-    def _record(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[Any],
-        spec: pytree.TreeSpec,
-        key: Hashable,
-        reason: str,
-    ) -> Any:
+    def _capture(self, call: Invocation) -> Any:
+        """Run a call for real, recorded, and keep its program if it is the steady state."""
+        with only_young_collections():
+            run = self._record(call)
+            if isinstance(run, RecordedRun):
+                self._finish(run, call)
+                return plain_tree(run.result)
+        return self._run_unrecordable(run, call)
+
+    def _record(self, call: Invocation) -> RecordedRun | Refused:
         warn_if_untested()
-        warmup = self._warmups.setdefault(key, Warmup())
         # A recording before has shown that the step keeps no number where it would stay live.
-        live = bool(warmup.calls or self.stats.captures or len(self._programs))
+        live = bool(call.key in self._warmups or self.stats.captures or len(self._cache))
         observer = LifetimeObserver() if self._options.memory else None
         recorder = Recorder(not in_world(), live=live, for_real=True, observer=observer)
-        try:
-            with only_young_collections():
-                names = leaf_names(self._fn, spec)
-                entry = Entry.now(self._fn, leaves, recorder, self._varying(), names)
-            recorder.arguments = entry.places.arguments()
-            if observer is not None:
-                observer.notes.calls.know(entry.roots)
-        except Exception as error:
-            return self._refused_before(key, error, args, kwargs)
-        with only_young_collections():
-            with lifted(entry.roots.optimizers, entry.lifted, recorder) as hyper, recorder:
-                result = self._fn(*args, **kwargs)
-            changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
-            self._conclude(entry, recorder, result, changed, spec, key, reason, warmup)
-        return plain_tree(result)
+        for cached in self._cache:
+            for fact in cached.program.facts:
+                self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()
+        return record(self._fn, call, recorder, self._changed_hyperparameters)
 
-    def _conclude(
-        self,
-        entry: Entry,
-        recorder: Recorder,
-        result: Any,
-        changed: str | None,
-        spec: pytree.TreeSpec,
-        key: Hashable,
-        reason: str,
-        warmup: Warmup,
-    ) -> None:
-        """A call ran to its end, recorded: decide what comes of it."""
+    def _finish(self, run: Run, call: Invocation, rerun: bool = False) -> None:
+        """The stages after a recorded run. rerun: of a forward, for a backward that no program covers."""
+        calls, previous = self._warmups.get(call.key, (0, self._last_kept))
+        verdict = judge(run, calls, previous)
+        outcome = build(verdict, lambda recording: self._build(recording, call))
+        agreed = agree(outcome, run.recorder, self._vote, self._options.compares, rerun)
+        self._vote = agreed.vote
+        self._keep(agreed.outcome, call.key)
 
-        def take() -> Recording:
-            after = Exit.now(entry, result, changed)  # in the step's own grad mode
-            with torch.no_grad():
-                return Recording(recorder, entry, after)
-
-        outcome = self._outcome(take, spec, reason, warmup)
-        self._settle(self._agreed(outcome, recorder), key, warmup)
-
-    def _varying(self) -> frozenset[Key]:
-        """Hyperparameters that were seen to change between calls: live from now on, as `lr` always is."""
-        for kept in self._programs:
-            for fact in kept.program.facts:
-                self._lifted |= getattr(fact, "changed_keys", frozenset)()
-        return self._lifted
-
-    def _outcome(
-        self,
-        take: Callable[[], Recording],
-        spec: pytree.TreeSpec,
-        reason: str,
-        warmup: Warmup,
-    ) -> Outcome:
-        """What comes of a recording on this rank. The step has run: nothing is raised from here on."""
-        try:
-            with disable_current_modes():
-                taken = take()
-            with torch.no_grad(), disable_current_modes():
-                unsettled = self._unsettled(taken, warmup)
-                if unsettled is not None:
-                    log.info("warming up %s: %s", self._name, unsettled)
-                    return Outcome(taken.remains)
-                return Outcome(taken.remains, self._kept(taken, spec, reason))
-        except FunctionalizeError as error:
-            return Outcome(refused=error)
-        except Exception as bug:
-            return Outcome(refused=_bug(bug))
-
-    def _unsettled(self, taken: Recording, warmup: Warmup) -> str | None:
-        """Why the step is not in its steady state; raises if it never will be."""
-        refused = taken.refused() or disagreement(taken.recorder)
-        if refused is not None:
-            raise UncapturableError(refused)
-        unsettled = taken.unsettled(warmup.remains or self._remains)
-        if unsettled is not None and warmup.calls + 1 >= _MAX_WARMUPS:
-            calls = warmup.calls + 1
-            raise UncapturableError(f"the step did not settle in {calls} calls: {unsettled}")
-        return unsettled
-
-    def _kept(self, taken: Recording, spec: pytree.TreeSpec, reason: str) -> Kept:
-        recorded = taken.program(spec)
+    def _build(self, recording: StepRecording, call: Invocation) -> Built:
+        """The program of a recording, after the passes."""
+        recorded = recording.program(call.spec)
         program = self._options.applied(recorded)
-        self.stats.count(taken.recorder, recorded.nodes(), program)
-        issued = fingerprints(program) if self._options.compares else {}
-        exit, memory = taken.exit, StepMemory.of(taken, recorded, program)
-        return Kept(program, exit.assigned, exit.effects, exit.history, reason, 0, issued, memory)
+        counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
+        exit = recording.exit
+        cached = CachedProgram(
+            program,
+            exit.assigned,
+            exit.effects,
+            exit.has_grad_fn,
+            call.reason,
+            fingerprints=fingerprints(program) if self._options.compares else {},
+            memory=StepMemory.of(recording, recorded, program),
+        )
+        return Built(cached, recording.summary, counts)
 
-    def _agreed(self, mine: Outcome, recorder: Recorder) -> Outcome:
-        """The outcome, or the worst on any rank where all must do the same from here on."""
-        vote = Vote.of(recorder, self._options.compares)
-        if vote is None and self._vote is None:
-            return mine
-        vote = vote | self._vote if vote is not None else self._vote
-        assert vote is not None
-        outcome = agreed(mine, vote)
-        if outcome is mine:
-            self._vote = vote
-        return outcome
-
-    def _settle(self, outcome: Outcome, key: Hashable, warmup: Warmup) -> None:
-        """Act on an outcome."""
-        if outcome.refused is not None:
-            self._refuse(_ANY if outcome.everywhere else key, outcome.refused)
-            self.stats.warmups += 1
-        elif outcome.kept is not None:
-            self._keep(key, outcome.kept)
+    def _keep(self, outcome: Outcome, key: Hashable) -> None:
+        """Keep the program, the recording to compare the next one with, or the refusal."""
+        if isinstance(outcome, Built):
+            self._add(key, outcome.cached)
             self._warmups.pop(key, None)
-            self._remains = outcome.remains
-            self.stats.captures += 1
+            self._last_kept = outcome.summary
+            self.stats.captured(outcome.counts)
+        elif isinstance(outcome, WarmUp):
+            log.info("warming up %s: %s", self._name, outcome.reason)
+            calls, _ = self._warmups.get(key, (0, None))
+            self._warmups[key] = calls + 1, outcome.summary
+            self.stats.warmups += 1
         else:
-            warmup.calls, warmup.remains = warmup.calls + 1, outcome.remains
+            self._refuse(_EVERY_CALL if outcome.everywhere else key, outcome.error)
             self.stats.warmups += 1
 
-    def _keep(self, key: Hashable, kept: Kept) -> None:
-        self._programs.add(key, kept)
+    def _add(self, key: Hashable, cached: CachedProgram) -> None:
+        self._cache.add(key, cached)
+
+    # -- refusals ------------------------------------------------------------------------------
 
     def _refuse(self, key: Hashable, error: FunctionalizeError) -> None:
         self._warmups.pop(key, None)
@@ -412,17 +290,27 @@ class CapturedStep:
         then = "its next call will raise" if self._options.raises else "it runs eagerly from now on"
         log.warning("%s cannot be captured, %s: %s", self._name, then, error)
 
+    def _run_refused(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
+        """A call of a kind that was refused before."""
+        if self._options.raises:
+            raise error
+        if self._vote is None or _EVERY_CALL in self._refused:
+            return self._run_eagerly(args, kwargs)
+        self._vote.before_replay(None)  # the others wait for this vote, record, and vote again
+        return self._run_unrecorded(error, args, kwargs)
 
-_DO_NOT_FIT = (
-    "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
-    "have arguments of different sizes: give passes that decide by memory no budget"
-)
-_ANY = object()  # the key of a refusal that holds for every call
+    def _run_unrecordable(self, refused: Refused, call: Invocation) -> Any:
+        """A call whose objects cannot be inspected; nothing ran yet."""
+        self._refuse(call.key, refused.error)
+        if self._options.raises and not refused.is_bug:
+            raise refused.error
+        return self._run_unrecorded(refused.error, call.args, call.kwargs)
 
-
-def _bug(bug: Exception) -> UncapturableError:
-    """A refusal for what should not have happened; the step itself must not suffer."""
-    log.error("a bug in functionalize, please report it", exc_info=bug)
-    refused = UncapturableError(f"a bug in functionalize: {type(bug).__name__}: {bug}")
-    refused.__cause__ = bug
-    return refused
+    def _run_unrecorded(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
+        """Run a call that cannot be recorded; where ranks vote, none captures the step any more."""
+        result = self._fn(*args, **kwargs)
+        if self._vote is not None:
+            self._vote.worst(Level.REFUSED)
+            self._refuse(_EVERY_CALL, error)
+        self.stats.eager += 1
+        return result

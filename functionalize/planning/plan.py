@@ -38,9 +38,10 @@ from functionalize.core.collector import only_young_collections
 from functionalize.core.program import Program
 from functionalize.errors import FunctionalizeError, PlanError
 from functionalize.frontend.choices import Choice
+from functionalize.frontend.entry import capture
 from functionalize.frontend.fsdp import fsdp_states
 from functionalize.frontend.memory import StepMemory
-from functionalize.frontend.step import CapturedStep, capture
+from functionalize.frontend.step import CapturedStep
 from functionalize.frontend.world import World, world
 from functionalize.planning.grid import WORLD_KEYS, Point, Wants, of, points
 from functionalize.planning.summary import Figures, Sweep

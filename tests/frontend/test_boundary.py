@@ -148,6 +148,18 @@ def test_gradients_flow_to_arguments_that_were_computed_outside() -> None:
     assert compare(use).stats.backwards >= 4
 
 
+def test_a_call_that_cannot_be_recorded_gives_gradients_to_computed_arguments() -> None:
+    layer = nn.Linear(4, 4)
+    captured = fz.capture(
+        lambda h, s: h.sum() + torch.sparse.mm(s, h).sum(), backward=True, on_uncapturable="eager"
+    )
+    for _ in range(2):  # the call that is refused, and one after it
+        layer.zero_grad()
+        captured(layer(torch.ones(4, 4)), torch.eye(4).to_sparse()).backward()
+        assert torch.equal(layer.weight.grad, torch.full((4, 4), 8.0))
+    assert captured.stats.eager == 2
+
+
 def test_only_the_gradient_of_the_input() -> None:
     def use(model: nn.Module, forward: Loss, i: int) -> Any:
         x = batch(i).requires_grad_()
@@ -406,14 +418,14 @@ def test_saved_values_go_with_the_outputs() -> None:
     for i in range(3):
         captured(batch(i)).sum().backward()
     out = captured(batch(5))
-    saved = [weakref.ref(t) for t in out.grad_fn.behind._saved]
+    saved = [weakref.ref(t) for t in out.grad_fn.captured._saved]
     assert len(saved) >= 3
     assert captured.stats.replays >= 2
     del out
     gc.collect()
     assert not any(ref() is not None for ref in saved)
     out = captured(batch(6))
-    saved = [weakref.ref(t) for t in out.grad_fn.behind._saved]
+    saved = [weakref.ref(t) for t in out.grad_fn.captured._saved]
     out.sum().backward()
     assert not any(ref() is not None for ref in saved)
 
@@ -427,7 +439,7 @@ def test_a_forward_that_nobody_goes_backward_from(caplog: pytest.LogCaptureFixtu
         assert torch.equal(captured(batch(i)), expected)
     assert same_state(a, b)
     assert captured.stats.captures == 0
-    assert sum("nobody goes backward" in r.message for r in caplog.records) == 1
+    assert sum("no backward is called" in r.message for r in caplog.records) == 1
     for i in range(12):
         captured(batch(i)).backward()
     assert captured.stats.backwards >= 4

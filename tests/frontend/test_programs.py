@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.core.program import Program
 from functionalize.errors import UncapturableError, UnsupportedTensorError
-from functionalize.frontend.recording import Recording
+from functionalize.frontend.recording import StepRecording
 
 
 def trained(**options: Any) -> tuple[nn.Module, Any]:
@@ -292,10 +292,10 @@ def test_explain_a_captured_forward() -> None:
 
 
 def test_a_bug_is_called_one_and_costs_no_step(monkeypatch: Any, caplog: Any) -> None:
-    def broken(self: Recording, in_spec: Any) -> Any:
+    def broken(self: StepRecording, in_spec: Any) -> Any:
         raise KeyError("lost")
 
-    monkeypatch.setattr(Recording, "program", broken)
+    monkeypatch.setattr(StepRecording, "program", broken)
     step = fz.capture(lambda x: x + 1)
     assert torch.equal(step(torch.ones(2)), torch.ones(2) + 1)
     with pytest.raises(
