@@ -34,7 +34,7 @@ from benchmarks import capture as subjects
 from benchmarks.machine import machine
 from functionalize.core.collector import only_young_collections
 from functionalize.errors import PassError
-from passes.infra import FUNCTIONAL
+from passes.base import FUNCTIONAL
 from passes.verify import check
 
 WIDTH = 16

@@ -4,12 +4,13 @@ program = passes.run(program, passes.parse("default"))
 gm = passes.elide_copies(gm, example_inputs)
 """
 
+from passes.base import Pass
 from passes.bucket_gathers import BucketGathers, bucket_gathers
 from passes.bucket_reduces import BucketReduces, bucket_reduces
 from passes.drop_dead_code import DropDeadCode, drop_dead_code
 from passes.elide_copies import ElideCopies, elide_copies
 from passes.fold_views import FoldViews, fold_views
-from passes.infra import Pass, on_graph_module, run
+from passes.graph_modules import on_graph_module
 from passes.merge_duplicates import MergeDuplicates, merge_duplicates
 from passes.offload import Offload, offload
 from passes.partition import Partition
@@ -21,6 +22,7 @@ from passes.reinplace import Reinplace
 from passes.remat import Remat, remat
 from passes.remove_noops import RemoveNoops, remove_noops
 from passes.reshard import Reshard, reshard
+from passes.runner import run
 from passes.schedule_memory import ScheduleMemory, schedule_memory
 from passes.verify import Verify, verify
 

@@ -43,7 +43,9 @@ from torch import fx
 
 from functionalize.core.program import Program
 from functionalize.core.waits import WAIT
-from passes.infra import Pass, is_detached, on_graph_module, set_value
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
+from passes.metadata import is_detached, set_value
 from passes.patterns import (
     GATHER,
     GATHER_LIST,

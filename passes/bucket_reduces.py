@@ -49,7 +49,9 @@ from functionalize.core.aliases import Aliases, results, results_of
 from functionalize.core.epilogue import Set
 from functionalize.core.program import Program
 from functionalize.core.waits import WAIT
-from passes.infra import Pass, is_detached, on_graph_module, set_value
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
+from passes.metadata import is_detached, set_value
 from passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Maker, Reduce, collectives, reduces
 
 aten = torch.ops.aten

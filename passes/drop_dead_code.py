@@ -25,7 +25,8 @@ from torch import fx
 from functionalize.core import dead_code
 from functionalize.core.generators import is_random
 from functionalize.core.program import Program
-from passes.infra import STAGES, Pass, on_graph_module
+from passes.base import STAGES, Pass
+from passes.graph_modules import on_graph_module
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,10 @@ from functionalize.core.aliases import (
 from functionalize.core.epilogue import Copy, Set
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.program import Program
-from passes.infra import Pass, erase_unused, is_plain, on_graph_module, revalue
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
+from passes.metadata import revalue
+from passes.views import erase_unused, is_plain
 
 aten = torch.ops.aten
 

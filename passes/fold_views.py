@@ -29,7 +29,9 @@ from torch import fx
 from functionalize._compat import disable_current_modes
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.program import Program
-from passes.infra import Pass, chain, erase_unused, is_plain, on_graph_module, viewed
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
+from passes.views import chain, erase_unused, is_plain, viewed
 
 aten = torch.ops.aten
 _AS_STRIDED = aten.as_strided.default

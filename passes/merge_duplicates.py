@@ -36,7 +36,10 @@ from functionalize.core.generators import is_random
 from functionalize.core.ops import geometry_of
 from functionalize.core.program import Program
 from functionalize.planning.liveness import Liveness, Storage
-from passes.infra import Pass, chain, is_plain, on_graph_module, revalue
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
+from passes.metadata import revalue
+from passes.views import chain, is_plain
 
 aten = torch.ops.aten
 _UNDEFINED = frozenset(

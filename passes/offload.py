@@ -44,7 +44,9 @@ from functionalize.errors import PassError
 from functionalize.planning.budget import within
 from functionalize.planning.liveness import Liveness, Storage
 from functionalize.planning.saved import Region, Saved, forwards, saved_values
-from passes.infra import Pass, on_graph_module, set_value
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
+from passes.metadata import set_value
 from passes.rewiring import Rewiring
 
 aten = torch.ops.aten

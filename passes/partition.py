@@ -33,7 +33,7 @@ from functionalize.core.phases import FORWARD, in_backward, phase_of
 from functionalize.core.program import Program
 from functionalize.core.waits import WAIT
 from functionalize.errors import PassError
-from passes.infra import FUNCTIONAL, PARTITIONED, Pass
+from passes.base import FUNCTIONAL, PARTITIONED, Pass
 from passes.recompute_views import recompute
 
 TAG, EARLY, LATE = "partitioner_tag", "is_forward", "is_backward"

@@ -27,12 +27,14 @@ from torch import Tensor, fx
 from functionalize.core.aliases import results, storage_key
 from functionalize.core.inputs import Argument
 from functionalize.core.ops import Geometry, geometry_of
-from functionalize.core.program import Constant, Program, Result
+from functionalize.core.outputs import Constant, Result
+from functionalize.core.program import Program
 from functionalize.core.split import Split, split
 from functionalize.core.words import counted
 from functionalize.errors import PassError
-from passes.infra import FUNCTIONAL, PARTITIONED, run
+from passes.base import FUNCTIONAL, PARTITIONED
 from passes.partition import EARLY, TAG, Partition
+from passes.runner import run
 
 
 @dataclass(frozen=True, slots=True)

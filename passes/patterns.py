@@ -42,7 +42,7 @@ from torch import Tensor, fx
 from functionalize.core.barrier import BARRIER
 from functionalize.core.ops import geometry_of, tensor_metadata
 from functionalize.core.waits import WAIT
-from passes.infra import set_value
+from passes.metadata import set_value
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional

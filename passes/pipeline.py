@@ -22,12 +22,12 @@ from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from functionalize.errors import PassError
+from passes.base import Pass, option_text
 from passes.bucket_gathers import BucketGathers
 from passes.bucket_reduces import BucketReduces
 from passes.drop_dead_code import DropDeadCode
 from passes.elide_copies import ElideCopies
 from passes.fold_views import FoldViews
-from passes.infra import Pass, option_text
 from passes.merge_duplicates import MergeDuplicates
 from passes.offload import Offload
 from passes.partition import Partition

@@ -36,7 +36,8 @@ from functionalize.core.program import Program
 from functionalize.core.waits import WAIT, sink_waits
 from functionalize.errors import PassError
 from functionalize.planning.liveness import Liveness, held_before
-from passes.infra import Pass, on_graph_module
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
 from passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 
 _MB = 2**20

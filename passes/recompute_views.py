@@ -42,7 +42,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from functionalize.core.aliases import Aliases, is_view, results, written_nodes
 from functionalize.core.program import Program
 from functionalize.errors import PassError
-from passes.infra import Pass, program_of
+from passes.base import Pass
+from passes.graph_modules import program_of
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 

@@ -49,7 +49,8 @@ from functionalize.core.inplace import Write, fits, form_of, parts_of, writes_of
 from functionalize.core.ops import geometry_of
 from functionalize.core.program import Program
 from functionalize.core.unused import drop_unused_results
-from passes.infra import FUNCTIONAL, INPLACE, Pass, set_value
+from passes.base import FUNCTIONAL, INPLACE, Pass
+from passes.metadata import set_value
 
 aten = torch.ops.aten
 

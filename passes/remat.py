@@ -42,7 +42,9 @@ from functionalize.planning.budget import within
 from functionalize.planning.costs import machine_named
 from functionalize.planning.recompute import Recomputation, Step, Trial
 from functionalize.planning.saved import Saved
-from passes.infra import Pass, on_graph_module, set_value
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
+from passes.metadata import set_value
 from passes.rewiring import Rewiring
 
 _SELECTS = ("all", "layer", "budget")

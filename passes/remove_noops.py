@@ -31,7 +31,10 @@ from torch import Tensor, fx
 
 from functionalize.core.ops import geometry_of
 from functionalize.core.program import Program
-from passes.infra import Pass, chain, erase_unused, is_plain, on_graph_module, set_value, viewed
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
+from passes.metadata import set_value
+from passes.views import chain, erase_unused, is_plain, viewed
 
 aten = torch.ops.aten
 _CLONE = aten.clone.default

@@ -40,7 +40,9 @@ from functionalize.core.program import Program
 from functionalize.errors import PassError
 from functionalize.planning.costs import machine_named, seconds
 from functionalize.planning.liveness import Liveness, Storage
-from passes.infra import Pass, on_graph_module, revalue, set_value
+from passes.base import Pass
+from passes.graph_modules import on_graph_module
+from passes.metadata import revalue, set_value
 from passes.patterns import Gather
 from passes.periods import Gap, Period, chain_of, gaps_of, nodes_of, split_node
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from functionalize._compat import pytree
 from functionalize.core.aliases import storage_key
-from passes.infra import set_value
+from passes.metadata import set_value
 
 
 class Rewiring:

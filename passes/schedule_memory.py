@@ -37,7 +37,8 @@ from functionalize.core.generators import is_random
 from functionalize.core.program import Program
 from functionalize.planning.liveness import Liveness
 from functionalize.planning.ordering import Order, Schedule, Uses
-from passes.infra import FUNCTIONAL, INPLACE, Pass, on_graph_module
+from passes.base import FUNCTIONAL, INPLACE, Pass
+from passes.graph_modules import on_graph_module
 
 _WORTH = 1 / 256
 

@@ -40,12 +40,14 @@ from functionalize.core.commit import is_commit
 from functionalize.core.dead_code import is_impure, is_number
 from functionalize.core.epilogue import Copy, Resize, Set
 from functionalize.core.ops import Geometry, geometry_of
+from functionalize.core.outputs import Result
 from functionalize.core.printer import window_text
-from functionalize.core.program import Program, Result
+from functionalize.core.program import Program
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.core.sequence import groups_of
 from functionalize.errors import VerifyError
-from passes.infra import INPLACE, STAGES, Pass, program_of
+from passes.base import INPLACE, STAGES, Pass
+from passes.graph_modules import program_of
 
 Finding = tuple[fx.Node | None, str]  # where in the graph (None: not in the graph), and what
 
@@ -111,7 +113,10 @@ def _structure(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
         if node.op == "get_attr" and str(node.target) not in program.constants:
             yield node, f"`{node.name}` reads the constant `{node.target}`, which does not exist"
         if node.op != "output" and "val" not in node.meta:
-            yield node, f"`{node.name}` has no meta['val']: set it as `passes.infra.set_value` does"
+            yield (
+                node,
+                f"`{node.name}` has no meta['val']: set it as `passes.metadata.set_value` does",
+            )
 
 
 def _metadata(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:

@@ -25,8 +25,9 @@ from functionalize.core.archive import damaged, refusal
 from functionalize.core.encoding import Decoder, Encoder
 from functionalize.core.guards import AliasGuard
 from functionalize.core.inputs import Argument
+from functionalize.core.outputs import Constant, OutputRole, Wrapped
 from functionalize.core.persist import FORMS, Reader, Writer
-from functionalize.core.program import Constant, OutputRole, Program, Wrapped
+from functionalize.core.program import Program
 from functionalize.errors import LoadError, SaveError
 from functionalize.planning.timeline import Category
 
@@ -69,7 +70,7 @@ def read_graph(path: str) -> Recorded:
             )
         content, constants = archive.read(path)
         groups = {str(name): tuple(ranks) for name, ranks in metadata["groups"]}
-        reader = Reader(Decoder(content["records"], FORMS), {}, list(groups), constants)
+        reader = Reader(Program, Decoder(content["records"], FORMS), {}, list(groups), constants)
         told: dict[str, Any] = {name: metadata["told"][name] for name in _TOLD}
         told["notes"] = tuple(told["notes"])
         program = reader.program(content["programs"][0])

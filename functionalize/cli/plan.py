@@ -21,9 +21,8 @@ from functionalize.errors import SaveError, UsageError
 from functionalize.planning.display import human_bytes
 from functionalize.planning.page import Table, write_page
 from functionalize.planning.pictures import tradeoff_picture
-from functionalize.planning.plan import Plan
 from functionalize.planning.spans import Span
-from functionalize.planning.summary import Sweep, short
+from functionalize.planning.summary import Plan, Sweep, short
 from functionalize.planning.timeline import Timeline
 
 _LEAST = (

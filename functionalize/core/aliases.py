@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functionalize.core.executable import Executable
 from functionalize.core.guards import AliasGuard
-from functionalize.core.program import OutputRole, Program, Result, Wrapped
+from functionalize.core.outputs import OutputRole, Result, Wrapped
 from functionalize.core.rules import mutations
 from functionalize.core.rules.mutations import written_arguments
 from functionalize.core.rules.resizes import RESIZE_STORAGE
@@ -82,7 +83,7 @@ def results_of(role: OutputRole) -> Iterator[Result]:
             yield from results_of(inner)
 
 
-def storage_classes(program: Program) -> tuple[int, ...]:
+def storage_classes(program: Executable) -> tuple[int, ...]:
     """A number per input, equal for inputs that may be on one storage.
 
     Without an `AliasGuard` nothing is known, so all inputs are taken for aliases of each other.

@@ -21,11 +21,11 @@ import torch
 from torch import fx
 
 from functionalize._compat import below_autograd, pytree
+from functionalize.core.executable import Executable
 from functionalize.core.guards import TensorGuard, ValueGuard
 from functionalize.core.inputs import Call, InputSpec
 from functionalize.core.numbers import Given, LiveNumber, Read, bottom_up
 from functionalize.core.ops import OpRecord, refs_in
-from functionalize.core.program import Program
 from functionalize.core.rules.mutations import is_mutating
 from functionalize.core.unused import drop_unused_inputs
 
@@ -71,7 +71,7 @@ def _is_live(arg: Any) -> bool:
 class EarlyGuard:
     """What Python learned of the arguments' values still holds. program: the part of the graph that tells."""
 
-    program: Program
+    program: Executable
 
     @staticmethod
     def of(
@@ -82,7 +82,7 @@ class EarlyGuard:
     ) -> EarlyGuard:
         """The guard for (node, its value, where it was read, what it is), all in one graph with these inputs."""
         nodes = list(dict.fromkeys(node for node, *_ in learned))
-        program = Program(
+        program = Executable(
             graph=_part(nodes),
             constants=dict(constants),
             inputs=tuple(inputs),

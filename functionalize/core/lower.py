@@ -27,14 +27,14 @@ from torch import fx
 
 from functionalize.core.commit import is_commit
 from functionalize.core.epilogue import Copy, Resize, Set
+from functionalize.core.executable import Executable
 from functionalize.core.inputs import Argument, Captured, WholeStorage
 from functionalize.core.ops import Geometry
-from functionalize.core.program import (
+from functionalize.core.outputs import (
     Constant,
     InputView,
     LeafItself,
     OutputRole,
-    Program,
     Result,
     SameAs,
     Wrapped,
@@ -45,7 +45,7 @@ aten = torch.ops.aten
 resize_storage_bytes_ = torch.ops.inductor.resize_storage_bytes_.default
 
 
-def lower(program: Program) -> fx.GraphModule:
+def lower(program: Executable) -> fx.GraphModule:
     """A module that does all a replay does, guards apart; raises `UncapturableError` (see above)."""
     return _Lowering(program).module()
 
@@ -65,7 +65,7 @@ class _Rebuild(torch.nn.Module):
 
 
 class _Lowering:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Executable) -> None:
         self.program = program
         self.source = program.graph_module
         self.graph = fx.Graph()

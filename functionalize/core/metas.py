@@ -12,8 +12,8 @@ A number that Python reads has the value it had while the step was recorded, kep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -22,16 +22,26 @@ from functionalize._compat import disable_current_modes
 from functionalize.core.collector import only_young_collections
 from functionalize.core.fake_mode import fake_like
 from functionalize.core.fakes import Fakes
+from functionalize.core.inputs import InputSpec
 from functionalize.core.ops import Geometry, geometry_of, tensor_metadata
 from functionalize.core.phases import set_phases
 from functionalize.core.where import trace_and_update
 
-if TYPE_CHECKING:
-    from functionalize.core.inputs import InputSpec
-    from functionalize.core.program import Program
+
+class GraphWithInputs(Protocol):
+    """A graph, what its placeholders stand for, and the tensors that it holds, by name."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
+
+    @property
+    def inputs(self) -> Sequence[InputSpec]: ...
+
+    @property
+    def constants(self) -> Mapping[str, Any]: ...
 
 
-def annotate(program: Program) -> None:
+def annotate(program: GraphWithInputs) -> None:
     """Fill the `meta` of every node."""
     with only_young_collections():  # what is made here lives as long as the program
         read_records(program.graph)
@@ -68,7 +78,7 @@ def read_records(graph: fx.Graph) -> None:
         node.meta.pop("record", None)
 
 
-def propagate(program: Program) -> None:
+def propagate(program: GraphWithInputs) -> None:
     """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes."""
     fakes = Fakes()
     specs = iter(program.inputs)

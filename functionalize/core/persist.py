@@ -15,20 +15,20 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, fx
 
-from functionalize.core import archive, epilogue, guards, inputs, numbers, ops, program, structure
+from functionalize.core import archive, epilogue, guards, inputs, numbers, ops, outputs, structure
 from functionalize.core.archive import FilePath, damaged, refusal
 from functionalize.core.early import EarlyGuard
 from functionalize.core.encoding import Decoder, Encoder, Form, Json, is_target, plain_form
+from functionalize.core.executable import Executable
 from functionalize.core.inputs import Captured
 from functionalize.core.metas import read_records
-from functionalize.core.program import Program
 from functionalize.errors import LoadError, SaveError
 
-Runner = Callable[[Program], Callable[[list[Any]], Sequence[Any]]]
+Runner = Callable[[Any], Callable[..., Sequence[Any]]]
 
 # -- forms -----------------------------------------------------------------------------------------
 
@@ -65,12 +65,12 @@ FORMS: tuple[Form, ...] = (
             inputs.WholeStorage,
             numbers.Given,
             ops.Geometry,
-            program.Constant,
-            program.InputView,
-            program.LeafItself,
-            program.Result,
-            program.SameAs,
-            program.Wrapped,
+            outputs.Constant,
+            outputs.InputView,
+            outputs.LeafItself,
+            outputs.Result,
+            outputs.SameAs,
+            outputs.Wrapped,
         ),
     ),
     Form(numbers.Applied, _APPLIED.save, _applied, _parts),
@@ -110,7 +110,7 @@ class Writer:
             self.groups.append(name)
         return {"group": self.groups.index(name)}
 
-    def program(self, program: Program, label: str) -> Json:
+    def program(self, program: Executable, label: str) -> Json:
         """One program; its constants are kept under `label`."""
         for spec in program.inputs:
             if isinstance(spec.source, Captured):
@@ -202,16 +202,21 @@ def _group_arguments(target: Any) -> list[int | str]:
     return [key for pair in found for key in pair]
 
 
+E = TypeVar("E", bound=Executable)
+
+
 @dataclass(slots=True)
-class Reader:
-    """The other way. groups: the names here of the process groups in the metadata."""
+class Reader(Generic[E]):
+    """The other way. make: the class of the programs. groups: the names here of the process groups in the metadata."""
+
+    make: type[E]
 
     decoder: Decoder
     runners: Mapping[str, Runner]
     groups: Sequence[str]
     constants: Mapping[str, Tensor]
 
-    def program(self, code: Json) -> Program:
+    def program(self, code: Json) -> E:
         """The program that was written as `code`."""
         graph, prefix = self._graph(code["graph"]), f"{code['label']}."
         name = code["runner"]
@@ -224,7 +229,7 @@ class Reader:
         }
         early = [EarlyGuard(self.program(part)) for part in code["early"]]
         fields["guards"] = (*fields["guards"], *early)
-        return Program(graph=graph, constants=constants, runner=runner, **fields)
+        return self.make(graph=graph, constants=constants, runner=runner, **fields)
 
     def _graph(self, nodes: Json) -> fx.Graph:
         graph = fx.Graph()
@@ -259,7 +264,7 @@ class Reader:
 # -- one program by itself -------------------------------------------------------------------------
 
 
-def save_program(program: Program, path: FilePath) -> None:
+def save_program(program: Executable, path: FilePath) -> None:
     """Write one program whose inputs are arguments; raises `SaveError`."""
     writer = Writer(Encoder(FORMS))
     try:
@@ -283,8 +288,8 @@ def check_replays(metadata: Mapping[str, Any]) -> None:
         )
 
 
-def load_program(path: FilePath, runners: Mapping[str, Runner]) -> Program:
-    """The program of `save_program`; raises `LoadError`."""
+def load_program(path: FilePath, make: type[E], runners: Mapping[str, Runner]) -> E:
+    """The program of `save_program`, as a `make`; raises `LoadError`."""
     try:
         metadata = archive.read_metadata(path)
         archive.check_versions(metadata)
@@ -293,7 +298,7 @@ def load_program(path: FilePath, runners: Mapping[str, Runner]) -> Program:
             raise LoadError("holds the programs of a captured step: load them with `step.load`")
         content, constants = archive.read(path)
         decoder = Decoder(content["records"], FORMS)
-        return Reader(decoder, runners, (), constants).program(content["programs"][0])
+        return Reader(make, decoder, runners, (), constants).program(content["programs"][0])
     except LoadError as error:
         raise refusal(path, error, "loaded") from None
     except Exception as error:

@@ -20,19 +20,12 @@ from torch import Tensor, fx
 
 from functionalize.core.commit import is_commit
 from functionalize.core.epilogue import Action, Copy, Resize, Set
+from functionalize.core.executable import Executable
 from functionalize.core.guards import NumberGuard
 from functionalize.core.inputs import Captured
 from functionalize.core.numbers import applied_text, expression_text
 from functionalize.core.ops import Geometry
-from functionalize.core.program import (
-    Constant,
-    InputView,
-    LeafItself,
-    Program,
-    Result,
-    SameAs,
-    Wrapped,
-)
+from functionalize.core.outputs import Constant, InputView, LeafItself, Result, SameAs, Wrapped
 
 
 def argument_text(arg: Any) -> str:
@@ -83,7 +76,7 @@ def window_text(nodes: Sequence[fx.Node], at: fx.Node, around: int = 2) -> str:
     return "\n".join(f"{'>' if n is at else ' '} {node_text(n)}" for n in shown)
 
 
-def _action_text(action: Action, program: Program, slots: Sequence[Any]) -> str:
+def _action_text(action: Action, program: Executable, slots: Sequence[Any]) -> str:
     spec = program.inputs[action.input]
     if isinstance(action, Resize):
         return f"resize_storage_bytes_({spec.name}, {action.nbytes})"
@@ -103,7 +96,7 @@ def _as(geometry: Geometry | None, own: Geometry | None) -> str:
     return "" if geometry is None or geometry == own else f" as {geometry}"
 
 
-def _output_text(role: Any, program: Program, slots: Sequence[Any]) -> str:
+def _output_text(role: Any, program: Executable, slots: Sequence[Any]) -> str:
     if isinstance(role, Result):
         return argument_text(slots[role.slot]) + _as(role.geometry, None)
     if isinstance(role, InputView):
@@ -125,7 +118,7 @@ def _output_text(role: Any, program: Program, slots: Sequence[Any]) -> str:
     return f"a {type(role.value).__name__} of size {list(role.value.shape)}"
 
 
-def program_text(program: Program, keep: Callable[[fx.Node], bool] | None = None) -> str:
+def program_text(program: Executable, keep: Callable[[fx.Node], bool] | None = None) -> str:
     """The whole program; `keep` filters the ops shown."""
     nodes = list(program.graph.nodes)
     lines = ["program("]

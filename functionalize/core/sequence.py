@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,9 +23,6 @@ from functionalize.core.metas import tensors_of
 from functionalize.core.ops import OpRecord, refs_in
 from functionalize.core.rules.collectives import reduction
 from functionalize.errors import UnsupportedOpError
-
-if TYPE_CHECKING:
-    from functionalize.core.program import Program
 
 Texts = tuple[str, ...]
 
@@ -59,10 +56,13 @@ def recorded_sequences(records: Iterable[OpRecord]) -> dict[str, Texts]:
     return {group: tuple(texts) for group, texts in found.items()}
 
 
-def fingerprints(program: Program) -> dict[str, int]:
-    """A number per group, of 56 bits: equal if the collectives are, and if both or neither reads numbers late."""
-    reads = ("reads numbers",) if program.value_guards else ()
-    found = sequences(program.graph)
+def fingerprints(graph: fx.Graph, reads_numbers: bool) -> dict[str, int]:
+    """A number per group, of 56 bits: equal if the collectives are, and if both or neither reads numbers.
+
+    reads_numbers: whether a program of this graph guards values that the graph computes.
+    """
+    reads = ("reads numbers",) if reads_numbers else ()
+    found = sequences(graph)
     return {group: _fingerprint((*texts, *reads)) for group, texts in found.items()}
 
 

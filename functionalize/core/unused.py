@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from functionalize.core.executable import Executable
 from functionalize.core.inputs import InputSpec, WholeStorage
-from functionalize.core.program import Program, Wrapped
+from functionalize.core.outputs import Wrapped
 
 
-def drop_unused_inputs(program: Program) -> list[int]:
+def drop_unused_inputs(program: Executable) -> list[int]:
     """Remove inputs that no node, output or action needs; returns the old numbers of those kept.
 
     Guards are left alone: make them for the inputs that are kept.
@@ -42,7 +43,7 @@ def drop_unused_inputs(program: Program) -> list[int]:
     return kept
 
 
-def drop_unused_results(program: Program) -> None:
+def drop_unused_results(program: Executable) -> None:
     """Return from the graph, whose output is flat, only what an output, an action or a guard names."""
     named = (*program.outputs, *program.epilogue, *program.value_guards)
     kept = sorted({slot for item in named for slot in _numbers_of(item, _SLOT)})

@@ -32,16 +32,16 @@ from functionalize.core.guards import Guard, NumberGuard, ValueGuard
 from functionalize.core.inputs import InputSpec, Source, WholeStorage
 from functionalize.core.numbers import Applied, Given, expression_text, is_given
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
-from functionalize.core.program import (
+from functionalize.core.outputs import (
     Constant,
     InputView,
     LeafItself,
     OutputRole,
-    Program,
     Result,
     SameAs,
     Wrapped,
 )
+from functionalize.core.program import Program
 from functionalize.core.values import View
 from functionalize.core.waits import sink_waits
 from functionalize.core.where import line_of

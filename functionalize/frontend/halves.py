@@ -22,8 +22,9 @@ from functionalize.core.guards import Guard, NumberGuard, ValueGuard
 from functionalize.core.inputs import Call, InputSpec, Source
 from functionalize.core.numbers import Given, evaluated
 from functionalize.core.ops import Geometry
+from functionalize.core.outputs import OutputRole
 from functionalize.core.printer import node_text
-from functionalize.core.program import OutputRole, Program
+from functionalize.core.program import Program
 from functionalize.core.rules.views import straight
 from functionalize.core.storage import FunctionalStorage
 from functionalize.core.values import View

@@ -30,7 +30,8 @@ from torch import Tensor
 from functionalize._compat import pytree
 from functionalize.core.inputs import Argument, InputSpec, Source
 from functionalize.core.ops import Geometry, geometry_of
-from functionalize.core.program import Program, Result
+from functionalize.core.outputs import Result
+from functionalize.core.program import Program
 from functionalize.core.split import Split, split
 from functionalize.core.unused import drop_unused_inputs
 from functionalize.core.wrappers import plain_tensors

@@ -64,7 +64,7 @@ def load(path: FilePath) -> Program:
 
     Raises `LoadError` if the file is damaged, or of another version of torch, Python or this library.
     """
-    return persist.load_program(path, _RUNNERS)
+    return persist.load_program(path, Program, _RUNNERS)
 
 
 def path_of_rank(path: FilePath) -> Path:
@@ -183,11 +183,11 @@ def _read(path: Path, names: Names, metadata: Json, fn: Callable[..., Any]) -> S
     programs = []
     for code in content["programs"]:
         decoder = Decoder(code["records"], forms(names, fn), names.object)
-        programs.append(_read_program(Reader(decoder, _RUNNERS, groups, constants), code))
+        programs.append(_read_program(Reader(Program, decoder, _RUNNERS, groups, constants), code))
     return SavedStep(programs, Decoder((), ()).value(content["lifted"]), vote)
 
 
-def _read_program(reader: Reader, code: Json) -> tuple[Hashable, CachedProgram]:
+def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, CachedProgram]:
     value = reader.decoder.value
     program = reader.program(code["program"])
     if program.runner is not RUNNERS[None]:

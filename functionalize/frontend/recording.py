@@ -37,7 +37,8 @@ from functionalize._compat import pytree
 from functionalize.core.guards import AliasGuard, Guard, TensorGuard
 from functionalize.core.inputs import Captured
 from functionalize.core.ops import OpRecord, refs_in
-from functionalize.core.program import Constant, OutputRole, Program
+from functionalize.core.outputs import Constant, OutputRole
+from functionalize.core.program import Program
 from functionalize.core.unused import drop_unused_inputs
 from functionalize.core.where import line_of
 from functionalize.core.wrappers import plain_tensors

@@ -258,7 +258,11 @@ class CapturedStep:
             exit.effects,
             exit.has_grad_fn,
             call.reason,
-            fingerprints=fingerprints(program) if self._options.compares else {},
+            fingerprints=(
+                fingerprints(program.graph, bool(program.value_guards))
+                if self._options.compares
+                else {}
+            ),
             memory=StepMemory.of(recording, recorded, program),
         )
         return Built(cached, recording.summary, counts)

@@ -28,7 +28,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -37,14 +37,13 @@ from functionalize._compat import checkpoint_module, pytree
 from functionalize.core.collector import only_young_collections
 from functionalize.core.program import Program
 from functionalize.errors import FunctionalizeError, PlanError
-from functionalize.frontend.choices import Choice
 from functionalize.frontend.entry import capture
 from functionalize.frontend.fsdp import fsdp_states
 from functionalize.frontend.memory import StepMemory
 from functionalize.frontend.step import CapturedStep
 from functionalize.frontend.world import World, world
 from functionalize.planning.grid import WORLD_KEYS, Point, Wants, of, points
-from functionalize.planning.summary import Figures, Sweep
+from functionalize.planning.summary import Figures, Plan, Sweep
 
 _MOST_CALLS = 6  # until a step has settled; `capture` refuses before
 Progress = Callable[[int, int, Point], None]
@@ -96,23 +95,6 @@ def _check(build: Any, step: Any, inputs: Any, grid: Any, fixed: Mapping[str, An
     twice = sorted(fixed.keys() & (grid or {}).keys())
     if twice:
         raise PlanError(f"`{twice[0]}` has one value and is in the grid, too: leave one out")
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """One point. figures: its program, memory, traffic and time; None, with `error`, if it cannot be run.
-
-    choices: which kernels the target took. assumed: the numbers that Python read and no fake tensor holds.
-    seconds: how long planning took.
-    """
-
-    point: Point
-    figures: Figures | None = None
-    choices: Sequence[Choice] = ()
-    assumed: Mapping[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    error: str | None = None
-    cause: Exception | None = None
 
 
 @dataclass(eq=False)

@@ -21,10 +21,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from functionalize.core.program import Program
 from functionalize.errors import PlanError
@@ -35,11 +35,9 @@ from functionalize.planning.compute import Work, compute
 from functionalize.planning.constants import declared
 from functionalize.planning.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.display import human_bytes, human_seconds
+from functionalize.planning.grid import Point
 from functionalize.planning.memory import EAGER, PROGRAM, Memory
 from functionalize.planning.step_time import StepTime, step_time
-
-if TYPE_CHECKING:
-    from functionalize.planning.plan import Plan, Planner
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +114,37 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 @dataclass(frozen=True, eq=False)
+class Plan:
+    """One point. figures: its program, memory, traffic and time; None, with `error`, if it cannot be run.
+
+    choices: which kernels the target took. assumed: the numbers that Python read and no fake tensor holds.
+    seconds: how long planning took.
+    """
+
+    point: Point
+    figures: Figures | None = None
+    choices: Sequence[Choice] = ()
+    assumed: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: str | None = None
+    cause: Exception | None = None
+
+
+class PlansPoints(Protocol):
+    """What a sweep asks for more points."""
+
+    def at(self, point: Point) -> Plan:
+        """Plan one point."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
 class Sweep:
     """The plans of a grid, in its order. axes: the keys. searching: plans more points."""
 
     plans: Sequence[Plan]
     axes: tuple[str, ...]
-    searching: Callable[[], AbstractContextManager[Planner]]
+    searching: Callable[[], AbstractContextManager[PlansPoints]]
 
     def rows(self) -> list[dict[str, Any]]:
         """A dict per point: its keys, its figures or its `error`, and the seconds that planning took."""

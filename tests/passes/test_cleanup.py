@@ -8,11 +8,11 @@ from torch import fx
 
 import functionalize as fz
 import passes
+import passes.views as views
 from examples.compare import assert_bitwise_equal, run_eager, run_trace
 from examples.programs import PROGRAMS
 from functionalize.planning.liveness import Liveness
-from passes import infra
-from passes.infra import program_of
+from passes.graph_modules import program_of
 from tests.fsdp import models, steps
 from tests.fsdp.twins import compare_twins
 from tests.ranks import run_on_ranks
@@ -71,8 +71,8 @@ def test_long_chains_of_views_are_walked_a_little_way(monkeypatch):
     graph.output((graph.call_function(aten.add.Tensor, (view, 1)),))
     gm = fx.GraphModule(torch.nn.Module(), graph)
     program = program_of(gm, [torch.randn(4, 4)])
-    viewed, calls = infra.viewed, []
-    monkeypatch.setattr(infra, "viewed", lambda node: calls.append(node) or viewed(node))
+    viewed, calls = views.viewed, []
+    monkeypatch.setattr(views, "viewed", lambda node: calls.append(node) or viewed(node))
     for each in passes.parse("remove_noops,fold_views,merge_duplicates"):
         each.apply(program)
     assert len(calls) < 100 * 2000

@@ -9,7 +9,7 @@ import passes
 from examples.compare import assert_bitwise_equal, run_eager, run_trace
 from examples.programs import PROGRAMS
 from functionalize.errors import PassError
-from passes.infra import INPLACE
+from passes.base import INPLACE
 
 
 def traced(fn, *args):

@@ -34,7 +34,7 @@ def with_dead_code() -> fz.Program:
         made += [graph.call_function(functional.all_reduce.default, (x, "sum", "0"))]
         made += [graph.call_function(functional.wait_tensor.default, (made[-1],))]
     for node in made:
-        passes.infra.set_value(node)
+        passes.metadata.set_value(node)
     return program
 
 

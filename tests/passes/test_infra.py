@@ -16,7 +16,7 @@ from examples.resize_program import values
 from functionalize._compat import FakeTensor
 from functionalize.errors import InvariantError, PassError
 from passes import ElideCopies, Pass, Verify
-from passes.infra import set_value
+from passes.metadata import set_value
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from functionalize.errors import PassError
 from functionalize.planning.liveness import Liveness
 from functionalize.planning.saved import forwards, saved_values
 from passes import Offload
-from passes.infra import set_value
+from passes.metadata import set_value
 from passes.offload import Journeys, send
 from tests.passes.helpers import count, seen
 

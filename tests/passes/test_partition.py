@@ -14,8 +14,8 @@ import passes
 from examples.resize_program import values
 from functionalize.core.guards import ValueGuard
 from functionalize.core.inputs import Captured
+from functionalize.core.outputs import Constant
 from functionalize.core.phases import FORWARD, phase_of
-from functionalize.core.program import Constant
 from functionalize.errors import PassError
 from passes import Partitioned
 from tests.fsdp import models, steps
@@ -146,7 +146,7 @@ def test_a_wait_stays_with_its_collective():
             wait = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (sent,))
         for node in (sent, wait):
             node.meta["phase"] = FORWARD
-            passes.infra.set_value(node)
+            passes.metadata.set_value(node)
         return traced
 
     after = passes.run(program(), "partition")

@@ -72,7 +72,7 @@ def test_second_run_changes_nothing():
     gm = passes.recompute_views(joint(), outputs=1)
     text = graph_text(gm)
     assert graph_text(passes.recompute_views(gm, outputs=1)) == text
-    assert RecomputeViews(outputs=1).apply(passes.infra.program_of(gm)) == 0
+    assert RecomputeViews(outputs=1).apply(passes.graph_modules.program_of(gm)) == 0
 
 
 def test_a_view_that_forward_reads_stays_there_too(expect):
@@ -82,7 +82,7 @@ def test_a_view_that_forward_reads_stays_there_too(expect):
 
     gm = joint(shared)
     results = run(gm)
-    assert RecomputeViews(outputs=1).apply(passes.infra.program_of(gm)) == 2
+    assert RecomputeViews(outputs=1).apply(passes.graph_modules.program_of(gm)) == 2
     expect("read_in_forward", graph_text(gm))
     gm.recompile()
     assert all(map(torch.equal, run(gm), results))

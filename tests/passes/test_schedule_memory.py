@@ -18,7 +18,7 @@ from functionalize.core.commit import commit, is_commit
 from functionalize.planning.liveness import Liveness
 from functionalize.planning.ordering import Order, Schedule, Uses
 from passes import ScheduleMemory
-from passes.infra import set_value
+from passes.metadata import set_value
 from tests.passes.chains import feature, reduce, traced, unshard
 from tests.passes.helpers import rewrite
 from tests.ranks import run_on_ranks

@@ -19,7 +19,7 @@ from functionalize.core.commit import commit
 from functionalize.core.epilogue import Copy, Resize, Set
 from functionalize.core.guards import TensorGuard, ValueGuard
 from functionalize.core.ops import contiguous_geometry
-from functionalize.core.program import Result
+from functionalize.core.outputs import Result
 from functionalize.core.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import VerifyError
 from passes.verify import check
@@ -117,7 +117,7 @@ def test_call_method():
 def test_missing_value():
     broken = program()
     del node(broken, "sin").meta["val"]
-    assert "`sin` has no meta['val']: set it as `passes.infra.set_value` does" in words(broken)
+    assert "`sin` has no meta['val']: set it as `passes.metadata.set_value` does" in words(broken)
 
 
 def test_missing_tensor_meta():
@@ -330,7 +330,7 @@ def test_output_on_an_input():
 def test_outputs_that_share():
     broken = program()
     view = insert(broken, "sin", aten.view.default, node(broken, "mul_1"), [2, 2])
-    passes.infra.set_value(view)
+    passes.metadata.set_value(view)
     returning(broken, node(broken, "mul_1"), view)
     expected = "output 1 is `view_default`, which shares memory with output 0: copy it"
     assert expected in words(broken)

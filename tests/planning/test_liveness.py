@@ -19,7 +19,7 @@ from benchmarks.allocations import allocations, count_everything, counted
 from functionalize.core.program import Program
 from functionalize.planning.liveness import Liveness
 from functionalize.run.boxed import boxed
-from passes.infra import set_value
+from passes.metadata import set_value
 from tests.core.eager import one_thread
 from tests.ranks import run_on_ranks
 

@@ -1,0 +1,64 @@
+"""Fake values of nodes that a pass makes or moves: `node.meta["val"]` and `node.meta["tensor_meta"]`.
+
+Invariant: the fake value of a view is on the memory of the fake value of its source.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functionalize._compat import FakeTensor, pytree
+from functionalize.core.aliases import is_view, storage_key
+from functionalize.core.ops import geometry_of, tensor_metadata
+
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
+
+def value_of(arg: Any) -> Any:
+    """`arg` with the fake value in place of every node."""
+    return fx.node.map_arg(arg, lambda n: n.meta["val"])
+
+
+def set_value(node: fx.Node) -> None:
+    """Fill `val` and `tensor_meta` of one node by running it on its arguments' fake values.
+
+    One that is given no tensor (`full`) makes a fake one of the mode of the first in the graph.
+    """
+    args, kwargs = value_of(node.args), value_of(node.kwargs)
+    others = (n.meta.get("val") for n in node.graph.nodes)
+    near = itertools.chain([(args, kwargs)], others)
+    leaves = itertools.chain.from_iterable(map(pytree.tree_leaves, near))
+    mode = next((t.fake_mode for t in leaves if isinstance(t, FakeTensor)), nullcontext())
+    target: Any = node.target
+    with mode, torch.no_grad():
+        value = target(*args, **kwargs)
+    describe(node, value)
+
+
+def is_detached(node: fx.Node) -> bool:
+    """Whether a view's fake value is not on its source's memory: `make_fx` on real tensors loses it."""
+    if not is_view(node) and node.target is not UNSAFE_VIEW:
+        return False
+    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return storage_key(value) != storage_key(source)
+
+
+def describe(node: fx.Node, value: Any) -> None:
+    """Set `val`, and `tensor_meta` where it is a tensor."""
+    node.meta["val"] = value
+    if isinstance(value, Tensor):
+        node.meta["tensor_meta"] = tensor_metadata(geometry_of(value))
+    else:
+        node.meta.pop("tensor_meta", None)
+
+
+def revalue(graph: fx.Graph) -> None:
+    """Make the fake values of views anew whose source is another node now; linear in nodes."""
+    for node in graph.nodes:
+        if is_detached(node):
+            set_value(node)

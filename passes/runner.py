@@ -1,0 +1,81 @@
+"""`passes.run`: apply passes to a copy of a program, verifying after each.
+
+    program = run(program, [ElideCopies(), Verify()])
+    program = run(program, "default")
+    program.history            ("elide_copies: 12", "verify: 0")
+
+Invariant: the argument is untouched; the result holds every invariant of `verify`, and issues the same collectives
+unless a pass says that it changes them.
+Refusals: a pass at a stage that it does not accept; a graph without fake values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from functionalize.core.collector import only_young_collections
+from functionalize.core.program import Program
+from functionalize.core.sequence import Texts, sequences
+from functionalize.errors import InvariantError, PassError, VerifyError
+from passes.base import Pass
+from passes.pipeline import parse
+from passes.verify import check
+
+
+def run(program: Program, passes: Iterable[Pass] | str) -> Program:
+    """A copy of `program` with every pass applied in order; `program` itself is untouched.
+
+    passes: the passes, or a pipeline as text (`passes.pipeline.parse`).
+    The program is verified before the first pass and after each one. Raises `PassError` for a pass
+    at a stage it does not accept, `VerifyError` if `program` is broken, `InvariantError` if a pass
+    broke it.
+    """
+    passes = parse(passes) if isinstance(passes, str) else tuple(passes)
+    _check_stages(program.stage, passes)
+    program.describe()  # once for the program and all its copies
+    with only_young_collections():  # what passes look up of a graph lives as long as they run
+        return _run(program, passes)
+
+
+def _run(program: Program, passes: Sequence[Pass]) -> Program:
+    check(program)
+    new = program.copy()
+    issued = sequences(new.graph)
+    for each in passes:
+        count = each.apply(new)
+        if count:
+            new.stage = each.produces or new.stage
+        try:
+            new.graph.lint()
+            check(new)
+        except (RuntimeError, VerifyError) as error:
+            raise InvariantError(f"`{each}` left a broken program: {error}") from error
+        before, issued = issued, sequences(new.graph)
+        if issued != before and not each.changes_collectives:
+            raise InvariantError(f"`{each}` {_what_changed(before, issued)}")
+        new.history = (*new.history, f"{each}: {count}")
+    return new
+
+
+def _what_changed(before: Mapping[str, Texts], now: Mapping[str, Texts]) -> str:
+    """Where a pass changed the collectives that ranks rely on."""
+    group = next(g for g in {**before, **now} if before.get(g) != now.get(g))
+    was, texts = before.get(group, ()), now.get(group, ())
+    at = next((i for i, (a, b) in enumerate(zip(was, texts, strict=False)) if a != b), None)
+    at = min(len(was), len(texts)) if at is None else at
+    a, b = (each[at] if at < len(each) else "nothing" for each in (was, texts))
+    return (
+        f"changed the collectives of process group {group!r} and does not say that it may "
+        f"(`changes_collectives`): number {at + 1} was {a} and is {b}"
+    )
+
+
+def _check_stages(stage: str, passes: Sequence[Pass]) -> None:
+    for i, each in enumerate(passes):
+        if stage not in each.accepts:
+            since = f", which `{passes[i - 1]}` leaves it at" if i else ""
+            raise PassError(
+                f"`{each}` accepts a program at stage {' or '.join(each.accepts)}, "
+                f"this one is at {stage}{since}"
+            )
+        stage = each.produces or stage
