@@ -1,13 +1,9 @@
-"""What each storage still owes the caller at exit, and how it is paid.
+"""The epilogue: the mutations of its inputs that a caller still sees, as data, and how a replay runs them.
 
-Per input storage (`w`: contents differ from entry):
+    Resize(0, 64)    resize_storage_bytes_(x, 64)          Copy(0, geometry, 2)    x.copy_(result 2)
+    Set(1, g, 0)     x.set_(storage of input 0, g)
 
-    original  final      emit
-    > 0       0          Resize(x, 0)            data written before is dropped
-    0         > 0        Resize(x, n), Copy(x)
-    0         0          nothing, whatever happened in between
-    > 0       same       Copy(x) if w
-    > 0       other > 0  Resize(x, n), Copy(x) if w
+Which actions a storage needs is decided in `actions.py`.
 
 One resize per storage, however many inputs alias it. An input tensor that ends on another storage or with
 another geometry (`set_`, `resize_`, `t_`) gets a `Set`, after the copies.
@@ -18,7 +14,7 @@ is done first, and undone if it fails: until then the caller's data is as it was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -26,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functionalize.core.ops import Geometry, contiguous_geometry, geometry_of
-from functionalize.core.storage import FunctionalStorage
-from functionalize.core.values import Emitter, Value
+from functionalize.core.ops import Geometry, geometry_of
 
 aten = torch.ops.aten
 
@@ -64,35 +58,6 @@ class Set:
 
 
 Action = Resize | Copy | Set
-
-
-def owed(
-    storage: FunctionalStorage, input: int, emit: Emitter, slot_of: Callable[[Value], int]
-) -> list[Action]:
-    """The actions of one input storage. `input`: one on it; `slot_of`: returns a value from the graph."""
-    actions: list[Action] = []
-    if storage.nbytes != storage.original_nbytes:
-        actions.append(Resize(input, storage.nbytes))
-    if storage.nbytes and storage.written and storage.valid.spans:
-        geometry = _owed_window(storage)
-        if geometry is None:
-            return actions
-        value = storage.whole(emit) if geometry == storage.root else storage.peek(geometry, emit)
-        actions.append(Copy(input, geometry, slot_of(value)))
-    return actions
-
-
-def _owed_window(storage: FunctionalStorage) -> Geometry | None:
-    """What is copied: the base, or its beginning if the storage or what is defined of it ends before."""
-    root = storage.root
-    end, size = min(storage.nbytes, storage.valid.spans[-1][1]), root.dtype.itemsize
-    if root.end <= end or (not root.is_dense and root.end <= storage.nbytes):
-        return root
-    if end <= root.start:
-        return None
-    if (end - root.start) % size == 0:
-        return contiguous_geometry(((end - root.start) // size,), root.dtype, root.offset)
-    return contiguous_geometry((end - root.start,), torch.uint8, root.start)
 
 
 def window(tensor: Tensor, geometry: Geometry) -> Tensor:

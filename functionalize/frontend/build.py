@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat import is_traceable_wrapper_subclass, pytree
+from functionalize.core.actions import actions_of
 from functionalize.core.dead_code import drop_dead_code
 from functionalize.core.discharge import Functionalizer
 from functionalize.core.early import EarlyGuard, is_early
 from functionalize.core.emit import GraphEmitter
-from functionalize.core.epilogue import Action, Set, owed
+from functionalize.core.epilogue import Action, Set
 from functionalize.core.guards import Guard, NumberGuard, ValueGuard
 from functionalize.core.inputs import InputSpec, Source, WholeStorage
 from functionalize.core.numbers import Applied, Given, expression_text, is_given
@@ -309,7 +310,7 @@ class Builder:
         actions: list[Action] = []
         for serial, index in self._home.items():
             storage = self.engine.storages[serial]
-            actions += owed(storage, index, self.emit, self.slot)
+            actions += actions_of(storage, index, self.emit, self.slot)
         return actions
 
     # -- the program -----------------------------------------------------------------------------

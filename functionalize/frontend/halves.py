@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize.core.epilogue import Action, owed
+from functionalize.core.actions import actions_of
+from functionalize.core.epilogue import Action
 from functionalize.core.guards import Guard, NumberGuard, ValueGuard
 from functionalize.core.inputs import Call, InputSpec, Source
 from functionalize.core.numbers import Given, evaluated
@@ -109,7 +110,7 @@ class PairBuilder(Builder):
         epilogue: list[Action] = []
         for serial, index in self._home.items():
             if serial not in deferred:
-                epilogue += owed(self.engine.storages[serial], index, self.emit, self.slot)
+                epilogue += actions_of(self.engine.storages[serial], index, self.emit, self.slot)
         half = Half(
             outputs,
             epilogue,

@@ -31,7 +31,8 @@ from functionalize._compat import (
     plain_resize,
     proxy_mode,
 )
-from functionalize.core.epilogue import Copy, Resize, owed, window
+from functionalize.core.actions import actions_of
+from functionalize.core.epilogue import Copy, Resize, window
 from functionalize.core.extent import Extent
 from functionalize.core.ops import Geometry, geometry_of
 from functionalize.core.rules.resizes import RESIZE_STORAGE
@@ -222,7 +223,7 @@ def _pay_plainly(debtor: Debtor, storage: FunctionalStorage, emit: Emitter) -> N
         return len(values) - 1
 
     with torch.autograd._unsafe_preserve_version_counter(home):
-        for action in owed(storage, 0, emit, slot):
+        for action in actions_of(storage, 0, emit, slot):
             if isinstance(action, Resize):
                 RESIZE_STORAGE(home, action.nbytes)
             elif isinstance(action, Copy):
@@ -236,7 +237,7 @@ def _pay_inside(debtor: Debtor, storage: FunctionalStorage, emit: Emitter) -> No
         values.append(value)
         return len(values) - 1
 
-    actions = owed(storage, 0, emit, slot)
+    actions = actions_of(storage, 0, emit, slot)
     copies = [
         (to, inner(value))
         for action in actions
