@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from functionalize._compat import flex_devices, is_fake, stack_here
+from functionalize.core.patching import Patch
 from functionalize.core.where import line_of
 from functionalize.errors import WorldError
-from functionalize.frontend.patches import Patch
 
 _REFUSED = (
     (

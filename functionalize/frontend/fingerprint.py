@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from functionalize.core.code_objects import compiled
 from functionalize.frontend.fsdp import fsdp_registered
 from functionalize.frontend.naming import Names
 from functionalize.frontend.reach import NUMBERS, Roots, is_installed
@@ -126,24 +127,6 @@ def _methods(roots: Roots) -> Iterator[types.FunctionType]:
 def _digest(fn: types.FunctionType) -> str:
     defaults = [repr(d) for d in fn.__defaults__ or () if isinstance(d, NUMBERS)]
     return hashlib.sha256(repr((compiled(fn.__code__), defaults)).encode()).hexdigest()[:16]
-
-
-def compiled(code: types.CodeType) -> tuple[Any, ...]:
-    """What Python compiled a function to, without lines and comments."""
-    return (
-        code.co_code,
-        code.co_names,
-        code.co_varnames,
-        code.co_freevars,
-        code.co_flags,
-        [_constant(c) for c in code.co_consts],
-    )
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, types.CodeType):
-        return compiled(value)
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _packages(roots: Roots) -> dict[str, str]:

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from functionalize.core.code_objects import compiled
 from functionalize.core.inputs import Call
-from functionalize.frontend.fingerprint import compiled
 from functionalize.frontend.module_calls import without_watching
 from functionalize.frontend.reach import NUMBERS, Roots, globals_of, is_installed, is_standard
 

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from functionalize._compat import FakeTensor, is_fake, swap_fakes
+from functionalize.core.patching import Patches
 from functionalize.errors import TargetError
 from functionalize.frontend import autocasts, device_names, kernels
 from functionalize.frontend.attention import KERNELS
 from functionalize.frontend.choices import Choice, Choices
-from functionalize.frontend.patches import Patches
 
 __all__ = ["Choice", "Choices", "Target", "placed", "target_named"]
 

@@ -55,11 +55,11 @@ from functionalize._compat import (
     sharding_propagation,
 )
 from functionalize.core.fakes import Repeats
+from functionalize.core.patching import Patch, Patches
 from functionalize.core.where import line_of
 from functionalize.errors import WorldError
 from functionalize.frontend import fake_asks
 from functionalize.frontend.device_names import is_cuda
-from functionalize.frontend.patches import Patch, Patches
 from functionalize.frontend.target import Choices, Target, target_named
 
 aten = torch.ops.aten
