@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from functionalize._compat import CapturedTraceback
-from functionalize.core.ops import OpRecord
 from functionalize.errors import FunctionalizeError
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +96,17 @@ def is_internal(filename: str) -> bool:
     return filename.startswith(_INTERNAL)
 
 
-def located(error: FunctionalizeError, record: OpRecord) -> FunctionalizeError:
+class LocatedOp(Protocol):
+    """An op that ran, and the stack that it ran on."""
+
+    @property
+    def target(self) -> Any: ...
+
+    @property
+    def traceback(self) -> CapturedTraceback | None: ...
+
+
+def located(error: FunctionalizeError, record: LocatedOp) -> FunctionalizeError:
     """`error` with the op before its message and the user's line after it."""
     if getattr(error, "is_located", False):
         return error

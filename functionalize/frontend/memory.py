@@ -14,33 +14,15 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 
 from functionalize.core.program import Program
+from functionalize.frontend.eager_memory import EagerMemory
 from functionalize.frontend.lifetime_recorder import LifetimeObserver
 from functionalize.frontend.lifetimes import Lifetimes
 from functionalize.frontend.origins import given, gradients, origins
 from functionalize.frontend.recording import StepRecording
-from functionalize.planning.allocator import fsdp2_streams
 from functionalize.planning.constants import Constant
-from functionalize.planning.memory import Memory
 from functionalize.planning.program_memory import program_timeline
-from functionalize.planning.scratch import scratch_bytes, scratch_of, unseen_outputs
+from functionalize.planning.scratch import scratch_of
 from functionalize.planning.timeline import Category, Timeline
-
-
-class EagerMemory(Memory):
-    """The memory of one recorded step, as eager ran it."""
-
-    lifetimes: Lifetimes
-
-    def __init__(self, lifetimes: Lifetimes) -> None:
-        on_device = lifetimes.target != "cpu"
-        streams = fsdp2_streams if on_device else None
-        vars(self).update(lifetimes=lifetimes, caching=on_device, stream_of=streams)
-
-    @cached_property
-    def eager(self) -> Timeline:
-        """The memory of the step as eager ran it."""
-        scratch = partial(scratch_bytes, device=self.lifetimes.target)
-        return self.lifetimes.timeline(scratch, unseen_outputs)
 
 
 class StepMemory(EagerMemory):

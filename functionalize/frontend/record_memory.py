@@ -19,8 +19,8 @@ from typing import Any
 
 from functionalize.core.collector import only_young_collections
 from functionalize.frontend import arguments
+from functionalize.frontend.eager_memory import EagerMemory
 from functionalize.frontend.lifetimes import Lifetimes
-from functionalize.frontend.memory import EagerMemory
 from functionalize.frontend.memory_recorder import MemoryRecorder
 from functionalize.frontend.names import leaf_names
 from functionalize.frontend.origins import gradients, own_bytes, parameter_names
