@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from torch import Tensor, fx
 
 from functionalize._compat import backend_of_group
+from functionalize.core.barrier import BARRIER
 from functionalize.core.sequence import groups_of
 from functionalize.core.waits import WAIT
 
@@ -43,7 +44,7 @@ def added_waits(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         for group in _groups(node):
             if earlier := in_flight.pop(group, None):
                 added.setdefault(node, []).extend(earlier)
-            if _runs_on_gloo(group, node):
+            if node.target is not BARRIER and _runs_on_gloo(group, node):  # a barrier waits itself
                 in_flight[group] = [node]
     return added
 
