@@ -57,7 +57,7 @@ def test_constants_without_data(tmp_path: Path) -> None:
     with FakeTensorMode():
         small, large = torch.empty(2, 3).t(), torch.empty(1 << 19)
     write_graph(str(path), recorded_of(small))
-    (constant,) = read_graph(str(path))["program"].constants.values()
+    (constant,) = read_graph(str(path)).program.constants.values()
     assert (
         constant.shape == (3, 2) and constant.stride() == (1, 3) and type(constant) is torch.Tensor
     )
