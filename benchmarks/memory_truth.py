@@ -41,7 +41,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -53,41 +52,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import functionalize as fz
 from benchmarks.allocations import allocations, count_everything, counted
 from benchmarks.machine import machine
+from benchmarks.models import Recurrent, ResNet, UNet
 from functionalize.frontend.lifetimes import Lifetimes
 from functionalize.planning.scratch import scratch_bytes, unseen_outputs
 from functionalize.planning.timeline import BEFORE, Timeline
 
-VOCABULARY, SEQUENCE = 257, 32
+VOCABULARY = 257
 _STEPS, _CAPTURES = 5, 3
 WAIT = "a wait for a collective"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Convolutional(nn.Module):
-    """Convolutions with batch norm, pooled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        pairs = ((3, 16), (16, 32), (32, 32))
-        self.layers = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairs)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for _, b in pairs)
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = F.relu(norm(layer(x)))
-        return self.head(x.mean((2, 3))).square().mean()
-
-
-class Recurrent(nn.Module):
-    """An LSTM of two layers and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(32, 64, 2, batch_first=True), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0]).square().mean()
 
 
 @dataclass
@@ -102,10 +75,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Case:
-    """A training step. model: `llama`, else one of the two above."""
+    """A training step. model: None: Llama. width: its hidden size; its sequence grows with it."""
 
-    model: str = "llama"
+    model: type[ResNet | UNet | Recurrent] | None = None
     layers: int = 3
+    width: int = 64
     bf16: bool = False
     reshard: bool = True
     checkpoint: bool = False
@@ -114,11 +88,10 @@ class Case:
 
     def build(self, mesh: Any = None) -> Subject:
         torch.manual_seed(0)
-        if self.model != "llama":
-            model: nn.Module = {"conv": Convolutional, "lstm": Recurrent}[self.model]()
-            shape = (4, 3, 32, 32) if self.model == "conv" else (4, 16, 32)
+        if self.model is not None:
+            model, shape = self.model(), self.model.batch
             return self._subject(model, lambda: torch.randn(shape), model)
-        model = llama(self.layers)
+        model, length = llama(self.layers, self.width), self.width // 2
         policy = BF16 if self.bf16 else MixedPrecisionPolicy()
         for i, layer in enumerate(model.model.layers):
             if self.checkpoint:
@@ -127,13 +100,13 @@ class Case:
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
         # Without a mask the model looks at data to find out that it needs none, and cannot on fakes.
-        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
 
         def loss(tokens: Tensor) -> Tensor:
             given = {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
             return model(**given, use_cache=False).loss
 
-        return self._subject(model, lambda: torch.randint(VOCABULARY, (2, SEQUENCE)), loss)
+        return self._subject(model, lambda: torch.randint(VOCABULARY, (2, length)), loss)
 
     def _subject(self, model: nn.Module, batch: Any, loss: Callable[[Tensor], Tensor]) -> Subject:
         form = {"foreach": False} if self.optimizer == "for-loop" else {self.optimizer: True}
@@ -151,18 +124,18 @@ class Case:
         return Subject(model, optimizer, step, batch)
 
 
-def llama(layers: int) -> Any:
+def llama(layers: int, width: int = 64) -> Any:
     """Hugging Face's, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=172,
+        hidden_size=width,
+        intermediate_size=172 * width // 64,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
-        max_position_embeddings=2 * SEQUENCE,
+        max_position_embeddings=width,
     )
     return LlamaForCausalLM(config)
 
@@ -176,10 +149,13 @@ CASES = {
     "Llama, foreach AdamW": Case(optimizer="foreach"),
     "Llama, for-loop AdamW": Case(optimizer="for-loop"),
     "Llama, clipped": Case(clip=True),
-    "convolutions": Case("conv"),
-    "LSTM": Case("lstm"),
+    "Llama, wide": Case(width=512),
+    "Llama, wide, bf16": Case(width=512, bf16=True),
+    "ResNet": Case(ResNet),
+    "U-Net": Case(UNet),
+    "LSTM": Case(Recurrent),
 }
-ALONE = [name for name, case in CASES.items() if case.model != "llama"]
+ALONE = [name for name, case in CASES.items() if case.model is not None]
 
 # -- the truth -------------------------------------------------------------------------------------
 
@@ -331,7 +307,7 @@ def measure(case: Case) -> dict[str, Any]:
         "extra": extra,
         "inside": inside(truth.events, ours),
         "unknown": timeline.categories_at(timeline.peak_at).get("unknown", 0),
-        "tracker": _less(tracked(case) if case.model == "llama" else None, truth.peak),
+        "tracker": _less(tracked(case) if case.model is None else None, truth.peak),
     }
 
 
@@ -347,7 +323,7 @@ def measure_fake(case: Case) -> dict[str, Any]:
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
         with FakeTensorMode():
-            other = tracked(case, mesh) if case.model == "llama" else None
+            other = tracked(case, mesh) if case.model is None else None
     finally:
         dist.destroy_process_group()
     return {"fake": max(_totals(events_of(timeline))), "fake tracker": other}

@@ -3,18 +3,16 @@
     scratch_bytes(record), scratch_of(node)      bytes at the op's own peak beyond its inputs and outputs
     scratch_bytes(record, threads=8)             some kernels give every thread a buffer; default: torch's number
     scratch_bytes(record, device="cuda")         a smaller table, modelled and not measured (see `scratch_cuda`)
-    is_tabulated(target)                         whether the table knows: a formula, or known to need nothing
     unseen_outputs(record or node)               bytes of outputs that fake tensors leave out (an LSTM's workspace)
 
             ┌──┐ scratch      An op's peak is what it reads, what it makes, and its scratch. An output of a
         ┌───┘  └─ output      size that is not there yet at that peak makes the scratch smaller, never negative.
 
-Truth is torch's CPU allocator in torch 2.13 on a CPU with AVX-512, by `torch.profiler`: `python -m benchmarks.scratch`
-compares. Scalars that kernels wrap (up to 64 bytes) are left out. Memory that oneDNN, MKL or FBGEMM take from
-malloc, not from torch's allocator (code, caches, packed float32 matrices), is neither in the truth nor here.
-Sizes follow the CPU's instructions (AVX-512 with bfloat16, no AMX) and oneDNN's choice of kernels. What depends on
-data is taken from the result's size, so that an assignment of one value to what a mask selects counts none.
-Refuses nothing: an op that is not tabulated has 0 bytes, and `is_tabulated` says no.
+The table has what ATen's own kernels allocate, the same on every CPU; `python -m benchmarks.scratch` compares it with
+torch's CPU allocator. Left out: scalars that kernels wrap (up to 64 bytes), and what oneDNN, MKL and FBGEMM allocate
+inside an op (convolutions, LSTM layers, matrix products in bfloat16), which follows their release and the CPU's
+instructions. `docs/plan.md` has the size of that gap. What depends on data is taken from the result's size, so that
+an assignment of one value to what a mask selects counts none. Refuses nothing: an op without an entry has 0 bytes.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ import torch
 from torch import Tensor, fx
 
 from functionalize.core.ops import Geometry, OpRecord, TensorRef, geometry_of
-from functionalize.planning import scratch_cuda, scratch_onednn
+from functionalize.planning import scratch_cuda
 from functionalize.planning import scratch_formulas as formulas
-from functionalize.planning import scratch_more as more
-from functionalize.planning.scratch_zero import ZERO
 
 
 def scratch_bytes(record: OpRecord, *, threads: int | None = None, device: str = "cpu") -> int:
@@ -53,22 +49,9 @@ def scratch_of(node: fx.Node, *, threads: int | None = None, device: str = "cpu"
 
 def is_shaped(target: Any) -> bool:
     """Whether the scratch of an op, or what fakes leave out of it, follows from how its tensors look."""
-    if base_name(target) == "mkldnn_rnn_layer":
+    if base_name(target) == _LSTM:
         return True
     return any(_formula(target, device) is not None for device in ("cpu", "cuda"))
-
-
-def is_tabulated(target: Any, device: str = "cpu") -> bool:
-    """Whether the table knows an op: that it needs scratch, and how much, or that it needs none.
-
-    Views, collectives (whose buffers are the backend's) and marks of profilers need none by what they are. Elsewhere 0
-    is a guess.
-    """
-    name = base_name(target)
-    if name is None or _formula(target, device) is not None or name in ZERO:
-        return True
-    listed = name.startswith("_foreach_")  # elementwise, tensor by tensor
-    return listed or _is_pointwise(target) or _is_view(target) or target.namespace in _ELSEWHERE
 
 
 def unseen_outputs(call: OpRecord | fx.Node) -> int:
@@ -76,21 +59,49 @@ def unseen_outputs(call: OpRecord | fx.Node) -> int:
 
     It is live until backward has read it. 0 if the output has its real size.
     """
-    if base_name(call.target) != "mkldnn_rnn_layer":
+    if base_name(call.target) != _LSTM:
         return 0
     if isinstance(call, fx.Node):
         args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: n.meta.get("val"))
         bound = _bind(call.target, args, kwargs, call.meta.get("val"), 1)
     else:
         bound = _bind(call.target, call.args, call.kwargs, call.outputs, 1)
-    workspace = scratch_onednn.lstm_workspace(*formulas.recurrent_sizes(bound))
-    return workspace - bound.outputs[-1].nbytes if bound.outputs[-1].numel == 0 else 0
+    return 0 if bound.outputs[-1].numel else _lstm_workspace(bound)
+
+
+_LSTM = "mkldnn_rnn_layer"
+
+
+def _lstm_workspace(call: formulas.Call) -> int:
+    """The fourth output of `mkldnn_rnn_layer`, in which forward saves gates and states for backward.
+
+    Leading dimensions are padded to 64 bytes, and by 64 more where they are a multiple of 256 elements; every
+    buffer starts on a page. Source: oneDNN, src/cpu/rnn/rnn_utils.hpp (`set_workspace_sizes`).
+    """
+    x, hidden = call["input"], call["hidden_size"]
+    time, batch, inputs = x.size
+    size, wide, moments = x.dtype.itemsize, max(inputs, hidden), 2 * (time + 1) * batch
+    gates = _paged(time * batch * _leading(4 * hidden, size) * size)
+    hiddens = _paged(time * batch * _leading(hidden, size) * size)
+    states = _paged(moments * _leading(wide, size) * size) + _paged(moments * hidden * size)
+    # Gradients are float32 whatever the states are: of the layer, of the hidden state, of the cell.
+    gradients = 2 * _paged(moments * _leading(wide, 4) * 4) + _paged(moments * hidden * 4)
+    return gates + hiddens + states + gradients
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+def _leading(n: int, itemsize: int) -> int:
+    line = 64 // itemsize
+    n = -(-n // line) * line
+    return n + line if n % 256 == 0 else n
 
 
 # -- from an op to its formula ---------------------------------------------------------------------
 
 Formula = Callable[[formulas.Call], int]
-_ELSEWHERE = frozenset({"c10d", "c10d_functional", "_c10d_functional", "fsdp", "profiler"})
 
 
 def base_name(target: Any) -> str | None:
@@ -118,13 +129,6 @@ def _formula(target: Any, device: str) -> Formula | None:
 
 def _is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in getattr(target, "tags", ())
-
-
-def _is_view(target: Any) -> bool:
-    schema = target._schema
-    aliases = [a.alias_info for a in schema.arguments if a.alias_info is not None]
-    made = [r.alias_info for r in schema.returns]
-    return bool(made) and bool(aliases) and all(m is not None and not m.is_write for m in made)
 
 
 def _value(
@@ -163,10 +167,6 @@ TABLE: Mapping[str, Formula] = types.MappingProxyType(
         **dict.fromkeys(
             ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm"), formulas.product
         ),
-        "convolution": formulas.convolution,
-        "convolution_backward": formulas.convolution_backward,
-        "mkldnn_rnn_layer": formulas.recurrent,
-        "mkldnn_rnn_layer_backward": formulas.recurrent_backward,
         "_scaled_dot_product_flash_attention_for_cpu": formulas.attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": formulas.attention_backward,
         "native_layer_norm_backward": formulas.layer_norm_backward,
@@ -180,40 +180,29 @@ TABLE: Mapping[str, Formula] = types.MappingProxyType(
         "native_batch_norm_backward": formulas.batch_norm_backward,
         "batch_norm_backward": formulas.batch_norm_backward,
         "mean": formulas.mean,
-        **dict.fromkeys(("sum", "prod", "linalg_vector_norm", "_foreach_norm"), formulas.summed),
+        **dict.fromkeys(
+            ("sum", "prod", "cumsum", "linalg_vector_norm", "_foreach_norm"), formulas.summed
+        ),
         **dict.fromkeys(("any", "all"), formulas.tested),
         "logsumexp": formulas.log_sum_exp,
         **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), formulas.loss),
         **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), formulas.scattered),
         **dict.fromkeys(("sort", "argsort"), formulas.sort),
         "gather": formulas.gathered,
-        "kthvalue": formulas.kth,
         "native_dropout": formulas.native_dropout,
         **dict.fromkeys(("_cdist_forward", "_euclidean_dist"), formulas.distances),
         **dict.fromkeys(("copy", "clone", "_to_copy"), formulas.copied),
         **dict.fromkeys(("cat", "stack"), formulas.concatenated),
         "im2col": formulas.one_copy,
-        "median": more.median,
-        "normal": more.normal,
-        "roll": more.rolled,
-        "cumsum": more.cast_first,
-        "abs": more.absolute,
-        "index": more.indexed,
-        "index_put": more.put,
-        "index_add": more.index_added,
-        "masked_select": more.masked_select,
-        "repeat_interleave": more.repeats,
-        "unfold_backward": more.unfolded,
-        "addbmm": more.summed_products,
-        "_fft_c2r": more.to_real,
-        **dict.fromkeys(("_softmax", "_log_softmax"), more.softmax),
-        "_safe_softmax": more.safe_softmax,
-        "binary_cross_entropy": more.cross_entropy,
-        "binary_cross_entropy_with_logits": more.logits,
-        "_ctc_loss_backward": more.ctc_backward,
-        "_embedding_bag_backward": more.bag_backward,
-        "_embedding_bag_per_sample_weights_backward": more.bag_weights_backward,
-        "_pack_padded_sequence": more.packed,
-        **more.RESIZED,
+        "roll": formulas.rolled,
+        "index": formulas.indexed,
+        "index_put": formulas.put,
+        "index_add": formulas.index_added,
+        "masked_select": formulas.masked_select,
+        **dict.fromkeys(("_softmax", "_log_softmax"), formulas.softmax),
+        "_safe_softmax": formulas.safe_softmax,
+        "binary_cross_entropy": formulas.cross_entropy,
+        "binary_cross_entropy_with_logits": formulas.logits,
+        **formulas.RESIZED,
     }
 )

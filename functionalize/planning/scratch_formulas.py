@@ -1,22 +1,21 @@
-"""Scratch by family of ops: what kernels of torch's CPU build allocate, by the geometry of a call.
+"""What kernels of torch's CPU build allocate and free inside themselves, by the geometry of a call.
 
-Each function takes a `Call` and gives bytes; its docstring says what they hold. Convolutions, oneDNN's recurrent
-layer and its products have modules of their own. Truth and conventions: `scratch`.
+    layer_norm_backward(call)      bytes; each function's docstring says what they hold
+
+A kernel's buffers follow ATen's source. What oneDNN, MKL and FBGEMM allocate inside an op is left out: see `scratch`.
+What depends on data is taken from the size of the result: how many elements a mask selects.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from functionalize.core.ops import Geometry
-from functionalize.planning import scratch_convolution as convolutions
-from functionalize.planning import scratch_onednn, scratch_transposed
-from functionalize.planning.scratch_layer import Convolution
 
 SMALL = frozenset({torch.bfloat16, torch.float16})
 
@@ -61,21 +60,13 @@ def geometries(value: Any) -> Iterator[Geometry]:
 
 
 def product(call: Call) -> int:
-    """mm, addmm, bmm…: copies of operands with no unit stride; in bfloat16 and float16, oneDNN's blocks."""
+    """mm, addmm, bmm…: copies of operands with no unit stride."""
     *_, left, right = (
         t for t in call.tensors() if len(t.size) >= 2 or call.name in ("mv", "addmv")
     )
     if not left.numel or not right.numel:
         return 0
-    copied = sum(t.nbytes for t in (left, right) if len(t.size) > 1 and not _unit(t))
-    if left.dtype not in SMALL:
-        return copied
-    rows, inner = left.size[-2:]
-    columns = right.size[-1] if len(right.size) > 1 else 1
-    if columns == 1 and call.name in ("mv", "addmv"):  # as the product of a row and a matrix
-        return copied + scratch_onednn.matmul(1, inner, rows, False, call.threads)
-    transposed = left.stride[-1] != 1 and left.stride[-2] == 1
-    return copied + scratch_onednn.matmul(rows, inner, columns, transposed, call.threads)
+    return sum(t.nbytes for t in (left, right) if len(t.size) > 1 and not _unit(t))
 
 
 def _unit(tensor: Geometry) -> bool:
@@ -86,54 +77,16 @@ def _unit(tensor: Geometry) -> bool:
     )
 
 
-# -- convolutions and recurrent layers --------------------------------------------------------------
-
-
-def convolution(call: Call) -> int:
-    """Blocked copies of input, weights and output: `scratch_convolution`."""
-    conv = _convolution(call, call["input"], call.outputs[0], call["bias"] is not None)
-    return scratch_transposed.forward(conv) if conv.transposed else convolutions.forward(conv)
-
-
-def convolution_backward(call: Call) -> int:
-    """Blocked copies of the gradients as well: `scratch_convolution`."""
-    wanted = call["output_mask"]
-    conv = _convolution(call, call["input"], call["grad_output"], bool(wanted[2]))
-    if conv.transposed:
-        return scratch_transposed.backward(conv, wanted)
-    return convolutions.backward(conv, wanted)
-
-
-def _convolution(call: Call, x: Geometry, y: Geometry, bias: bool) -> Convolution:
-    def each(name: str) -> tuple[int, ...]:
-        given = tuple(call[name])
-        return given if len(given) > 1 else given * (len(x.size) - 2)
-
-    return Convolution(
-        x, call["weight"], y, bias, each("stride"), each("padding"), each("dilation"),
-        call["transposed"], call["groups"], call.threads,
-    )  # fmt: skip
-
-
-def recurrent_sizes(call: Call) -> tuple[int, int, int, int, torch.dtype]:
-    """Time, batch, inputs, hidden, dtype."""
-    x = call["input"]
-    return x.size[0], x.size[1], x.size[2], call["hidden_size"], x.dtype
-
-
-def recurrent(call: Call) -> int:
-    """`mkldnn_rnn_layer`: packed weights and the layer's scratchpad: `scratch_onednn`."""
-    return scratch_onednn.lstm_forward(*recurrent_sizes(call))
-
-
-def recurrent_backward(call: Call) -> int:
-    """`mkldnn_rnn_layer_backward`: `scratch_onednn`; gradients that are not given, or lie with gaps, are made."""
-    made = 0
-    for output, gradient in (("output", "grad_output"), ("hy_", "grad_hy"), ("cy_", "grad_cy")):
-        given = call[gradient]
-        if given is None or not given.is_contiguous:
-            made += call[output].nbytes
-    return made + scratch_onednn.lstm_backward(*recurrent_sizes(call))
+def distances(call: Call) -> int:
+    """cdist by a product (`_euclidean_dist`): both operands with their squared norms and ones beside them."""
+    left, right = (call.get("x1"), call.get("x2"))
+    rows, columns, wide = left.size[-2], right.size[-2], left.size[-1]
+    if call.name == "_cdist_forward":
+        mode, large = call["compute_mode"], rows > 25 or columns > 25
+        by_product = call["p"] == 2.0 and (mode == 1 or (mode in (None, 0) and large))
+        if not by_product:
+            return 0
+    return math.prod(left.size[:-2]) * left.dtype.itemsize * (rows + columns) * (wide + 2)
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -146,7 +99,7 @@ def _splits(queries: int, keys: int) -> tuple[int, int]:
 
 
 def attention(call: Call) -> int:
-    """Each thread's scores, maxima, sums and result in float32; in bfloat16 its scores again, and products."""
+    """Each thread's scores, maxima, sums and result in float32; in bfloat16 its scores again."""
     query, key, value = call["query"], call["key"], call["value"]
     rows, columns = _splits(query.size[2], key.size[2])
     buffers = 4 * rows * (columns + 2 + value.size[3])
@@ -166,10 +119,7 @@ def attention_backward(call: Call) -> int:
     )
     buffers = 2 * 4 * rows * columns
     if query.dtype in SMALL:
-        depths = (query.size[3],)
-        products = [scratch_onednn.matmul(columns, rows, d, True, 1) for d in depths]
-        products += [scratch_onednn.matmul(rows, d, columns, False, 1) for d in depths]
-        buffers += 2 * 2 * rows * columns + max(products)
+        buffers += 2 * 2 * rows * columns
     return call.threads * buffers + 4 * rows + (0 if laid else gradient.nbytes)
 
 
@@ -187,8 +137,7 @@ def layer_norm_backward(call: Call) -> int:
 
 def group_norm(call: Call) -> int:
     """Channels last: two sums for each channel of each image."""
-    plain = call["input"].is_contiguous
-    return 0 if plain else 2 * call["N"] * call["C"] * 4
+    return 0 if call["input"].is_contiguous else group_norm_backward(call)
 
 
 def group_norm_backward(call: Call) -> int:
@@ -209,38 +158,63 @@ def batch_norm_backward(call: Call) -> int:
 
 def mean(call: Call) -> int:
     """In bfloat16, the input and the result in float32."""
-    x = next(call.tensors())
-    if x.dtype not in SMALL:
-        return 0
-    return 4 * (x.numel + sum(out.numel for out in call.outputs))
+    x, made = call.first, sum(out.numel for out in call.outputs)
+    return 4 * (x.numel + made) if x.dtype in SMALL else 0
 
 
 def summed(call: Call) -> int:
-    """The input in the dtype of the sum, if it is another one."""
-    x = next(call.tensors())
-    wanted = call.get("dtype")
-    dtype = call.outputs[0].dtype if wanted is None and call.outputs else wanted or x.dtype
+    """sum, cumsum, norms…: the input in the dtype of the result, if it is another one."""
+    x, dtype = call.first, call.outputs[0].dtype
     return 0 if dtype == x.dtype else x.numel * dtype.itemsize
 
 
 def tested(call: Call) -> int:
     """any, all: the input as booleans."""
-    x = next(call.tensors())
+    x = call.first
     return 0 if x.dtype == torch.bool else x.numel
 
 
 def log_sum_exp(call: Call) -> int:
     """The exponentials, and the maxima."""
-    return next(call.tensors()).nbytes + sum(out.nbytes for out in call.outputs)
+    return call.first.nbytes + sum(out.nbytes for out in call.outputs)
 
 
 def loss(call: Call) -> int:
-    """mse_loss…: every element's loss, and in bfloat16 their mean's scratch; none without a reduction."""
+    """mse_loss…: every element's loss, and what their mean takes; none without a reduction."""
+    x, reduction = call["self"], call.get("reduction", 1)
+    return x.nbytes + _mean(x, reduction) if reduction else 0
+
+
+def _mean(x: Geometry, reduction: int) -> int:
+    """A mean in bfloat16: the elements in float32."""
+    return 4 * x.numel if reduction == 1 and x.dtype in SMALL else 0
+
+
+def cross_entropy(call: Call) -> int:
+    """binary_cross_entropy: what its mean takes; every element's loss stays, as the result's storage."""
+    return _mean(call["self"], call["reduction"])
+
+
+def logits(call: Call) -> int:
+    """binary_cross_entropy_with_logits: two terms for each element."""
     x = call["self"]
-    if call.get("reduction", 1) == 0:
+    return (1 if call["reduction"] == 0 else 2) * x.nbytes + _mean(x, call["reduction"])
+
+
+def softmax(call: Call) -> int:
+    """softmax, log_softmax: a contiguous copy of the input."""
+    x = call["self"]
+    if x.is_contiguous:
         return 0
-    averaged = 4 * x.numel if x.dtype in SMALL and call.get("reduction", 1) == 1 else 0
-    return x.nbytes + averaged
+    tile = 60 * 60 * x.dtype.itemsize
+    transposed = len(x.size) == 2 and x.stride[0] == 1 and x.numel >= 60 * 60
+    return x.nbytes + (tile if transposed else 0)
+
+
+def safe_softmax(call: Call) -> int:
+    """_safe_softmax: which scores are masked, and which rows are."""
+    x = call["self"]
+    return x.numel + x.numel // max(x.size[call["dim"]], 1)
 
 
 # -- indexing, sorting, random ---------------------------------------------------------------------
@@ -272,19 +246,48 @@ def sort(call: Call) -> int:
     """A slice's keys beside its indices; argsort also the sorted values."""
     x = call["self"]
     along = x.size[call["dim"]] if x.size else 1
-    values = x.nbytes if call.name == "argsort" else 0
-    return along * 8 + values
+    return along * 8 + (x.nbytes if call.name == "argsort" else 0)
 
 
-def kth(call: Call) -> int:
-    """kthvalue: the input again, and an index for each element."""
+def indexed(call: Call) -> int:
+    """index: the places that a leading mask selects."""
+    return _selected(call, call.outputs[0])
+
+
+def put(call: Call) -> int:
+    """index_put: the same, counted by the values; of a single value it is not known how many."""
+    return _selected(call, call["values"])
+
+
+def _selected(call: Call, values: Geometry) -> int:
+    mask = call["indices"][0] if call["indices"] else None
+    if not isinstance(mask, Geometry) or mask.dtype not in (torch.bool, torch.uint8):
+        return 0
+    return 8 * len(mask.size) * values.size[0] if values.size else 0
+
+
+def masked_select(call: Call) -> int:
+    """A count for every element of the mask, free when the result is made."""
+    mask, x = call["mask"], call["self"]
+    return 8 * max(mask.numel, x.numel) - call.outputs[0].nbytes
+
+
+def index_added(call: Call) -> int:
+    """index_add, in bfloat16: sums in float32, of a row if rows are added."""
     x = call["self"]
-    return x.nbytes + 8 * x.numel
+    if x.dtype not in SMALL or len(x.size) < 2:
+        return 0
+    return 4 * x.numel // (max(x.size[0], 1) if call["dim"] % len(x.size) == 0 else 1)
+
+
+def rolled(call: Call) -> int:
+    """roll along several dimensions, one by one."""
+    return call["self"].nbytes * min(max(len(call["dims"]) - 1, 0), 2)
 
 
 def one_copy(call: Call) -> int:
     """A copy of the input."""
-    return next(call.tensors()).nbytes
+    return call.first.nbytes
 
 
 def native_dropout(call: Call) -> int:
@@ -292,21 +295,62 @@ def native_dropout(call: Call) -> int:
     return call["input"].nbytes if call["train"] is not False and call["p"] else 0
 
 
-# -- distances ---------------------------------------------------------------------------------------
+# -- resizing ----------------------------------------------------------------------------------------
 
 
-def distances(call: Call) -> int:
-    """cdist by a product (`_euclidean_dist`): both operands with their squared norms and ones beside them."""
-    left, right = (call.get("x1"), call.get("x2"))
-    rows, columns, wide = left.size[-2], right.size[-2], left.size[-1]
-    if call.name == "_cdist_forward":
-        mode, large = call["compute_mode"], rows > 25 or columns > 25
-        by_product = call["p"] == 2.0 and (mode == 1 or (mode in (None, 0) and large))
-        if not by_product:
-            return 0
-    size = left.dtype.itemsize
-    batch = math.prod(left.size[:-2])
-    return batch * size * (rows + columns) * (wide + 2)
+def _tables(points: int) -> Callable[[Call], int]:
+    """Per place of each dimension of the result: places that are read, and their weights."""
+
+    def formula(call: Call) -> int:
+        out = call.outputs[0]
+        return points * sum(out.size[2:]) * (8 + out.dtype.itemsize)
+
+    return formula
+
+
+def _resized(points: int) -> Callable[[Call], int]:
+    """Images: small ones are resized in channels last, others with tables.
+
+    `_use_vectorized_kernel_cond_2d` in ATen/native/cpu/UpSampleKernel.cpp: small is height and width of the
+    result up to 128 together.
+    """
+    tables = _tables(points)
+
+    def formula(call: Call) -> int:
+        x, out = call.first, call.outputs[0]
+        last = _channels_last(x)
+        if not (last and x.size[1] > 3) and sum(out.size[2:]) > 128:
+            return tables(call)
+        return 0 if last else x.nbytes + out.nbytes
+
+    return formula
+
+
+def _channels_last(x: Geometry) -> bool:
+    images, channels, *places = x.size
+    expected = channels
+    if channels > 1 and x.stride[1] != 1:
+        return False
+    for size, stride in zip(reversed(places), reversed(x.stride[2:]), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return images == 1 or x.stride[0] == expected
+
+
+RESIZED: Mapping[str, Callable[[Call], int]] = {
+    **{
+        f"{name}{n}d": _tables(1)
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+        for n in (1, 3)
+    },
+    "upsample_nearest2d": _resized(1),
+    "_upsample_nearest_exact2d": _resized(1),
+    "upsample_bilinear2d": _resized(2),
+    "upsample_linear1d": _tables(2),
+    "upsample_trilinear3d": _tables(2),
+    "upsample_bicubic2d": _tables(4),
+}
 
 
 # -- copies and promotion ----------------------------------------------------------------------------
@@ -326,17 +370,14 @@ def copied(call: Call) -> int:
 
 def promoted(call: Call) -> int:
     """An elementwise op on tensors of several dtypes: those that are cast first, and a result that is cast last."""
-    given = [t for t in call.tensors() if not (call.name in _MASKED and t.dtype == torch.bool)]
-    dtypes = {t.dtype for t in given}
-    if len(dtypes) < 2:
+    masked = call.name in ("where", "masked_fill")
+    given = [t for t in call.tensors() if not (masked and t.dtype == torch.bool)]
+    if len({t.dtype for t in given}) < 2:
         return 0
     common = _common(given)
     cast = sum(t.numel for t in given if t.dtype != common) * common.itemsize
     made = [o for o in call.outputs if o.dtype not in (common, torch.bool)]
     return cast + sum(o.numel for o in made[:1]) * common.itemsize
-
-
-_MASKED = frozenset({"where", "masked_fill"})
 
 
 def _common(tensors: Sequence[Geometry]) -> torch.dtype:
@@ -346,19 +387,10 @@ def _common(tensors: Sequence[Geometry]) -> torch.dtype:
     for t in ranked[1:]:
         common = torch.promote_types(common, t.dtype)
     for t in tensors:
-        if (
-            not t.size
-            and t.dtype.is_floating_point
-            and not common.is_floating_point
-            and not common.is_complex
-        ):
+        number = not t.size and t.dtype.is_floating_point
+        if number and not (common.is_floating_point or common.is_complex):
             common = torch.promote_types(common, t.dtype)
     return common
-
-
-def masked(call: Call) -> int:
-    """where, masked_fill: a mask of the output's size, and what is cast."""
-    return promoted(call)
 
 
 def concatenated(call: Call) -> int:

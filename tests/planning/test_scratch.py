@@ -1,27 +1,28 @@
 """The table of op scratch against torch's own allocator: single ops, and whole steps op by op.
 
-One thread unless said otherwise, where the table is the closest: what kernels give each thread is tested by its
-geometry. The bounds are those that the docstrings promise.
+The table has what ATen's kernels allocate, so oneDNN's are off where the allocator is asked: the same numbers on every
+CPU. One thread unless said otherwise; what kernels give each thread is tested by its geometry.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.scratch import FAMILIES, FLOATS, Case, record, step_peaks, steps, truths
-from functionalize._compat import FakeTensorMode, pytree
+from benchmarks.scratch import FAMILIES, FLOATS, MARK, Case, record, refs, sizes_of, truths
+from functionalize._compat import FakeTensorMode, TorchDispatchMode, pytree
 from functionalize.core.ops import OpRecord, TensorRef, contiguous_geometry
-from functionalize.frontend.release import minor_of
 from functionalize.planning.scratch import (
     TABLE,
-    ZERO,
     base_name,
-    is_tabulated,
     scratch_bytes,
     scratch_of,
     unseen_outputs,
@@ -29,13 +30,6 @@ from functionalize.planning.scratch import (
 
 aten, R = torch.ops.aten, torch.randn
 TINY = 64  # bytes of scalars that kernels wrap, which the table leaves out
-# The largest error of a family's ops, as a part of the op's own peak (inputs, outputs, scratch).
-BOUNDS = {
-    ("recurrent", torch.float32): 0.0,
-    ("recurrent", torch.bfloat16): 0.07,
-    ("norm", torch.float32): 0.001,
-    ("norm", torch.bfloat16): 0.001,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -47,72 +41,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def needs_avx512() -> None:
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        pytest.skip("the table's sizes of blocks are those of AVX-512")
+@pytest.fixture
+def without_onednn() -> Iterator[None]:
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    yield
+    torch.backends.mkldnn.enabled = enabled
 
 
-def needs_the_measured_onednn() -> None:
-    """oneDNN chooses its bfloat16 kernels by its release, which torch's brings along, and by the CPU."""
-    if minor_of(torch.__version__) != (2, 13):
-        pytest.skip("the table's bfloat16 kernels are those of the oneDNN in torch 2.13")
-    if torch.cpu._is_amx_tile_supported():
-        pytest.skip("the table's bfloat16 kernels are those of CPUs without AMX")
-
-
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_table_is_what_the_allocator_sees(family, dtype):
-    needs_avx512()
-    if dtype == torch.bfloat16 and family in ("convolution", "transposed", "attention", "product"):
-        needs_the_measured_onednn()
     cases = list(FAMILIES[family](dtype))
-    bound = BOUNDS.get((family, dtype), 0.0)
     wrong = []
     for case, real in zip(cases, truths(cases), strict=True):
-        off = abs(scratch_bytes(record(case)) - real.scratch)
-        if off > max(TINY, bound * real.peak):
-            wrong.append((case.name, real.scratch, scratch_bytes(record(case))))
+        ours = scratch_bytes(record(case))
+        # Batch norm in channels last has one or two more numbers per channel than the table.
+        if abs(ours - real.scratch) > max(TINY, 0.001 * real.peak * (family == "norm")):
+            wrong.append((case.name, real.scratch, ours))
     assert not wrong
-
-
-def some_convolutions(dtype: torch.dtype, transposed: bool) -> list[Case]:
-    """Forward and backward of thirty layers that were drawn once."""
-    draw = random.Random(4)
-    cases: list[Case] = []
-    for _ in range(30):
-        batch, size = draw.choice((2, 4, 16)), draw.choice((14, 28, 32))
-        into, out = draw.choice((1, 3, 5, 8, 16, 20, 64)), draw.choice((8, 16, 20, 32, 96))
-        window, stride = draw.choice((1, 3, 3, 5, 7)), draw.choice((1, 1, 2))
-        channels = (into, out) if transposed else (out, into)
-        x, w, b = (
-            R(n).to(dtype) for n in ((batch, into, size, size), (*channels, window, window), (out,))
-        )
-        shape = ([stride] * 2, [window // 2] * 2, [1, 1], transposed, [0, 0], 1)
-        y = aten.convolution(x, w, b, *shape)
-        cases.append(Case(aten.convolution.default, (x, w, b, *shape)))
-        arguments = (torch.randn_like(y), x, w, [out], *shape, [True, True, True])
-        cases.append(Case(aten.convolution_backward.default, arguments))
-    return cases
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
-@pytest.mark.parametrize(
-    ("dtype", "exact"), [(torch.float32, 0.95), (torch.bfloat16, 0.95)], ids=str
-)
-def test_of_convolutions_of_any_shape_most_are_exact(dtype, exact, transposed):
-    needs_avx512()
-    if dtype == torch.bfloat16:
-        needs_the_measured_onednn()
-    elif transposed and minor_of(torch.__version__) >= (2, 15):
-        pytest.skip("oneDNN in torch 2.15 has other kernels for some of them: 56 of 60 are exact")
-    cases = some_convolutions(dtype, transposed)
-    errors = [
-        abs(scratch_bytes(record(case)) - real.scratch) / real.peak
-        for case, real in zip(cases, truths(cases), strict=True)
-    ]
-    assert sum(error < 1e-3 for error in errors) >= exact * len(errors)
-    assert sorted(errors)[int(0.9 * len(errors))] < 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,21 +89,119 @@ def node_of(case: Case) -> fx.Node:
     return node
 
 
-@pytest.mark.parametrize(
-    ("name", "threads"), [("convolutional", 1), ("convolutional", 2), ("LSTM", 1), ("GRU", 1)]
-)
-def test_live_bytes_and_scratch_are_the_allocators_at_every_op_of_a_step(name, threads):
-    needs_avx512()
-    torch.set_num_threads(threads)
+# -- whole steps -------------------------------------------------------------------------------------
+
+
+class Counted(TorchDispatchMode):
+    """Live bytes by the storages of what ops return, and each op's scratch: what a plan adds up.
+
+    rows: per op its name and its own peak, in bytes beyond those live at the first. Every op is preceded by an
+    allocation of MARK bytes, by which the allocator's events are cut.
+    """
+
+    def __init__(self, scratch: bool = True) -> None:
+        super().__init__()
+        self.scratch = scratch
+        self.rows: list[tuple[str, int]] = []
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        torch.empty(MARK, dtype=torch.uint8)
+        gone = [key for key, (ref, _) in self._live.items() if ref.expired()]
+        for key in gone:
+            del self._live[key]
+        self._known.update(_storages((args, kwargs)).keys() - self._live.keys())
+        before = sum(nbytes for _, nbytes in self._live.values())
+        out = func(*args, **(kwargs or {}))
+        for key, storage in _storages(out).items():
+            if key not in self._live and key not in self._known:
+                self._live[key] = (StorageWeakRef(storage), storage.nbytes())
+        self._known -= self._live.keys()
+        after = sum(nbytes for _, nbytes in self._live.values())
+        called = OpRecord(func, *refs((args, kwargs or {}, out)))
+        inside = scratch_bytes(called) if self.scratch else 0
+        self.rows.append((str(func), max(before, after + inside)))
+        return out
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    found = [t.untyped_storage() for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+    return {s._cdata: s for s in found}
+
+
+def step_peaks(step: Callable[[], Any], scratch: bool = True) -> list[tuple[str, int, int]]:
+    """Per op of a step: its name, its peak as counted, and as the allocator saw it; the third step is measured."""
+    for _ in range(2):
+        step()
+    gc.collect()
+    counted = Counted(scratch)
+    with (
+        profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler,
+        counted,
+    ):
+        step()
+    live, runs = 0, []
+    for nbytes in sizes_of(profiler):
+        if nbytes == MARK:
+            runs.append(live)
+        elif nbytes != -MARK:
+            live += nbytes
+            runs[-1] = max(runs[-1], live)
+    return [(*row, real) for row, real in zip(counted.rows, runs, strict=True)]
+
+
+def steps() -> dict[str, Callable[[], Any]]:
+    """Training steps: attention, batch norms, a GRU."""
+
+    def training(model: nn.Module, x: Tensor, classes: int) -> Callable[[], Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        labels = torch.randint(0, classes, x.shape[:1])
+
+        def step() -> None:
+            torch.nn.functional.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    attention = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    norms = nn.Sequential(
+        *(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU()),
+        *(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 10)),
+    )
+    return {
+        "attention": training(nn.Sequential(attention, Last()), R(2, 512, 16), 16),
+        "batch norms": training(norms, R(1000, 16), 10),
+        "GRU": training(Last(nn.GRU(64, 128, 2, batch_first=True)), R(8, 20, 64), 128),
+    }
+
+
+class Last(nn.Module):
+    """The last moment of a sequence, after a recurrent layer if there is one."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x if self.layer is None else self.layer(x)[0])[:, -1]
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("name", steps())
+def test_live_bytes_and_scratch_are_the_allocators_at_every_op_of_a_step(name):
     rows = step_peaks(steps()[name])
     peak = max(real for *_, real in rows)
-    assert abs(max(ours for _, ours, _ in rows) - peak) <= 0.01 * peak
-    assert max(abs(ours - real) for _, ours, real in rows) <= 0.01 * peak
+    assert abs(max(ours for _, ours, _ in rows) - peak) <= TINY
+    assert max(abs(ours - real) for _, ours, real in rows) <= 0.001 * peak
 
 
-@pytest.mark.parametrize("name", ["convolutional", "LSTM"])
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("name", ["attention", "batch norms"])
 def test_without_scratch_a_step_is_short_of_a_tenth(name):
-    needs_avx512()
     rows = step_peaks(steps()[name], scratch=False)
     assert max(ours for _, ours, _ in rows) < 0.9 * max(real for *_, real in rows)
 
@@ -163,30 +209,18 @@ def test_without_scratch_a_step_is_short_of_a_tenth(name):
 # -- what each kind of target gets -------------------------------------------------------------------
 
 
-def test_what_is_tabulated_and_what_is_not():
-    for target in (
-        aten.mm.default,
-        aten.relu_.default,  # elementwise
-        aten._foreach_add_.List,
-        aten.view.default,
-        aten.transpose.int,
-        aten._fused_adamw_.default,
-        torch.ops._c10d_functional.all_reduce.default,
-        aten.convolution.default,
-    ):
-        assert is_tabulated(target), target
-    for target in (aten.linalg_svd.default, aten.multinomial.default, aten.renorm.default):
-        assert not is_tabulated(target), target
-        assert scratch_bytes(OpRecord(target, (), {})) == 0
+def test_what_onednn_allocates_and_what_the_table_does_not_know_counts_0():
+    x, w = R(2, 16, 32, 32), R(32, 16, 3, 3)
+    called = (x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert scratch_bytes(record(Case(aten.convolution.default, called))) == 0
+    a = R(256, 256, dtype=torch.bfloat16)
+    assert scratch_bytes(record(Case(aten.mm.default, (a, a)))) == 0
+    assert scratch_bytes(record(Case(aten.linalg_svd.default, (a.float(),)))) == 0
 
 
 def test_every_name_of_the_table_is_an_op():
-    for name in (*TABLE, *ZERO):
+    for name in TABLE:
         assert hasattr(aten, name) or hasattr(aten, f"{name}_"), name
-
-
-def test_an_op_is_tabulated_as_formula_or_as_zero_and_not_as_both():
-    assert not ZERO & TABLE.keys()
 
 
 def test_names_leave_out_the_overload_and_the_underscore():
@@ -200,7 +234,6 @@ def test_a_node_that_is_no_op_has_none():
     graph = fx.Graph()
     assert scratch_of(graph.placeholder("x")) == 0
     assert scratch_of(graph.call_function(print, ())) == 0
-    assert is_tabulated(print)
 
 
 # -- threads, workspaces, devices --------------------------------------------------------------------
@@ -226,27 +259,35 @@ def test_threads_are_torchs_by_default():
     assert scratch_bytes(attention(1024)) == scratch_bytes(attention(1024), threads=1)
 
 
-def test_the_workspace_of_an_lstm_is_missing_on_fakes():
-    needs_avx512()
-    for case in FAMILIES["recurrent"](torch.float32):
-        if case.target is not aten.mkldnn_rnn_layer.default:
-            continue
-        real = case.target(*case.args)
+def lstm(time: int, batch: int, inputs: int, hidden: int, dtype: torch.dtype) -> Case:
+    x = R(time, batch, inputs).to(dtype)
+    w = [R(4 * hidden, *n).to(dtype) for n in ((inputs,), (hidden,), (), ())]
+    h = torch.zeros(batch, hidden, dtype=dtype)
+    last = (False, [], 2, hidden, 1, True, False, False, True)
+    return Case(aten.mkldnn_rnn_layer.default, (x, *w, h, h.clone(), *last))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_workspace_of_an_lstm_is_missing_on_fakes(dtype):
+    for sizes in itertools.product((1, 33), (1, 16), (50, 256), (64, 100, 256)):
+        case = lstm(*sizes, dtype)
+        try:
+            real = case.target(*case.args)
+        except RuntimeError as error:
+            assert dtype == torch.bfloat16 and "primitive descriptor" in str(error)
+            pytest.skip("oneDNN has no LSTM in bfloat16 for this CPU")
         seen = record(case)
         assert unseen_outputs(seen) == 0
         *others, workspace = seen.outputs
         empty = workspace._replace(geometry=contiguous_geometry((0,), torch.uint8))
         fake = OpRecord(case.target, seen.args, {}, (*others, empty))
-        assert unseen_outputs(fake) == real[3].nbytes
-        mode = FakeTensorMode()
-        node = node_of(case)
-        node.meta["val"] = case.target(*(mode_tensor(mode, a) for a in case.args))
+        assert unseen_outputs(fake) == real[3].nbytes, sizes
+        mode, node = FakeTensorMode(), node_of(case)
+        node.meta["val"] = case.target(
+            *pytree.tree_map_only(torch.Tensor, mode.from_tensor, case.args)
+        )
         assert unseen_outputs(node) == real[3].nbytes
     assert unseen_outputs(attention(64)) == 0
-
-
-def mode_tensor(mode: FakeTensorMode, value):
-    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
 def test_flash_attention_on_cuda_keeps_a_float32_gradient_of_the_queries():
@@ -255,7 +296,6 @@ def test_flash_attention_on_cuda_keeps_a_float32_gradient_of_the_queries():
     rows = 2 * 4 * 1024
     assert scratch_bytes(called, device="cuda") == 4 * rows * 64 + 4 * rows
     assert scratch_bytes(called) == 0  # a kernel of another device
-    assert is_tabulated(target, "cuda") and not is_tabulated(target)
 
 
 def test_grouped_heads_on_cuda_have_gradients_per_query_head():
