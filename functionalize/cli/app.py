@@ -258,6 +258,7 @@ def memory(
     png: Annotated[str | None, _file("FILE.png", "A picture (or .svg, .pdf).")] = None,
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
     snapshot: Annotated[str | None, _file("FILE.pickle", "For PyTorch's memory viewer.")] = None,
+    trace: Annotated[str | None, _file("FILE.json", "For Perfetto: schedule and memory.")] = None,
     build: Build = "build",
     step: Step = "step",
     inputs: Inputs = None,
@@ -280,7 +281,7 @@ def memory(
             out,
             _job(source, build, step, inputs, given, world, mesh, rank, target),
             memory_command.Wanted(
-                top, of, passes, machine, alloc_conf, _size(limit), png, html, snapshot
+                top, of, passes, machine, alloc_conf, _size(limit), png, html, snapshot, trace
             ),
         ),
         as_json,
@@ -306,6 +307,7 @@ def plan(
     csv: Annotated[str | None, _file("FILE.csv", "The table, numbers as they are.")] = None,
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
     png: Annotated[str | None, _file("FILE.png", "Memory against time (or .svg, .pdf).")] = None,
+    trace: Annotated[str | None, _file("FILE.json", "For Perfetto: schedule and memory.")] = None,
     build: Build = "build",
     step: Step = "step",
     inputs: Inputs = None,
@@ -327,7 +329,9 @@ def plan(
         lambda out: plan_command.plan(
             out,
             _job(script, build, step, inputs, given, world, mesh, rank, target),
-            plan_command.Asked(_axes(grid), passes, machine, largest, _size(limit), csv, html, png),
+            plan_command.Asked(
+                _axes(grid), passes, machine, largest, _size(limit), csv, html, png, trace
+            ),
         ),
         as_json,
         debug,
