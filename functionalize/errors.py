@@ -105,7 +105,7 @@ class MemoryReportError(FunctionalizeError):
 
 
 class PictureError(FunctionalizeError):
-    """A picture or a page cannot be drawn: no matplotlib, an unknown kind of file, nothing to draw."""
+    """A picture or a page cannot be drawn: no matplotlib or plotly, an unknown kind of file, nothing to draw."""
 
 
 class UsageError(FunctionalizeError):

@@ -250,6 +250,7 @@ def memory(
     png: Annotated[str | None, _file("FILE.png", "A picture (or .svg, .pdf).")] = None,
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
     snapshot: Annotated[str | None, _file("FILE.pickle", "For PyTorch's memory viewer.")] = None,
+    trace: Annotated[str | None, _file("FILE.json", "For Perfetto: schedule and memory.")] = None,
 ) -> int:
     """What a step holds at its peak: by category, module, op and line; whether it fits.
 
@@ -258,7 +259,7 @@ def memory(
     Example: [bold]functionalize memory train.py --world 64 --limit 80GB --png memory.png[/]
     """
     wanted = memory_command.Wanted(
-        top, of, passes, machine, alloc_conf, _size(limit), png, html, snapshot
+        top, of, passes, machine, alloc_conf, _size(limit), png, html, snapshot, trace
     )
     return memory_command.memory(out, job, wanted)
 
@@ -282,6 +283,7 @@ def plan(
     csv: Annotated[str | None, _file("FILE.csv", "The table, numbers as they are.")] = None,
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
     png: Annotated[str | None, _file("FILE.png", "Memory against time (or .svg, .pdf).")] = None,
+    trace: Annotated[str | None, _file("FILE.json", "For Perfetto: schedule and memory.")] = None,
 ) -> int:
     """Plan a step at every point of a grid: memory, traffic, modelled time.
 
@@ -290,7 +292,7 @@ def plan(
     Example: [bold]functionalize plan train.py --grid world=64,1024 --grid batch=1,2,4 --largest batch --limit 80GB[/]
     """
     size = _size(limit)
-    asked = plan_command.Asked(_axes(grid), passes, machine, largest, size, csv, html, png)
+    asked = plan_command.Asked(_axes(grid), passes, machine, largest, size, csv, html, png, trace)
     return plan_command.plan(out, job, asked)
 
 

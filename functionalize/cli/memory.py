@@ -1,4 +1,4 @@
-"""`memory`: what a step holds, at the peak and over time; pictures, a page, and a snapshot for PyTorch's viewer."""
+"""`memory`: what a step holds, at the peak and over time; pictures, a page, and files for the viewers of others."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from functionalize.errors import (
 )
 from functionalize.planning.alloc_conf import Settings
 from functionalize.planning.allocator import fsdp2_streams, simulate
+from functionalize.planning.chrome_trace import Run, reached, write_trace
 from functionalize.planning.constants import declared
 from functionalize.planning.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.display import human_bytes
@@ -52,6 +53,7 @@ class Wanted:
     png: str | None = None
     html: str | None = None
     snapshot: str | None = None
+    trace: str | None = None
 
     def settings(self) -> Settings:
         """Of the simulated allocator, without the limit. Raises `UsageError` for anything that cannot be read."""
@@ -147,13 +149,16 @@ def _write(
     found: Recorded, report: Memory, of: str, wanted: Wanted, machine: Machine, say: Any
 ) -> list[str]:
     """Write what is asked for; the files that were written."""
-    files = [file for file in (wanted.png, wanted.html, wanted.snapshot) if file is not None]
+    every = (wanted.png, wanted.html, wanted.snapshot, wanted.trace)
+    files = [file for file in every if file is not None]
     if not files:
         return files
     main = report.timeline(of)
     timelines = [main, *(t for t in report.timelines.values() if t is not main)]
     held = simulate(main, report.settings, report.stream_of)
     title = f"Memory of {found.name}: {found.world}"
+    drawn = wanted.html is not None or wanted.trace is not None
+    spans = step_time(found.program, machine, groups=found.groups).spans if drawn else ()
     try:
         if wanted.png is not None:
             say(f"drawing {wanted.png}")
@@ -166,7 +171,7 @@ def _write(
                 wanted.html,
                 title=title,
                 timelines=timelines,
-                spans=step_time(found.program, machine, groups=found.groups).spans,
+                spans=spans,
                 tables=tables(report, of, wanted.top),
                 facts=_facts(found, report, of),
                 reserved={of: held.bytes},
@@ -175,6 +180,11 @@ def _write(
         if wanted.snapshot is not None:
             say(f"writing {wanted.snapshot}")
             write_snapshot(wanted.snapshot, main, held)
+        if wanted.trace is not None:
+            say(f"writing {wanted.trace}")
+            write_trace(
+                wanted.trace, [Run("", timelines, spans, reached(found.program.graph, spans))]
+            )
     except OSError as error:
         raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
     return files

@@ -1,4 +1,4 @@
-"""`plan`: a table of what-if points, the largest that fits, and the same as CSV, picture and page."""
+"""`plan`: a table of what-if points, the largest that fits, and the same as CSV, picture, page and trace."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from functionalize.cli.memory import brief, check_machine, check_picture
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
 from functionalize.cli.scripts import Script, opened
 from functionalize.errors import SaveError, UsageError
+from functionalize.planning.chrome_trace import Run, reached, write_trace
 from functionalize.planning.display import human_bytes
 from functionalize.planning.page import Table, write_page
 from functionalize.planning.pictures import tradeoff_picture
@@ -48,6 +49,7 @@ class Asked:
     csv: str | None = None
     html: str | None = None
     png: str | None = None
+    trace: str | None = None
 
     def check(self, job: Job) -> None:
         """Raises `UsageError` for what cannot be planned."""
@@ -226,7 +228,8 @@ def _show_table(console: Console, heads: list[str], rows: list[list[str]]) -> li
 
 
 def _write(sweep: Sweep, job: Job, asked: Asked) -> list[str]:
-    files = [file for file in (asked.csv, asked.html, asked.png) if file is not None]
+    every = (asked.csv, asked.html, asked.png, asked.trace)
+    files = [file for file in every if file is not None]
     try:
         if asked.csv is not None:
             Path(asked.csv).write_text(sweep.to_csv(), encoding="utf-8")
@@ -239,6 +242,8 @@ def _write(sweep: Sweep, job: Job, asked: Asked) -> list[str]:
             tradeoff_picture(rows, asked.png, x=x, y=y, limit=asked.limit, title=title)
         if asked.html is not None:
             _page(asked.html, sweep, job, asked)
+        if asked.trace is not None:
+            write_trace(asked.trace, _runs(sweep))
     except OSError as error:
         raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
     return files
@@ -271,6 +276,17 @@ def _page(path: str, sweep: Sweep, job: Job, asked: Asked) -> None:
         facts={"points": len(rows), "kept to": ", ".join(_same(sweep))},
         limit=asked.limit,
     )
+
+
+def _runs(sweep: Sweep) -> list[Run]:
+    """Each point that could be planned, for a trace."""
+    found = []
+    for each in sweep.plans:
+        if (figures := each.figures) is not None:
+            timelines, spans = [*figures.memory.timelines.values()], figures.time.spans
+            name = label(each.point, _varying(sweep))
+            found.append(Run(name, timelines, spans, reached(figures.program.graph, spans)))
+    return found
 
 
 def _varying(sweep: Sweep) -> list[str]:

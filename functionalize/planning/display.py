@@ -58,23 +58,23 @@ OTHER_STREAM = "#a38a00"
 NO_PHASE = "other"
 
 _NUMBERS = re.compile(r"\d+")
-_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
 def human_bytes(nbytes: float) -> str:
     """Bytes with three digits and a binary unit: `26.1 GiB`."""
     size, unit = float(nbytes), 0
-    while abs(size) >= 999.5 and unit < len(_BYTES) - 1:  # 1,000 KiB would need four digits
+    while abs(size) >= 999.5 and unit < len(BYTES) - 1:  # 1,000 KiB would need four digits
         size, unit = size / 1024, unit + 1
-    return f"{_digits(size)} {_BYTES[unit]}" if unit else f"{size:.0f} B"
+    return f"{_digits(size)} {BYTES[unit]}" if unit else f"{size:.0f} B"
 
 
 def human_seconds(seconds: float) -> str:
     """Seconds with three digits and a unit: `12.3 ms`."""
     if seconds == 0:
         return "0 s"
-    name, unit = next((u for u in _SECONDS if abs(seconds) >= 0.9995 * u[1]), _SECONDS[-1])
+    name, unit = next((u for u in SECONDS if abs(seconds) >= 0.9995 * u[1]), SECONDS[-1])
     return f"{_digits(seconds / unit)} {name}"
 
 
@@ -194,11 +194,16 @@ class Group(NamedTuple):
     nbytes: int
 
 
+def pattern(name: str) -> str:
+    """A name without its numbers: `layers.*.wq`."""
+    return _NUMBERS.sub("*", name)
+
+
 def groups(allocations: Iterable[Allocation]) -> list[Group]:
     """Allocations of one category and kind of name together, the largest first; one alone keeps its name."""
     found: dict[tuple[Category, str], list[Allocation]] = {}
     for each in allocations:
-        found.setdefault((each.category, _NUMBERS.sub("*", each.name)), []).append(each)
+        found.setdefault((each.category, pattern(each.name)), []).append(each)
     made = (
         Group(c, name if len(some) > 1 else some[0].name, len(some), sum(a.nbytes for a in some))
         for (c, name), some in found.items()

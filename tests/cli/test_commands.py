@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.entry import TRAINING, Command, command
+from tests.planning.trace_format import checked, counters
 
 __all__ = ["command"]
 COMMANDS = ("capture", "show", "opt", "memory", "plan")
@@ -355,12 +356,17 @@ def test_a_limit(command: Command) -> None:
 
 
 def test_files_of_memory(command: Command, tmp_path: Path) -> None:
-    png, html, snapshot = (tmp_path / name for name in ("m.png", "m.html", "m.pickle"))
-    files = ("--png", png, "--html", html, "--snapshot", snapshot)
-    ran = command("memory", TRAINING, "--passes", "default", *files)
-    assert ran.code == 0 and ran.out.count("wrote ") == 3
+    names = ("m.png", "m.html", "m.pickle", "m.json")
+    png, html, snapshot, trace = (tmp_path / name for name in names)
+    files = ("--png", png, "--html", html, "--snapshot", snapshot, "--trace", trace)
+    ran = command("memory", TRAINING, "--passes", "default", "--json", *files)
+    assert ran.code == 0 and ran.json["files"] == [str(tmp_path / name) for name in names]
     assert png.read_bytes().startswith(b"\x89PNG") and "</html>" in html.read_text()
     assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
+    found = counters(checked(json.loads(trace.read_text())))
+    for name, timeline in ran.json["timelines"].items():
+        peak = max(nbytes for _, nbytes in found[f"memory of {name}", "all"])
+        assert peak == timeline["levels"]["requested"]
     ran = command("memory", TRAINING, "--png", tmp_path / "no" / "m.png")
     assert ran.code == 1 and "No such file or directory" in ran.words
 
@@ -369,7 +375,7 @@ def test_files_of_memory(command: Command, tmp_path: Path) -> None:
 
 
 def test_plan(command: Command, tmp_path: Path) -> None:
-    files = {name: tmp_path / f"p.{name}" for name in ("csv", "html", "png")}
+    files = {name: tmp_path / f"p.{name}" for name in ("csv", "html", "png", "trace")}
     args = ("plan", TRAINING, "--grid", "batch=1,64", "--grid", "world=2,4", "--set", "layers=1")
     ran = command(*args, *(part for kind, path in files.items() for part in (f"--{kind}", path)))
     assert ran.code == 0 and "training.py, layers 1" in ran.out and not ran.err
@@ -386,6 +392,13 @@ def test_plan(command: Command, tmp_path: Path) -> None:
     assert points[2]["peak"] > points[0]["peak"]
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert "Plan of" in files["html"].read_text()
+    found = counters(checked(json.loads(files["trace"].read_text())))
+    peaks = [
+        max(nbytes for _, nbytes in each)
+        for (process, name), each in found.items()
+        if process.startswith("memory of eager batch ") and name == "all"
+    ]
+    assert peaks == [point["peak"] for point in points]
 
 
 def test_columns_that_have_no_room(command: Command) -> None:

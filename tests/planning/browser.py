@@ -38,6 +38,10 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND",
     "--remote-debugging-pipe",
 )
+READY = (
+    "document.readyState === 'complete' && "
+    "[...document.querySelectorAll('.plotly-graph-div')].every(d => d.querySelector('.xtick'))"
+)
 SECONDS = 60.0  # for one answer: machines of CI are slow
 
 
@@ -141,8 +145,8 @@ class Browser:
         elif method == "Network.requestWillBeSent":
             self.requests.append(told["request"]["url"])
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        """Open a page, and wait until it says that it is ready."""
+    def open(self, path: Path, width: int = 1280, height: int = 900) -> None:
+        """Open a page, and wait until its figures are drawn."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -150,10 +154,8 @@ class Browser:
             deviceScaleFactor=1,
             mobile=False,
         )
-        media = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.send("Emulation.setEmulatedMedia", features=media)
         self.send("Page.navigate", url=path.resolve().as_uri())
-        self.wait("document.documentElement && document.documentElement.dataset.ready === 'yes'")
+        self.wait(READY)
 
     def wait(self, condition: str) -> None:
         """Wait until an expression holds."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ import functionalize as fz
 from benchmarks.capture import Transformer
 from functionalize._compat import fake_process_group
 from functionalize.core.phases import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
+from functionalize.core.program import Program
+from functionalize.planning.communication import members_of
 from functionalize.planning.costs import MACHINES
 from functionalize.planning.spans import Span
 from functionalize.planning.step_time import StepTime, step_time
@@ -161,9 +165,18 @@ def large() -> list[Timeline]:
     return step_of(126, small=66, scale=1 << 25)
 
 
+class Captured(NamedTuple):
+    """Two timelines and the program of a step that was captured. groups: the ranks of its process groups."""
+
+    eager: Timeline
+    program: Timeline
+    step: Program
+    groups: Mapping[str, Sequence[int]]
+
+
 @cache
-def real() -> tuple[Timeline, Timeline, StepTime]:
-    """A checkpointed transformer under FSDP2 with mixed precision, captured: eager, program, schedule."""
+def captured() -> Captured:
+    """A checkpointed transformer under FSDP2 with mixed precision."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     with fake_process_group(0, 4):
         torch.manual_seed(0)
@@ -181,12 +194,20 @@ def real() -> tuple[Timeline, Timeline, StepTime]:
             optimizer.zero_grad()
             return loss.detach()
 
-        captured = fz.capture(step, memory=True)
+        found = fz.capture(step, memory=True)
         for _ in range(3):
-            captured(torch.randint(0, 64, (2, 8)))
-        assert captured.stats.replays
-        memory = captured.memory
-        return memory.eager, memory.program, step_time(captured.program, MACHINES["h100"])
+            found(torch.randint(0, 64, (2, 8)))
+        assert found.stats.replays
+        program, memory = found.program, found.memory
+        return Captured(memory.eager, memory.program, program, members_of(program))
+
+
+@cache
+def real() -> tuple[Timeline, Timeline, StepTime]:
+    """Eager, program, schedule of that step."""
+    found = captured()
+    time = step_time(found.step, MACHINES["h100"], groups=found.groups)
+    return found.eager, found.program, time
 
 
 def schedule_of(layers: int, small: int = 4) -> list[Span]:
