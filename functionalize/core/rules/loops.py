@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 Strides = tuple[int, ...]
 
 aten = torch.ops.aten
-_EXACT = {  # one rounding, of real numbers, which IEEE 754 defines
+_EXACT = {  # of real numbers: at most one rounding, which IEEE 754 defines
     *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self),
     *(aten.neg.default, aten.abs.default, aten.maximum.default, aten.minimum.default),
+    *(aten.masked_fill.Scalar, aten.masked_fill.Tensor),
 }
 
 
@@ -66,9 +67,9 @@ def operands_of(
     """
     values = map_refs(engine.read, args)
     out = written[0]
-    if have is None or type(out) is not TensorRef or torch.Tag.pointwise not in target.tags:
+    if have is None or len(have) > 1 or torch.Tag.pointwise not in target.tags:
         return values, have
-    if engine.device_of(out).type != "cpu":
+    if type(out) is not TensorRef or engine.device_of(out).type != "cpu":
         return values, have
     copied = copied_argument(target, args, kwargs, out.geometry, have[0])
     if copied is None:
@@ -89,7 +90,7 @@ def copied_argument(
     if same or not all(expands(ref.geometry.size, have.size) for ref in refs):
         return None
     size, dtype = have.size, have.dtype
-    inputs = [_operand(ref.geometry, have) for ref in refs]
+    inputs = [_operand(ref, have) for ref in refs]
     # what is of another type is computed into a temporary tensor, which is cast
     into = want if want.dtype == dtype else contiguous_geometry(size, dtype)
     eager = loop(size, [into.stride, *inputs])
@@ -102,7 +103,7 @@ def copied_argument(
             own = Geometry(size, stride, 0, arg.geometry.dtype if real else dtype)
             changed = (*args[:at], arg._replace(geometry=own), *args[at + 1 :])
             result = output_geometry(target, changed, kwargs)
-            inputs = [_operand(ref.geometry, have) for ref in refs_in([changed, kwargs])]
+            inputs = [_operand(ref, have) for ref in refs_in([changed, kwargs])]
             fits = result.size == size and result.dtype == dtype
             if fits and eager == loop(size, [result.stride, *inputs]):
                 return Copied(at, own, result)
@@ -121,11 +122,13 @@ def _is_exact(
     return not dtype.is_floating_point or (target in _EXACT and "alpha" not in kwargs)
 
 
-def _operand(given: Geometry, have: Geometry) -> Strides:
-    """The strides by which the kernel reads an argument: 0 where it is broadcast, others where it is cast first."""
+def _operand(ref: TensorRef, have: Geometry) -> Strides:
+    """The strides by which the kernel reads an argument: 0 where it is broadcast; of its copy if it is cast first."""
+    given = ref.geometry
     cast = given.dtype != have.dtype and not given.dtype.is_complex
-    if (cast or given.conj or given.neg) and not given.is_dense:
-        given = contiguous_geometry(given.size, have.dtype)
+    if cast or given.conj or given.neg:
+        dtype = have.dtype if cast else given.dtype
+        given = output_geometry(aten._to_copy.default, (ref,), {"dtype": dtype})
     missing = len(have.size) - len(given.size)
     pairs = zip(given.size, given.stride, have.size[missing:], strict=True)
     return (0,) * missing + tuple(0 if s == 1 != full else st for s, st, full in pairs)
