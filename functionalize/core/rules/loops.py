@@ -5,8 +5,8 @@
 
 A CPU kernel computes a run of adjacent elements by vector instructions, and the rest of a run, or elements with gaps
 between them, by a scalar function, whose last bit may differ. The strides of all operands decide which element is
-computed by which. `out` is an operand of eager's op and none of the functional op: where that makes a difference, an
-argument is copied to strides that lead to the same loop.
+computed by which. `out` is an operand of eager's op and not of the functional op: where the loops differ, the program
+copies an argument to strides that lead to eager's loop.
 
 Invariant: nothing is copied where the two loops are the same.
 Refusal: no copy of one argument leads to eager's loop.
@@ -82,7 +82,7 @@ def operands_of(
 def copied_argument(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], want: Geometry, have: Geometry
 ) -> Copied | None:
-    """Which argument is copied so that `target` takes eager's loop into a tensor of layout `want`; None: no one."""
+    """Which argument is copied so that `target` takes eager's loop into a tensor of layout `want`; None: none is."""
     refs = refs_in([args, kwargs])
     if have is UNKNOWN or have.size != want.size or _is_exact(target, refs, kwargs, have.dtype):
         return None
@@ -161,7 +161,7 @@ def _strides(wanted: Loop | None, size: Sequence[int]) -> Strides:
 
 
 def _order(size: Sequence[int], operands: Sequence[Strides]) -> list[int]:
-    """The dimensions from the innermost to the outermost, by an insertion sort that knows of ties."""
+    """The dimensions from the innermost to the outermost, by torch's insertion sort: where dimensions tie, order matters."""
     order = list(reversed(range(len(size))))
     for i in range(1, len(order)):
         at = i
