@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import settings
 
@@ -40,6 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
     accept = bool(os.environ.get("EXPECTTEST_ACCEPT"))
     config.stash[_SNAPSHOTS] = snapshots = Snapshots(config.rootpath, accept)
     config.pluginmanager.register(OrphanCheck(config, snapshots), "orphan-snapshots")
+    # Inductor's cache does not tell instruction sets apart: it would find code that it then cannot compile.
+    cache = os.environ.get(
+        "TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "inductor")
+    )
+    capability = torch.backends.cpu.get_cpu_capability()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, capability)
 
 
 @pytest.fixture

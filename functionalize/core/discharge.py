@@ -26,6 +26,7 @@ from functionalize.core.rules import RULES
 from functionalize.core.rules.custom import needs_wrapper, wrapped
 from functionalize.core.rules.layout import UNKNOWN, result_geometries
 from functionalize.core.rules.lists import one_by_one
+from functionalize.core.rules.loops import operands_of
 from functionalize.core.rules.mutations import (
     FunctionalForm,
     expands,
@@ -223,10 +224,9 @@ class Functionalizer:
             self.storage(ref.storage).check_writable(ref.geometry)
         args, kwargs = self._functional_arguments(record, form, written)
         have = result_geometries(form, args, kwargs, written)
+        values, have = operands_of(self, form.target, args, kwargs, written, have)
         results = self.emit.call(
-            form.target,
-            *map_refs(self.read, args),
-            **(map_refs(self.read, kwargs) if kwargs else {}),
+            form.target, *values, **(map_refs(self.read, kwargs) if kwargs else {})
         )
         for index, target in zip(form.results, written, strict=True):
             value = results

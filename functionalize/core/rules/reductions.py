@@ -1,10 +1,11 @@
-"""Reductions whose `out=` decides in which type they compute, and that have no `dtype=` to say so.
+"""Reductions whose `out=` decides in which type they compute, with no `dtype=` to say so, or in which order they add.
 
     torch.std(a, out=o)        ->  o' = aten.std.correction(aten._to_copy(a, dtype=o.dtype))
     torch.logsumexp(a, out=o)  ->  exp in a's type, sum and log in o's
 
 Where the types are equal, the plain functional form is taken.
-Refusal: `std` and `var` of all elements, which have a kernel of their own.
+Refusals: `std` and `var` of all elements, which have a kernel of their own; on a CPU, sums into an `out` whose
+dimensions are in another order in memory than those of the result (`out=o.t()`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from functionalize.core.ops import OpRecord
+from functionalize.core.ops import Geometry, OpRecord, TensorRef
 from functionalize.core.rules.layout import output_geometry
 from functionalize.core.rules.mutations import functional_form
 from functionalize.core.rules.registry import Engine, rule
@@ -45,10 +46,33 @@ def spread_out(engine: Engine, record: OpRecord) -> Any:
     return None
 
 
+@rule(aten.sum.IntList_out, aten.nansum.out, aten.mean.out)
+def sum_out(engine: Functionalizer, record: OpRecord) -> Any:
+    """`sum.IntList_out(Tensor self, int[1]? dim, bool keepdim=False, *, dtype=None, out)` and its like."""
+    kwargs = {k: v for k, v in record.kwargs.items() if k != "out"}
+    target = functional_form(record.target).target
+    _check_order(engine, record.kwargs["out"], output_geometry(target, record.args, kwargs))
+    return engine.mutated(record)
+
+
+def _check_order(engine: Functionalizer, out: TensorRef, have: Geometry) -> None:
+    want, exact = out.geometry, not (have.dtype.is_floating_point or have.dtype.is_complex)
+    if exact or want.size != have.size or engine.device_of(out).type != "cpu":
+        return
+    dims = [d for d, n in enumerate(want.size) if n != 1]
+    orders = [sorted(dims, key=lambda d: -g.stride[d]) for g in (want, have)]
+    if orders[0] != orders[1] and want.numel:
+        raise UnsupportedOpError(
+            f"adds in the order of the strides of `out` ({want}), and rounds otherwise than in the order of its "
+            "dimensions: reduce without out=, then copy_()"
+        )
+
+
 @rule(aten.logsumexp.out)
 def logsumexp_out(engine: Engine, record: OpRecord) -> Any:
     """`logsumexp.out(Tensor self, int[1] dim, bool keepdim=False, *, out)`, as ATen's kernel goes."""
     (source, dims), keep, out = record.args[:2], record.args[2:] == (True,), record.kwargs["out"]
+    _check_order(engine, out, output_geometry(aten.logsumexp.default, record.args, {}))
     inside, want = source.geometry.dtype, out.geometry.dtype
     if not inside.is_floating_point and not inside.is_complex:
         inside = torch.get_default_dtype()

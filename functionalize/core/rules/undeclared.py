@@ -2,6 +2,9 @@
 
 aten.native_batch_norm(x, w, b, mean, var, True, m, eps)
   ->  out, save_mean, save_invstd, mean', var' = aten._native_batch_norm_legit_functional(...)
+
+Refusal: batch norm with `out=` on a CPU where not all is contiguous: eager's kernel rounds otherwise, or leaves the
+saved statistics unwritten.
 """
 
 from __future__ import annotations
@@ -45,6 +48,12 @@ def native_batch_norm_out(engine: Engine, record: OpRecord) -> Any:
     else:
         target, stats = aten._native_batch_norm_legit_functional.default, [mean, var]
     have = output_geometries(target, record.args, {})
+    rows = x.geometry.is_contiguous and outs[0].geometry.is_contiguous
+    if not rows and engine.device_of(x).type == "cpu":
+        raise UnsupportedOpError(
+            f"takes another formula where the input ({x.geometry}) or `out` ({outs[0].geometry}) is not "
+            "contiguous: compute without out=, then copy_()"
+        )
     if not training:  # the others are then empty on some devices
         have = [have[0], UNKNOWN, UNKNOWN]
     values = [None if t is None else engine.read(t) for t in (x, weight, bias, mean, var)]

@@ -71,3 +71,20 @@ def test_graph(expect: Callable[[str, str], None]) -> None:
 
     out = torch.zeros(3, dtype=torch.float64)
     expect("wider", text_of(same_as_eager(fn, torch.randn(2, 3), out, out.clone())))
+
+
+@pytest.mark.parametrize("name", ["sum", "nansum", "mean", "logsumexp"])
+def test_sums_into_columns(name: str) -> None:
+    """The strides of `out` decide in which order eager adds."""
+    torch.manual_seed(0)
+
+    def fn(x: Tensor, o: Tensor) -> None:
+        getattr(torch, name)(x, 1, out=o)
+
+    x = torch.randn(67, 45, 33)
+    same_as_eager(fn, x, torch.zeros(67, 66)[:, ::2])
+    same_as_eager(fn, x[:, :, :1], torch.zeros(1, 67).t())
+    with pytest.raises(UnsupportedOpError, match=r"stride \[1, 67\]\), and rounds otherwise than"):
+        fz.trace(fn, x, torch.zeros(33, 67).t())
+    if name == "sum":
+        same_as_eager(fn, x.long(), torch.zeros(33, 67).t().long())  # exact

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import functionalize as fz
 from functionalize.core.discharge import Functionalizer
 from functionalize.core.emit import GraphEmitter
 from functionalize.core.ops import OpRecord, TensorRef, contiguous_geometry
@@ -57,6 +58,12 @@ def test_out(op: Any, training: bool) -> None:
     saved = 4 if training else 0
     outs = [torch.zeros(5, 4), torch.zeros(saved), torch.zeros(saved)]
     same_as_eager(fn, torch.randn(5, 4), *stats(), outs, times=2)
+    columns = torch.zeros(4, 5).t()
+    for x, out in ((torch.randn(5, 4), columns), (columns, outs[0])):
+        with pytest.raises(
+            UnsupportedOpError, match="is not contiguous: compute without out=, then"
+        ):
+            fz.trace(fn, x, *stats(), [out, *outs[1:]])
 
 
 def test_declared_forms() -> None:
