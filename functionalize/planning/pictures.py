@@ -113,11 +113,11 @@ def memory_picture(
         _beside(figure, main, peak, lines)
 
 
-def columns(values: Sequence[int], start: int, end: int) -> list[int]:
-    """Of each of `COLUMNS` columns the event with the most bytes, in order; all events if there are fewer."""
-    if end - start <= COLUMNS:
+def columns(values: Sequence[int], start: int, end: int, count: int = COLUMNS) -> list[int]:
+    """Of each of `count` columns the event with the most bytes, in order; all events if there are fewer."""
+    if end - start <= count:
         return list(range(start, end))
-    edges = [start + (end - start) * i // COLUMNS for i in range(COLUMNS + 1)]
+    edges = [start + (end - start) * i // count for i in range(count + 1)]
     return [max(range(a, b), key=values.__getitem__) for a, b in pairwise(edges)]
 
 

@@ -16,17 +16,15 @@ Source: `at::TensorIterator` (`reorder_dimensions`, `coalesce_dimensions`, `comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from functionalize.core.ops import Geometry, TensorRef, contiguous_geometry, map_refs, refs_in
 from functionalize.core.rules.layout import UNKNOWN, output_geometry
 from functionalize.core.rules.mutations import expands
+from functionalize.core.rules.registry import Engine
 from functionalize.errors import UnsupportedOpError
-
-if TYPE_CHECKING:
-    from functionalize.core.discharge import Functionalizer
 
 Strides = tuple[int, ...]
 
@@ -54,7 +52,7 @@ class Copied(NamedTuple):
 
 
 def operands_of(
-    engine: Functionalizer,
+    engine: Engine,
     target: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -47,7 +47,7 @@ def spread_out(engine: Engine, record: OpRecord) -> Any:
 
 
 @rule(aten.sum.IntList_out, aten.nansum.out, aten.mean.out)
-def sum_out(engine: Functionalizer, record: OpRecord) -> Any:
+def sum_out(engine: Engine, record: OpRecord) -> Any:
     """`sum.IntList_out(Tensor self, int[1]? dim, bool keepdim=False, *, dtype=None, out)` and its like."""
     kwargs = {k: v for k, v in record.kwargs.items() if k != "out"}
     target = functional_form(record.target).target
@@ -55,7 +55,7 @@ def sum_out(engine: Functionalizer, record: OpRecord) -> Any:
     return engine.mutated(record)
 
 
-def _check_order(engine: Functionalizer, out: TensorRef, have: Geometry) -> None:
+def _check_order(engine: Engine, out: TensorRef, have: Geometry) -> None:
     want, exact = out.geometry, not (have.dtype.is_floating_point or have.dtype.is_complex)
     if exact or want.size != have.size or engine.device_of(out).type != "cpu":
         return
