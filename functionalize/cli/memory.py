@@ -28,7 +28,8 @@ from functionalize.planning.chrome_trace import Run, reached, write_trace
 from functionalize.planning.constants import declared
 from functionalize.planning.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.display import human_bytes
-from functionalize.planning.memory import EAGER, PROGRAM, Memory, Row
+from functionalize.planning.memory import Memory
+from functionalize.planning.memory_figures import EAGER, PROGRAM, Row
 from functionalize.planning.memory_text import short_line, signed
 from functionalize.planning.page import Table, write_page
 from functionalize.planning.pictures import memory_picture

@@ -28,7 +28,7 @@ from torch import fx
 
 from functionalize.errors import PictureError
 from functionalize.planning.display import anchors, first_event, placed
-from functionalize.planning.memory import PROGRAM
+from functionalize.planning.memory_figures import PROGRAM
 from functionalize.planning.rows import COMPUTE, Interval, exposed, rows_of
 from functionalize.planning.spans import Span
 from functionalize.planning.timeline import BEFORE, Timeline, parts

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from functionalize.planning.display import Group, human_bytes
-from functionalize.planning.memory import EAGER, PROGRAM, Memory, Row
+from functionalize.planning.memory_figures import EAGER, PROGRAM, MemoryFigures, Row
 
 _WIDE = 60  # characters of a name, the end of which tells more than its beginning
 
 
-def memory_text(memory: Memory, k: int) -> str:
+def memory_text(memory: MemoryFigures, k: int) -> str:
     """The whole report; k: rows of each table."""
     memory.timeline()  # raises if there is none
     parts = [_levels(memory), _categories(memory)]
@@ -41,7 +41,7 @@ def memory_text(memory: Memory, k: int) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _levels(memory: Memory) -> str:
+def _levels(memory: MemoryFigures) -> str:
     levels = [memory.levels(name) for name in memory.timelines]
     rows: list[Sequence[str]] = [("memory of a step", *memory.timelines)]
     for name in ("requested", "allocated", "reserved"):
@@ -56,7 +56,7 @@ def _levels(memory: Memory) -> str:
     return _table(rows)
 
 
-def _categories(memory: Memory) -> str:
+def _categories(memory: MemoryFigures) -> str:
     if len(memory.timelines) < 2:
         (name,) = memory.timelines
         found = memory.by_category(name)

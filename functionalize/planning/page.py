@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from functionalize.errors import PictureError
 from functionalize.planning.display import Peak, groups, human_bytes, human_seconds, pattern
-from functionalize.planning.memory import place
+from functionalize.planning.memory_figures import place
 from functionalize.planning.memory_text import short_line
 from functionalize.planning.page_figures import Figure, memory_figure, schedule_figure
 from functionalize.planning.rows import exposed, total

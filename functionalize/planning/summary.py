@@ -36,7 +36,8 @@ from functionalize.planning.constants import declared
 from functionalize.planning.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.display import human_bytes, human_seconds
 from functionalize.planning.grid import Point
-from functionalize.planning.memory import EAGER, PROGRAM, Memory
+from functionalize.planning.memory import Memory
+from functionalize.planning.memory_figures import EAGER, PROGRAM
 from functionalize.planning.step_time import StepTime, step_time
 
 

@@ -19,11 +19,11 @@ from functionalize._compat import fake_process_group
 from functionalize.errors import MemoryReportError, PlannedOutOfMemoryError
 from functionalize.planning.alloc_conf import Settings
 from functionalize.planning.constants import MIB, Constant, declared
-from functionalize.planning.memory import (
+from functionalize.planning.memory import Memory
+from functionalize.planning.memory_figures import (
     AFTER_THE_STEP,
     BEFORE_THE_STEP,
     Levels,
-    Memory,
     allocated,
     place,
 )

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import functionalize as fz
 from functionalize.errors import PlanError, WorldError
 from functionalize.planning.costs import MACHINES
-from functionalize.planning.memory import EAGER
+from functionalize.planning.memory_figures import EAGER
 from tests.ranks import run_on_ranks
 
 WIDTH = 64

@@ -159,7 +159,7 @@ def _strides(wanted: Loop | None, size: Sequence[int]) -> Strides:
 
 
 def _order(size: Sequence[int], operands: Sequence[Strides]) -> list[int]:
-    """The dimensions from the innermost to the outermost, by torch's insertion sort: where dimensions tie, order matters."""
+    """The dimensions from the innermost to the outermost, by torch's insertion sort, whose order of ties matters."""
     order = list(reversed(range(len(size))))
     for i in range(1, len(order)):
         at = i
