@@ -77,7 +77,11 @@ def owed(
         geometry = _owed_window(storage)
         if geometry is None:
             return actions
-        value = storage.whole(emit) if geometry == storage.root else storage.peek(geometry, emit)
+        value = storage.whole(
+            emit
+        )  # a part that nobody wrote would else be a view of the input itself
+        if geometry != storage.root:
+            value = storage.peek(geometry, emit)
         actions.append(Copy(input, geometry, slot_of(value)))
     return actions
 
