@@ -36,7 +36,10 @@ def actions_of(
         geometry = _window_to_copy(storage)
         if geometry is None:
             return actions
-        value = storage.whole(emit) if geometry == storage.root else storage.peek(geometry, emit)
+        # Also for a part that was never written: else it would be a view of the input itself.
+        value = storage.whole(emit)
+        if geometry != storage.root:
+            value = storage.peek(geometry, emit)
         actions.append(Copy(input, geometry, slot_of(value)))
     return actions
 

@@ -7,12 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import functionalize as fz
 from functionalize.core.emit import TensorEmitter
 from functionalize.core.ops import Geometry
 from functionalize.core.rules.views import step_of, straight
 from functionalize.core.storage import FunctionalStorage
+from functionalize.core.values import Call
 from functionalize.errors import UndefinedContentsError
 from tests.core.eager import same_as_eager
 from tests.core.words import CPU, Words, floats, storage_of
@@ -23,7 +25,7 @@ ROWS = [floats(2, offset=2 * i) for i in range(4)]
 
 
 def row(storage: FunctionalStorage, i: int) -> Geometry:
-    step = step_of(aten.select.int, (0, i), ROOT, ROWS[i], None)
+    step = step_of(Call(aten.select.int, (0, i)), ROOT, ROWS[i])
     assert step is not None
     storage.add_view(ROOT, ROWS[i], step)
     return ROWS[i]
@@ -84,15 +86,66 @@ def test_what_lies_elsewhere_stays_current() -> None:
     assert emit.calls == 1
 
 
+def test_what_lies_elsewhere_is_read_from_the_base() -> None:
+    storage, emit = storage_of(ROOT), Words()
+    storage.write(row(storage, 0), "b", emit)
+    assert storage.read(row(storage, 3), emit) == "select(a, 0, 3)"
+    assert storage.read(floats(2, 2, offset=2), emit) == (
+        "view(slice(view(a, [8]), 0, 2, 6), [2, 2])"
+    )
+    both = storage.read(floats(4), emit)  # meets the part
+    assert "select_scatter(a, b, 0, 0)" in both
+
+
 def test_a_view_of_a_part() -> None:
     storage, emit = storage_of(ROOT), Words()
     row(storage, 1)
     column = floats(2, 1, offset=2)
-    step = step_of(aten.unsqueeze.default, (1,), ROWS[1], column, None)
+    step = step_of(Call(aten.unsqueeze.default, (1,)), ROWS[1], column)
     assert step is not None
     storage.add_view(ROWS[1], column, step)
     storage.write(ROWS[1], "b", emit)
     assert storage.read(column, emit) == "unsqueeze(b, 1)"
+
+
+def test_outputs_of_one_call() -> None:
+    storage, emit, call = storage_of(ROOT), Words(), Call(aten.unbind.int, (0,))
+    for i, g in enumerate(ROWS):
+        step = step_of(call, ROOT, g, i)
+        assert step is not None
+        storage.add_view(ROOT, g, step)
+    assert [storage.read(g, emit) for g in ROWS[:2]] == [
+        "getitem(unbind(a, 0), 0)",
+        "getitem(unbind(a, 0), 1)",
+    ]
+    assert emit.calls == 3
+    storage.write(ROWS[1], "b", emit)
+    assert storage.read(ROWS[2], emit) == "getitem(unbind(a, 0), 2)"
+    assert emit.calls == 4
+    storage.write(ROOT, "c", emit)
+    assert [storage.read(g, emit) for g in ROWS[1:3]] == [
+        "getitem(unbind(c, 0), 1)",
+        "getitem(unbind(c, 0), 2)",
+    ]
+    assert emit.calls == 7
+
+
+def test_outputs_of_one_call_go_with_the_base() -> None:
+    storage, call = storage_of(ROOT), Call(aten.unbind.int, (0,))
+    emit = TensorEmitter(lambda _: torch.zeros(8))
+    for i, g in enumerate(ROWS):
+        step = step_of(call, ROOT, g, i)
+        assert step is not None
+        storage.add_view(ROOT, g, step)
+    base = torch.arange(8.0).view(4, 2)
+    data = StorageWeakRef(base.untyped_storage())
+    storage.write(ROOT, base, emit)
+    assert torch.equal(storage.read(ROWS[0], emit), base[0])
+    del base
+    storage.write(ROWS[0], torch.ones(2), emit)
+    assert not data.expired()
+    assert storage.whole(emit).sum() == 29
+    assert data.expired()
 
 
 def test_a_full_write_and_a_resize_drop_parts() -> None:
