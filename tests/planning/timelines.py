@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache, partial
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,7 @@ from functionalize.planning.costs import MACHINES
 from functionalize.planning.spans import Span
 from functionalize.planning.step_time import StepTime, step_time
 from functionalize.planning.timeline import BEFORE, Allocation, Category, Event, Op, Timeline
+from tests.steps import make_loss_step
 
 
 class Maker:
@@ -174,14 +174,7 @@ def real() -> tuple[Timeline, Timeline, StepTime]:
         fully_shard(model, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-        def step(tokens: Tensor) -> Tensor:
-            loss: Tensor = model(tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        captured = fz.capture(step, memory=True)
+        captured = fz.capture(make_loss_step(model, optimizer), memory=True)
         for _ in range(3):
             captured(torch.randint(0, 64, (2, 8)))
         assert captured.stats.replays
