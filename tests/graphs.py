@@ -1,13 +1,17 @@
-"""FX graphs as text for snapshots, and compilers that keep the graphs AOTAutograd gives them."""
+"""FX graphs as text for snapshots, compilers that keep the graphs of AOTAutograd, lowered programs as functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-from torch import fx
+from torch import Tensor, fx
 
+import functionalize as fz
+from examples import compare
+from examples.resize_program import ResizeProgram
 from functionalize.core.printer import node_text
 
 
@@ -44,3 +48,25 @@ class Kept:
         """What the forward graph returns for the backward, after its own `outputs`."""
         (end,) = self.graphs["forward"].find_nodes(op="output")
         return list(end.args[0][outputs:])
+
+
+def kept_by_aot_function(program: ResizeProgram) -> list[Kept]:
+    """The graphs of each function of a program, forward and backward; the program ran as in eager."""
+    kept = [Kept() for _ in program.fns]
+    pairs = zip(program.fns, kept, strict=True)
+    compiled = [fz.aot_function(fn, **each.options()) for fn, each in pairs]
+    compare.assert_bitwise_equal(compare.execute(program, compiled), compare.run_eager(program))
+    return kept
+
+
+def lowered(fn: Callable[..., Any], *args: Tensor) -> Callable[..., Any]:
+    """The lowered program of `fn` as a function like it."""
+    program = fz.trace(fn, *args)
+    module = program.lower()
+
+    def run(*args: Tensor) -> Any:
+        with torch.no_grad():
+            outputs = module(*args)
+        return torch.utils._pytree.tree_unflatten(list(outputs), program.out_spec)
+
+    return run

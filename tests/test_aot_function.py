@@ -19,7 +19,7 @@ from examples.programs import PROGRAMS, by_name
 from examples.resize_program import R, ResizeProgram, leaf, preserve_version, values, z
 from functionalize import errors
 from functionalize.core.rules.resizes import RESIZE_STORAGE
-from tests.graphs import Kept
+from tests.graphs import Kept, kept_by_aot_function
 
 GRAPHS = (
     *("down", "up_saved", "up_down", "fsdp_matmul", "fsdp_linear"),  # sections 1 to 4
@@ -31,17 +31,8 @@ GRAPHS = (
 )
 
 
-def _all_kept(program: ResizeProgram) -> list[Kept]:
-    """The graphs of each function of a program, forward and backward."""
-    kept = [Kept() for _ in program.fns]
-    pairs = zip(program.fns, kept, strict=True)
-    compiled = [fz.aot_function(fn, **each.options()) for fn, each in pairs]
-    compare.assert_bitwise_equal(compare.execute(program, compiled), compare.run_eager(program))
-    return kept
-
-
 def _kept(program: ResizeProgram) -> Kept:
-    return _all_kept(program)[0]
+    return kept_by_aot_function(program)[0]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
@@ -61,7 +52,7 @@ def test_every_call_like_the_first(program: ResizeProgram) -> None:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs(name: str, expect: Callable[[str, str], None]) -> None:
-    expect(name, "\n".join(str(kept) for kept in _all_kept(by_name(name))))
+    expect(name, "\n".join(map(str, kept_by_aot_function(by_name(name)))))
 
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p.section == 4], ids=lambda p: p.name)

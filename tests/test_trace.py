@@ -14,6 +14,7 @@ from examples.compare import assert_bitwise_equal, execute, run_eager, run_trace
 from examples.programs import PROGRAMS, by_name
 from examples.resize_program import ResizeProgram
 from functionalize.core.program import Program
+from tests.graphs import lowered
 
 # Programs that `trace` does not reproduce, and why. Empty, and meant to stay so.
 EXCEPTIONS: dict[str, str] = {}
@@ -133,19 +134,6 @@ def test_replay_on_other_values_and_twice(program: ResizeProgram) -> None:
 def test_lowered_is_eager(program: ResizeProgram) -> None:
     """The epilogue as ops does what the epilogue does, and gives outputs the same storages."""
     assert_bitwise_equal(run_trace(program, lowered), run_eager(program), grads=False)
-
-
-def lowered(fn: Callable[..., Any], *args: Tensor) -> Callable[..., Any]:
-    """The lowered program of `fn` as a function like it."""
-    program = fz.trace(fn, *args)
-    module = program.lower()
-
-    def run(*args: Tensor) -> Any:
-        with torch.no_grad():
-            outputs = module(*args)
-        return torch.utils._pytree.tree_unflatten(list(outputs), program.out_spec)
-
-    return run
 
 
 @pytest.mark.parametrize("name", SNAPSHOTS)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
+import inspect
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
-from torch.distributed.fsdp import fully_shard
 from torch.optim import optimizer as optimizers
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from functionalize._compat import fake_process_group
@@ -24,67 +17,20 @@ from functionalize.core import where
 from functionalize.core.generators import GET_STATE
 from functionalize.frontend import lifetimes
 from functionalize.planning.timeline import BEFORE, Category, Timeline
+from tests.frontend.lifetimes import (
+    CASES,
+    SCALARS,
+    Model,
+    allocated,
+    batch,
+    changes,
+    is_within,
+    peak,
+    sums,
+    training,
+)
 from tests.fsdp.features import FEATURES
 from tests.ranks import run_on_ranks
-
-Step = Callable[[Tensor], Tensor]
-_MARK = 12345  # bytes of a tensor that tells where the step begins
-_SCALARS = 64  # bytes: an op may wrap a number in a tensor for itself
-
-
-class Block(nn.Module):
-    def __init__(self, drop: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
-        self.drop = nn.Dropout(drop)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(F.relu(self.up(self.norm(x)))))
-
-
-class Model(nn.Module):
-    def __init__(self, checkpointed: bool = False, drop: float = 0.0) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(drop) for _ in range(2))
-        self.head, self.checkpointed = nn.Linear(24, 8), checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return self.head(x).square().mean()
-
-
-def training(
-    checkpointed: bool = False,
-    drop: float = 0.0,
-    shard: bool = True,
-    zero_first: bool = False,
-    foreach: bool = False,
-) -> Step:
-    torch.manual_seed(0)
-    model = Model(checkpointed, drop)
-    if shard:
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    form = {"foreach": True} if foreach else {"fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **form)
-
-    def step(x: Tensor) -> Tensor:
-        if zero_first:
-            optimizer.zero_grad()
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        if not zero_first:
-            optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def batch() -> Tensor:
-    return torch.randn(16, 24)
 
 
 def timeline_of(step: Any) -> Timeline:
@@ -97,53 +43,7 @@ def timeline_of(step: Any) -> Timeline:
     return timeline
 
 
-def changes(timeline: Timeline) -> list[int]:
-    return [event.nbytes for event in timeline.events if event.op != BEFORE]
-
-
-def allocated(step: Step) -> list[int]:
-    """What the allocator does in the third step, in signed bytes."""
-    step(batch())
-    gc.collect()
-    with profile(  # torch 2.11 and 2.12 warn of what an unaccumulated profile would forget
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
-        step(
-            batch()
-        )  # what it leaves is freed by the next one: a free is told of what was seen made
-        x, mark = batch(), torch.empty(_MARK, dtype=torch.uint8)
-        loss = step(x)
-    del loss, mark
-    results: Any = profiler.profiler
-    found, todo = [], list(results.kineto_results.experimental_event_tree())
-    while todo:
-        event = todo.pop()
-        if event.typed[0] == _EventType.Allocation:
-            found.append((event.start_time_ns, event.typed[1].alloc_size))
-        todo += event.children
-    signed = [nbytes for _, nbytes in sorted(found)]
-    return signed[signed.index(_MARK) + 1 :]
-
-
-def peak(signed: list[int]) -> int:
-    return max(accumulate(signed))
-
-
-def is_within(few: list[int], many: list[int]) -> bool:
-    """Whether `few` is what is left of `many` if some are left out."""
-    rest = iter(many)
-    return all(any(a == b for b in rest) for a in few)
-
-
 # -- true to the allocator -------------------------------------------------------------------------
-
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "checkpointed": {"checkpointed": True, "drop": 0.1},
-    "gradients freed first": {"zero_first": True},
-    "foreach": {"foreach": True},
-    "one process": {"shard": False},
-}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,7 +52,7 @@ def test_every_change_is_one_of_the_allocators(name: str) -> None:
         truth = allocated(training(**CASES[name]))
         ours = changes(timeline_of(training(**CASES[name])))
     assert is_within(ours, truth)
-    assert abs(peak(ours) - peak(truth)) <= _SCALARS
+    assert abs(peak(ours) - peak(truth)) <= SCALARS
 
 
 @pytest.mark.parametrize("name", ["plain", "checkpointed", "foreach"])
@@ -173,28 +73,11 @@ def test_the_target_of_a_world_tells_whose_scratch_is_counted() -> None:
         assert step.memory.lifetimes.target == "cuda"
 
 
-def sums(kind: str) -> Step:
-    """Two gradients meet at `x * 2`: the sum takes over one that no view is on."""
-    weight = nn.Parameter(torch.ones(16, 24))
-    part = {
-        "whole": lambda x: x * 3,
-        "views": lambda x: x.view(8, 48).view(16, 24),
-    }[kind]
-
-    def step(x: Tensor) -> Tensor:
-        y = weight * 2
-        (part(y) * x + part(y).relu()).sum().backward()
-        weight.grad = None
-        return x.sum()
-
-    return step
-
-
 @pytest.mark.parametrize("kind", ["whole", "views"])
 def test_a_sum_of_gradients_is_in_place_where_autograd_makes_it_so(kind: str) -> None:
     truth, ours = allocated(sums(kind)), changes(timeline_of(sums(kind)))
-    large = [nbytes for nbytes in truth if abs(nbytes) > _SCALARS]
-    assert [nbytes for nbytes in ours if abs(nbytes) > _SCALARS] == large
+    large = [nbytes for nbytes in truth if abs(nbytes) > SCALARS]
+    assert [nbytes for nbytes in ours if abs(nbytes) > SCALARS] == large
 
 
 # -- what a timeline says --------------------------------------------------------------------------
@@ -300,7 +183,7 @@ def test_stacks_are_symbolised_when_an_op_is_asked_for(monkeypatch: pytest.Monke
     assert timeline.peak and not asked
     op = timeline.ops[5]
     assert timeline.ops[5] is op and len(asked) == 1
-    assert "test_lifetimes.py" in op.line
+    assert inspect.getfile(Model) in op.line
     assert [each.name for each in timeline.ops[5:7]] == [op.name, timeline.ops[6].name]
 
 

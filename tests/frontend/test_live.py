@@ -25,6 +25,7 @@ from functionalize.frontend.dispatch import Recorder
 from functionalize.frontend.guards import HyperparameterGuard
 from functionalize.frontend.lifted import liftable, lifted
 from functionalize.frontend.live import is_live
+from tests.steps import make_step
 
 
 def bits(value: Any) -> Any:
@@ -194,7 +195,7 @@ def test_torch_script_knows_the_functions_that_are_replaced() -> None:
     assert torch.equal(fz.trace(fn, torch.ones(2))(torch.ones(2)), torch.full((2,), 3.0))
 
 
-def test_a_live_base_of_a_power_is_plain_where_autograd_needs_its_logarithm() -> None:
+def test_a_live_base_is_plain_where_autograd_needs_its_logarithm() -> None:
     def fn(x: Tensor) -> Any:
         leaf = x.detach().requires_grad_()
         return torch.autograd.grad((x.mean().item() ** leaf).sum(), leaf)[0]
@@ -377,7 +378,7 @@ def twins(make: Callable[[Any], torch.optim.Optimizer]) -> list[tuple[nn.Module,
     return found
 
 
-def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+def make_reading_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     def step(x: Tensor) -> Any:
         loss = model(x).square().mean()
         loss.backward()
@@ -396,7 +397,7 @@ def trained(
 ) -> Any:
     """The captured step, after both twins were trained and found equal at every step."""
     (a, theirs), (b, mine) = twins(make)
-    eager, step = make_step(a, theirs), fz.capture(make_step(b, mine), **options)
+    eager, step = make_reading_step(a, theirs), fz.capture(make_reading_step(b, mine), **options)
     schedulers = [schedule(o) for o in (theirs, mine)] if schedule is not None else []
     for i in range(steps):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(i))
@@ -443,7 +444,7 @@ def test_hyperparameters_that_change_become_live() -> None:
 def test_the_program_of_default_adamw(expect: Callable[[str, str], None]) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2, bias=False)
-    step = fz.capture(make_step(model, AdamW(model.parameters())))
+    step = fz.capture(make_reading_step(model, AdamW(model.parameters())))
     for i in range(4):
         step(torch.ones(3, 4) * i)
     expect("adamw", step.program.print_readable(False))
@@ -484,7 +485,7 @@ def test_a_branch_on_the_learning_rate_is_guarded_before_anything_runs() -> None
 
 def test_a_learning_rate_of_another_type_is_noticed() -> None:
     (_, _), (model, optimizer) = twins(OPTIMIZERS["sgd"])
-    step = fz.capture(make_step(model, optimizer))
+    step = fz.capture(make_reading_step(model, optimizer))
     for _ in range(3):
         step(torch.ones(3, 4))
     optimizer.param_groups[0]["lr"] = 1
@@ -496,7 +497,7 @@ def test_a_learning_rate_of_another_type_is_noticed() -> None:
 def test_a_scheduler_inside_the_step_is_refused() -> None:
     (_, _), (model, optimizer) = twins(OPTIMIZERS["sgd"])
     scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
-    plain = make_step(model, optimizer)
+    plain = make_reading_step(model, optimizer)
 
     def step(x: Tensor) -> Any:
         out = plain(x)
@@ -618,14 +619,7 @@ def test_nothing_keeps_a_captured_step_that_was_dropped(pipeline: str) -> None:
         model = nn.Linear(37, 41 + len(pipeline))
         optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
 
-        def step(x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        captured = fz.capture(step, passes=pipeline)
+        captured = fz.capture(make_step(model, optimizer), passes=pipeline)
         for _ in range(4):
             captured(torch.randn(3, 37))
         assert captured.stats.replays

@@ -78,7 +78,7 @@ def test_the_first_call_replays(kind: str, report: dict[str, Any]) -> None:
     assert report["kinds"][kind]["missed"] == []
 
 
-def test_a_step_that_enters_with_gradients_is_recorded_once_more_where_there_are_none(
+def test_a_step_whose_gradients_are_gone_on_entry_is_recorded_again(
     report: dict[str, Any],
 ) -> None:
     there = report["kinds"]["gradients stay"]

@@ -20,9 +20,9 @@ from functionalize._compat import fake_process_group, own_call
 from functionalize.core.where import UserLine, line_or_empty
 from functionalize.errors import MemoryReportError, UnsupportedTensorError
 from functionalize.planning.timeline import BEFORE, Category, Timeline
-from tests.frontend.test_lifetimes import (
-    _SCALARS,
+from tests.frontend.lifetimes import (
     CASES,
+    SCALARS,
     Model,
     Step,
     allocated,
@@ -115,7 +115,7 @@ def test_every_change_is_one_of_the_allocators(name: str) -> None:
     assert noted.memory is not None
     ours = changes(noted.memory.lifetimes.timeline())
     assert is_within(ours, truth)
-    assert abs(peak(ours) - peak(truth)) <= _SCALARS
+    assert abs(peak(ours) - peak(truth)) <= SCALARS
 
 
 def test_in_a_world_as_on_real_tensors() -> None:
@@ -189,7 +189,7 @@ def test_no_tensor_of_the_step_is_held() -> None:
     assert noted.memory is not None and noted.memory.peak > 0
 
 
-def test_a_step_that_raises_has_a_memory_until_then_and_leaves_nothing_behind() -> None:
+def test_a_step_that_raises_has_a_memory_until_then() -> None:
     model = Model()
     resize, hooks = torch.UntypedStorage.resize_, dict(optimizers._global_optimizer_pre_hooks)
 

@@ -9,53 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.errors import FunctionalizeError, UncapturableError
-
-
-class Model(nn.Module):
-    """Batch norm (buffers that change) and dropout (random numbers)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 2)
-        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.drop(F.relu(self.norm(self.a(x)))))
-
-
-def twins(**optimizer: Any) -> list[tuple[Model, torch.optim.Optimizer]]:
-    found = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = Model()
-        options = {"lr": 1e-2, "fused": True, **optimizer}
-        found.append((model, torch.optim.AdamW(model.parameters(), **options)))
-    return found
-
-
-def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def batch(i: int, rows: int = 5) -> Tensor:
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(i))
-
-
-def same_state(a: nn.Module, b: nn.Module) -> bool:
-    left, right = a.state_dict(), b.state_dict()
-    return all(torch.equal(left[k], right[k]) for k in left)
+from tests.frontend.twins import batch, same_state, twins
+from tests.steps import make_step
 
 
 def test_replays_bitwise_with_dropout_and_batch_norm() -> None:
@@ -116,7 +75,9 @@ def frozen_gradients(model: nn.Module) -> None:
 
 
 def in_double(model: nn.Module) -> None:
-    model.norm.running_mean = model.norm.running_mean.double().float().contiguous()[:4]
+    """Parameters, buffers, and the state of the optimizer, which loading casts."""
+    optimizer = model.double().optimizer
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -125,6 +86,7 @@ def in_double(model: nn.Module) -> None:
         (evaluation, "`model` has training = False, had True"),
         (other_decay, "`optimizer` group 0 has weight_decay = 0.5, had 0.01"),
         (frozen_gradients, "`model.a.weight.grad` is there, was not there"),
+        (in_double, "`x` is float64[5, 6], was float32[5, 6]"),
     ],
 )
 def test_a_guard_that_fails_recaptures_and_names_itself(change: Any, failure: str) -> None:
@@ -135,10 +97,11 @@ def test_a_guard_that_fails_recaptures_and_names_itself(change: Any, failure: st
         if i == 4:
             change(a)
             change(b)
+        x = batch(i).to(a.a.weight.dtype)
         torch.manual_seed(i)
-        expected = eager(batch(i))
+        expected = eager(x)
         torch.manual_seed(i)
-        assert torch.equal(step(batch(i)), expected)
+        assert torch.equal(step(x), expected)
         assert same_state(a, b)
     assert step.stats.guard_failures[0] == failure
     assert step.stats.replays >= 2

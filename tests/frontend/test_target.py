@@ -229,7 +229,7 @@ def test_peak_memory_of_a_step_of_attention() -> None:
     assert peaks["math"] > 10 * peaks["flash"]
 
 
-def test_efficient_attention_pads_the_rows_of_its_statistics_and_of_its_mask() -> None:
+def test_efficient_attention_pads_rows_of_statistics_and_mask() -> None:
     shapes = {}
 
     class Shapes(TorchDispatchMode):

@@ -27,6 +27,7 @@ from functionalize.frontend.world import in_world
 from tests.fsdp.features import FEATURES
 from tests.fsdp.models import Net, mesh
 from tests.ranks import run_on_ranks
+from tests.steps import make_step
 
 
 def program_of(name: str) -> str:
@@ -83,12 +84,7 @@ def training(width: int = 8, **options: object):
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = make_step(model, optimizer)
 
     return model, step
 

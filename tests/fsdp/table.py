@@ -21,8 +21,7 @@ from tests.fsdp import (
     test_optimizers,
     test_persist,
 )
-from tests.fsdp.test_huggingface import CASES
-from tests.fsdp.test_optimizers import OPTIMIZERS
+from tests.fsdp.huggingface import CASES
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN = "<!-- features: begin (written by `python -m tests.fsdp.table --write`) -->"
@@ -43,7 +42,10 @@ def rows() -> Iterator[Row]:
             "test_checkpointing.py",
         ),
         "a call per microbatch": (test_microbatches.WAYS, "test_microbatches.py"),
-        "optimizers, default arguments": (map(_optimizer, OPTIMIZERS), "test_optimizers.py"),
+        "optimizers, default arguments": (
+            map(_optimizer, test_optimizers.OPTIMIZERS),
+            "test_optimizers.py",
+        ),
         "numbers that are live": (_ALONE.keys(), "test_optimizers.py"),
         "Hugging Face, dropout by default": (map(_model, CASES), "test_huggingface.py"),
         "a forward alone, backward outside": (test_boundary.CASES, "test_boundary.py"),

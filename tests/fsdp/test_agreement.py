@@ -17,7 +17,8 @@ from functionalize.core.program import Program
 from functionalize.errors import InvariantError, PassError, UncapturableError
 from functionalize.frontend import agreement
 from passes import Pass
-from tests.fsdp.test_capture import build_mlp, pairs
+from tests.fsdp.sharded import build_mlp
+from tests.fsdp.steps import pairs
 from tests.fsdp.twins import differences, state_of
 from tests.ranks import run_on_ranks
 

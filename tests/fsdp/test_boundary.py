@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
+from tests.fsdp.checkpointed import Model, sharded
 from tests.fsdp.models import nested, root_only
-from tests.fsdp.test_capture import build_llama, build_mlp, pairs
-from tests.fsdp.test_checkpointing import Model, sharded
+from tests.fsdp.sharded import build_llama, build_mlp
+from tests.fsdp.steps import pairs
 from tests.fsdp.twins import (
     differences,
     flat,

@@ -13,43 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
+from tests.fsdp.sharded import build_llama, build_mlp
+from tests.fsdp.steps import STEPS, pairs
 from tests.fsdp.twins import Verdict, compare_twins, grown_storages, state_of
 from tests.ranks import run_on_ranks
-
-STEPS = 7
-
-
-def build_mlp(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2)]
-    model = nn.Sequential(*blocks, nn.Linear(8, 3))
-    for block in blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def build_llama() -> tuple[nn.Module, torch.optim.Optimizer]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=16,
-    )
-    model = LlamaForCausalLM(config)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def zero_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
@@ -72,13 +41,6 @@ def llama_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[.
         return loss.detach()
 
     return step
-
-
-def pairs(n: int = STEPS, rows: int = 4) -> list[tuple[Tensor, Tensor]]:
-    g = torch.Generator().manual_seed(dist.get_rank())
-    return [
-        (torch.randn(rows, 8, generator=g), torch.randn(rows, 3, generator=g)) for _ in range(n)
-    ]
 
 
 # -- on the ranks ----------------------------------------------------------------------------------

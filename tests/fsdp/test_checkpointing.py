@@ -30,46 +30,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.fsdp.test_capture import pairs
+from tests.fsdp.checkpointed import Block, Model, Run, sharded
+from tests.fsdp.steps import pairs
 from tests.fsdp.twins import Verdict, compare_twins
 from tests.ranks import run_on_ranks
 
 aten = torch.ops.aten
 STEPS = 8
-Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-class Block(nn.Module):
-    """A residual block with dropout; `run` calls what is inside."""
-
-    def __init__(self, run: Run | None = None) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
-        self.drop, self.run = nn.Dropout(0.1), run
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.inner(x) if self.run is None else self.run(self.inner, x)
-        return x + self.drop(inner)
-
-
-class Model(nn.Module):
-    """Two blocks and a head; `run` calls a block."""
-
-    def __init__(self, run: Run | None = None, inside: Run | None = None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(inside) for _ in range(2))
-        self.head, self.run = nn.Linear(8, 3), run
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) if self.run is None else self.run(block, x)
-        return self.head(F.dropout(x, 0.2, self.training))
-
-
-def sharded(model: Model, **options: Any) -> Model:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
 
 
 def fsdp_inside(run: Run, **options: Any) -> Model:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fsdp import steps
-from tests.fsdp.test_capture import build_mlp, pairs
+from tests.fsdp.sharded import build_mlp
+from tests.fsdp.steps import pairs
 from tests.fsdp.twins import Verdict, compare_twins
 from tests.ranks import run_on_ranks
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import functionalize as fz
 import passes
 from tests.ranks import run_on_ranks
+from tests.steps import make_step
 
 FEW, MANY = 4, 16
 SLACK = 1.15  # sorting; sets and dictionaries that grow
@@ -42,13 +43,7 @@ def captured(layers: int) -> tuple[Any, int]:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    @fz.capture
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = fz.capture(make_step(model, optimizer))
 
     step(torch.randn(4, 8))  # recorded, not kept
     number = calls(lambda: step(torch.randn(4, 8)))

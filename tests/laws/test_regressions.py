@@ -16,7 +16,7 @@ import functionalize as fz
 from examples.compare import assert_bitwise_equal, run_eager, run_trace
 from examples.resize_program import Args, R, program, values, z
 from functionalize.errors import EmptyStorageError, OutOfBoundsError, UndefinedContentsError
-from tests.test_trace import lowered
+from tests.graphs import lowered
 
 
 def windows(*dtypes_sizes_strides_offsets: tuple[Any, ...], nbytes: int) -> Args:

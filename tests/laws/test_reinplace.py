@@ -13,8 +13,8 @@ from torch import Tensor
 import functionalize as fz
 import passes
 from functionalize.errors import OverlappingMutationError
+from tests.laws.outcomes import outcome, times
 from tests.laws.programs import Example, examples
-from tests.laws.test_fuzz import outcome, times
 
 
 def check(example: Example, pipeline: str) -> None:

@@ -13,6 +13,8 @@ import functionalize as fz
 import passes
 from functionalize.core.printer import node_text
 
+aten = torch.ops.aten
+
 
 def graph_text(gm: fx.GraphModule) -> str:
     """A graph as the printer prints one, its inputs included."""
@@ -58,3 +60,13 @@ def rewrite(
 def count(program: fz.Program) -> int:
     """The rewrites of the last pass."""
     return int(program.history[-1].rpartition(": ")[2])
+
+
+def built(*steps: tuple[object, ...], size: tuple[int, ...] = (4, 6)) -> fx.GraphModule:
+    """A graph that applies ops one after the other to `x * 2`, and takes the sine of the last."""
+    graph = fx.Graph()
+    value = graph.call_function(aten.mul.Tensor, (graph.placeholder("x"), 2))
+    for target, *args in steps:
+        value = graph.call_function(target, (value, *args))
+    graph.output((graph.call_function(aten.sin.default, (value,)),))
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -18,8 +18,7 @@ from examples.resize_program import values
 from functionalize.core.ops import geometry_of
 from passes import FoldViews
 from passes.fold_views import step_between
-from tests.passes.helpers import graph_text, rewrite
-from tests.passes.test_remove_noops import built
+from tests.passes.helpers import built, graph_text, rewrite
 
 aten = torch.ops.aten
 

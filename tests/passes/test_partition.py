@@ -22,6 +22,7 @@ from tests.fsdp import models, steps
 from tests.fsdp.twins import compare_twins
 from tests.graphs import graph_text
 from tests.ranks import run_on_ranks
+from tests.steps import make_step
 
 aten = torch.ops.aten
 
@@ -45,14 +46,7 @@ def trained() -> tuple[fz.Program, nn.Module]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    captured = fz.capture(step)
+    captured = fz.capture(make_step(model, optimizer))
     for _ in range(3):
         captured(values(4, 8))
     assert captured.program is not None
@@ -170,7 +164,7 @@ def test_as_function_gives_the_gradients_of_eager():
         assert bits([t.grad for t in mine]) == bits([t.grad for t in eager])
 
 
-def test_as_function_takes_several_results_none_gradients_and_an_expanded_tangent():
+def test_as_function_takes_none_gradients_and_expanded_tangents():
     def two(x: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.relu(x @ w)
         return h * mask, h.sum()

@@ -6,14 +6,14 @@ import operator
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
 import passes
 from examples.resize_program import values
 from passes import RemoveNoops
-from tests.passes.helpers import graph_text, rewrite
+from tests.passes.helpers import built, graph_text, rewrite
 
 aten = torch.ops.aten
 
@@ -25,16 +25,6 @@ def removed(fn, *args: Tensor) -> tuple[int, fz.Program]:
 
 def ops(program: fz.Program) -> list[str]:
     return [n.target._schema.name for n in program.graph.nodes if n.op == "call_function"]
-
-
-def built(*steps: tuple[object, ...], size: tuple[int, ...] = (4, 6)) -> fx.GraphModule:
-    """A graph that applies ops one after the other to `x * 2`, and takes the sine of the last."""
-    graph = fx.Graph()
-    value = graph.call_function(aten.mul.Tensor, (graph.placeholder("x"), 2))
-    for target, *args in steps:
-        value = graph.call_function(target, (value, *args))
-    graph.output((graph.call_function(aten.sin.default, (value,)),))
-    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 # -- fires -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from functionalize.core.sequence import sequences
 from functionalize.planning.communication import Group, Groups, Traffic, communication, members_of
 from functionalize.planning.sums import summed
 from tests.planning.captured import Recorded, recorded
-from tests.planning.test_costs import node_of
+from tests.planning.nodes import node_of
 
 STEPS = ["transformer", "hsdp", "checkpointed", "llama"]
 OPS = {

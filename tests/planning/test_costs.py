@@ -14,24 +14,9 @@ import functionalize as fz
 from functionalize._compat import FakeTensorMode
 from functionalize.errors import PassError
 from functionalize.planning.costs import MACHINES, Machine, flops, machine_named, moved, seconds
+from tests.planning.nodes import node_of
 
 MACHINE = Machine(100.0, 10.0, 5.0, 3.0, 1.0, 2.0, ((torch.bfloat16, 400.0),))
-
-
-def node_of(target, *args, **kwargs) -> fx.Node:
-    """A node on tensors, with fake values."""
-    graph, mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        fakes = [mode.from_tensor(a) if torch.is_tensor(a) else a for a in args]
-        value = target(*fakes, **kwargs)
-    nodes = []
-    for fake in fakes:
-        nodes.append(graph.placeholder("x") if torch.is_tensor(fake) else fake)
-        if torch.is_tensor(fake):
-            nodes[-1].meta["val"] = fake
-    node = graph.call_function(target, tuple(nodes), kwargs)
-    node.meta["val"] = value
-    return node
 
 
 def captured(step, *args):

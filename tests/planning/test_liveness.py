@@ -22,6 +22,7 @@ from functionalize.run.boxed import boxed
 from passes.metadata import set_value
 from tests.core.eager import one_thread
 from tests.ranks import run_on_ranks
+from tests.steps import make_step
 
 aten = torch.ops.aten
 MARK = "the graph"
@@ -237,13 +238,7 @@ def fsdp_differences() -> list[int]:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
-    @fz.capture
-    def step(batch: Tensor) -> Tensor:
-        loss = model(batch).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    step = fz.capture(make_step(model, optimizer))
 
     count_everything()
     try:

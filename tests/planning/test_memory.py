@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
@@ -31,6 +31,7 @@ from functionalize.planning.memory_text import short_line, signed
 from functionalize.planning.program_memory import program_timeline
 from functionalize.planning.timeline import Category
 from tests.planning.timelines import Maker, step_of
+from tests.steps import make_loss_step, make_step
 
 
 def small(*, early: bool) -> Maker:
@@ -218,13 +219,7 @@ def trained() -> Memory:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-    @fz.capture
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = fz.capture(make_step(model, optimizer))
 
     while not step.stats.replays:
         step(torch.randn(4, 32))
@@ -242,7 +237,7 @@ def test_a_real_step():
     assert difference.program < difference.eager
     line = next(iter(found.by_line("eager")))
     assert line.endswith("optimizer.step()")
-    assert "test_memory.py" in line
+    assert "steps.py" in line
     assert "optimizer.step()" in found.text()
     assert Category.UNKNOWN not in found.by_category("eager")
 
@@ -257,13 +252,7 @@ def both_lifetimes(pipeline: str) -> Memory:
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-        @fz.capture(memory=True, passes=pipeline)
-        def step(tokens: Tensor) -> Tensor:
-            loss = model(tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+        step = fz.capture(make_loss_step(model, optimizer), memory=True, passes=pipeline)
 
         while not step.stats.replays:
             step(torch.randint(0, 256, (2, 8)))

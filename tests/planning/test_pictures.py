@@ -223,7 +223,7 @@ def test_the_frontier_is_what_no_row_beats():
     assert [p.name for p in frontier(same)] == ["first"]
 
 
-def test_the_picture_of_a_sweep_lists_the_rows_that_fit_and_are_not_beaten(tmp_path):
+def test_the_picture_of_a_sweep_lists_the_best_rows_that_fit(tmp_path):
     path = tmp_path / "sweep.svg"
     tradeoff_picture(ROWS, path, limit=40 * GIB)
     said = texts(path)

@@ -18,6 +18,7 @@ from functionalize.errors import PlanError, WorldError
 from functionalize.planning.costs import MACHINES
 from functionalize.planning.memory_figures import EAGER
 from tests.ranks import run_on_ranks
+from tests.steps import train
 
 WIDTH = 64
 
@@ -43,22 +44,14 @@ def inputs(batch: int = 4) -> Tensor:
     return torch.randn(batch, WIDTH)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 def planned(**given):
-    return fz.plan(build, step, inputs=inputs, target="cpu", **given)
+    return fz.plan(build, train, inputs=inputs, target="cpu", **given)
 
 
 def on_real_ranks(layers: int, batch: int) -> tuple[int, int]:
     """The peaks of the step on this rank: eager's and the program's."""
     built, batches = build(layers), inputs(batch)
-    captured = fz.capture(step, memory=True)
+    captured = fz.capture(train, memory=True)
     while captured.memory is None:
         captured(*built, batches)
     return captured.memory.eager.peak, captured.memory.program.peak
@@ -91,7 +84,7 @@ def test_points_share_the_model_where_they_can():
 
     fz.plan(
         building,
-        step,
+        train,
         inputs=inputs,
         target="cpu",
         world=2,
@@ -127,7 +120,7 @@ def test_every_block_of_a_root_that_is_not_wrapped_is_changed():
         return model, torch.optim.AdamW(model.parameters(), fused=True)
 
     plain, again = fz.plan(
-        blocks, step, inputs=inputs, target="cpu", world=2, grid={"checkpoint": [False, True]}
+        blocks, train, inputs=inputs, target="cpu", world=2, grid={"checkpoint": [False, True]}
     ).plans
     modules = {
         n.meta.get("module")
@@ -169,11 +162,11 @@ def test_a_point_that_cannot_be_run_says_why():
             raise ValueError("too many")
         return inputs(batch)
 
-    sweep = fz.plan(build, step, inputs=fails, target="cpu", world=2, grid={"batch": [4, 16, 8]})
+    sweep = fz.plan(build, train, inputs=fails, target="cpu", world=2, grid={"batch": [4, 16, 8]})
     assert [row.get("error") for row in sweep.rows()] == [None, "ValueError: too many", None]
     assert "error: ValueError: too many" in sweep.text()
     with pytest.raises(ValueError, match="too many"):
-        fz.plan(build, step, inputs=fails, target="cpu", batch=16)
+        fz.plan(build, train, inputs=fails, target="cpu", batch=16)
     with pytest.raises(WorldError, match="rank 2 is not in a world of 2"):
         planned(world=2, rank=2)
 
@@ -185,7 +178,7 @@ def test_ctrl_c_leaves_no_world():
         return inputs(batch)
 
     with pytest.raises(KeyboardInterrupt):
-        fz.plan(build, step, inputs=interrupted, target="cpu", world=2, grid={"batch": [1, 2]})
+        fz.plan(build, train, inputs=interrupted, target="cpu", world=2, grid={"batch": [1, 2]})
     assert not dist.is_initialized() and type(torch.ones(1)) is Tensor
 
 
@@ -202,11 +195,11 @@ def plain():
 
 def test_false_asks_nothing_of_a_model_that_is_not_sharded():
     grid = {"checkpoint": [False, None], "reshard": [False, None]}
-    rows = fz.plan(plain, step, inputs=inputs, target="cpu", grid=grid).rows()
+    rows = fz.plan(plain, train, inputs=inputs, target="cpu", grid=grid).rows()
     assert len({row["peak"] for row in rows}) == 1
     for asked in ({"checkpoint": True}, {"reshard": True}):
         with pytest.raises(PlanError, match="`reshard` and `checkpoint` change the modules"):
-            fz.plan(plain, step, inputs=inputs, target="cpu", **asked)
+            fz.plan(plain, train, inputs=inputs, target="cpu", **asked)
 
 
 def test_values_that_would_be_taken_for_true():
@@ -218,13 +211,13 @@ def test_values_that_would_be_taken_for_true():
 
 def test_functions_that_do_not_fit_each_other():
     with pytest.raises(PlanError, match=r"`step\(model.*\)` cannot be called: missing .* 'x'"):
-        fz.plan(build, step, target="cpu")
+        fz.plan(build, train, target="cpu")
     with pytest.raises(PlanError, match=r"`build\(layers\)` cannot be called: missing .* 'layers'"):
-        fz.plan(lambda layers: build(layers), step, inputs=inputs, target="cpu")
+        fz.plan(lambda layers: build(layers), train, inputs=inputs, target="cpu")
     with pytest.raises(PlanError, match="`inputs` is a function, not tuple"):
-        fz.plan(build, step, inputs=(torch.ones(2),))
+        fz.plan(build, train, inputs=(torch.ones(2),))
     with pytest.raises(PlanError, match="`build` is a function, not NoneType"):
-        fz.plan(None, step)
+        fz.plan(None, train)
 
 
 def test_grids_that_are_none():
@@ -255,7 +248,7 @@ def test_searches_that_would_not_end():
 
 def test_numbers_that_json_has_no_words_for():
     def scaled(model, optimizer, x, scale: float = 1.0):
-        return step(model, optimizer, x * min(scale, 2.0))
+        return train(model, optimizer, x * min(scale, 2.0))
 
     sweep = fz.plan(build, scaled, inputs=inputs, target="cpu", world=2, scale=float("inf"))
     assert "Infinity" not in sweep.to_json() and json.loads(sweep.to_json())[0]["scale"] == "inf"
@@ -267,7 +260,7 @@ def test_an_error_does_not_widen_the_table():
             raise ValueError("much" * 40)
         return inputs(batch)
 
-    sweep = fz.plan(build, step, inputs=fails, target="cpu", world=2, grid={"batch": [4, 16]})
+    sweep = fz.plan(build, train, inputs=fails, target="cpu", world=2, grid={"batch": [4, 16]})
     heads, good, bad = sweep.text().splitlines()[1:]
     assert len(good) == len(heads) < 140 < len(bad)
 

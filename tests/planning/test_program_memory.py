@@ -22,6 +22,7 @@ from functionalize.planning.program_memory import EPILOGUE, program_timeline, us
 from functionalize.planning.timeline import BEFORE, Allocation, Category, Timeline
 from tests.fsdp.features import FEATURES
 from tests.ranks import run_on_ranks
+from tests.steps import make_loss_step, make_step
 
 ROW = 64 * 64 * 4  # bytes of the tensors below
 
@@ -209,12 +210,7 @@ def single(again: bool, passes: str = "") -> tuple[Program, Timeline]:
     model = nn.Sequential(Dropped(again), nn.BatchNorm1d(16), Dropped(again))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = make_step(model, optimizer)
 
     program = captured(step, torch.randn(8, 16), passes=passes)
     return program, program_timeline(program)
@@ -277,13 +273,7 @@ def beyond(passes: str, times: int = 1) -> list[int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens = torch.randint(0, VOCABULARY, (2, 16))
 
-    @fz.capture(passes=passes)
-    def step(tokens: Tensor) -> Tensor:
-        loss = model(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = fz.capture(make_loss_step(model, optimizer), passes=passes)
 
     count_everything()
     try:

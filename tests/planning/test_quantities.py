@@ -14,6 +14,7 @@ import functionalize as fz
 from functionalize.planning.liveness import Liveness
 from functionalize.planning.quantities import Quantities, quantities
 from functionalize.planning.saved import forwards, saved_values
+from tests.steps import make_step
 
 X, W, H = 4 * 8 * 4, 8 * 16 * 4, 4 * 16 * 4  # bytes of the tensors below
 
@@ -102,13 +103,7 @@ def test_a_step_of_a_model():
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    @fz.capture
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = fz.capture(make_step(model, optimizer))
 
     while not step.stats.replays:
         step(torch.randn(4, 8))

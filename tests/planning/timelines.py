@@ -7,7 +7,6 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +20,7 @@ from functionalize.planning.costs import MACHINES
 from functionalize.planning.spans import Span
 from functionalize.planning.step_time import StepTime, step_time
 from functionalize.planning.timeline import BEFORE, Allocation, Category, Event, Op, Timeline
+from tests.steps import make_loss_step
 
 
 class Maker:
@@ -187,14 +187,7 @@ def captured() -> Captured:
         fully_shard(model, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-        def step(tokens: Tensor) -> Tensor:
-            loss: Tensor = model(tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        found = fz.capture(step, memory=True)
+        found = fz.capture(make_loss_step(model, optimizer), memory=True)
         for _ in range(3):
             found(torch.randint(0, 64, (2, 8)))
         assert found.stats.replays

@@ -20,6 +20,7 @@ from functionalize.errors import CompileError, GuardError
 from functionalize.run.cudagraphs import Device, Recordings, cudagraphs
 from functionalize.run.recordable import reasons
 from tests.ranks import run_on_ranks
+from tests.steps import make_step
 
 
 class StandIn:
@@ -52,14 +53,7 @@ def captured(device: StandIn) -> tuple[Any, nn.Linear]:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def train(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    captured = fz.capture(train)
+    captured = fz.capture(make_step(model, optimizer))
     for _ in range(3):
         captured(torch.ones(2, 3))
     program = captured.program

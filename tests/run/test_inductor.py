@@ -19,6 +19,7 @@ from functionalize._compat import _with_strides
 from functionalize.errors import CompileError, LoadError, UncapturableError
 from functionalize.run import inductor
 from tests.ranks import run_on_ranks
+from tests.steps import make_step
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor needs a C++ compiler"
@@ -52,12 +53,7 @@ def twin(sharded: bool = False) -> tuple[nn.Module, Step]:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = make_step(model, optimizer)
 
     return model, step
 

@@ -50,7 +50,7 @@ def test_identical_layers_are_one_kind() -> None:
     assert many_kinds == few_kinds <= 6
 
 
-def test_a_stretch_that_does_not_repeat_itself_is_cut_where_little_is_live() -> None:
+def test_a_stretch_without_repeats_is_cut_where_little_is_live() -> None:
     def fn(x: Tensor) -> Tensor:
         for i in range(30):
             x = (x + i).sin() * x.size(0) ** i

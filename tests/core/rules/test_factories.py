@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functionalize.core.ops import OpRecord
 from tests.core.eager import same_as_eager, text_of
-from tests.core.rules.test_undeclared import engine_with
+from tests.core.engines import engine_with
 
 aten = torch.ops.aten
 FACTORIES: dict[str, Callable[[Tensor], Any]] = {

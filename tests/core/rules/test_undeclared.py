@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.core.discharge import Functionalizer
-from functionalize.core.emit import GraphEmitter
-from functionalize.core.ops import OpRecord, TensorRef, contiguous_geometry
+from functionalize.core.ops import OpRecord
 from functionalize.errors import UnsupportedOpError
 from tests.core.eager import same_as_eager, text_of
+from tests.core.engines import engine_with
 
 aten = torch.ops.aten
 
@@ -82,17 +81,6 @@ def test_modules() -> None:
         return torch.func.functional_call(module, state, (x,))
 
     same_as_eager(fn, state, torch.randn(2, 3, 4, 4), times=3)
-
-
-def engine_with(*sizes: tuple[int, ...]) -> tuple[Functionalizer, list[TensorRef]]:
-    emit = GraphEmitter(lambda storage, flat: emit.graph.placeholder("whole"))
-    engine, refs = Functionalizer(emit), []
-    for i, size in enumerate(sizes):
-        ref = TensorRef(i, contiguous_geometry(size, torch.float32))
-        node = emit.graph.placeholder(f"a{i}")
-        engine.declare(ref, ref.geometry.nbytes, torch.device("cuda"), node, f"a{i}", external=True)
-        refs.append(ref)
-    return engine, refs
 
 
 def test_vendor_kernels() -> None:
