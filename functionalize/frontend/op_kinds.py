@@ -21,7 +21,7 @@ from functionalize._compat import entry_of, has_kernel
 from functionalize.core.rules.collectives import refusal_of_collective
 from functionalize.core.rules.factories import SHAPE_ONLY
 from functionalize.core.rules.mutations import is_mutating, written_arguments
-from functionalize.core.rules.recurrent import READS_GRAD_MODE
+from functionalize.core.rules.op_quirks import READS_GRAD_MODE
 from functionalize.core.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import UnsupportedTensorError
 

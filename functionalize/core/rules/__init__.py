@@ -9,12 +9,10 @@ from functionalize.core.rules import (  # noqa: F401  (importing registers)
     collectives,
     copies,
     factories,
-    matmul,
+    op_quirks,
+    out_rounding,
     random,
-    recurrent,
-    reductions,
     resizes,
-    undeclared,
 )
 from functionalize.core.rules.registry import RULES, rule
 

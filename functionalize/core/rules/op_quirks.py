@@ -1,7 +1,14 @@
-"""Ops whose schema is not the truth about what they write: batch norm's running statistics, streams.
+"""Ops that do more than their schema says: batch norm's running statistics, streams, oneDNN's LSTM layer.
 
-aten.native_batch_norm(x, w, b, mean, var, True, m, eps)
-  ->  out, save_mean, save_invstd, mean', var' = aten._native_batch_norm_legit_functional(...)
+    aten.native_batch_norm(x, w, b, mean, var, True, m, eps)
+      ->  out, save_mean, save_invstd, mean', var' = aten._native_batch_norm_legit_functional(...)
+    aten.mkldnn_rnn_layer(x, ...)
+      ->  functionalize.mkldnn_rnn_layer(x, ...)
+
+With gradients on, the kernel of `mkldnn_rnn_layer` calls oneDNN's training primitive and returns the workspace that
+backward needs; with gradients off it calls the inference primitive and returns none. A program runs with gradients off, so
+what was recorded with gradients on becomes an op of our own, whose kernel is aten's with gradients on (below autograd:
+nothing is remembered for a backward). What was recorded with them off stays aten's.
 
 Refusal: batch norm with `out=` on a CPU where not all is contiguous: eager's kernel rounds otherwise, or leaves the
 saved statistics unwritten.
@@ -13,7 +20,8 @@ from typing import Any
 
 import torch
 
-from functionalize.core.ops import OpRecord
+from functionalize._compat import below_autograd
+from functionalize.core.ops import OpRecord, map_refs
 from functionalize.core.rules.layout import UNKNOWN, output_geometries
 from functionalize.core.rules.registry import Engine, rule
 from functionalize.errors import UnsupportedOpError
@@ -80,3 +88,31 @@ def vendor_batch_norm(engine: Engine, record: OpRecord) -> Any:
 @rule(aten.record_stream.default)
 def record_stream(engine: Engine, record: OpRecord) -> None:
     """`record_stream(Tensor(a!) self, Stream s)` tells the allocator; it writes nothing."""
+
+
+_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+# The ops of which a record must say whether gradients were on, as `meta["gradients"]`.
+READS_GRAD_MODE = frozenset({_LAYER})
+
+_LIBRARY = torch.library.Library("functionalize", "FRAGMENT")  # while it lives, so does the op
+_LIBRARY.define(str(_LAYER._schema).removeprefix("aten::"))
+
+
+@torch.library.impl(_LIBRARY, "mkldnn_rnn_layer", "CompositeExplicitAutograd")
+def _trained_layer(*args: Any) -> Any:
+    with below_autograd(), torch.enable_grad():
+        return _LAYER(*args)
+
+
+@torch.library.register_fake("functionalize::mkldnn_rnn_layer", lib=_LIBRARY)
+def _fake_layer(*args: Any) -> Any:
+    return _LAYER(*args)
+
+
+@rule(_LAYER)
+def layer(engine: Engine, record: OpRecord) -> Any:
+    """Run live, an op sees the gradient mode of its caller, and a record says nothing of it."""
+    if not record.meta.get("gradients"):
+        return engine.pure(record)
+    trained = torch.ops.functionalize.mkldnn_rnn_layer.default
+    return engine.emit.call(trained, *map_refs(engine.read, record.args))
