@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from functionalize.errors import PlannedOutOfMemoryError
-from functionalize.planning.alloc_conf import MIB
-from functionalize.planning.allocator import Settings, simulate
-from functionalize.planning.timeline import Allocation, Category, Event, Op, Timeline
+from functionalize.planning.allocator.alloc_conf import MIB
+from functionalize.planning.allocator.allocator import Settings, simulate
+from functionalize.planning.timeline.timeline import Allocation, Category, Event, Op, Timeline
 
 HERE = Path(__file__).parent / "cuda_runtime"
 STUBS = """

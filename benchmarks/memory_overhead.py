@@ -34,10 +34,10 @@ import functionalize as fz
 from benchmarks.capture import Empty
 from benchmarks.machine import machine
 from benchmarks.memory_truth import Case, Subject
-from functionalize.core.collector import only_young_collections
-from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.lifetime_recorder import LifetimeObserver
-from functionalize.frontend.step_state import EntryState
+from functionalize.lifetimes.observer import LifetimeObserver
+from functionalize.recorder.recorder import Recorder
+from functionalize.step.step_state import EntryState
+from functionalize.util.gc_pause import only_young_collections
 
 WAYS = ("eager", "empty", "noted", "recorded", "memory", "capture")
 

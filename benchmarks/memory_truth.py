@@ -53,9 +53,9 @@ import functionalize as fz
 from benchmarks.allocations import allocations, count_everything, counted
 from benchmarks.machine import machine
 from benchmarks.models import Recurrent, ResNet, UNet
-from functionalize.frontend.lifetimes import Lifetimes
-from functionalize.planning.scratch import scratch_bytes, unseen_outputs
-from functionalize.planning.timeline import BEFORE, Timeline
+from functionalize.lifetimes.lifetimes import Lifetimes
+from functionalize.planning.scratch.scratch import scratch_bytes, unseen_outputs
+from functionalize.planning.timeline.timeline import BEFORE, Timeline
 
 VOCABULARY = 257
 _STEPS, _CAPTURES = 5, 3

@@ -32,8 +32,8 @@ import functionalize as fz
 import passes
 from benchmarks import capture as subjects
 from benchmarks.machine import machine
-from functionalize.core.collector import only_young_collections
 from functionalize.errors import PassError
+from functionalize.util.gc_pause import only_young_collections
 from passes.base import FUNCTIONAL
 from passes.verify import check
 

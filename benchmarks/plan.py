@@ -60,7 +60,7 @@ def measured(size: str, world: int) -> Row:
 
 def figures(step: Any) -> None:
     """All that a plan tells."""
-    from functionalize.planning.summary import Figures
+    from functionalize.sweep.summary import Figures
 
     assert Figures.of(step.program, step.memory, "cuda", None).row
 

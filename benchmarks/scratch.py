@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import machine
-from functionalize._compat import pytree
-from functionalize.core.ops import OpRecord, TensorRef, geometry_of
-from functionalize.planning.scratch import scratch_bytes
+from functionalize._compat.graphs import pytree
+from functionalize.ir.ops import OpRecord, TensorRef, geometry_of
+from functionalize.planning.scratch.scratch import scratch_bytes
 
 aten = torch.ops.aten
 R = torch.randn

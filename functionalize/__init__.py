@@ -1,15 +1,15 @@
 """Turn eager PyTorch training steps, FSDP2 ones above all, into one functional FX graph."""
 
-from functionalize.aot import aot_function, functionalize_storage, resize_storage_bytes_
-from functionalize.core.program import Program
+from functionalize.entry import capture
 from functionalize.errors import FunctionalizeError
-from functionalize.frontend.entry import capture
-from functionalize.frontend.persist import load
-from functionalize.frontend.record_memory import record_memory
-from functionalize.frontend.target import Target
-from functionalize.frontend.world import world
-from functionalize.planning.plan import plan
-from functionalize.transforms import trace
+from functionalize.fake_world.target import Target
+from functionalize.fake_world.world import world
+from functionalize.functions.aot import aot_function, functionalize_storage, resize_storage_bytes_
+from functionalize.functions.transforms import trace
+from functionalize.lifetimes.record_memory import record_memory
+from functionalize.program.program import Program
+from functionalize.step.step_file import load
+from functionalize.sweep.plan import plan
 
 __all__ = [
     "FunctionalizeError",

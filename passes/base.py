@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from functionalize.core.program import Program
+from functionalize.program.program import Program
 
 FUNCTIONAL, PARTITIONED, INPLACE = "FUNCTIONAL", "PARTITIONED", "INPLACE"
 

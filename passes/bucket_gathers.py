@@ -41,8 +41,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize.core.program import Program
-from functionalize.core.waits import WAIT
+from functionalize.ir.waits import WAIT
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import is_detached, set_value

@@ -44,11 +44,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize._compat import group_of_name
-from functionalize.core.aliases import Aliases, results, results_of
-from functionalize.core.epilogue import Set
-from functionalize.core.program import Program
-from functionalize.core.waits import WAIT
+from functionalize._compat.distributed import group_of_name
+from functionalize.analysis.aliases import Aliases, results, results_of
+from functionalize.ir.epilogue import Set
+from functionalize.ir.waits import WAIT
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import is_detached, set_value

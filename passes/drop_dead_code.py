@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from functionalize.core import dead_code
-from functionalize.core.generators import is_random
-from functionalize.core.program import Program
+from functionalize.analysis import dead_code
+from functionalize.ir.generators import is_random
+from functionalize.program.program import Program
 from passes.base import STAGES, Pass
 from passes.graph_modules import on_graph_module
 

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize.core.aliases import (
+from functionalize.analysis.aliases import (
     Aliases,
     is_view,
     results,
@@ -40,9 +40,9 @@ from functionalize.core.aliases import (
     storage_classes,
     written_nodes,
 )
-from functionalize.core.epilogue import Copy, Set
-from functionalize.core.ops import Geometry, geometry_of
-from functionalize.core.program import Program
+from functionalize.ir.epilogue import Copy, Set
+from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import revalue

@@ -26,9 +26,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize._compat import disable_current_modes
-from functionalize.core.ops import Geometry, geometry_of
-from functionalize.core.program import Program
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.views import chain, erase_unused, is_plain, viewed

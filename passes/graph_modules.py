@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from functionalize._compat import FakeTensor, disable_current_modes, pytree
-from functionalize.core.aliases import results
-from functionalize.core.fake_mode import fake_like, fake_mode
-from functionalize.core.fakes import Fakes
-from functionalize.core.inputs import Argument, InputSpec
-from functionalize.core.metas import fake_input
-from functionalize.core.ops import geometry_of
-from functionalize.core.outputs import Result
-from functionalize.core.program import Program
-from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.graphs import pytree
+from functionalize.analysis.aliases import results
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import PassError
+from functionalize.ir.fake_mode import fake_like, fake_mode
+from functionalize.ir.fakes import Fakes
+from functionalize.ir.inputs import Argument, InputSpec
+from functionalize.ir.ops import geometry_of
+from functionalize.ir.outputs import Result
+from functionalize.program.metadata import fake_input
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.metadata import describe, is_detached, value_of
 

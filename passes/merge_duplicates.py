@@ -29,13 +29,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize.core.aliases import results, results_of, written_nodes
-from functionalize.core.dead_code import is_impure
-from functionalize.core.epilogue import Set
-from functionalize.core.generators import is_random
-from functionalize.core.ops import geometry_of
-from functionalize.core.program import Program
-from functionalize.planning.liveness import Liveness, Storage
+from functionalize.analysis.aliases import results, results_of, written_nodes
+from functionalize.analysis.dead_code import is_impure
+from functionalize.ir.epilogue import Set
+from functionalize.ir.generators import is_random
+from functionalize.ir.ops import geometry_of
+from functionalize.planning.timeline.liveness import Liveness, Storage
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import revalue

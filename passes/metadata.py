@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from functionalize._compat import FakeTensor, pytree
-from functionalize.core.aliases import is_view, storage_key
-from functionalize.core.ops import geometry_of, tensor_metadata
+from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.graphs import pytree
+from functionalize.analysis.aliases import is_view, storage_key
+from functionalize.ir.ops import geometry_of, tensor_metadata
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 

@@ -35,15 +35,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from functionalize._compat import BACKWARD
-from functionalize.core.aliases import is_view
-from functionalize.core.ops import geometry_of
-from functionalize.core.phases import FORWARD
-from functionalize.core.program import Program
+from functionalize._compat.autograd import BACKWARD
+from functionalize.analysis.aliases import is_view
 from functionalize.errors import PassError
-from functionalize.planning.budget import within
-from functionalize.planning.liveness import Liveness, Storage
-from functionalize.planning.saved import Region, Saved, forwards, saved_values
+from functionalize.ir.ops import geometry_of
+from functionalize.ir.phases import FORWARD
+from functionalize.planning.decide.budget import within
+from functionalize.planning.decide.saved import Region, Saved, forwards, saved_values
+from functionalize.planning.timeline.liveness import Liveness, Storage
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import set_value

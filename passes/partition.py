@@ -27,12 +27,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from functionalize.core.aliases import is_view
-from functionalize.core.dead_code import is_impure
-from functionalize.core.phases import FORWARD, in_backward, phase_of
-from functionalize.core.program import Program
-from functionalize.core.waits import WAIT
+from functionalize.analysis.aliases import is_view
+from functionalize.analysis.dead_code import is_impure
 from functionalize.errors import PassError
+from functionalize.ir.phases import FORWARD, in_backward, phase_of
+from functionalize.ir.waits import WAIT
+from functionalize.program.program import Program
 from passes.base import FUNCTIONAL, PARTITIONED, Pass
 from passes.recompute_views import recompute
 

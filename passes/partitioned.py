@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from functionalize.core.aliases import results, storage_key
-from functionalize.core.inputs import Argument
-from functionalize.core.ops import Geometry, geometry_of
-from functionalize.core.outputs import Constant, Result
-from functionalize.core.program import Program
-from functionalize.core.split import Split, split
-from functionalize.core.words import counted
+from functionalize.analysis.aliases import results, storage_key
+from functionalize.analysis.joint_split import Split, split
 from functionalize.errors import PassError
+from functionalize.ir.inputs import Argument
+from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.ir.outputs import Constant, Result
+from functionalize.program.program import Program
+from functionalize.util.text import counted
 from passes.base import FUNCTIONAL, PARTITIONED
 from passes.partition import EARLY, TAG, Partition
 from passes.runner import run

@@ -39,9 +39,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from functionalize.core.barrier import BARRIER
-from functionalize.core.ops import geometry_of, tensor_metadata
-from functionalize.core.waits import WAIT
+from functionalize.ir.barrier import BARRIER
+from functionalize.ir.ops import geometry_of, tensor_metadata
+from functionalize.ir.waits import WAIT
 from passes.metadata import set_value
 
 aten = torch.ops.aten

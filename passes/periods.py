@@ -1,6 +1,6 @@
 """Which ops read a gathered parameter group when, and what lies between. Not a pass: what `reshard` decides on.
 
-    w = wait(all_gather(shard))        a period: what reads the gather in one phase (`core/phases.py`)
+    w = wait(all_gather(shard))        a period: what reads the gather in one phase (`ir/phases.py`)
     y = mm(x, w)                         first = last = the place of this mm
     ...                                a gap: up to the next period of the same shards, whose gather is another one
     dx = mm(dy, t(w))                    (w is gathered twice) or the same one (w is kept)
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from functionalize.core.aliases import is_view
-from functionalize.core.ops import geometry_of
-from functionalize.core.phases import in_backward
+from functionalize.analysis.aliases import is_view
+from functionalize.ir.ops import geometry_of
+from functionalize.ir.phases import in_backward
 from passes.patterns import Gather, gathers
 
 aten = torch.ops.aten

@@ -12,8 +12,8 @@ one is waited for before the pack of the one that comes so many after it (eager 
 
 Invariant: the same nodes, in another order. No two collectives change places, of whatever group, so that ranks which
 replay another order of the rest still meet. `reorder` lets gathers pass reduce-scatters, in which case all ranks must
-run this pass alike. budget_mb bounds the peak (`planning/liveness.py`) in MiB: reduce-scatters are waited for earlier
-and gathers issued later until it fits; a program that is above the budget anyway is told in the history.
+run this pass alike. budget_mb bounds the peak (`planning/timeline/liveness.py`) in MiB: reduce-scatters are waited for
+earlier and gathers issued later until it fits; a program that is above the budget anyway is told in the history.
 Refuses to move
 - a gather past what its shards are computed from, past another collective, a barrier, or a gather of its own group;
 - a collective that `passes/patterns.py` does not know.
@@ -32,10 +32,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize.core.program import Program
-from functionalize.core.waits import WAIT, sink_waits
 from functionalize.errors import PassError
-from functionalize.planning.liveness import Liveness, held_before
+from functionalize.ir.waits import WAIT, sink_waits
+from functionalize.planning.timeline.liveness import Liveness, held_before
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.patterns import Gather, Reduce, gathers, is_collective, reduces

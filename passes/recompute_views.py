@@ -39,9 +39,9 @@ from functorch.compile import (  # type: ignore[import-untyped]
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functionalize.core.aliases import Aliases, is_view, results, written_nodes
-from functionalize.core.program import Program
+from functionalize.analysis.aliases import Aliases, is_view, results, written_nodes
 from functionalize.errors import PassError
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import program_of
 

@@ -8,10 +8,10 @@
 
 The result of a functional op that takes the place of an input at the end of a step is written there at once:
 no second copy of parameters and states is made, and none is copied back. What every guard on a value reads, every
-collective, random op and number comes before the one `commit` (core/commit.py); what writes an input comes after
+collective, random op and number comes before the one `commit` (ir/commit.py); what writes an input comes after
 it. Ops on temporaries that die there write in place, too, anywhere (`temporaries=false`: nowhere).
 
-Which ops have an in-place form that gives the same bits is known to core/inplace.py. torch's own passes
+Which ops have an in-place form that gives the same bits is known to analysis/inplace_forms.py. torch's own passes
 (`torch.fx.passes.reinplace`, Inductor's) know neither lists (foreach, fused), nor an epilogue, nor a `commit`.
 
 Invariant: each op computes what it did, by the same kernel, on the same values; memory in use only shrinks,
@@ -36,19 +36,19 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize.core.aliases import (
+from functionalize.analysis.aliases import (
     Aliases,
     results,
     results_of,
     storage_classes,
 )
-from functionalize.core.commit import commit
-from functionalize.core.dead_code import is_impure, is_number
-from functionalize.core.epilogue import Copy, Set
-from functionalize.core.inplace import Write, fits, form_of, parts_of, writes_of
-from functionalize.core.ops import geometry_of
-from functionalize.core.program import Program
-from functionalize.core.unused import drop_unused_results
+from functionalize.analysis.dead_code import is_impure, is_number
+from functionalize.analysis.inplace_forms import Write, fits, form_of, parts_of, writes_of
+from functionalize.ir.commit import commit
+from functionalize.ir.epilogue import Copy, Set
+from functionalize.ir.ops import geometry_of
+from functionalize.program.program import Program
+from functionalize.program.prune_unused import drop_unused_results
 from passes.base import FUNCTIONAL, INPLACE, Pass
 from passes.metadata import set_value
 

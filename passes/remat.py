@@ -9,8 +9,9 @@
     mm_1 = aten.mm(grad, gelu)                     mm_1 = aten.mm(grad, gelu_1)
     gelu_backward(mm_1, addmm)                     gelu_backward(mm_1, addmm_2)
 
-What crosses from layer to layer stays saved (`functionalize/planning/layers.py`): at most one layer is computed again
-at a time, right before its backward. `functionalize/planning/recompute.py` says what can be computed again.
+What crosses from layer to layer stays saved (`functionalize/planning/decide/layers.py`): at most one layer is computed
+again at a time, right before its backward. `functionalize/planning/decide/recompute.py` says what can be computed
+again.
 
     remat                                          every layer
     remat{select=layer,layers=0+2-5}               layers 0, 2, 3, 4 and 5 of every forward
@@ -34,14 +35,14 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from functionalize._compat import RECOMPUTE
-from functionalize.core.dead_code import drop_dead_code
-from functionalize.core.program import Program
+from functionalize._compat.autograd import RECOMPUTE
+from functionalize.analysis.dead_code import drop_dead_code
 from functionalize.errors import PassError
-from functionalize.planning.budget import within
-from functionalize.planning.costs import machine_named
-from functionalize.planning.recompute import Recomputation, Step, Trial
-from functionalize.planning.saved import Saved
+from functionalize.planning.decide.budget import within
+from functionalize.planning.decide.recompute import Recomputation, Step, Trial
+from functionalize.planning.decide.saved import Saved
+from functionalize.planning.time.costs import machine_named
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import set_value
@@ -56,7 +57,7 @@ class Remat(Pass):
     """Compute activations again in backward.
 
     select: all, layer or budget. layers: numbers and ranges `2-5`, for `layer`. budget_mb: the peak in MiB, for
-    `budget`. machine: whose times decide, a name of `functionalize.planning.costs.MACHINES` or auto.
+    `budget`. machine: whose times decide, a name of `functionalize.planning.time.costs.MACHINES` or auto.
     """
 
     name: ClassVar[str] = "remat"

@@ -29,8 +29,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from functionalize.core.ops import geometry_of
-from functionalize.core.program import Program
+from functionalize.ir.ops import geometry_of
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import set_value

@@ -10,12 +10,12 @@
 Two gathers of the same shards have the same value: to keep is to let the second one go, to reshard is to repeat the
 first one, with the views that lead from it to its readers, before the first reader in another phase. What lies
 between two phases that read one parameter group is a gap. `keep="budget"` keeps as many gaps as fit, those first that
-save the most time for a byte (`planning/costs.py`), of equal ones the shortest. Microbatches have a gap between each
-forward and backward, so that a group may be kept for some of them.
+save the most time for a byte (`planning/time/costs.py`), of equal ones the shortest. Microbatches have a gap between
+each forward and backward, so that a group may be kept for some of them.
 
-budget_mb bounds the peak (`planning/liveness.py`) of the graph that results, in MiB. It sees activations, whose sizes
-may differ from rank to rank, and with them the choice: ranks must then be given kept_mb, which bounds the gathered
-parameters alone that are kept at once, and these are equal on all ranks.
+budget_mb bounds the peak (`planning/timeline/liveness.py`) of the graph that results, in MiB. It sees activations,
+whose sizes may differ from rank to rank, and with them the choice: ranks must then be given kept_mb, which bounds the
+gathered parameters alone that are kept at once, and these are equal on all ranks.
 
 Invariant: every reader gets the same bits. A group keeps the order of its collectives but for those that go or come.
 Refuses
@@ -35,11 +35,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize.core.aliases import is_view
-from functionalize.core.program import Program
+from functionalize.analysis.aliases import is_view
 from functionalize.errors import PassError
-from functionalize.planning.costs import machine_named, seconds
-from functionalize.planning.liveness import Liveness, Storage
+from functionalize.planning.time.costs import machine_named, seconds
+from functionalize.planning.timeline.liveness import Liveness, Storage
+from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import revalue, set_value
@@ -59,7 +59,7 @@ class Reshard(Pass):
     """Keep gathered parameters for backward, or gather them again.
 
     keep: `all`, `none`, or `budget`, under which the peak is at most budget_mb MiB and the parameters that are kept
-    at most kept_mb MiB. machine: by which times are modelled, see `planning/costs.py`.
+    at most kept_mb MiB. machine: by which times are modelled, see `planning/time/costs.py`.
     """
 
     name: ClassVar[str] = "reshard"

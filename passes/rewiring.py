@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from functionalize._compat import pytree
-from functionalize.core.aliases import storage_key
+from functionalize._compat.graphs import pytree
+from functionalize.analysis.aliases import storage_key
 from passes.metadata import set_value
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from functionalize.core.collector import only_young_collections
-from functionalize.core.program import Program
-from functionalize.core.sequence import Texts, sequences
 from functionalize.errors import InvariantError, PassError, VerifyError
+from functionalize.program.collective_order import Texts, sequences
+from functionalize.program.program import Program
+from functionalize.util.gc_pause import only_young_collections
 from passes.base import Pass
 from passes.pipeline import parse
 from passes.verify import check

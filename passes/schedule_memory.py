@@ -9,16 +9,16 @@
     wait_0 = wait_tensor(reduce_scatter_0)                 big = aten.mm(x, y)
     out = aten.add(big, small)                             out = aten.add(big, small)
 
-What frees more than it makes runs earlier, what makes more than it frees later (`planning/ordering.py`), the rest
-stays where it was. With `overlap`, communication keeps what it runs beside: a wait stays, but that one reduction is
-in flight at a time, as FSDP2 has it on a GPU; an all-gather starts no later than the wait before it. Without, a
+What frees more than it makes runs earlier, what makes more than it frees later (`planning/decide/ordering.py`), the
+rest stays where it was. With `overlap`, communication keeps what it runs beside: a wait stays, but that one reduction
+is in flight at a time, as FSDP2 has it on a GPU; an all-gather starts no later than the wait before it. Without, a
 collective is waited for at once, and starts right before that, as FSDP2 does on the CPU. By default it is as FSDP2's.
 torch/_inductor/memory.py has three such orders (lpmf, bfs, dfs), over Inductor's scheduler nodes; they know neither
 what a collective holds nor an order between collectives, and one is quadratic.
 
 Invariant: nodes and their arguments are the same. Collectives, random ops, barriers and whatever has a side effect
 keep their order; where ops write, so does everything on that memory, and nothing passes the `commit`.
-Refuses to touch a graph whose peak (`planning/liveness.py`) would not become lower by at least 1/256.
+Refuses to touch a graph whose peak (`planning/timeline/liveness.py`) would not become lower by at least 1/256.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from functionalize.core.aliases import Aliases, written_nodes
-from functionalize.core.commit import is_commit
-from functionalize.core.dead_code import is_impure
-from functionalize.core.generators import is_random
-from functionalize.core.program import Program
-from functionalize.planning.liveness import Liveness
-from functionalize.planning.ordering import Order, Schedule, Uses
+from functionalize.analysis.aliases import Aliases, written_nodes
+from functionalize.analysis.dead_code import is_impure
+from functionalize.ir.commit import is_commit
+from functionalize.ir.generators import is_random
+from functionalize.planning.decide.ordering import Order, Schedule, Uses
+from functionalize.planning.timeline.liveness import Liveness
+from functionalize.program.program import Program
 from passes.base import FUNCTIONAL, INPLACE, Pass
 from passes.graph_modules import on_graph_module
 

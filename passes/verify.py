@@ -3,7 +3,7 @@
     > add_ = aten.add_.Tensor(a, 1)        `add_` writes its argument `self` (`a`): ...
 
 1. No node writes an argument (by its schema), no node is a resize. At stage INPLACE there is one `commit`
-   (core/commit.py): before it ops write what the graph made, after it inputs that `writes` names; no
+   (ir/commit.py): before it ops write what the graph made, after it inputs that `writes` names; no
    number, random op or collective comes after it.
 2. No node reads an input whose storage is empty on entry, not even through a view.
 3. Nothing of the caller's changes before the last guard, and nothing but what the epilogue names:
@@ -13,8 +13,8 @@
 5. `val` and `tensor_meta` are there and agree with each other and with the inputs.
 
 That every rank issues the same collectives is checked where ranks are: when a recording ends
-(`frontend/handshake.py`), before replays of programs whose passes may have changed them
-(`frontend/agreement.py`), and for every other pass by `passes.run`. That work is linear is no property
+(`step/collective_check.py`), before replays of programs whose passes may have changed them
+(`step/vote.py`), and for every other pass by `passes.run`. That work is linear is no property
 of a graph: `tests/laws/test_linear.py` counts it.
 Rewrites nothing. Linear in nodes and edges.
 """
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx
 
-from functionalize.core.aliases import (
+from functionalize.analysis.aliases import (
     Aliases,
     is_view,
     results,
@@ -36,16 +36,16 @@ from functionalize.core.aliases import (
     storage_classes,
     written_nodes,
 )
-from functionalize.core.commit import is_commit
-from functionalize.core.dead_code import is_impure, is_number
-from functionalize.core.epilogue import Copy, Resize, Set
-from functionalize.core.ops import Geometry, geometry_of
-from functionalize.core.outputs import Result
-from functionalize.core.printer import window_text
-from functionalize.core.program import Program
-from functionalize.core.rules.resizes import RESIZE_STORAGE
-from functionalize.core.sequence import groups_of
+from functionalize.analysis.dead_code import is_impure, is_number
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import VerifyError
+from functionalize.ir.commit import is_commit
+from functionalize.ir.epilogue import Copy, Resize, Set
+from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.ir.outputs import Result
+from functionalize.program.collective_order import groups_of
+from functionalize.program.printer import window_text
+from functionalize.program.program import Program
 from passes.base import INPLACE, STAGES, Pass
 from passes.graph_modules import program_of
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from functionalize.core.aliases import is_view
-from functionalize.core.dead_code import is_impure
+from functionalize.analysis.aliases import is_view
+from functionalize.analysis.dead_code import is_impure
 from passes.metadata import UNSAFE_VIEW
 
 _AS_STRIDED = torch.ops.aten.as_strided.default

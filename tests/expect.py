@@ -36,8 +36,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from functionalize.core.torch_release import minor_of
-from functionalize.frontend.release import TESTED
+from functionalize.fsdp.releases import TESTED
+from functionalize.util.torch_release import minor_of
 
 PINNED = "2.13"  # what the Makefile installs by default
 NEWEST = ".".join(map(str, minor_of(TESTED[-1])))

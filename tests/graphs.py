@@ -12,7 +12,7 @@ from torch import Tensor, fx
 import functionalize as fz
 from examples import compare
 from examples.resize_program import ResizeProgram
-from functionalize.core.printer import node_text
+from functionalize.program.printer import node_text
 
 
 def graph_text(name: str, graph: fx.Graph) -> str:

@@ -18,7 +18,7 @@ from examples import compare
 from examples.programs import PROGRAMS, by_name
 from examples.resize_program import R, ResizeProgram, leaf, preserve_version, values, z
 from functionalize import errors
-from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from tests.graphs import Kept, kept_by_aot_function
 
 GRAPHS = (

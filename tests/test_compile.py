@@ -13,7 +13,7 @@ import functionalize as fz
 from examples import compare
 from examples.programs import PROGRAMS, by_name
 from examples.resize_program import R, ResizeProgram, leaf, values, z
-from functionalize.aot import compile_with
+from functionalize.functions.aot import compile_with
 from tests.graphs import Kept, kept_by_aot_function
 
 # What Dynamo does before the backend sees anything.

@@ -6,8 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from functionalize.core.torch_release import minor_of
-from functionalize.frontend.release import TESTED
+from functionalize.fsdp.releases import TESTED
+from functionalize.util.torch_release import minor_of
 from tests.expect import NEWEST, PINNED
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import functionalize as fz
 from examples.compare import assert_bitwise_equal, execute, run_eager, run_trace
 from examples.programs import PROGRAMS, by_name
 from examples.resize_program import ResizeProgram
-from functionalize.core.program import Program
+from functionalize.program.program import Program
 from tests.graphs import lowered
 
 # Programs that `trace` does not reproduce, and why. Empty, and meant to stay so.

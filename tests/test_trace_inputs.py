@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from examples.resize_program import R, values, z
-from functionalize._compat import FakeTensorMode
+from functionalize._compat.fakes import FakeTensorMode
 from tests.ranks import leftovers
 
 

@@ -37,8 +37,8 @@ from rich.table import Table
 from rich.text import Text
 from typer.rich_utils import rich_format_error
 
-from functionalize.core.where import user_frames
 from functionalize.errors import FunctionalizeError, InvariantError, UncapturableError, UsageError
+from functionalize.util.user_stack import user_frames
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 _NO_END = 100_000  # columns of what is no terminal

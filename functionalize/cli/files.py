@@ -18,18 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functionalize._compat import FakeTensor, disable_current_modes, pytree
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.graphs import pytree
 from functionalize.cli.recorded_step import Recorded
-from functionalize.core import archive
-from functionalize.core.archive import damaged, refusal
-from functionalize.core.encoding import Decoder, Encoder
-from functionalize.core.guards import AliasGuard
-from functionalize.core.inputs import Argument
-from functionalize.core.outputs import Constant, OutputRole, Wrapped
-from functionalize.core.persist import FORMS, Reader, Writer
-from functionalize.core.program import Program
 from functionalize.errors import LoadError, SaveError
-from functionalize.planning.timeline import Category
+from functionalize.ir.guards import AliasGuard
+from functionalize.ir.inputs import Argument
+from functionalize.ir.outputs import Constant, OutputRole, Wrapped
+from functionalize.planning.timeline.timeline import Category
+from functionalize.program import archive
+from functionalize.program.archive import damaged, refusal
+from functionalize.program.json_codec import Decoder, Encoder
+from functionalize.program.program import Program
+from functionalize.program.program_file import FORMS, Reader, Writer
 
 KIND = "graph"
 _LARGEST = 1 << 20  # bytes of a constant that stands for one without data

@@ -22,14 +22,14 @@ from functionalize.cli.console import Out, plain, table
 from functionalize.cli.files import write_graph
 from functionalize.cli.recorded import Job, recorded
 from functionalize.cli.recorded_step import Recorded
-from functionalize.core.ops import geometry_of
-from functionalize.core.phases import phase_of
-from functionalize.core.printer import node_text, program_text
-from functionalize.core.program import Program
 from functionalize.errors import PassError, UsageError
-from functionalize.planning.display import human_bytes, human_seconds
-from functionalize.planning.memory_text import signed
-from functionalize.planning.program_memory import user_line
+from functionalize.ir.ops import geometry_of
+from functionalize.ir.phases import phase_of
+from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.report.memory_text import signed
+from functionalize.planning.timeline.program_memory import user_line
+from functionalize.program.printer import node_text, program_text
+from functionalize.program.program import Program
 
 _COLOURS = (("@@", "cyan"), ("+++", "bold"), ("---", "bold"), ("+", "green"), ("-", "red"))
 

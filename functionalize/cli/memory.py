@@ -22,19 +22,19 @@ from functionalize.errors import (
     SaveError,
     UsageError,
 )
-from functionalize.planning.alloc_conf import Settings
-from functionalize.planning.allocator import fsdp2_streams, simulate
-from functionalize.planning.chrome_trace import Run, reached, write_trace
-from functionalize.planning.constants import declared
-from functionalize.planning.costs import MACHINE_OF, MACHINES, Machine
-from functionalize.planning.display import human_bytes
-from functionalize.planning.memory import Memory
-from functionalize.planning.memory_figures import EAGER, PROGRAM, Row
-from functionalize.planning.memory_text import short_line, signed
-from functionalize.planning.page import Table, write_page
-from functionalize.planning.pictures import memory_picture
-from functionalize.planning.snapshot import write_snapshot
-from functionalize.planning.step_time import step_time
+from functionalize.planning.allocator.alloc_conf import Settings
+from functionalize.planning.allocator.allocator import fsdp2_streams, simulate
+from functionalize.planning.allocator.snapshot import write_snapshot
+from functionalize.planning.pictures.chrome_trace import Run, reached, write_trace
+from functionalize.planning.pictures.page import Table, write_page
+from functionalize.planning.pictures.pictures import memory_picture
+from functionalize.planning.report.display import human_bytes
+from functionalize.planning.report.memory import Memory
+from functionalize.planning.report.memory_figures import EAGER, PROGRAM, Row
+from functionalize.planning.report.memory_text import short_line, signed
+from functionalize.planning.time.costs import MACHINE_OF, MACHINES, Machine
+from functionalize.planning.time.step_time import step_time
+from functionalize.planning.timeline.constants import declared
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")

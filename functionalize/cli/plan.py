@@ -18,13 +18,13 @@ from functionalize.cli.memory import brief, check_machine, check_picture
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
 from functionalize.cli.scripts import Script, opened
 from functionalize.errors import SaveError, UsageError
-from functionalize.planning.chrome_trace import Run, reached, write_trace
-from functionalize.planning.display import human_bytes
-from functionalize.planning.page import Table, write_page
-from functionalize.planning.pictures import tradeoff_picture
-from functionalize.planning.spans import Span
-from functionalize.planning.summary import Plan, Sweep, short
-from functionalize.planning.timeline import Timeline
+from functionalize.planning.pictures.chrome_trace import Run, reached, write_trace
+from functionalize.planning.pictures.page import Table, write_page
+from functionalize.planning.pictures.pictures import tradeoff_picture
+from functionalize.planning.report.display import human_bytes
+from functionalize.planning.report.spans import Span
+from functionalize.planning.timeline.timeline import Timeline
+from functionalize.sweep.summary import Plan, Sweep, short
 
 _LEAST = (
     "planned in",

@@ -24,12 +24,12 @@ from functionalize.cli.files import read_graph
 from functionalize.cli.recorded_step import Recorded, Say
 from functionalize.cli.scripts import Mesh, Names, Script, opened
 from functionalize.errors import FunctionalizeError, PlanError, UsageError
-from functionalize.frontend.step import CapturedStep
-from functionalize.frontend.world import World
-from functionalize.planning.communication import members_of
-from functionalize.planning.grid import MODEL_KEYS, Wants, of
-from functionalize.planning.plan import arguments, called, change, record
-from functionalize.planning.summary import assumptions, short
+from functionalize.fake_world.world import World
+from functionalize.planning.time.communication import members_of
+from functionalize.step.captured_step import CapturedStep
+from functionalize.sweep.grid import MODEL_KEYS, Wants, of
+from functionalize.sweep.plan import arguments, called, change, record
+from functionalize.sweep.summary import assumptions, short
 
 DEFAULT_WORLD = 8  # ranks: one node of most machines
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from functionalize.core.program import Program
-from functionalize.planning.program_memory import program_timeline
-from functionalize.planning.timeline import Category, Timeline
+from functionalize.planning.timeline.program_memory import program_timeline
+from functionalize.planning.timeline.timeline import Category, Timeline
+from functionalize.program.program import Program
 
 Say = Callable[[str], None]  # shows what goes on
 

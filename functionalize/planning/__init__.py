@@ -1,1 +1,1 @@
-"""Planning: what a program needs, known before it runs."""
+"""What a step costs, and what it could cost: memory, time, traffic, and what passes decide by them."""

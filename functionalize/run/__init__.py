@@ -5,7 +5,7 @@
     runner("cudagraphs")    cudagraphs: the whole graph recorded once by the device, and launched as one
 
 A runner is a function of a program that returns what runs it: `run(inputs) -> results`, and at stage INPLACE
-`run(inputs, commit)`, see `core/commit.py`.
+`run(inputs, commit)`, see `ir/commit.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from functionalize.core.program import Program
+from functionalize.program.program import Program
 from functionalize.run import boxed, cudagraphs, inductor
 
 RUNNERS: Mapping[str | None, Callable[[Program], Callable[..., Sequence[Any]]]] = (

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import fx
 
-from functionalize._compat import entry_of
-from functionalize.core.aliases import written_nodes
-from functionalize.core.commit import commit, is_commit
-from functionalize.core.gloo_waits import added_waits
-from functionalize.core.program import Program
-from functionalize.core.waits import WAIT
+from functionalize._compat.dispatch import entry_of
+from functionalize.analysis.aliases import written_nodes
+from functionalize.ir.commit import commit, is_commit
+from functionalize.ir.waits import WAIT
+from functionalize.program.gloo_waits import added_waits
+from functionalize.program.program import Program
 
 Runner = Callable[..., Sequence[Any]]
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functionalize.core.aliases import results_of
-from functionalize.core.commit import Commit, commit
-from functionalize.core.epilogue import Set
-from functionalize.core.inputs import Argument
-from functionalize.core.program import Program
+from functionalize.analysis.aliases import results_of
 from functionalize.errors import CompileError
+from functionalize.ir.commit import Commit, commit
+from functionalize.ir.epilogue import Set
+from functionalize.ir.inputs import Argument
+from functionalize.program.program import Program
 from functionalize.run.boxed import Runner, boxed
 from functionalize.run.recordable import is_host_number, reasons
 

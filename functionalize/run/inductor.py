@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from functionalize._compat import inductor_region
-from functionalize.core.aliases import written_nodes
-from functionalize.core.generators import is_random
-from functionalize.core.program import Program
+from functionalize._compat.compilers import inductor_region
+from functionalize.analysis.aliases import written_nodes
 from functionalize.errors import CompileError
+from functionalize.ir.generators import is_random
+from functionalize.program.program import Program
 from functionalize.run.boxed import BoxedCall, Runner, boxed
 from functionalize.run.regions import Region, canonical, regions_of
 from functionalize.run.undone import undone

@@ -18,13 +18,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from functionalize._compat import group_of_name
-from functionalize.core.barrier import BARRIER
-from functionalize.core.commit import is_commit
-from functionalize.core.generators import GET_STATE, SEED, SET_STATE
-from functionalize.core.inputs import InputSpec
-from functionalize.core.metas import tensors_of
-from functionalize.core.program import Program
+from functionalize._compat.distributed import group_of_name
+from functionalize.ir.barrier import BARRIER
+from functionalize.ir.commit import is_commit
+from functionalize.ir.generators import GET_STATE, SEED, SET_STATE
+from functionalize.ir.inputs import InputSpec
+from functionalize.program.metadata import tensors_of
+from functionalize.program.program import Program
 
 
 def is_host_number(spec: InputSpec, kind: str) -> bool:

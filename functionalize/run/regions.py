@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from functionalize.core.aliases import is_view
-from functionalize.core.ops import geometry_of
+from functionalize.analysis.aliases import is_view
+from functionalize.ir.ops import geometry_of
 
 _CONTEXT = 12  # ops in a row that are equal before they count as a repetition
 _SHORTEST = 6  # repetitions that are shorter are no layers

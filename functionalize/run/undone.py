@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from functionalize.core.aliases import Aliases, written_nodes
-from functionalize.core.ops import geometry_of
-from functionalize.core.program import Program
-from functionalize.core.rules.mutations import functional_form, is_mutating
+from functionalize.analysis.aliases import Aliases, written_nodes
+from functionalize.discharge.rules.mutations import functional_form, is_mutating
 from functionalize.errors import UnsupportedOpError
+from functionalize.ir.ops import geometry_of
+from functionalize.program.program import Program
 
 
 def undone(program: Program) -> dict[fx.Node, Any]:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import functionalize as fz
-from functionalize._compat import FakeTensorMode
+from functionalize._compat.fakes import FakeTensorMode
 from functionalize.cli.files import read_graph, write_graph
 from functionalize.cli.graphs import graph_text
 from functionalize.cli.recorded import Job, recorded
 from functionalize.cli.recorded_step import Recorded
 from functionalize.errors import LoadError, SaveError
-from functionalize.planning.communication import communication
+from functionalize.planning.time.communication import communication
 from tests.cli.entry import TRAINING
 
 

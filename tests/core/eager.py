@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.core.ops import geometry_of
+from functionalize.ir.ops import geometry_of
 
 
 def clones(tree: Any) -> Any:

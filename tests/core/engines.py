@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from functionalize.core.discharge import Functionalizer
-from functionalize.core.emit import GraphEmitter
-from functionalize.core.ops import TensorRef, contiguous_geometry
+from functionalize.discharge.emitters import GraphEmitter
+from functionalize.discharge.functionalizer import Functionalizer
+from functionalize.ir.ops import TensorRef, contiguous_geometry
 
 
 def engine_with(*sizes: tuple[int, ...]) -> tuple[Functionalizer, list[TensorRef]]:

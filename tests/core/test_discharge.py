@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from functionalize.core.discharge import Functionalizer
-from functionalize.core.ops import Geometry, OpRecord, TensorRef
-from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.discharge.functionalizer import Functionalizer
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import (
     EmptyStorageError,
     ForeignStorageError,
     InvariantError,
     UndefinedContentsError,
 )
+from functionalize.ir.ops import Geometry, OpRecord, TensorRef
 from tests.core.words import CPU, Words, floats
 
 aten = torch.ops.aten

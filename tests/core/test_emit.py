@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from functionalize._compat import NodeWriter
+from functionalize._compat.graphs import NodeWriter
 
 aten = torch.ops.aten
 CALLS = [

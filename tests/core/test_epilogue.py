@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from functionalize.core.epilogue import Copy, Resize, Set
+from functionalize.ir.epilogue import Copy, Resize, Set
 from tests.core.eager import same_as_eager
 
 FULL = 32

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
-from functionalize._compat import DataDependentOutputException
-from functionalize.core.fake_mode import fake_like, fake_mode
+from functionalize._compat.fakes import DataDependentOutputException
 from functionalize.errors import UncapturableError
+from functionalize.ir.fake_mode import fake_like, fake_mode
 from tests.core.eager import same_as_eager
 
 aten = torch.ops.aten

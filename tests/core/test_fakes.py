@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
-from functionalize._compat import FakeTensorMode, disable_current_modes
-from functionalize.core.fakes import Fakes
-from functionalize.core.metas import tensors_of
-from functionalize.core.ops import geometry_of
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.fakes import FakeTensorMode
+from functionalize.ir.fakes import Fakes
+from functionalize.ir.ops import geometry_of
+from functionalize.program.metadata import tensors_of
 from tests.fsdp.features import FEATURES
 from tests.fsdp.twins import run
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import fx
 
-from functionalize._compat import FakeTensorMode
-from functionalize.core.dead_code import drop_dead_code, is_impure
-from functionalize.core.generators import (
+from functionalize._compat.fakes import FakeTensorMode
+from functionalize.analysis.dead_code import drop_dead_code, is_impure
+from functionalize.ir.generators import (
     GET_STATE,
     SEED,
     SET_STATE,

@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from functionalize.core.torch_release import minor_of
+from functionalize.util.torch_release import minor_of
 from tests.core.eager import clones, one_thread, same_as_eager
 
 with warnings.catch_warnings():

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functionalize as fz
-from functionalize.core.emit import TensorEmitter
-from functionalize.core.ops import Geometry
-from functionalize.core.rules.views import step_of, straight
-from functionalize.core.storage import FunctionalStorage
-from functionalize.core.values import Call
+from functionalize.discharge.emitters import TensorEmitter
+from functionalize.discharge.rules.views import step_of, straight
+from functionalize.discharge.storage import FunctionalStorage
+from functionalize.discharge.values import Call
 from functionalize.errors import UndefinedContentsError
+from functionalize.ir.ops import Geometry
 from tests.core.eager import same_as_eager
 from tests.core.words import CPU, Words, floats, storage_of
 

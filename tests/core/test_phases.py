@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
-from functionalize._compat import BACKWARD, RECOMPUTE
-from functionalize.core.phases import FORWARD, OPTIMIZER, first_of, in_backward, phase_of
-from functionalize.core.program import Program
+from functionalize._compat.autograd import BACKWARD, RECOMPUTE
+from functionalize.ir.phases import FORWARD, OPTIMIZER, first_of, in_backward, phase_of
+from functionalize.program.program import Program
 
 
 def captured(step: Callable[..., Any], *args: Any) -> Program:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from functionalize.core.resize import checked_nbytes, resize
-from functionalize.core.storage import FunctionalStorage
+from functionalize.discharge.resize import checked_nbytes, resize
+from functionalize.discharge.storage import FunctionalStorage
 from functionalize.errors import (
     EmptyStorageError,
     OutOfBoundsError,

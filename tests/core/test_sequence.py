@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.core.sequence import fingerprints, sequences
+from functionalize.program.collective_order import fingerprints, sequences
 from tests.ranks import run_on_ranks
 
 

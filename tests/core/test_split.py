@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from functionalize.core.split import Split, split
+from functionalize.analysis.joint_split import Split, split
 
 aten = torch.ops.aten
 

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functionalize.core.extent import Extent, check_bounds
-from functionalize.core.ops import Geometry
-from functionalize.core.rules.views import step_of
-from functionalize.core.values import Call
+from functionalize.discharge.byte_ranges import Extent, check_bounds
+from functionalize.discharge.rules.views import step_of
+from functionalize.discharge.values import Call
 from functionalize.errors import (
     EmptyStorageError,
     InvariantError,
@@ -18,6 +17,7 @@ from functionalize.errors import (
     OverlappingMutationError,
     UndefinedContentsError,
 )
+from functionalize.ir.ops import Geometry
 from tests.core.words import Words, floats, storage_of
 
 aten = torch.ops.aten

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from functionalize.core.printer import node_text
-from functionalize.core.waits import sink_waits
+from functionalize.ir.waits import sink_waits
+from functionalize.program.printer import node_text
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

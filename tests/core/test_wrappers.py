@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import functionalize as fz
-from functionalize._compat import fake_process_group
-from functionalize.core.wrappers import plain_tensors, plain_tensors_by_path
+from functionalize._compat.distributed import fake_process_group
+from functionalize.util.tensor_wrappers import plain_tensors, plain_tensors_by_path
 
 
 def test_a_tensor_is_inside_itself() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from functionalize.core.ops import Geometry, contiguous_geometry
-from functionalize.core.rules.views import straight
-from functionalize.core.storage import FunctionalStorage
-from functionalize.core.values import Emitter
+from functionalize.discharge.rules.views import straight
+from functionalize.discharge.storage import FunctionalStorage
+from functionalize.discharge.values import Emitter
+from functionalize.ir.ops import Geometry, contiguous_geometry
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from functionalize.planning.timeline import BEFORE, Timeline
+from functionalize.planning.timeline.timeline import BEFORE, Timeline
 
 Step = Callable[[Tensor], Tensor]
 _MARK = 12345  # bytes of a tensor that tells where the step begins

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
-from functionalize.core.structure import flatten
 from functionalize.errors import LoadError
+from functionalize.util.structure import flatten
 
 BEFORE, AFTER = 5, 5
 

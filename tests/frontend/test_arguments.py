@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.errors import GuardError, UncapturableError
-from functionalize.frontend import arguments
+from functionalize.state import arguments
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from functionalize.errors import GuardError, UncapturableError
-from functionalize.frontend.forward import CapturedForward
+from functionalize.step_backward.captured_forward import CapturedForward
 from tests.frontend.twins import Model, batch, same_state
 
 Loss = Callable[..., Any]

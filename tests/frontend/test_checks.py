@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import (
     EmptyStorageError,
     ForeignStorageError,
     UncapturableError,
 )
-from functionalize.frontend.checks import Checks
-from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.storage_table import StorageTable
+from functionalize.recorder.checks import Checks
+from functionalize.recorder.recorder import Recorder
+from functionalize.recorder.storage_table import StorageTable
 
 aten = torch.ops.aten
 

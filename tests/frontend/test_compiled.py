@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
-from functionalize._compat import dynamo_frames
+from functionalize._compat.compilers import dynamo_frames
 
 
 class Counting:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from functionalize.core.ops import OpRecord
-from functionalize.core.where import line_of
-from functionalize.frontend.dispatch import Recorder
+from functionalize.ir.ops import OpRecord
+from functionalize.recorder.recorder import Recorder
+from functionalize.util.user_stack import line_of
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
-from functionalize.core.collector import only_young_collections
 from functionalize.errors import FunctionalizeError, InvariantError, PassError, UncapturableError
-from functionalize.frontend.patches import PATCHES
+from functionalize.recorder.patches import PATCHES
+from functionalize.util.gc_pause import only_young_collections
 from tests.faults import (
     Tripwire,
     fault_of,
@@ -212,7 +212,7 @@ def break_passes(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 def break_discharge(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    from functionalize.frontend.build import Builder
+    from functionalize.recorder.builder import Builder
 
     def discharge(self: Any) -> None:
         raise error

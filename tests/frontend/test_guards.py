@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
-from functionalize.core.inputs import Call
-from functionalize.core.structure import flatten
+from functionalize.ir.inputs import Call
+from functionalize.util.structure import flatten
 from tests.frontend.worlds import Twins, World, batch, train
 
 # -- guards ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.frontend.handshake import _first_difference
+from functionalize.step.collective_check import _first_difference
 from tests.ranks import run_on_ranks
 
 

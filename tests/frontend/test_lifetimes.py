@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 import functionalize as fz
-from functionalize._compat import fake_process_group
-from functionalize.core import where
-from functionalize.core.generators import GET_STATE
-from functionalize.frontend import lifetimes
-from functionalize.planning.timeline import BEFORE, Category, Timeline
+from functionalize._compat.distributed import fake_process_group
+from functionalize.ir.generators import GET_STATE
+from functionalize.lifetimes import lifetimes
+from functionalize.planning.timeline.timeline import BEFORE, Category, Timeline
+from functionalize.util import user_stack as where
 from tests.frontend.lifetimes import (
     CASES,
     SCALARS,

@@ -19,12 +19,12 @@ from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RMSprop,
 
 import functionalize as fz
 import passes
-from functionalize.core.numbers import expression_text
 from functionalize.errors import GuardError, UncapturableError
-from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.guards import HyperparameterGuard
-from functionalize.frontend.lifted import liftable, lifted
-from functionalize.frontend.live import is_live
+from functionalize.ir.scalars import expression_text
+from functionalize.recorder.live_scalars import is_live
+from functionalize.recorder.recorder import Recorder
+from functionalize.state.hyperparameters import liftable, lifted
+from functionalize.state.step_guards import HyperparameterGuard
 from tests.steps import make_step
 
 

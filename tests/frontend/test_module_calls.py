@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
-from functionalize._compat import fake_process_group
+from functionalize._compat.distributed import fake_process_group
 
 # What FSDP2 copies gradients into the buffer of a reduce-scatter with; torch 2.15 has another op than its predecessors.
 COPY_IN = (

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-from functionalize._compat import fake_process_group
-from functionalize.core.inputs import Argument, Captured
-from functionalize.frontend.fsdp import FSDPTensor
-from functionalize.frontend.reach import Held
-from functionalize.frontend.sources import (
+from functionalize._compat.distributed import fake_process_group
+from functionalize.fsdp.objects import FSDPTensor
+from functionalize.ir.inputs import Argument, Captured
+from functionalize.planning.timeline.categories import category_of
+from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Timeline
+from functionalize.state.discovery import Held
+from functionalize.state.sources import (
     Gradient,
     GroupTensor,
     Inner,
@@ -22,8 +24,6 @@ from functionalize.frontend.sources import (
     OptimizerParameter,
     OptimizerState,
 )
-from functionalize.planning.categories import category_of
-from functionalize.planning.timeline import BEFORE, Allocation, Category, Timeline
 
 
 class Model(nn.Module):

@@ -18,12 +18,17 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
-from functionalize.core import guards as core_guards
-from functionalize.core import inputs as core_inputs
-from functionalize.core import persist
 from functionalize.errors import LoadError, SaveError
-from functionalize.frontend import forms, fsdp, guards, lifted, reach, sources
-from functionalize.frontend.naming import Names
+from functionalize.fsdp import objects as fsdp
+from functionalize.ir import guards as core_guards
+from functionalize.ir import inputs as core_inputs
+from functionalize.program import program_file as persist
+from functionalize.saving import step_codecs as forms
+from functionalize.saving.object_names import Names
+from functionalize.state import discovery as reach
+from functionalize.state import hyperparameters as lifted
+from functionalize.state import sources
+from functionalize.state import step_guards as guards
 from tests.frontend import persisted
 from tests.frontend.persisted import AFTER, BEFORE, KINDS
 

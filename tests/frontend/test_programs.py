@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
-from functionalize.core.program import Program
 from functionalize.errors import UncapturableError, UnsupportedTensorError
-from functionalize.frontend.recording import StepRecording
+from functionalize.program.program import Program
+from functionalize.step.recording import StepRecording
 
 
 def trained(**options: Any) -> tuple[nn.Module, Any]:

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import (
 
 import functionalize as fz
 import passes
-from functionalize.core.generators import GET_STATE, SEED, SET_STATE
 from functionalize.errors import FunctionalizeError, UncapturableError
+from functionalize.ir.generators import GET_STATE, SEED, SET_STATE
 
 aten = torch.ops.aten
 STEPS = 8

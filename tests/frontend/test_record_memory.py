@@ -16,10 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import optimizer as optimizers
 
 import functionalize as fz
-from functionalize._compat import fake_process_group, own_call
-from functionalize.core.where import UserLine, line_or_empty
+from functionalize._compat.distributed import fake_process_group
+from functionalize._compat.modules import own_call
 from functionalize.errors import MemoryReportError, UnsupportedTensorError
-from functionalize.planning.timeline import BEFORE, Category, Timeline
+from functionalize.planning.timeline.timeline import BEFORE, Category, Timeline
+from functionalize.util.user_stack import UserLine, line_or_empty
 from tests.frontend.lifetimes import (
     CASES,
     SCALARS,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from functionalize.core.inputs import Call
-from functionalize.frontend.reach import reachable
-from functionalize.frontend.sources import candidates, parameters, slots
+from functionalize.ir.inputs import Call
+from functionalize.state.discovery import reachable
+from functionalize.state.sources import candidates, parameters, slots
 
 MODEL = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)

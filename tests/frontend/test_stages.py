@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
-from functionalize._compat import current_modes
+from functionalize._compat.dispatch import current_modes
 from functionalize.errors import UncapturableError
-from functionalize.frontend import arguments
-from functionalize.frontend.agreement import Level, RankVote
-from functionalize.frontend.dispatch import Recorder
-from functionalize.frontend.outcome import Built, Outcome, Refused, Steady, WarmUp
-from functionalize.frontend.programs import CachedProgram, key_of
-from functionalize.frontend.recording import RecordingSummary, StepRecording
-from functionalize.frontend.stages import Invocation, RecordedRun, agree, build, judge, record
-from functionalize.frontend.stats import ProgramCounts
+from functionalize.recorder.recorder import Recorder
+from functionalize.state import arguments
+from functionalize.step.cache import CachedProgram, key_of
+from functionalize.step.outcome import Built, Outcome, Refused, Steady, WarmUp
+from functionalize.step.recording import RecordingSummary, StepRecording
+from functionalize.step.stages import Invocation, RecordedRun, agree, build, judge, record
+from functionalize.step.stats import ProgramCounts
+from functionalize.step.vote import Level, RankVote
 
 NOTHING = RecordingSummary([], frozenset(), ())
 BUILT = Built(cast(CachedProgram, None), NOTHING, cast(ProgramCounts, None))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from functionalize.errors import UnsupportedTensorError
-from functionalize.frontend.storage_table import StorageInfo, StorageTable
+from functionalize.recorder.storage_table import StorageInfo, StorageTable
 
 
 class Heard:

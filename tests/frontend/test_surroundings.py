@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
-from functionalize.frontend.reach import reachable
-from functionalize.frontend.surroundings import SurroundingsGuard
+from functionalize.state.discovery import reachable
+from functionalize.state.python_state import SurroundingsGuard
 from tests.frontend.worlds import Twins
 
 np = pytest.importorskip("numpy")

@@ -27,14 +27,16 @@ from torch.nn.functional import (
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 
 import functionalize as fz
-from functionalize._compat import FakeTensorMode, TorchDispatchMode, all_op_names
-from functionalize.core.generators import is_random
-from functionalize.core.torch_release import minor_of
+from functionalize._compat.dispatch import TorchDispatchMode, all_op_names
+from functionalize._compat.fakes import FakeTensorMode
 from functionalize.errors import TargetError
-from functionalize.frontend import attention, autocasts
-from functionalize.frontend.choices import Choice, Choices
-from functionalize.frontend.target import Target, target_named
-from functionalize.frontend.world import world
+from functionalize.fake_world import autocast as autocasts
+from functionalize.fake_world import sdpa_choice as attention
+from functionalize.fake_world.kernel_log import Choice, Choices
+from functionalize.fake_world.target import Target, target_named
+from functionalize.fake_world.world import world
+from functionalize.ir.generators import is_random
+from functionalize.util.torch_release import minor_of
 
 H100, A100, L4 = Target(), Target(capability=(8, 0)), Target(capability=(8, 9))
 BF16 = torch.bfloat16

@@ -16,14 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import flex_attention
 
 import functionalize as fz
-from functionalize._compat import (
-    fake_work_ids,
-    fully_sharded_chunks,
-    mesh_methods,
-    sharding_propagation,
-)
+from functionalize._compat.distributed import fake_work_ids, mesh_methods, sharding_propagation
+from functionalize._compat.fsdp import fully_sharded_chunks
 from functionalize.errors import UnsupportedOpError, WorldError
-from functionalize.frontend.world import in_world
+from functionalize.fake_world.world import in_world
 from tests.fsdp.features import FEATURES
 from tests.fsdp.models import Net, mesh
 from tests.ranks import run_on_ranks
@@ -217,7 +213,7 @@ def test_a_scaler_finds_no_overflow():
 
 
 def test_a_loop_that_waits_for_a_number(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("functionalize.frontend.world._MOST_READS", 100)
+    monkeypatch.setattr("functionalize.fake_world.world._MOST_READS", 100)
     with fz.world(size=2, target="cpu"):
         x = torch.randn(4)
         with pytest.raises(WorldError, match="a number is read 100 times and never changes"):

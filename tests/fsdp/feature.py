@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from functionalize.core.torch_release import minor_of
+from functionalize.util.torch_release import minor_of
 from tests.fsdp import steps
 from tests.fsdp.models import Build
 from tests.fsdp.twins import MakeStep

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import functionalize as fz
 import passes
-from functionalize.core.program import Program
 from functionalize.errors import InvariantError, PassError, UncapturableError
-from functionalize.frontend import agreement
+from functionalize.program.program import Program
+from functionalize.step import vote as agreement
 from passes import Pass
 from tests.fsdp.sharded import build_mlp
 from tests.fsdp.steps import pairs

@@ -11,19 +11,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import functionalize as fz
-from functionalize._compat import fsdp_classes
-from functionalize.core.inputs import Call
-from functionalize.core.rules import collectives
+from functionalize._compat.fsdp import fsdp_classes
+from functionalize.discharge.rules import collectives
 from functionalize.errors import UncapturableError, UntestedTorchWarning
-from functionalize.frontend import fsdp_contract, release
-from functionalize.frontend.fsdp import (
-    fsdp_contexts,
-    fsdp_groups,
-    fsdp_params,
-    fsdp_slots,
-    fsdp_states,
-)
-from functionalize.frontend.fsdp_contract import (
+from functionalize.fsdp import contract as fsdp_contract
+from functionalize.fsdp import releases as release
+from functionalize.fsdp.contract import (
     ATTRIBUTES,
     METHODS,
     MOVED,
@@ -31,7 +24,15 @@ from functionalize.frontend.fsdp_contract import (
     unknown_attributes,
     unknown_attributes_of,
 )
-from functionalize.frontend.fsdp_state import FSDPState
+from functionalize.fsdp.objects import (
+    fsdp_contexts,
+    fsdp_groups,
+    fsdp_params,
+    fsdp_slots,
+    fsdp_states,
+)
+from functionalize.fsdp.python_state import FSDPState
+from functionalize.ir.inputs import Call
 from tests.fsdp import steps
 from tests.fsdp.meshes import replicated
 from tests.fsdp.models import frozen_block, grouped, nested, wrapped

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import functionalize as fz
-from functionalize.frontend.fsdp import fsdp_states
-from functionalize.frontend.fsdp_state import FSDPState
+from functionalize.fsdp.objects import fsdp_states
+from functionalize.fsdp.python_state import FSDPState
 from tests.faults import Trap, Tripwire, fault_of, interrupt, raising, surroundings
 from tests.fsdp.models import Net, wrapped
 from tests.fsdp.twins import (

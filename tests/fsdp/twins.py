@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import functionalize as fz
-from functionalize.core.structure import flatten
-from functionalize.frontend.fsdp import (
+from functionalize.fsdp.contract import Handling, handling_of
+from functionalize.fsdp.objects import (
     fsdp_contexts,
     fsdp_groups,
     fsdp_params,
     fsdp_states,
 )
-from functionalize.frontend.fsdp_contract import Handling, handling_of
-from functionalize.frontend.fsdp_state import FSDPState
+from functionalize.fsdp.python_state import FSDPState
+from functionalize.util.structure import flatten
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 MakeStep = Callable[[nn.Module, torch.optim.Optimizer], Callable[..., Any]]

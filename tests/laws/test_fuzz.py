@@ -12,8 +12,8 @@ from hypothesis import given
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.core.program import Program
 from functionalize.errors import EagerError, OverlappingMutationError, StorageError
+from functionalize.program.program import Program
 from tests.laws.outcomes import outcome, seen_by_caller, times
 from tests.laws.programs import Example, examples
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
 import passes
-from functionalize.core.program import Program
+from functionalize.program.program import Program
 from tests.core.eager import same_as_eager
 from tests.laws.test_linear import SLACK, calls
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 import functionalize as fz
 import passes
-from functionalize.core.printer import node_text
+from functionalize.program.printer import node_text
 
 aten = torch.ops.aten
 

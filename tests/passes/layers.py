@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.planning.liveness import Liveness
+from functionalize.planning.timeline.liveness import Liveness
 from passes.patterns import collectives
 from tests.passes.chains import aten, reduce, unshard
 

@@ -11,7 +11,7 @@ import passes
 import passes.views as views
 from examples.compare import assert_bitwise_equal, run_eager, run_trace
 from examples.programs import PROGRAMS
-from functionalize.planning.liveness import Liveness
+from functionalize.planning.timeline.liveness import Liveness
 from passes.graph_modules import program_of
 from tests.fsdp import models, steps
 from tests.fsdp.twins import compare_twins

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import functionalize as fz
 import passes
 from examples.resize_program import values
-from functionalize.core.ops import geometry_of
+from functionalize.ir.ops import geometry_of
 from passes import FoldViews
 from passes.fold_views import step_between
 from tests.passes.helpers import built, graph_text, rewrite

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import functionalize as fz
 import passes
 from examples.resize_program import values
-from functionalize._compat import FakeTensor
+from functionalize._compat.fakes import FakeTensor
 from functionalize.errors import InvariantError, PassError
 from passes import ElideCopies, Pass, Verify
 from passes.metadata import set_value

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 import passes
 from examples.resize_program import values
-from functionalize.planning.liveness import Liveness
+from functionalize.planning.timeline.liveness import Liveness
 from passes import DropDeadCode, MergeDuplicates
 from passes.merge_duplicates import Numbers
 from tests.passes.helpers import count, graph_text, rewrite

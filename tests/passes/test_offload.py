@@ -12,10 +12,10 @@ from torch import Tensor, fx
 
 import functionalize as fz
 import passes
-from functionalize._compat import FakeTensorMode
+from functionalize._compat.fakes import FakeTensorMode
 from functionalize.errors import PassError
-from functionalize.planning.liveness import Liveness
-from functionalize.planning.saved import forwards, saved_values
+from functionalize.planning.decide.saved import forwards, saved_values
+from functionalize.planning.timeline.liveness import Liveness
 from passes import Offload
 from passes.metadata import set_value
 from passes.offload import Journeys, send

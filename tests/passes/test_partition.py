@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import functionalize as fz
 import passes
 from examples.resize_program import values
-from functionalize.core.guards import ValueGuard
-from functionalize.core.inputs import Captured
-from functionalize.core.outputs import Constant
-from functionalize.core.phases import FORWARD, phase_of
 from functionalize.errors import PassError
+from functionalize.ir.guards import ValueGuard
+from functionalize.ir.inputs import Captured
+from functionalize.ir.outputs import Constant
+from functionalize.ir.phases import FORWARD, phase_of
 from passes import Partitioned
 from tests.fsdp import models, steps
 from tests.fsdp.twins import compare_twins

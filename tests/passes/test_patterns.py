@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 import functionalize as fz
-from functionalize.core.barrier import BARRIER
+from functionalize.ir.barrier import BARRIER
 from passes import patterns
 from tests.fsdp.features import FEATURES
 from tests.fsdp.twins import run

@@ -9,8 +9,8 @@ import torch
 
 import functionalize as fz
 import passes
-from functionalize.core.sequence import sequences
 from functionalize.errors import PassError
+from functionalize.program.collective_order import sequences
 from passes import Prefetch
 from passes.patterns import WAIT, is_collective
 from tests.passes.chains import aten, feature, functional, reduce, unshard

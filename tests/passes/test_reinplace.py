@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import functionalize as fz
 import passes
-from functionalize.core.commit import is_commit
-from functionalize.core.epilogue import Copy
-from functionalize.core.structure import flatten
 from functionalize.errors import GuardError, PassError
+from functionalize.ir.commit import is_commit
+from functionalize.ir.epilogue import Copy
+from functionalize.util.structure import flatten
 from passes.reinplace import Plan, Reinplace
 from tests.faults import Tripwire, fault_of, raising
 from tests.fsdp import steps

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 import passes
-from functionalize.core.generators import is_random
 from functionalize.errors import PassError
-from functionalize.planning.liveness import Liveness
+from functionalize.ir.generators import is_random
+from functionalize.planning.timeline.liveness import Liveness
 from passes import Remat
 from tests.fsdp.twins import Verdict, compare_twins
 from tests.passes.helpers import count, rewrite, seen

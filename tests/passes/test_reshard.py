@@ -10,8 +10,8 @@ from torch import nn
 
 import functionalize as fz
 import passes
-from functionalize.core.phases import phase_of
 from functionalize.errors import PassError
+from functionalize.ir.phases import phase_of
 from passes import Reshard
 from passes.patterns import gathers
 from tests.fsdp import steps

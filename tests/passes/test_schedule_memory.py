@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 
 import functionalize as fz
 import passes
-from functionalize.core.commit import commit, is_commit
-from functionalize.planning.liveness import Liveness
-from functionalize.planning.ordering import Order, Schedule, Uses
+from functionalize.ir.commit import commit, is_commit
+from functionalize.planning.decide.ordering import Order, Schedule, Uses
+from functionalize.planning.timeline.liveness import Liveness
 from passes import ScheduleMemory
 from passes.metadata import set_value
 from tests.passes.chains import feature, reduce, traced, unshard

@@ -15,13 +15,13 @@ import functionalize as fz
 import passes
 from examples.programs import PROGRAMS
 from examples.resize_program import R, values, z
-from functionalize.core.commit import commit
-from functionalize.core.epilogue import Copy, Resize, Set
-from functionalize.core.guards import TensorGuard, ValueGuard
-from functionalize.core.ops import contiguous_geometry
-from functionalize.core.outputs import Result
-from functionalize.core.rules.resizes import RESIZE_STORAGE
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import VerifyError
+from functionalize.ir.commit import commit
+from functionalize.ir.epilogue import Copy, Resize, Set
+from functionalize.ir.guards import TensorGuard, ValueGuard
+from functionalize.ir.ops import contiguous_geometry
+from functionalize.ir.outputs import Result
 from passes.verify import check
 
 aten = torch.ops.aten

@@ -27,9 +27,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import functionalize as fz
 from benchmarks.capture import Transformer
-from functionalize._compat import fake_process_group, process_groups
-from functionalize.core.groups import group_name, is_group
-from functionalize.planning.communication import members_of
+from functionalize._compat.distributed import fake_process_group, process_groups
+from functionalize.planning.time.communication import members_of
+from functionalize.util.process_groups import group_name, is_group
 
 LAYERS, WIDTH, WORDS = 3, 16, 64
 ROWS, LENGTH = 2, 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from functionalize._compat import FakeTensorMode
+from functionalize._compat.fakes import FakeTensorMode
 
 
 def node_of(target, *args, **kwargs) -> fx.Node:

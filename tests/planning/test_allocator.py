@@ -17,10 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functionalize.errors import AllocatorSettingsError, PlannedOutOfMemoryError
-from functionalize.planning.alloc_conf import MIB
-from functionalize.planning.allocator import Reserved, Settings, fsdp2_streams, simulate
-from functionalize.planning.caching import CachingAllocator
-from functionalize.planning.timeline import BEFORE, Allocation, Category, Event, Op, Timeline
+from functionalize.planning.allocator.alloc_conf import MIB
+from functionalize.planning.allocator.allocator import Reserved, Settings, fsdp2_streams, simulate
+from functionalize.planning.allocator.caching import CachingAllocator
+from functionalize.planning.timeline.timeline import (
+    BEFORE,
+    Allocation,
+    Category,
+    Event,
+    Op,
+    Timeline,
+)
 from tests.planning.timelines import large, step_of
 
 RUNS = json.loads((Path(__file__).parent / "allocator_runs.json").read_text())

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from functionalize.errors import PictureError
-from functionalize.planning.chrome_trace import ALL, WAITS, Run, reached, write_trace
-from functionalize.planning.costs import MACHINES
-from functionalize.planning.display import first_event, stretches
-from functionalize.planning.rows import COMPUTE, merged, rows_of, total
-from functionalize.planning.spans import Span
-from functionalize.planning.step_time import step_time
-from functionalize.planning.timeline import Category, Timeline
+from functionalize.planning.pictures.chrome_trace import ALL, WAITS, Run, reached, write_trace
+from functionalize.planning.report.display import first_event, stretches
+from functionalize.planning.report.rows import COMPUTE, merged, rows_of, total
+from functionalize.planning.report.spans import Span
+from functionalize.planning.time.costs import MACHINES
+from functionalize.planning.time.step_time import step_time
+from functionalize.planning.timeline.timeline import Category, Timeline
 from tests.planning.timelines import Maker, captured, large, real, schedule_of, step_of
 from tests.planning.trace_format import Json, check_nesting, checked, counters, threads
 

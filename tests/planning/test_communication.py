@@ -11,10 +11,16 @@ import torch
 from expecttest import assert_expected_inline
 
 import functionalize as fz
-from functionalize._compat import fake_process_group
-from functionalize.core.sequence import sequences
-from functionalize.planning.communication import Group, Groups, Traffic, communication, members_of
-from functionalize.planning.sums import summed
+from functionalize._compat.distributed import fake_process_group
+from functionalize.planning.time.communication import (
+    Group,
+    Groups,
+    Traffic,
+    communication,
+    members_of,
+)
+from functionalize.planning.timeline.sums import summed
+from functionalize.program.collective_order import sequences
 from tests.planning.captured import Recorded, recorded
 from tests.planning.nodes import node_of
 

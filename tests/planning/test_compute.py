@@ -11,10 +11,10 @@ import torch
 
 import functionalize as fz
 from benchmarks.capture import VOCABULARY
-from functionalize.core import metas
-from functionalize.core.torch_release import minor_of
-from functionalize.planning.compute import Work, compute
-from functionalize.planning.sums import summed
+from functionalize.planning.time.compute import Work, compute
+from functionalize.planning.timeline.sums import summed
+from functionalize.program import metadata as metas
+from functionalize.util.torch_release import minor_of
 from tests.planning.captured import COUNTED_BY_TORCH, LAYERS, TOKENS, WIDTH, recorded
 
 aten = torch.ops.aten

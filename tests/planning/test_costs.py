@@ -11,9 +11,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import functionalize as fz
-from functionalize._compat import FakeTensorMode
+from functionalize._compat.fakes import FakeTensorMode
 from functionalize.errors import PassError
-from functionalize.planning.costs import MACHINES, Machine, flops, machine_named, moved, seconds
+from functionalize.planning.time.costs import (
+    MACHINES,
+    Machine,
+    flops,
+    machine_named,
+    moved,
+    seconds,
+)
 from tests.planning.nodes import node_of
 
 MACHINE = Machine(100.0, 10.0, 5.0, 3.0, 1.0, 2.0, ((torch.bfloat16, 400.0),))

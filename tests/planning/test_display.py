@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from functionalize.planning.display import (
+from functionalize.planning.report.display import (
     COLOURS,
     COMPUTE_COLOURS,
     PHASE_COLOURS,
@@ -20,7 +20,14 @@ from functionalize.planning.display import (
     placed,
     stretches,
 )
-from functionalize.planning.timeline import BEFORE, Allocation, Category, Event, Op, Timeline
+from functionalize.planning.timeline.timeline import (
+    BEFORE,
+    Allocation,
+    Category,
+    Event,
+    Op,
+    Timeline,
+)
 from tests.planning.timelines import Maker, step_of
 
 np = pytest.importorskip("numpy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from functionalize.errors import PlanError
-from functionalize.planning.grid import Wants, points
+from functionalize.sweep.grid import Wants, points
 
 
 def test_points_are_the_product_of_the_axes():

@@ -16,8 +16,8 @@ from torch.profiler import record_function
 
 import functionalize as fz
 from benchmarks.allocations import allocations, count_everything, counted
-from functionalize.core.program import Program
-from functionalize.planning.liveness import Liveness
+from functionalize.planning.timeline.liveness import Liveness
+from functionalize.program.program import Program
 from functionalize.run.boxed import boxed
 from passes.metadata import set_value
 from tests.core.eager import one_thread

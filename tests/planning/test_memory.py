@@ -15,21 +15,21 @@ from torch.distributed.fsdp import fully_shard
 import functionalize as fz
 import passes
 from benchmarks.capture import Transformer
-from functionalize._compat import fake_process_group
+from functionalize._compat.distributed import fake_process_group
 from functionalize.errors import MemoryReportError, PlannedOutOfMemoryError
-from functionalize.planning.alloc_conf import Settings
-from functionalize.planning.constants import MIB, Constant, declared
-from functionalize.planning.memory import Memory
-from functionalize.planning.memory_figures import (
+from functionalize.planning.allocator.alloc_conf import Settings
+from functionalize.planning.report.memory import Memory
+from functionalize.planning.report.memory_figures import (
     AFTER_THE_STEP,
     BEFORE_THE_STEP,
     Levels,
     allocated,
     place,
 )
-from functionalize.planning.memory_text import short_line, signed
-from functionalize.planning.program_memory import program_timeline
-from functionalize.planning.timeline import Category
+from functionalize.planning.report.memory_text import short_line, signed
+from functionalize.planning.timeline.constants import MIB, Constant, declared
+from functionalize.planning.timeline.program_memory import program_timeline
+from functionalize.planning.timeline.timeline import Category
 from tests.planning.timelines import Maker, step_of
 from tests.steps import make_loss_step, make_step
 

@@ -14,12 +14,23 @@ from pathlib import Path
 import pytest
 
 from functionalize.errors import PictureError
-from functionalize.planning import page_figures
-from functionalize.planning.display import BYTES, Peak, first_event, human_bytes, human_seconds
-from functionalize.planning.page import Table, write_page
-from functionalize.planning.page_figures import chosen, memory_figure, schedule_figure, together
-from functionalize.planning.spans import Span
-from functionalize.planning.timeline import Category, Timeline
+from functionalize.planning.pictures import page_figures
+from functionalize.planning.pictures.page import Table, write_page
+from functionalize.planning.pictures.page_figures import (
+    chosen,
+    memory_figure,
+    schedule_figure,
+    together,
+)
+from functionalize.planning.report.display import (
+    BYTES,
+    Peak,
+    first_event,
+    human_bytes,
+    human_seconds,
+)
+from functionalize.planning.report.spans import Span
+from functionalize.planning.timeline.timeline import Category, Timeline
 from tests.planning.browser import NAMES, Browser, executable
 from tests.planning.timelines import Maker, large, real, schedule_of, step_of
 

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from functionalize.errors import PictureError
-from functionalize.planning import pictures
-from functionalize.planning.allocator import simulate
-from functionalize.planning.display import human_bytes, human_seconds
-from functionalize.planning.pictures import (
+from functionalize.planning.allocator.allocator import simulate
+from functionalize.planning.pictures import pictures
+from functionalize.planning.pictures.pictures import (
     COLUMNS,
     columns,
     memory_picture,
     schedule_picture,
     tradeoff_picture,
 )
-from functionalize.planning.rows import exposed, merged, rectangles, rows_of, total
-from functionalize.planning.spans import Span
-from functionalize.planning.timeline import Category, Timeline
-from functionalize.planning.tradeoffs import Point, frontier, kind_of, points
+from functionalize.planning.pictures.tradeoffs import Point, frontier, kind_of, points
+from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.report.rows import exposed, merged, rectangles, rows_of, total
+from functionalize.planning.report.spans import Span
+from functionalize.planning.timeline.timeline import Category, Timeline
 from tests.planning.timelines import Maker, large, real, schedule_of, step_of
 
 pytest.importorskip("matplotlib")

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.errors import PlanError, WorldError
-from functionalize.planning.costs import MACHINES
-from functionalize.planning.memory_figures import EAGER
+from functionalize.planning.report.memory_figures import EAGER
+from functionalize.planning.time.costs import MACHINES
 from tests.ranks import run_on_ranks
 from tests.steps import train
 

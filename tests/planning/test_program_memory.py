@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 from benchmarks.allocations import count_everything, counted
 from benchmarks.capture import VOCABULARY, Transformer
-from functionalize._compat import fake_process_group
-from functionalize.core.program import Program
-from functionalize.planning.liveness import Liveness
-from functionalize.planning.program_memory import EPILOGUE, program_timeline, user_line
-from functionalize.planning.timeline import BEFORE, Allocation, Category, Timeline
+from functionalize._compat.distributed import fake_process_group
+from functionalize.planning.timeline.liveness import Liveness
+from functionalize.planning.timeline.program_memory import EPILOGUE, program_timeline, user_line
+from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Timeline
+from functionalize.program.program import Program
 from tests.fsdp.features import FEATURES
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step, make_step

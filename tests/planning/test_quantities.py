@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
-from functionalize.planning.liveness import Liveness
-from functionalize.planning.quantities import Quantities, quantities
-from functionalize.planning.saved import forwards, saved_values
+from functionalize.planning.decide.saved import forwards, saved_values
+from functionalize.planning.report.quantities import Quantities, quantities
+from functionalize.planning.timeline.liveness import Liveness
 from tests.steps import make_step
 
 X, W, H = 4 * 8 * 4, 8 * 16 * 4, 4 * 16 * 4  # bytes of the tensors below

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import functionalize as fz
-from functionalize.planning.budget import within
-from functionalize.planning.costs import MACHINES, seconds
-from functionalize.planning.layers import Layers
-from functionalize.planning.liveness import Liveness
-from functionalize.planning.recompute import Recomputation
-from functionalize.planning.saved import forwards, saved_values
+from functionalize.planning.decide.budget import within
+from functionalize.planning.decide.layers import Layers
+from functionalize.planning.decide.recompute import Recomputation
+from functionalize.planning.decide.saved import forwards, saved_values
+from functionalize.planning.time.costs import MACHINES, seconds
+from functionalize.planning.timeline.liveness import Liveness
 from passes import Remat, run
 
 CPU = MACHINES["cpu"]

@@ -18,9 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.scratch import FAMILIES, FLOATS, MARK, Case, record, refs, sizes_of, truths
-from functionalize._compat import FakeTensorMode, TorchDispatchMode, pytree
-from functionalize.core.ops import OpRecord, TensorRef, contiguous_geometry
-from functionalize.planning.scratch import (
+from functionalize._compat.dispatch import TorchDispatchMode
+from functionalize._compat.fakes import FakeTensorMode
+from functionalize._compat.graphs import pytree
+from functionalize.ir.ops import OpRecord, TensorRef, contiguous_geometry
+from functionalize.planning.scratch.scratch import (
     TABLE,
     base_name,
     scratch_bytes,

@@ -13,10 +13,17 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz as viz
 
-from functionalize.planning.alloc_conf import MIB
-from functionalize.planning.allocator import Reserved, Settings, fsdp2_streams, simulate
-from functionalize.planning.snapshot import snapshot, write_snapshot
-from functionalize.planning.timeline import BEFORE, Allocation, Category, Event, Op, Timeline
+from functionalize.planning.allocator.alloc_conf import MIB
+from functionalize.planning.allocator.allocator import Reserved, Settings, fsdp2_streams, simulate
+from functionalize.planning.allocator.snapshot import snapshot, write_snapshot
+from functionalize.planning.timeline.timeline import (
+    BEFORE,
+    Allocation,
+    Category,
+    Event,
+    Op,
+    Timeline,
+)
 from tests.planning.timelines import large, step_of
 
 CONFS = {

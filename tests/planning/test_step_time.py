@@ -14,15 +14,15 @@ from torch import fx
 
 import functionalize as fz
 import passes
-from functionalize.core.barrier import BARRIER
-from functionalize.core.waits import WAIT
 from functionalize.errors import PassError
-from functionalize.planning.communication import communication
-from functionalize.planning.compute import compute, is_op
-from functionalize.planning.costs import MACHINES, Machine, is_collective, seconds
-from functionalize.planning.spans import Span
-from functionalize.planning.step_time import StepTime, step_time
-from functionalize.planning.sums import summed
+from functionalize.ir.barrier import BARRIER
+from functionalize.ir.waits import WAIT
+from functionalize.planning.report.spans import Span
+from functionalize.planning.time.communication import communication
+from functionalize.planning.time.compute import compute, is_op
+from functionalize.planning.time.costs import MACHINES, Machine, is_collective, seconds
+from functionalize.planning.time.step_time import StepTime, step_time
+from functionalize.planning.timeline.sums import summed
 from tests.planning.captured import Recorded, recorded
 
 functional = torch.ops._c10d_functional

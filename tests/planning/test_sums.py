@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from functionalize.planning.compute import Work
-from functionalize.planning.sums import summed
+from functionalize.planning.time.compute import Work
+from functionalize.planning.timeline.sums import summed
 
 ROWS = [
     Work("aten.mm", "forward", "a", 1, 10, 100),

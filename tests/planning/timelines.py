@@ -12,14 +12,21 @@ from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from benchmarks.capture import Transformer
-from functionalize._compat import fake_process_group
-from functionalize.core.phases import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
-from functionalize.core.program import Program
-from functionalize.planning.communication import members_of
-from functionalize.planning.costs import MACHINES
-from functionalize.planning.spans import Span
-from functionalize.planning.step_time import StepTime, step_time
-from functionalize.planning.timeline import BEFORE, Allocation, Category, Event, Op, Timeline
+from functionalize._compat.distributed import fake_process_group
+from functionalize.ir.phases import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
+from functionalize.planning.report.spans import Span
+from functionalize.planning.time.communication import members_of
+from functionalize.planning.time.costs import MACHINES
+from functionalize.planning.time.step_time import StepTime, step_time
+from functionalize.planning.timeline.timeline import (
+    BEFORE,
+    Allocation,
+    Category,
+    Event,
+    Op,
+    Timeline,
+)
+from functionalize.program.program import Program
 from tests.steps import make_loss_step
 
 

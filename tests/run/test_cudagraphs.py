@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import functionalize as fz
 import passes
-from functionalize.core.generators import GET_STATE, SEED
 from functionalize.errors import CompileError, GuardError
+from functionalize.ir.generators import GET_STATE, SEED
 from functionalize.run.cudagraphs import Device, Recordings, cudagraphs
 from functionalize.run.recordable import reasons
 from tests.ranks import run_on_ranks

@@ -1,4 +1,4 @@
-"""A replay on gloo has one collective of a process group in flight at a time; see `core/gloo_waits.py`."""
+"""A replay on gloo has one collective of a process group in flight at a time; see `program/gloo_waits.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functionalize as fz
-from functionalize.core.gloo_waits import added_waits
-from functionalize.core.metas import annotate
+from functionalize.program.gloo_waits import added_waits
+from functionalize.program.metadata import annotate
 from functionalize.run.boxed import boxed
 from tests.ranks import run_on_ranks
 

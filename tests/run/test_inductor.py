@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-from functionalize._compat import _with_strides
+from functionalize._compat.compilers import _with_strides
 from functionalize.errors import CompileError, LoadError, UncapturableError
 from functionalize.run import inductor
 from tests.ranks import run_on_ranks

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 import functionalize as fz
 import passes
-from functionalize.core.aliases import is_view
+from functionalize.analysis.aliases import is_view
 from functionalize.run.regions import canonical, regions_of
 from functionalize.run.undone import undone
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import functionalize as fz
-from functionalize.core.rules.collectives import check_known_collective
-from functionalize.core.torch_release import minor_of
+from functionalize.discharge.rules.collectives import check_known_collective
 from functionalize.errors import FunctionalizeError
+from functionalize.util.torch_release import minor_of
 from tests.ranks import run_on_ranks
 
 FUNCTIONAL = torch.ops._c10d_functional

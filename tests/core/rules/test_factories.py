@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from functionalize.core.ops import OpRecord
+from functionalize.ir.ops import OpRecord
 from tests.core.eager import same_as_eager, text_of
 from tests.core.engines import engine_with
 

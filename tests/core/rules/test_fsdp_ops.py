@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
-import functionalize._compat as compat
+from functionalize._compat import fsdp as compat
 from tests.core.eager import same_as_eager
 
 

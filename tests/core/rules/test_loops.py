@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functionalize.core.ops import TensorRef, contiguous_geometry
-from functionalize.core.rules.loops import Loop, copied_argument, loop
+from functionalize.discharge.loops import Loop, copied_argument, loop
 from functionalize.errors import UnsupportedOpError
+from functionalize.ir.ops import TensorRef, contiguous_geometry
 from tests.core.eager import clones, one_thread, same_as_eager, text_of
 
 aten = torch.ops.aten

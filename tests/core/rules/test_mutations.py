@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.core.rules.mutations import functional_form, is_mutating
+from functionalize.discharge.rules.mutations import functional_form, is_mutating
 from functionalize.errors import EagerError, OverlappingMutationError, UnsupportedOpError
 from tests.core.eager import same_as_eager, text_of
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.core.ops import OpRecord
 from functionalize.errors import UnsupportedOpError
+from functionalize.ir.ops import OpRecord
 from tests.core.eager import same_as_eager, text_of
 from tests.core.engines import engine_with
 

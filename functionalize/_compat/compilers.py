@@ -1,0 +1,106 @@
+"""Dynamo, AOTAutograd, Inductor and TorchScript."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from functionalize._compat.fakes import FakeTensorMode
+
+
+def load_dynamo() -> None:
+    """Import Dynamo, which every optimizer and checkpoint does sooner or later."""
+    importlib.import_module("torch._dynamo")
+
+
+def dynamo_frames() -> Any:
+    """The module that decides whether a compiled function runs compiled; None while nothing was compiled.
+
+    `torch.compiler.set_stance("force_eager")` is the public way, but it holds in every thread.
+    """
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return module if hasattr(module, "_callback_from_stance") else None
+
+
+def aot_autograd(**options: Any) -> Any:
+    """A Dynamo backend out of compilers; `torch.compile` has no public way to put one together."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(**options)
+
+
+def inductor(gm: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
+    """Inductor as a backend that takes a graph; publicly it is a name only. Slow to import."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, **options)
+
+
+def inductor_region(
+    graph: fx.Graph, like: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> Any:
+    """A pure graph of tensors through Inductor: `f(inputs)` empties the list and returns the results.
+
+    like, results: what is given and what must come out, by size, stride, dtype and device. Publicly Inductor takes
+    what Dynamo or AOTAutograd made, and wraps it in code of theirs, which costs time at every call.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    module, context = fx.GraphModule({}, graph), torch._guards.TracingContext
+
+    def laid_out(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [_with_strides(t, r) for t, r in zip(module(*inputs), results, strict=True)]
+
+    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode, torch.no_grad():
+        given = [
+            torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in like
+        ]
+        traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*given)
+    (end,) = traced.graph.find_nodes(op="output")
+    end.meta["user_visible_output_idxs"] = list(range(len(results)))
+    options = {"size_asserts": False, "alignment_asserts": False, "triton.cudagraphs": False}
+    with torch._guards.tracing(context(mode)), config.patch(options):
+        compiled = compile_fx_inner(traced, given, is_inference=True)
+    return getattr(compiled, "current_callable")  # noqa: B009 - without the frame that records runs for debugging
+
+
+def _with_strides(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`t` with the strides of `like`: some decompositions lay out their results in their own way."""
+    if _same_strides(t, like):
+        return t
+    order = sorted(range(t.dim()), key=like.stride, reverse=True)
+    back = [order.index(dim) for dim in range(t.dim())]
+    made = t.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    if not _same_strides(made, like):
+        raise RuntimeError(f"a result has strides {t.stride()}, and cannot have {like.stride()}")
+    return made
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return all(
+        x == y or size == 1 for x, y, size in zip(a.stride(), b.stride(), a.size(), strict=True)
+    )
+
+
+def register_backend(name: str, backend: Any) -> None:
+    """Make `torch.compile(backend=name)` known, unless an entry point has: that registers on first use."""
+    from torch._dynamo.backends.registry import _BACKENDS, register_backend
+
+    if name not in _BACKENDS:
+        register_backend(backend, name=name)
+
+
+def script_builtins() -> Any:
+    """The module where `torch.jit.script` looks up which function of torch's is which op (2.11 to 2.15)."""
+    from torch.jit import _builtins
+
+    return _builtins

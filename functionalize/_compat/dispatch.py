@@ -1,0 +1,142 @@
+"""Dispatch below autograd: modes, kernels by dispatch key, overrides of ops, wrapper subclasses."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._higher_order_ops.auto_functionalize import (  # custom ops that only mutate
+    auto_functionalized,
+    can_auto_functionalize,
+)
+from torch.utils._mode_utils import (  # to change a wrapper, not what it wraps
+    no_dispatch,
+)
+from torch.utils._python_dispatch import (  # the only hook below autograd
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._python_dispatch import (  # to copy a constant for real inside a fake mode
+    _disable_current_modes as disable_current_modes,
+)
+from torch.utils._python_dispatch import (  # which recorder is active in this thread
+    _get_current_dispatch_mode_stack as current_modes,
+)
+
+from functionalize._compat.fakes import FakeTensorMode
+
+__all__ = [
+    "TorchDispatchMode",
+    "auto_functionalized",
+    "can_auto_functionalize",
+    "current_modes",
+    "disable_current_modes",
+    "is_traceable_wrapper_subclass",
+    "is_traceable_wrapper_subclass_type",
+    "no_dispatch",
+]  # names of torch that are used elsewhere
+
+
+def plain_resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """`storage.resize_(nbytes)` by the base class's method, which no capture patches."""
+    torch._C.StorageBase.resize_(storage, nbytes)  # type: ignore[attr-defined]
+
+
+def all_op_names() -> list[str]:
+    """`namespace::op.overload` of every op of the dispatcher."""
+    return list(torch._C._dispatch_get_all_op_names())
+
+
+def ops_with_kernel(key: str) -> list[str]:
+    """`namespace::op.overload` of every op that has a kernel of its own for a dispatch key."""
+    return list(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an op has a kernel of its own for a dispatch key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def load_resize_op() -> None:
+    """Register `inductor::resize_storage_bytes_`."""
+    importlib.import_module("torch._inductor.inductor_prims")
+
+
+def plain_kernels(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Inside, ops on fake tensors run on the meta tensors that they are (2.11 to 2.13)."""
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+    return in_kernel_invocation_manager(mode)
+
+
+def op_overrides(namespace: str) -> AbstractContextManager[Any]:
+    """A library whose `impl` replaces kernels of existing ops until the context ends.
+
+    A public `Library` gives its kernels back only when it is collected.
+    """
+    return torch.library._scoped_library(namespace, "IMPL")
+
+
+@contextmanager
+def composite_override(op: Any, kernel: Any) -> Iterator[None]:
+    """`kernel` in place of what a composite op is made of, where a mode or the fake mode takes it apart."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    before = op.py_kernels.get(key)
+    op.py_kernels[key] = kernel
+    try:
+        yield
+    finally:
+        op.py_kernels.pop(key, None)
+        if before is not None:
+            op.py_kernels[key] = before
+
+
+def composite_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run what a composite op is made of: torch's own, whatever overrides it."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def kernel_of(op: Any, key: str) -> Any:
+    """The kernel that an op has for a dispatch key now; `call_boxed(keys, *args)` runs it."""
+    return torch.library.get_kernel(op, key)  # public, but the type that it gives is not
+
+
+def redispatch_below(op: Any, keys: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+    """Go on with an op as if it had no kernel for `key`. keys: what the kernel was called with."""
+    return op.redispatch(keys - torch._C.DispatchKeySet(_key(key)), *args, **kwargs)
+
+
+def excluded(key: str) -> AbstractContextManager[Any]:
+    """No kernel of this dispatch key runs in this thread."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_key(key)))
+
+
+def _key(name: str) -> Any:
+    return getattr(torch._C.DispatchKey, name)
+
+
+def sdpa_order() -> list[int]:
+    """The order in which `sdpa_kernel(..., set_priority=True)` has attention kernels tried."""
+    return list(torch._C._get_sdp_priority_order())
+
+
+def entry_of(op: Any) -> Any:
+    """What an `OpOverload` calls, without its own frame; other ops as they are (torch 2.0 to 2.13)."""
+    return getattr(op, "_op", op)
+
+
+def no_python_dispatch() -> AbstractContextManager[None]:
+    """Inside, ops are dispatched as if no mode were on the stack (torch 2.0 to 2.13)."""
+    guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def function_modes() -> list[Any]:
+    """The `TorchFunctionMode`s that are on, the innermost last (torch 2.11 to 2.13)."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    return list(_get_current_function_mode_stack())

@@ -1,0 +1,136 @@
+"""Process groups, collectives, DTensor and device meshes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def group_of_name(name: str) -> Any:
+    """The process group that a functional collective names."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def backend_of_group(name: str, device: str) -> str | None:
+    """The backend by which a process group communicates tensors of a type of device; None where it has none."""
+    try:
+        return str(group_of_name(name)._get_backend(torch.device(device)).name())
+    except (RuntimeError, ValueError, LookupError):
+        return None
+
+
+@functools.cache
+def is_dtensor_type(kind: type) -> bool:
+    """Whether a class is DTensor; a build without distributed has none."""
+    try:
+        from torch.distributed.tensor import DTensor
+    except ImportError:
+        return False
+    return issubclass(kind, DTensor)
+
+
+def work_class() -> type | None:
+    """The class whose `wait` completes a collective; None in a build without distributed."""
+    try:
+        from torch._C._distributed_c10d import Work
+    except ImportError:
+        return None
+    return Work
+
+
+def sequence_number(group: Any) -> int:
+    """How many collectives a process group has issued; the same on all of its ranks between two of them."""
+    return int(group._get_sequence_number_for_group())  # no public name in 2.11 to 2.13
+
+
+def store_of_group(group: Any) -> Any:
+    """The store through which the ranks of a group met, None for a fake group; it has no public name."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    return None if dist.get_backend(group) == "fake" else _get_process_group_store(group)
+
+
+def process_groups() -> list[Any]:
+    """Every process group that this rank is in, in the order in which they were made."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    return list(dist.distributed_c10d._world.pg_names)
+
+
+@contextmanager
+def fake_process_group(rank: int, size: int) -> Iterator[None]:
+    """A default process group whose collectives return at once (torch.testing has the only one)."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # every group puts one more `[rank0]:` before a traceback's lines
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def fake_work_ids() -> tuple[Any, str]:
+    """The function that numbers the works of fake collectives, where it is called (2.11 to 2.13)."""
+    return importlib.import_module("torch.distributed._meta_registrations"), "generate_unique_id"
+
+
+def sharding_propagation() -> tuple[type, str]:
+    """The method by which DTensor finds the global shape of an op's result, on fake tensors (2.11 to 2.13)."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return ShardingPropagator, "_propagate_tensor_meta_non_cached"
+
+
+def forget_shardings() -> None:
+    """Empty DTensor's caches of propagated shardings: they hold meshes, equal ones of other process groups too."""
+    import torch.distributed.tensor.debug as debug
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
+
+    for clear in (
+        getattr(debug, "_clear_sharding_prop_cache", None),  # 2.11 to 2.13
+        getattr(_gen_transform_infos, "cache_clear", None),
+    ):
+        if clear is not None:
+            clear()
+
+
+def mesh_methods() -> list[tuple[Any, str]]:
+    """Methods of a mesh that compute on its tensor of ranks (2.11 to 2.13)."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    names = ("__init__", "__getitem__", "mesh", "get_coordinate", "_flatten", "_unflatten")
+    more = ("_concatenate", "from_group", "_get_all_submeshes", "__getstate__")
+    return [(DeviceMesh, name) for name in (*names, *more) if name in vars(DeviceMesh)]
+
+
+def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:
+    """The records in a DTensor's spec; the kinds of placements, each with what it is made from."""
+    try:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+        from torch.distributed.tensor import _dtensor_spec as spec
+        from torch.distributed.tensor.placement_types import _StridedShard
+    except ImportError:
+        return [], {}
+    names = ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+    records = [getattr(spec, name) for name in names if hasattr(spec, name)]
+    placements: dict[Any, tuple[str, ...]] = {
+        Shard: ("dim",),
+        Replicate: (),
+        Partial: ("reduce_op",),
+        _StridedShard: ("dim", "split_factor"),
+    }
+    return records, placements

@@ -1,0 +1,54 @@
+"""FSDP2's classes, state and ops."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from typing import Any
+
+
+def load_fsdp_ops() -> None:
+    """Register the `fsdp::*` and `c10d::*` ops; a build without distributed has neither."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+
+
+def fsdp_state_of(module: object) -> Any:
+    """The FSDP2 state of a module that `fully_shard` was applied to, else None."""
+    find = _fsdp_state_finder()
+    return None if find is None else find(module)
+
+
+@functools.cache
+def _fsdp_state_finder() -> Any:
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+    except ImportError:
+        return None
+    return _get_module_fsdp_state
+
+
+def fsdp_classes() -> list[type]:
+    """The classes in which FSDP2 keeps state, and the one whose methods its users call (2.11 to 2.15)."""
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+    except ImportError:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    state, group = _fsdp_state, _fsdp_param_group
+    kinds = (state.FSDPStateContext, state.FSDPState, group.FSDPCommContext, group.FSDPParamGroup)
+    return [*kinds, _fsdp_param.FSDPParam, FSDPModule]
+
+
+def fsdp_lazy_init(state: Any) -> None:
+    """What the first forward of a root does before all else: has no public name but the forward itself."""
+    state._lazy_init()
+
+
+def fully_sharded_chunks() -> list[tuple[Any, str]]:
+    """The function by which FSDP2 cuts a parameter into a chunk per rank, where it is called (2.11 to 2.13)."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    return [(_fsdp_param, "_chunk_with_empty")]

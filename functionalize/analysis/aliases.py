@@ -1,0 +1,150 @@
+"""Which values of a graph may share memory, and whose memory it is. Not a pass: what passes ask.
+
+    t = aten.t(w); mm = aten.mm(x, t)        of(t) == of(w): a view; of(mm) is a group of its own
+
+Two sources are united, since each alone misses some: the storages of the fake values in
+`node.meta["val"]` (which know `_unsafe_view`, an alias that its schema denies) and the schemas
+(`wait_tensor` gives back the very tensor it was given, its fake kernel a new one). Linear in
+nodes and edges.
+
+Invariant: nodes of different groups never share memory; nodes of one group may.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functionalize.discharge.rules import mutations
+from functionalize.discharge.rules.mutations import written_arguments
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
+from functionalize.ir.guards import AliasGuard
+from functionalize.ir.outputs import OutputRole, Result, Wrapped
+from functionalize.ir.waits import WAIT
+from functionalize.program.executable import Executable
+
+aten = torch.ops.aten
+
+# Ops that give back an argument although their schema says they do not.
+_GIVES_BACK = frozenset([WAIT] if WAIT is not None else [])
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node is a view of its first argument, or a part of a tuple of such views."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        return isinstance(parent, fx.Node) and is_view(parent)
+    return bool(getattr(node.target, "is_view", False)) and bool(node.all_input_nodes)
+
+
+def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
+    """(argument name, node) of everything that a node writes to or resizes.
+
+    A fused optimizer's schema says that it writes the gradients: it does if it is to unscale them.
+    """
+    target: Any = node.target
+    if node.op != "call_function" or not hasattr(target, "_schema"):
+        return []
+    places = ((0, "variable"),) if target is RESIZE_STORAGE else written_arguments(target)
+    found = []
+    for at, name in places:
+        if name == "grads" and leaves_gradients(node):
+            continue
+        value = node.kwargs.get(name)
+        if value is None and at is not None and at < len(node.args):
+            value = node.args[at]
+        found += [(name, each) for each in _nodes_in(value)]
+    return found
+
+
+def leaves_gradients(node: fx.Node) -> bool:
+    """Whether a node is a fused optimizer step that is not told to unscale the gradients."""
+    return node.op == "call_function" and mutations.leaves_gradients(node.target, node.kwargs)
+
+
+def results(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns, flat: the node (or constant) of every slot."""
+    (output,) = graph.find_nodes(op="output")
+    return tuple(_leaves(output.args[0]))
+
+
+def results_of(role: OutputRole) -> Iterator[Result]:
+    """The results of the graph that an output is, or is wrapped around."""
+    if isinstance(role, Result):
+        yield role
+    elif isinstance(role, Wrapped):
+        for inner in role.inner.values():
+            yield from results_of(inner)
+
+
+def storage_classes(program: Executable) -> tuple[int, ...]:
+    """A number per input, equal for inputs that may be on one storage.
+
+    Without an `AliasGuard` nothing is known, so all inputs are taken for aliases of each other.
+    """
+    for guard in program.guards:
+        if isinstance(guard, AliasGuard) and len(guard.groups) == len(program.inputs):
+            return guard.groups
+    return (0,) * len(program.inputs)
+
+
+class Aliases:
+    """The groups of nodes of a graph that may share memory; every node needs its `val`."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._parent: dict[fx.Node, fx.Node] = {}
+        first: dict[int, fx.Node] = {}
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and (key := storage_key(value)) is not None:
+                self.unite(first.setdefault(key, node), node)
+            if node.op == "call_function" and (is_view(node) or node.target in _GIVES_BACK):
+                self.unite(node.all_input_nodes[0], node)
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The node that stands for the group of `node`."""
+        root = node
+        while (above := self._parent.get(root, root)) is not root:
+            root = above
+        while node is not root:
+            self._parent[node], node = root, self._parent[node]
+        return root
+
+    def unite(self, kept: fx.Node, joins: fx.Node) -> None:
+        """Make one group of two; the root of `kept` stands for it."""
+        kept, joins = self.of(kept), self.of(joins)
+        if kept is not joins:
+            self._parent[joins] = kept
+
+
+def storage_key(value: Any) -> int | None:
+    """What is equal for tensors on one storage; of several tensors, the first one's; else None."""
+    if isinstance(value, (list, tuple)) and value:
+        return storage_key(value[0])
+    if not isinstance(value, Tensor):
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:  # a sparse or wrapped tensor
+        return None
+
+
+def _leaves(arg: Any) -> Iterator[Any]:
+    if isinstance(arg, (list, tuple)):
+        for each in arg:
+            yield from _leaves(each)
+    elif isinstance(arg, dict):
+        for each in arg.values():
+            yield from _leaves(each)
+    else:
+        yield arg
+
+
+def _nodes_in(arg: Any) -> Sequence[fx.Node]:
+    return [each for each in _leaves(arg) if isinstance(each, fx.Node)]

@@ -1,1 +1,0 @@
-"""The machine: storages as values. Imports no front end, no runner and no pass."""

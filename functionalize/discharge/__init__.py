@@ -1,0 +1,1 @@
+"""From ops on storages to values: `FunctionalStorage`, the engine, and the rules of ops."""

@@ -1,0 +1,88 @@
+"""Sets of bytes of a storage, and which tensors may be looked at and written.
+
+    extent = Extent((0, 8))     extent.add(12, 16)     extent.covers(4, 13)   -> False
+
+Invariant: the intervals are disjoint, ascending, and never touch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from functionalize.errors import EmptyStorageError, OutOfBoundsError, OverlappingMutationError
+from functionalize.ir.ops import Geometry
+
+
+class Extent:
+    """The bytes of a storage that hold something, as disjoint ascending [start, end) intervals."""
+
+    __slots__ = ("spans",)
+
+    def __init__(self, *spans: tuple[int, int]) -> None:
+        self.spans: list[tuple[int, int]] = []
+        for span in spans:
+            if span[0] < span[1]:
+                self.spans.append(span)
+
+    def add(self, start: int, end: int) -> None:
+        """Mark [start, end), merging what it touches; O(log n) to find, O(n) to shift at worst."""
+        if start >= end:
+            return
+        spans = self.spans
+        lo = bisect_left(spans, (start,))
+        if lo and spans[lo - 1][1] >= start:
+            lo -= 1
+            start = spans[lo][0]
+        hi = lo
+        while hi < len(spans) and spans[hi][0] <= end:
+            end = max(end, spans[hi][1])
+            hi += 1
+        spans[lo:hi] = [(start, end)]
+
+    def truncate(self, end: int) -> None:
+        """Forget everything from `end` on."""
+        self.spans = [(s, min(e, end)) for s, e in self.spans if s < end]
+
+    def add_view(self, geometry: Geometry) -> None:
+        """Mark the bytes of a geometry, gaps left out."""
+        if not self.covers(geometry.start, geometry.end):
+            for start, end in geometry.runs():
+                self.add(start, end)
+
+    def covers_view(self, geometry: Geometry) -> bool:
+        """Whether every byte of a geometry is marked, whatever is in its gaps."""
+        return self.covers(geometry.start, geometry.end) or all(
+            self.covers(start, end) for start, end in geometry.runs()
+        )
+
+    def covers(self, start: int, end: int) -> bool:
+        """Whether every byte of [start, end) is marked."""
+        spans = self.spans
+        if len(spans) == 1:
+            return start >= end or (spans[0][0] <= start and end <= spans[0][1])
+        at = bisect_left(spans, (start + 1,)) - 1
+        return start >= end or (at >= 0 and spans[at][1] >= end)
+
+
+def check_bounds(name: str, geometry: Geometry, nbytes: int, original: int, verb: str) -> None:
+    """Raise unless every element of `geometry` lies inside a storage of `nbytes` bytes."""
+    if geometry.end <= nbytes:
+        return
+    if nbytes == 0:
+        raise EmptyStorageError(
+            f"{verb} `{name}` ({geometry}), whose storage holds 0 bytes here and would need "
+            f"{geometry.end}: grow it and write to it first"
+        )
+    raise OutOfBoundsError(
+        f"{verb} `{name}` ({geometry}), which reaches to byte {geometry.end} of a storage that holds "
+        f"{nbytes} bytes here (it held {original} on entry): grow it first, or look at what is left"
+    )
+
+
+def check_overlap(name: str, geometry: Geometry) -> None:
+    """Raise if several elements of a tensor that is written share one memory location."""
+    if geometry.overlaps:
+        raise OverlappingMutationError(
+            f"writes `{name}` ({geometry}), in which several elements share one memory location: "
+            "clone() it before writing"
+        )

@@ -1,0 +1,407 @@
+"""Collectives, in their c10d, functional and FSDP2 spellings, as `_c10d_functional` nodes.
+
+    c10d._allgather_base_(out, in, pg)   ->  all_gather_into_tensor(in, world, "pg"); wait_tensor
+    fsdp.all_gather_copy_in(...)         ->  cat of the flattened shards
+    fsdp.split_with_sizes_copy(out=)     ->  aten.split_with_sizes_copy
+    fsdp.chunk_cat(out=)                 ->  aten._chunk_cat, cast to the dtype of `out`
+    fsdp.chunk_cat_mixed_dtype(out=)     ->  the same; tensors of several dtypes are cast before
+    fsdp.record_grad_output_stream       ->  nothing: it orders a free after a read, and values are not freed
+
+Their schemas do not tell what they write or alias, so each has a rule here, or in `collective_lists.py` if it
+takes lists of tensors. A rank sends what eager sends: one that replays works with one that runs eagerly.
+Refusal: any other op of `c10d`, `fsdp` or `_c10d_functional`, by name. `unlisted_ops` finds those that the torch
+at hand has, and that are named nowhere here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from functionalize._compat.dispatch import all_op_names
+from functionalize._compat.fsdp import load_fsdp_ops
+from functionalize.discharge.rules.registry import RULES, Engine, rule
+from functionalize.errors import UnsupportedOpError
+from functionalize.ir.barrier import BARRIER
+from functionalize.ir.ops import OpRecord, TensorRef, contiguous_geometry
+
+aten = torch.ops.aten
+FUNCTIONAL = torch.ops._c10d_functional
+
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+
+
+def _unboxed(group: Any) -> Any:
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+
+
+def name_of(group: Any) -> str:
+    """The name by which functional collectives know a process group."""
+    return str(_unboxed(group).group_name)
+
+
+def ranks_of(group: Any) -> int:
+    """How many ranks a process group has."""
+    return int(_unboxed(group).size())
+
+
+def reduction(boxed: Any) -> str:
+    """What functional collectives call a reduce op."""
+    op = boxed.op() if hasattr(boxed, "op") else boxed
+    for known, name in _REDUCTIONS.items():
+        if op == known:
+            return name
+    raise UnsupportedOpError(
+        "multiplies and sums in one collective (PREMUL_SUM), which functional collectives do not have: "
+        "set_force_sum_reduction_for_comms(True) makes FSDP2 multiply before and after"
+        if op == dist.ReduceOp.PREMUL_SUM
+        else f"reduces with {op}, which functional collectives do not have"
+    )
+
+
+def sent(engine: Engine, ref: TensorRef) -> Any:
+    """The value of a tensor that is sent; its bytes travel in the order of its indices."""
+    if not ref.geometry.is_contiguous:
+        raise UnsupportedOpError(
+            f"sends a tensor that is not contiguous ({ref.geometry}), of which backends send the memory as "
+            "it lies: call .contiguous() on it"
+        )
+    value = engine.read(ref)
+    return value if ref.geometry.size else engine.emit.call(aten.view.default, value, [1])
+
+
+def received(engine: Engine, value: Any, have: tuple[int, ...], target: TensorRef) -> None:
+    """Write a complete result of size `have` to `target`."""
+    size = target.geometry.size
+    if tuple(have) != tuple(size):
+        value = engine.emit.call(aten.view.default, value, list(size))
+    engine.put(target, value, contiguous_geometry(size, target.geometry.dtype))
+
+
+def reduced(engine: Engine, ref: TensorRef, collective: Callable[[Any], Any]) -> None:
+    """Replace a tensor by what `collective` makes of it; its bytes travel in the order of memory."""
+    g = ref.geometry
+    order = sorted(range(len(g.size)), key=lambda dim: g.stride[dim], reverse=True)
+    if not g.is_contiguous and not g.is_dense:
+        raise UnsupportedOpError(
+            f"communicates in place on a tensor with gaps ({g}): give it a contiguous one"
+        )
+    value = engine.read(ref)
+    if not g.is_contiguous:
+        value = engine.emit.call(aten.permute.default, value, order)
+    value = wait(engine, collective(value))
+    if not g.is_contiguous:
+        value = engine.emit.call(
+            aten.permute.default, value, [order.index(i) for i in range(len(order))]
+        )
+    engine.write(ref, value)
+
+
+def wait(engine: Engine, value: Any) -> Any:
+    """The result of a collective, complete."""
+    return engine.emit.call(FUNCTIONAL.wait_tensor.default, value)
+
+
+def rows(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The size of what all ranks' tensors of `size` make, one after the other."""
+    return (size[0] * ranks, *size[1:]) if size else (ranks,)
+
+
+def wait_tensor(engine: Engine, record: OpRecord) -> Any:
+    """Returns the tensor it was given, now complete; its fake kernel returns another one."""
+    (target,) = record.args
+    value = wait(engine, engine.read(target))
+    engine.write(target, value)
+    out = record.outputs
+    born = type(out) is TensorRef and out.storage in record.meta.get("born", ())
+    return value if born else None
+
+
+def wait_tensors(engine: Engine, record: OpRecord) -> Any:
+    """`wait_tensors(Tensor[] tensors) -> Tensor[]`: `wait_tensor` of each (torch 2.15)."""
+    for target in record.args[0]:
+        engine.write(target, wait(engine, engine.read(target)))
+    return [None] * len(record.args[0])
+
+
+def into_given(engine: Engine, record: OpRecord) -> Any:
+    """`all_gather_into_tensor_out`, `reduce_scatter_tensor_out`: they return `out`, complete or not."""
+    name = record.target._schema.name.split("::")[1].removesuffix("_out")
+    target, (given, *rest) = record.kwargs["out"], record.args
+    functional = getattr(FUNCTIONAL, name).default
+    value = wait(engine, engine.emit.call(functional, sent(engine, given), *rest))
+    engine.put(target, value, contiguous_geometry(target.geometry.size, target.geometry.dtype))
+    return value
+
+
+def allgather_base_(engine: Engine, record: OpRecord) -> Any:
+    """`_allgather_base_(output, input, process_group, async_op, timeout) -> (Tensor, Work)`."""
+    output, shard, group = record.args[:3]
+    ranks = ranks_of(group)
+    value = engine.emit.call(
+        FUNCTIONAL.all_gather_into_tensor.default, sent(engine, shard), ranks, name_of(group)
+    )
+    received(engine, wait(engine, value), rows(shard.geometry.size, ranks), output)
+    return [None, None]
+
+
+def reduce_scatter_base_(engine: Engine, record: OpRecord) -> Any:
+    """`_reduce_scatter_base_(output, input, process_group, reduce_op, async_op, timeout)`."""
+    output, whole, group, op = record.args[:4]
+    g, ranks = whole.geometry, ranks_of(group)
+    value = engine.emit.call(
+        FUNCTIONAL.reduce_scatter_tensor.default,
+        sent(engine, whole),
+        reduction(op),
+        ranks,
+        name_of(group),
+    )
+    received(engine, wait(engine, value), (g.size[0] // ranks, *g.size[1:]), output)
+    return [None, None]
+
+
+def allreduce_(engine: Engine, record: OpRecord) -> Any:
+    """`allreduce_(tensors, process_group, reduce_op, ...) -> (Tensor[], Work)`."""
+    tensors, group, op = record.args[:3]
+    op, name = reduction(op), name_of(group)
+    for t in tensors:
+        reduced(engine, t, lambda v: engine.emit.call(FUNCTIONAL.all_reduce.default, v, op, name))
+    return [None, None]
+
+
+def broadcast_(engine: Engine, record: OpRecord) -> Any:
+    """`broadcast_(tensors, process_group, root_rank, root_tensor, ...)`; `root_rank` in the group."""
+    tensors, group, root = record.args[:3]
+    if len(tensors) != 1:
+        raise UnsupportedOpError("broadcasts several tensors at once: broadcast them one by one")
+    (target,) = tensors
+    storage, g = engine.storage(target.storage), target.geometry
+    if not storage.valid.spans and _unboxed(group).rank() != root:
+        engine.write(
+            target, engine.emit.empty(g, storage.device)
+        )  # only the root's contents matter
+    name = name_of(group)
+    reduced(engine, target, lambda v: engine.emit.call(FUNCTIONAL.broadcast.default, v, root, name))
+    return [None, None]
+
+
+def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
+    """`alltoall_base_(output, input, process_group, output_split_sizes, input_split_sizes, ...)`, in rows."""
+    output, given, group, out_splits, in_splits = record.args[:5]
+    ranks, value = ranks_of(group), sent(engine, given)
+    have, want = given.geometry.size or (1,), output.geometry.size or (1,)
+    if have[1:] != want[1:]:  # rows of two kinds: count elements
+        value = engine.emit.call(aten.view.default, value, [given.geometry.numel])
+        in_splits = [n * math.prod(have[1:]) for n in in_splits]
+        out_splits = [n * math.prod(want[1:]) for n in out_splits]
+        have, want = (given.geometry.numel,), (output.geometry.numel,)
+    value = engine.emit.call(
+        FUNCTIONAL.all_to_all_single.default,
+        value,
+        list(out_splits) or [want[0] // ranks] * ranks,
+        list(in_splits) or [have[0] // ranks] * ranks,
+        name_of(group),
+    )
+    received(engine, wait(engine, value), want, output)
+    return None
+
+
+def barrier(engine: Engine, record: OpRecord) -> None:
+    """`barrier(tensor, process_group, device_ids, ...)`; the tensor says which backend is meant."""
+    engine.emit.call(BARRIER, name_of(record.args[1]), list(record.args[2]))
+
+
+def all_gather_copy_in(engine: Engine, record: OpRecord) -> Any:
+    """`(inputs, output, split_sizes, numel, rank) -> (slice of output, output)`."""
+    inputs, output = record.args[:2]
+    shard = record.outputs[0]
+    flat = []
+    for ref in inputs:
+        value = engine.read(ref)
+        if len(ref.geometry.size) != 1:
+            value = engine.emit.call(aten.view.default, value, [ref.geometry.numel])
+        if ref.geometry.dtype != output.geometry.dtype:
+            value = engine.emit.call(aten._to_copy.default, value, dtype=output.geometry.dtype)
+        flat.append(value)
+    engine.write(shard, engine.emit.call(aten.cat.default, flat))
+    return [None, None]
+
+
+def split_with_sizes_copy(engine: Engine, record: OpRecord) -> None:
+    """`(all_gather_output, sizes, dim=0, *, out)`."""
+    whole, *rest = record.args
+    parts = engine.emit.call(
+        aten.split_with_sizes_copy.default,
+        engine.read(whole),
+        *rest,
+        **{k: v for k, v in record.kwargs.items() if k != "out"},
+    )
+    for i, target in enumerate(record.kwargs["out"]):
+        engine.write(target, _cast(engine, engine.part(parts, i), whole, target))
+
+
+def chunk_cat(engine: Engine, record: OpRecord) -> None:
+    """`(tensors, dim, num_chunks, *, out)`; a pure copy, so one cast after it serves tensors of one dtype."""
+    tensors, dim, chunks = record.args
+    target = record.kwargs["out"]
+    values, source = [engine.read(t) for t in tensors], tensors[0]
+    if any(t.geometry.dtype != source.geometry.dtype for t in tensors):
+        values = [_cast(engine, v, t, target) for v, t in zip(values, tensors, strict=True)]
+        source = target
+    value = engine.emit.call(aten._chunk_cat.default, values, dim, chunks)
+    engine.write(target, _cast(engine, value, source, target))
+
+
+def copy_(engine: Engine, record: OpRecord) -> None:
+    """`fsdp::copy_(tensor, data)`, both of one size: what FSDP2 calls under a compiler."""
+    target, source = record.args
+    engine.write(target, _cast(engine, engine.read(source), source, target))
+
+
+def record_grad_output_stream(engine: Engine, record: OpRecord) -> None:
+    """`(buffer, stream_id, device_index, device_type)`: tells an allocator who reads the buffer; no value changes."""
+
+
+def _cast(engine: Engine, value: Any, source: TensorRef, target: TensorRef) -> Any:
+    if source.geometry.dtype == target.geometry.dtype:
+        return value
+    return engine.emit.call(aten._to_copy.default, value, dtype=target.geometry.dtype)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+# Functional collectives that are values already: their schemas say all that they do.
+_PURE = frozenset(
+    {
+        "_wrap_tensor_autograd",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+        "all_reduce",
+        "all_reduce_",
+        "all_reduce_coalesced",
+        "all_reduce_coalesced_",
+        "all_to_all_single",
+        "broadcast",
+        "broadcast_",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+_NAMESPACES = ("_c10d_functional", "c10d", "fsdp")
+_NO_COUNTERPART = {
+    "gather_": "all_gather",
+    "gather_into_tensor_": "all_gather_into_tensor",
+    "monitored_barrier_": "barrier",
+    "recv_": "broadcast",
+    "recv_any_source_": "broadcast",
+    "reduce_": "all_reduce",
+    "reduce_scatter_": "reduce_scatter_tensor",
+    "allgather_coalesced_": "all_gather",
+    "scatter_": "broadcast",
+    "send": "broadcast",
+}
+
+
+_REFUSED = {
+    "check_for_nan": (
+        "raises where a tensor holds NaN, by a kernel that a replay would run without an error to name: unset "
+        "TORCH_NCCL_NAN_CHECK, or assert torch.isfinite(x).all() in the step"
+    ),
+}
+
+
+@cache
+def refusal_of_collective(target: Any) -> str | None:
+    """Why a collective cannot be captured; None for those that can, and for ops of other namespaces."""
+    namespace, name = target._schema.name.split("::")
+    if namespace not in _NAMESPACES or target in RULES:
+        return None
+    if namespace == "_c10d_functional" and name in _PURE:
+        return None
+    if namespace == "c10d" and name in _NO_COUNTERPART:
+        return (
+            "has no functional counterpart with the same messages: use "
+            f"dist.{_NO_COUNTERPART[name]}, or keep it out of the step"
+        )
+    return _REFUSED.get(name) or _NO_RULE
+
+
+_NO_RULE = "is a communication op without a rule: its schema does not tell what it writes"
+
+
+def check_known_collective(target: Any) -> None:
+    """Raise for an op that communicates and has no rule: what it writes is not in its schema."""
+    refused = refusal_of_collective(target)
+    if refused is not None:
+        raise UnsupportedOpError(refused)
+
+
+def unlisted_ops() -> Iterator[str]:
+    """Ops of the torch at hand that communicate, and have neither a rule nor a refusal with a reason of its own."""
+    for full in all_op_names():
+        namespace, _, rest = full.partition("::")
+        if namespace not in _NAMESPACES:
+            continue
+        name, _, overload = rest.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), name)
+        if refusal_of_collective(getattr(packet, overload or "default")) == _NO_RULE:
+            yield f"{namespace}.{rest}"
+
+
+def point_to_point(engine: Engine, record: OpRecord) -> Any:
+    """`isend`, `irecv`, `batch_p2p_ops`: they write and return what they were given; no schema says so."""
+    raise UnsupportedOpError(
+        "sends to one rank or receives from it, which is not a value: use a collective, or keep it out of "
+        "the step"
+    )
+
+
+_BY_NAME: dict[str, Callable[[Engine, OpRecord], Any]] = {
+    "_c10d_functional::wait_tensor": wait_tensor,
+    "_c10d_functional::wait_tensors": wait_tensors,
+    "_c10d_functional::all_gather_into_tensor_out": into_given,
+    "_c10d_functional::reduce_scatter_tensor_out": into_given,
+    "_c10d_functional::isend": point_to_point,
+    "_c10d_functional::irecv": point_to_point,
+    "_c10d_functional::batch_p2p_ops": point_to_point,
+    "c10d::_allgather_base_": allgather_base_,
+    "c10d::_reduce_scatter_base_": reduce_scatter_base_,
+    "c10d::allreduce_": allreduce_,
+    "c10d::alltoall_base_": alltoall_base_,
+    "c10d::barrier": barrier,
+    "c10d::broadcast_": broadcast_,
+    "fsdp::all_gather_copy_in": all_gather_copy_in,
+    "fsdp::chunk_cat": chunk_cat,
+    "fsdp::chunk_cat_mixed_dtype": chunk_cat,
+    "fsdp::copy_": copy_,
+    "fsdp::record_grad_output_stream": record_grad_output_stream,
+    "fsdp::split_with_sizes_copy": split_with_sizes_copy,
+}
+
+
+def _register() -> None:
+    """Register the rules whose ops exist in this build of torch."""
+    load_fsdp_ops()
+    for full, fn in _BY_NAME.items():
+        namespace, name = full.split("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is not None:
+            rule(packet.default)(fn)
+
+
+_register()

@@ -1,0 +1,118 @@
+"""Ops that do more than their schema says: batch norm's running statistics, streams, oneDNN's LSTM layer.
+
+    aten.native_batch_norm(x, w, b, mean, var, True, m, eps)
+      ->  out, save_mean, save_invstd, mean', var' = aten._native_batch_norm_legit_functional(...)
+    aten.mkldnn_rnn_layer(x, ...)
+      ->  functionalize.mkldnn_rnn_layer(x, ...)
+
+With gradients on, the kernel of `mkldnn_rnn_layer` calls oneDNN's training primitive and returns the workspace that
+backward needs; with gradients off it calls the inference primitive and returns none. A program runs with gradients off,
+so what was recorded with gradients on becomes an op of our own, whose kernel is aten's with gradients on (below
+autograd: nothing is remembered for a backward). What was recorded with them off stays aten's.
+
+Refusal: batch norm with `out=` on a CPU where not all is contiguous: eager's kernel rounds otherwise, or leaves the
+saved statistics unwritten.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functionalize._compat.autograd import below_autograd
+from functionalize.discharge.layout import UNKNOWN, output_geometries
+from functionalize.discharge.rules.registry import Engine, rule
+from functionalize.errors import UnsupportedOpError
+from functionalize.ir.ops import OpRecord, map_refs
+
+aten = torch.ops.aten
+
+
+@rule(aten.native_batch_norm.default)
+def native_batch_norm(engine: Engine, record: OpRecord) -> Any:
+    """Writes `running_mean` and `running_var` in training although its schema says it does not."""
+    x, weight, bias, mean, var, training, momentum, eps = record.args
+    if not training or mean is None or var is None:
+        return engine.pure(record)
+    target = aten._native_batch_norm_legit_functional.default
+    have = output_geometries(target, record.args, {})
+    values = [None if t is None else engine.read(t) for t in (x, weight, bias, mean, var)]
+    out = engine.emit.call(target, *values, training, momentum, eps)
+    for i, ref in ((3, mean), (4, var)):
+        engine.write(ref, engine.fit(engine.part(out, i), have[i], ref))
+    return [engine.part(out, i) for i in range(3)]
+
+
+@rule(aten.native_batch_norm.out, aten._native_batch_norm_legit.out)
+def native_batch_norm_out(engine: Engine, record: OpRecord) -> Any:
+    """The same into `out`, `save_mean` and `save_invstd`."""
+    x, weight, bias, mean, var, training, momentum, eps = record.args
+    outs = [record.kwargs[name] for name in ("out", "save_mean", "save_invstd")]
+    for ref in outs:
+        engine.storage(ref.storage).check_writable(ref.geometry)
+    if not training or mean is None or var is None:
+        target, stats = aten.native_batch_norm.default, []
+    else:
+        target, stats = aten._native_batch_norm_legit_functional.default, [mean, var]
+    have = output_geometries(target, record.args, {})
+    rows = x.geometry.is_contiguous and outs[0].geometry.is_contiguous
+    if not rows and engine.device_of(x).type == "cpu":
+        raise UnsupportedOpError(
+            f"takes another formula where the input ({x.geometry}) or `out` ({outs[0].geometry}) is not "
+            "contiguous: compute without out=, then copy_()"
+        )
+    if not training:  # the others are then empty on some devices
+        have = [have[0], UNKNOWN, UNKNOWN]
+    values = [None if t is None else engine.read(t) for t in (x, weight, bias, mean, var)]
+    result = engine.emit.call(target, *values, training, momentum, eps)
+    for i, ref in enumerate([*outs, *stats]):
+        if ref.geometry.numel or have[i] is not UNKNOWN:
+            engine.write(ref, engine.fit(engine.part(result, i), have[i], ref))
+    return [None, None, None]
+
+
+@rule(aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
+def vendor_batch_norm(engine: Engine, record: OpRecord) -> Any:
+    """`(input, weight, bias, running_mean, running_var, training, factor, epsilon)`; no functional form."""
+    mean, var, training = record.args[3:6]
+    if training and (mean is not None or var is not None):
+        raise UnsupportedOpError(
+            "updates `running_mean` and `running_var` although its schema does not say so, and has no "
+            "functional form: turn the vendor's kernel off (torch.backends.cudnn.flags(enabled=False)), "
+            "or use BatchNorm with track_running_stats=False"
+        )
+    return engine.pure(record)
+
+
+@rule(aten.record_stream.default)
+def record_stream(engine: Engine, record: OpRecord) -> None:
+    """`record_stream(Tensor(a!) self, Stream s)` tells the allocator; it writes nothing."""
+
+
+_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+# The ops of which a record must say whether gradients were on, as `meta["gradients"]`.
+READS_GRAD_MODE = frozenset({_LAYER})
+
+_LIBRARY = torch.library.Library("functionalize", "FRAGMENT")  # while it lives, so does the op
+_LIBRARY.define(str(_LAYER._schema).removeprefix("aten::"))
+
+
+@torch.library.impl(_LIBRARY, "mkldnn_rnn_layer", "CompositeExplicitAutograd")
+def _trained_layer(*args: Any) -> Any:
+    with below_autograd(), torch.enable_grad():
+        return _LAYER(*args)
+
+
+@torch.library.register_fake("functionalize::mkldnn_rnn_layer", lib=_LIBRARY)
+def _fake_layer(*args: Any) -> Any:
+    return _LAYER(*args)
+
+
+@rule(_LAYER)
+def layer(engine: Engine, record: OpRecord) -> Any:
+    """Run live, an op sees the gradient mode of its caller, and a record says nothing of it."""
+    if not record.meta.get("gradients"):
+        return engine.pure(record)
+    trained = torch.ops.functionalize.mkldnn_rnn_layer.default
+    return engine.emit.call(trained, *map_refs(engine.read, record.args))

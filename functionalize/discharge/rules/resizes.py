@@ -1,0 +1,59 @@
+"""Ops that change which bytes a tensor has: storage resizes, `aten.resize_`, `set_`, in-place views.
+
+None of them emits anything. A resize goes to the storage's record; `set_` and the in-place views move a
+tensor to another storage or geometry, which the next record simply shows, since tensors are known by
+(storage, geometry) and not by the Python object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functionalize._compat.dispatch import all_op_names, load_resize_op
+from functionalize.discharge.rules.mutations import is_mutating
+from functionalize.discharge.rules.registry import Engine, rule
+from functionalize.errors import ForeignStorageError
+from functionalize.ir.ops import OpRecord, TensorRef
+
+aten = torch.ops.aten
+load_resize_op()
+RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_.default
+
+
+@rule(RESIZE_STORAGE)
+def resize_storage_bytes_(engine: Engine, record: OpRecord) -> None:
+    """`resize_storage_bytes_(Tensor variable, SymInt new_size)`; `new_size` in bytes."""
+    engine.resize(record.args[0].storage, record.args[1])
+
+
+def is_inplace_view(target: object) -> bool:
+    """Whether an op changes only how a tensor looks at its storage (`t_`, `set_`, `resize_`, ...)."""
+    return torch.Tag.inplace_view in getattr(target, "tags", ())
+
+
+def _inplace_views() -> list[object]:
+    names = [n for n in all_op_names() if n.startswith("aten::")]
+    found = []
+    for full in names:
+        packet, _, overload = full.removeprefix("aten::").partition(".")
+        target = getattr(getattr(aten, packet, None), overload or "default", None)
+        if target is not None and is_inplace_view(target) and is_mutating(target):
+            found.append(target)
+    return found
+
+
+@rule(*_inplace_views())
+def inplace_view(engine: Engine, record: OpRecord) -> Any:
+    """The tensor's next record carries its new storage and geometry; storage growth is in `resized`."""
+    out = record.outputs
+    if type(out) is not TensorRef or out.storage in engine.storages:
+        return None
+    nbytes, device = record.meta["born"][out.storage]
+    if nbytes:
+        raise ForeignStorageError(
+            f"moves a tensor to a storage of {nbytes} bytes that belongs to no tensor the program was "
+            "given or has used: pass its tensor as an argument"
+        )
+    return engine.emit.empty(out.geometry, device)  # `set_()`

@@ -1,0 +1,349 @@
+"""View ops: how to get from a parent to a child geometry, and back after a write to the child.
+
+    a[1:3].mul_(2)        slice = aten.slice(a, 0, 1, 3); mul = aten.mul(slice, 2)
+                          slice_scatter = aten.slice_scatter(a, mul, 0, 1, 3)
+
+Every view op that torch's functionalization knows has a step here (composite ones arrive as these). An op
+that is not listed, or a geometry no op was seen to make, goes straight from the root by `as_strided`.
+
+Invariant: `inverse(forward(x)) == x`, and `inverse` does not ask for the old parent when the child covers it.
+Refusal: none here; overlapping writes are refused by `FunctionalStorage.check_writable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functionalize.discharge.values import Call, Emitter, Step, Value, View
+from functionalize.ir.ops import Geometry, contiguous_geometry
+
+aten = torch.ops.aten
+Old = Callable[[], Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(Step):
+    """Both sides hold the same elements in the same order: `view` there and back."""
+
+    target: Any
+    args: tuple[Any, ...]
+    parent: Geometry
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        return emit.call(self.target, parent, *self.args)
+
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+        return emit.call(aten.view.default, child, list(self.parent.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Bijection(Step):
+    """An op whose inverse is another op: `permute`, `view.dtype`, `view_as_real`, `_conj`."""
+
+    target: Any
+    args: tuple[Any, ...]
+    back: Any
+    back_args: tuple[Any, ...]
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        return emit.call(self.target, parent, *self.args)
+
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+        return emit.call(self.back, child, *self.back_args)
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Step):
+    """A part of the parent: `slice`, `select`, `diagonal`; back by the matching `*_scatter`."""
+
+    call: Call
+    scatter: Any
+    scatter_args: tuple[Any, ...]
+    covers: bool
+
+    @property
+    def scatters(self) -> bool:
+        return not self.covers
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        return self.call.on(emit, parent)
+
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+        if self.covers:
+            return child
+        return emit.call(self.scatter, parent(), child, *self.scatter_args)
+
+
+@dataclass(frozen=True, slots=True)
+class Output(Part):
+    """A part of the parent that is one output of a multi-output op: `split`, `unbind`.
+
+    Note [One call for all outputs]
+    N outputs that are read of one value of the parent share one call: one each would make N times N values. The
+    parent's view keeps the call's value for as long as its own.
+    """
+
+    index: int
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        return emit.part(self.call.on(emit, parent), self.index)
+
+    def regenerate(self, emit: Emitter, parent: View) -> Value:
+        values = parent.lists.get(self.call)
+        if values is None:
+            values = parent.lists[self.call] = self.call.on(emit, parent.value)
+        return emit.part(values, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Strided(Step):
+    """From a dense geometry to any other of the same dtype inside it, whatever ops led there.
+
+    Note [Positions are relative]
+    Where a value lies in its own memory is not known: `slice_scatter` keeps the storage offset of what it was
+    given. So positions count from the value's first element, and `as_strided` is given no offset.
+    """
+
+    parent: Geometry
+    child: Geometry
+
+    @property
+    def _window(self) -> tuple[int, int]:
+        """The elements of the flattened parent that the child reaches over."""
+        p, c = self.parent, self.child
+        return c.offset - p.offset, c.end // c.dtype.itemsize - p.offset
+
+    @property
+    def _same_elements(self) -> bool:
+        return self.child.is_dense and self.child.numel == self.parent.numel
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        p, c = self.parent, self.child
+        if self._same_elements:
+            return _laid(emit, parent, p, c)
+        start, end = self._window
+        part = _sliced(emit, _flat(emit, parent, p), p.numel, start, end)
+        return _laid(emit, part, contiguous_geometry((end - start,), c.dtype, c.offset), c)
+
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+        p, c = self.parent, self.child
+        if self._same_elements:
+            return _laid(emit, child, c, p)
+        flat, (start, end) = _flat(emit, parent(), p), self._window
+        if c.is_dense:
+            part = _flat(emit, child, c)
+        else:
+            part = _sliced(emit, flat, p.numel, start, end)
+            to = (list(c.size), list(c.stride))
+            part = emit.call(aten.as_strided_scatter.default, part, child, *to)
+        if end - start != p.numel:
+            part = emit.call(aten.slice_scatter.default, flat, part, 0, start, end)
+        return _laid(emit, part, contiguous_geometry((p.numel,), p.dtype, p.offset), p)
+
+
+def _laid(emit: Emitter, value: Value, have: Geometry, want: Geometry) -> Value:
+    """The memory of `value` in another size and stride; without `as_strided` where it is a permutation."""
+    if have.size == want.size and have.stride == want.stride:
+        return value
+    before, after = _by_stride(have), _by_stride(want)
+    sizes = [want.size[d] for d in after]
+    dense = have.is_dense and want.is_dense and have.numel == want.numel
+    if not dense or (before == after and list(have.size) == sizes):  # unusual strides in size 1
+        return emit.call(aten.as_strided.default, value, list(want.size), list(want.stride))
+    if before != sorted(before):
+        value = emit.call(aten.permute.default, value, before)
+    if sizes != [have.size[d] for d in before]:
+        value = emit.call(aten.view.default, value, sizes)
+    if after != sorted(after):
+        value = emit.call(aten.permute.default, value, [after.index(d) for d in range(len(after))])
+    return value
+
+
+def _by_stride(geometry: Geometry) -> list[int]:
+    """The dimensions from the outermost in memory to the innermost; those of size 1 stay in place."""
+    if geometry.is_contiguous:
+        return list(range(len(geometry.size)))
+    return sorted(range(len(geometry.size)), key=lambda d: -geometry.stride[d])
+
+
+def _flat(emit: Emitter, value: Value, have: Geometry) -> Value:
+    """A dense value in the order of its memory."""
+    return _laid(emit, value, have, contiguous_geometry((have.numel,), have.dtype, have.offset))
+
+
+def _sliced(emit: Emitter, flat: Value, numel: int, start: int, end: int) -> Value:
+    return flat if end - start == numel else emit.call(aten.slice.Tensor, flat, 0, start, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain(Step):
+    """Several steps one after the other; `middles` are the geometries between them."""
+
+    steps: tuple[Step, ...]
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        for step in self.steps:
+            parent = step.forward(emit, parent)
+        return parent
+
+    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+        return self._back(emit, child, parent, len(self.steps) - 1)
+
+    def _back(self, emit: Emitter, child: Value, parent: Old, at: int) -> Value:
+        if at < 0:
+            return child
+
+        def middle() -> Value:
+            value = parent()
+            for step in self.steps[:at]:
+                value = step.forward(emit, value)
+            return value
+
+        value = self.steps[at].inverse(emit, child, middle)
+        return self._back(emit, value, parent, at - 1)
+
+
+# Back by the op that computes: a base must have no lazy bit of its own, which many ops refuse.
+_CONJUGATED = Bijection(aten._conj.default, (), aten._conj_physical.default, ())
+_NEGATED = Bijection(aten._neg_view.default, (), aten.neg.default, ())
+
+
+def straight(parent: Geometry, child: Geometry) -> Step:
+    """The step from a root to a geometry that no op was seen to make."""
+    steps: list[Step] = []
+    if child.neg:
+        steps.append(_NEGATED)
+    if child.conj:
+        steps.append(_CONJUGATED)
+    child = child._replace(conj=False, neg=False)
+    if parent.neg or parent.conj:
+        undo = _CONJUGATED if parent.conj else _NEGATED
+        return Chain(
+            (
+                undo,
+                straight(parent._replace(conj=False, neg=False), child),
+                *reversed(steps),
+            )
+        )
+    steps = [*_between_dtypes(parent, child), *reversed(steps)]
+    return steps[0] if len(steps) == 1 else Chain(tuple(steps))
+
+
+def _between_dtypes(parent: Geometry, child: Geometry) -> list[Step]:
+    """Through the smallest run of whole elements of both dtypes that holds the child."""
+    old, new = parent.dtype, child.dtype
+    if old == new:
+        return [Strided(parent, child)]
+    cast = Bijection(aten.view.dtype, (new,), aten.view.dtype, (old,))
+    if old.itemsize == new.itemsize:
+        same = parent._replace(dtype=new)
+        return [cast] if same == child else [cast, Strided(same, child)]
+    unit = max(old.itemsize, new.itemsize)
+    start, end = child.start // unit * unit, -(-child.end // unit) * unit
+    before = contiguous_geometry(((end - start) // old.itemsize,), old, start // old.itemsize)
+    after = contiguous_geometry(((end - start) // new.itemsize,), new, start // new.itemsize)
+    first: list[Step] = [] if before == parent else [Strided(parent, before)]
+    last: list[Step] = [] if after == child else [Strided(after, child)]
+    return [*first, cast, *last]
+
+
+# -- from ops ------------------------------------------------------------------------------------
+
+
+def step_of(call: Call, parent: Geometry, child: Geometry, index: int | None = None) -> Step | None:
+    """The step that `call` takes from `parent` to `child`, its output `index` (None: the only one).
+
+    None: go straight from the root.
+    """
+    make = _STEPS.get(call.target)
+    return None if make is None else make(call, parent, child, index)
+
+
+def _reshape(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Reshape(call.target, call.args, p)
+
+
+def _expand(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    # written only where nothing was expanded: then `view` goes back
+    return Reshape(call.target, call.args, p)
+
+
+def _dim(dim: int, p: Geometry) -> int:
+    return dim % max(len(p.size), 1)
+
+
+def _permute(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    order = [_dim(d, p) for d in call.args[0]]
+    back = [order.index(d) for d in range(len(order))]
+    return Bijection(call.target, call.args, aten.permute.default, (back,))
+
+
+def _own_inverse(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Bijection(call.target, call.args, call.target, call.args)
+
+
+def _view_dtype(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Bijection(call.target, call.args, call.target, (p.dtype,))
+
+
+def _view_as_real(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Bijection(call.target, call.args, aten.view_as_complex.default, ())
+
+
+def _view_as_complex(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    return Bijection(call.target, call.args, aten.view_as_real.default, ())
+
+
+def _part(scatter: Any) -> Callable[..., Step]:
+    def make(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+        return Part(call, scatter, call.args, c.size == p.size)
+
+    return make
+
+
+def _split(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    assert i is not None
+    dim = _dim(call.args[1] if len(call.args) > 1 else 0, p)
+    stride = p.stride[dim]  # 0: an expanded dimension, which is never written
+    start = (c.offset - p.offset) // stride if stride else 0
+    where = (dim, start, start + c.size[dim], 1)
+    return Output(call, aten.slice_scatter.default, where, c.size == p.size, i)
+
+
+def _unbind(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
+    assert i is not None
+    dim = _dim(call.args[0] if call.args else 0, p)
+    return Output(call, aten.select_scatter.default, (dim, i), False, i)
+
+
+_STEPS: dict[Any, Callable[..., Step]] = {
+    aten.view.default: _reshape,
+    aten._reshape_alias.default: lambda call, p, c, i: Reshape(
+        aten.view.default, (call.args[0],), p
+    ),
+    aten.unsqueeze.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
+    aten.expand.default: _expand,
+    aten.permute.default: _permute,
+    aten.transpose.int: _own_inverse,
+    aten.t.default: _own_inverse,
+    aten._conj.default: lambda call, p, c, i: _CONJUGATED,
+    aten._neg_view.default: lambda call, p, c, i: _NEGATED,
+    aten.view.dtype: _view_dtype,
+    aten.view_as_real.default: _view_as_real,
+    aten.view_as_complex.default: _view_as_complex,
+    aten.slice.Tensor: _part(aten.slice_scatter.default),
+    aten.select.int: _part(aten.select_scatter.default),
+    aten.diagonal.default: _part(aten.diagonal_scatter.default),
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unsafe_split.Tensor: _split,
+    aten.unsafe_split_with_sizes.default: _split,
+    aten.unbind.int: _unbind,
+}

@@ -1,0 +1,1 @@
+"""A fake process group of any size, and the device that is planned for, on fake tensors."""

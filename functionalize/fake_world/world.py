@@ -1,0 +1,355 @@
+"""A training step at any world size, on this machine: fake tensors, a fake process group, another device's kernels.
+
+    with fz.world(size=16384, target="cuda"):
+        model = build()                       unmodified: fully_shard, optimizers, Hugging Face models from a config
+        step = fz.capture(train_step)
+        step(batch), step(batch)              recorded as on any machine; nothing is allocated or sent
+
+What is other than in a world of real ranks, for the time of the `with`:
+- every tensor is fake (a shape without data), and on the CPU whatever device the program names;
+- the process group is torch's fake one: collectives return at once. `mesh` shapes the default mesh;
+- `fully_shard` takes one chunk of a parameter and not one per rank, which is O(parameters * world) in torch;
+- the sharding propagation of DTensor runs on fake tensors of its own, which nobody may count;
+- a library that asks whether a tensor is fake is told no: Hugging Face would take masks that real training leaves out;
+- a number that Python reads from data that is not there is assumed, and told in `World.assumed`: what a tensor was made
+  of if that is known (`torch.zeros(1)`, and in-place ops leave it), `any` False, `all` True, else 1 (`True`);
+- the kernels, defaults and autocasts of the target, see `target.py`.
+
+Invariant: everything is as before after the `with`, whatever happened in it.
+Refuses (`WorldError`): a process group that exists already, a world inside a world, a mesh that does not fit the size,
+results whose shape depends on data, decisions on data other than numbers (`torch.equal`), loops that read on and on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from functionalize._compat.dispatch import current_modes, disable_current_modes
+from functionalize._compat.distributed import (
+    fake_process_group,
+    fake_work_ids,
+    forget_shardings,
+    mesh_methods,
+    sharding_propagation,
+)
+from functionalize._compat.fakes import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    fakes_module,
+)
+from functionalize._compat.fsdp import fully_sharded_chunks
+from functionalize._compat.graphs import pytree
+from functionalize._compat.stacks import CapturedTraceback
+from functionalize.errors import WorldError
+from functionalize.fake_world import fake_queries as fake_asks
+from functionalize.fake_world.cuda_api import is_cuda
+from functionalize.fake_world.target import Choices, Target, target_named
+from functionalize.ir.fakes import Repeats
+from functionalize.util.patching import Patch, Patches
+from functionalize.util.user_stack import line_of
+
+aten = torch.ops.aten
+_MOST_READS = 20_000
+
+
+def _of_the_first(tensor: Any, *args: Any) -> Any:
+    return getattr(tensor, "assumed", None)
+
+
+# What a tensor with one element is assumed to hold, from the arguments of the op that makes it.
+_ASSUMED: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
+    {
+        **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), lambda *args: False),
+        **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), lambda *args: True),
+        **dict.fromkeys((aten.zeros.default, aten.zeros_like.default), lambda *args: 0),
+        **dict.fromkeys((aten.ones.default, aten.ones_like.default), lambda *args: 1),
+        **dict.fromkeys((aten.full.default, aten.full_like.default), lambda first, value: value),
+        aten.scalar_tensor.default: lambda value: value,
+        **dict.fromkeys(
+            (aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default),
+            _of_the_first,
+        ),
+        **dict.fromkeys((aten.view.default, aten.reshape.default), _of_the_first),
+    }
+)
+_DEVICE = torch.ops.prim.device.default
+_MOST_RANKS = 2**20
+_NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """A fake world. size: how many ranks. rank: the one whose step is seen. mesh: the default `DeviceMesh`.
+
+    target: the device it is planned for. choices: which kernels the target took, and why. assumed: the
+    numbers that Python read and no tensor holds, as text -> how often.
+    """
+
+    size: int
+    rank: int
+    mesh: Any
+    target: Target
+    choices: Choices
+    assumed: Counter[str] = field(default_factory=Counter)
+
+
+class WorldMode(FakeTensorMode):
+    """The fakes of a world.
+
+    Real tensors from outside are taken as fakes of their shape, but for small ones of whole numbers (the ranks of a
+    mesh, indices): ops on those alone run for real.
+    """
+
+    def __init__(self, target: str = "cpu") -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.target = target
+        self.assumed: Counter[str] = Counter()
+        self._repeats = Repeats(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if torch.is_inference_mode_enabled():  # where a fake view would have no version to share
+            with torch.inference_mode(False), torch.no_grad():
+                return self.__torch_dispatch__(func, types, args, kwargs)
+        if not types and _are_ranks(args, kwargs):
+            kwargs = dict(kwargs or {})
+            if self.target != "cpu" and is_cuda(kwargs.get("device")):
+                kwargs["device"] = torch.device("cpu")
+            return func(*args, **kwargs)
+        op = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
+        try:
+            out = self._repeats.run(func, args, kwargs or {}, op)
+            if func in _ASSUMED and type(out) is FakeTensor and out.numel() == 1:
+                out.assumed = _ASSUMED[func](*args)  # type: ignore[attr-defined]
+            return out
+        except DataDependentOutputException:
+            if func in _NUMBERS:
+                return self._assume(args[0])
+            raise _needs_data(func, "decides by data") from None
+        except DynamicOutputShapeException:
+            raise _needs_data(func, "gives a result whose size depends on data") from None
+
+    def _assume(self, tensor: Tensor) -> Any:
+        """The number that stands for one that would be read."""
+        where = line_of(CapturedTraceback.extract())
+        self.assumed[where] += 1
+        if self.assumed[where] > _MOST_READS:
+            raise WorldError(
+                f"a number is read {_MOST_READS:,} times and never changes, as tensors of a fake world hold no data\n"
+                f"  {where}\n  Leave a loop that waits for a number out of what is planned"
+            )
+        known = getattr(tensor, "assumed", None)
+        return torch.full((), 1 if known is None else known, dtype=tensor.dtype).tolist()
+
+
+def _are_ranks(args: Any, kwargs: Any) -> bool:
+    """Whether the tensors given are small, real, and hold whole numbers."""
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return bool(given) and all(
+        t.device.type == "cpu"
+        and t.numel() <= _MOST_RANKS
+        and not (t.is_floating_point() or t.is_complex())
+        for t in given
+    )
+
+
+def _needs_data(func: Any, what: str) -> WorldError:
+    where = line_of(CapturedTraceback.extract())
+    return WorldError(
+        f"{func} {what}, and tensors of a fake world hold none\n  {where}\n"
+        "  Give the step a form whose shapes follow from those of its arguments"
+    )
+
+
+def in_world() -> bool:
+    """Whether the calling thread is inside a fake world."""
+    return any(isinstance(mode, WorldMode) for mode in current_modes())
+
+
+def world_target() -> str | None:
+    """The name of the target of the calling thread's world; None outside of one."""
+    return next((m.target for m in current_modes() if isinstance(m, WorldMode)), None)
+
+
+@contextmanager
+def world(
+    size: int | None = None,
+    mesh: Sequence[int] | Mapping[str, int] | None = None,
+    *,
+    rank: int = 0,
+    target: str | Target = "cuda",
+) -> Iterator[World]:
+    """A world of `size` ranks, seen from one of them.
+
+    size: the number of ranks; the product of `mesh` if None. mesh: the default mesh's shape, by dimension names
+    (`{"dp": 2048, "tp": 8}`) or without; one dimension of all ranks if None. rank: the one whose shards are seen
+    (uneven shards differ by rank). target: whose kernels are taken: "cuda", "cpu" or a `Target`.
+    Raises `WorldError` for what does not fit, and inside for programs that need data.
+    """
+    shape, names, size = _shape_of(size, mesh)
+    if type(rank) is not int or not 0 <= rank < size:
+        raise WorldError(f"rank {rank} is not in a world of {size} ranks")
+    if in_world():
+        raise WorldError("a fake world inside a fake world: leave the one before entering another")
+    if dist.is_initialized():
+        raise WorldError(
+            f"a process group of {dist.get_world_size()} ranks exists: a fake world makes its own. "
+            "Enter the world in a process without one, or call torch.distributed.destroy_process_group() first"
+        )
+    kind = target_named(target)
+    with ExitStack() as stack:
+        stack.enter_context(fake_process_group(rank, size))
+        forget_shardings()
+        stack.callback(forget_shardings)
+        mode = WorldMode(kind.name)
+        patches = Patches(functools.partial(_patches, FakeTensorMode(), kind.name))
+        patches.install()
+        stack.callback(patches.remove)
+        default = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        stack.enter_context(_unseen_fakes())
+        stack.enter_context(mode)
+        choices = stack.enter_context(kind.applied())
+        yield World(size, rank, default, kind, choices, mode.assumed)
+
+
+def _shape_of(
+    size: int | None, mesh: Sequence[int] | Mapping[str, int] | None
+) -> tuple[tuple[int, ...], tuple[str, ...] | None, int]:
+    """The mesh's shape, the names of its dimensions, and the number of ranks."""
+    if mesh is not None and (isinstance(mesh, str) or not isinstance(mesh, (Sequence, Mapping))):
+        raise WorldError(f"a mesh is a shape, as (64, 8), or names with sizes, and not {mesh!r}")
+    names = tuple(mesh) if isinstance(mesh, Mapping) else None
+    if mesh is None:
+        shape: tuple[int, ...] = (1 if size is None else size,)
+    else:
+        shape = tuple(mesh.values()) if isinstance(mesh, Mapping) else tuple(mesh)
+    if not shape or any(type(n) is not int or n < 1 for n in shape):
+        raise WorldError(f"the sizes of a mesh are positive whole numbers, not {shape}")
+    if names is not None and not all(isinstance(name, str) for name in names):
+        raise WorldError(f"the names of a mesh's dimensions are texts, not {names}")
+    ranks = math.prod(shape)
+    if size is not None and size != ranks:
+        raise WorldError(f"a mesh of shape {shape} has {ranks} ranks, the world {size}")
+    return shape, names, ranks
+
+
+# -- what is replaced in torch ---------------------------------------------------------------------
+
+
+def _patches(apart: FakeTensorMode, target: str) -> Iterator[Patch]:
+    """(owner, name, replacement). apart: the fakes of sharding propagation."""
+    yield from fake_asks.patches(target, in_world)
+    owner, name = sharding_propagation()
+    yield owner, name, _on_other_fakes(getattr(owner, name), apart)
+    for owner, name in fully_sharded_chunks():
+        yield owner, name, _Chunks
+    yield (*fake_work_ids(), itertools.count().__next__)  # torch draws them from Python's generator
+    for owner, name in mesh_methods():
+        yield owner, name, _for_real(vars(owner)[name])
+
+
+class _NoFake:
+    """What no tensor is an instance of."""
+
+
+class _Asked(types.ModuleType):
+    """torch's module of fakes, as it is to torch and us: nobody else finds out that a world's tensors are fake."""
+
+    @property
+    def FakeTensor(self) -> type:
+        """The class of fakes, or one without instances."""
+        asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return _NoFake if in_world() and asks not in ("torch", "functionalize") else FakeTensor
+
+
+@contextmanager
+def _unseen_fakes() -> Iterator[None]:
+    module = fakes_module()
+    before = module.__class__
+    module.__class__ = _Asked
+    try:
+        yield
+    finally:
+        module.__class__ = before
+
+
+def _on_other_fakes(original: Callable[..., Any], apart: FakeTensorMode) -> Callable[..., Any]:
+    """The function on fakes of `apart`, unseen by every mode, where a world is; elsewhere as it was."""
+
+    @functools.wraps(original)
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        if not in_world():
+            return original(*args, **kwargs)
+        with disable_current_modes(), apart:
+            return original(*args, **kwargs)
+
+    return propagate
+
+
+def _for_real(original: Any) -> Any:
+    """A method of a mesh on the tensors of ranks that it keeps, which are real in a world too, and on the CPU."""
+    if isinstance(original, property):
+        return property(_for_real(original.fget))
+    if isinstance(original, staticmethod):
+        return staticmethod(_for_real(original.__func__))
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if not in_world():
+            return original(*args, **kwargs)
+        with disable_current_modes():
+            if original.__name__ == "__init__":
+                args, kwargs = _on_cpu(args, kwargs)
+            return original(*args, **kwargs)
+
+    return method
+
+
+def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments of a mesh (its first is the mesh itself) with its device replaced, and its ranks real."""
+    mesh = args[2] if len(args) > 2 else kwargs.get("mesh")
+    if isinstance(mesh, FakeTensor):
+        raise WorldError(
+            "a mesh is made of a tensor of ranks, which holds none in a fake world: use "
+            "torch.distributed.init_device_mesh(device, shape), or give DeviceMesh the ranks as a list"
+        )
+    ranks = kwargs.get("_rank_map")
+    if isinstance(ranks, FakeTensor):  # `init_device_mesh` has just counted them
+        kwargs = {**kwargs, "_rank_map": torch.arange(ranks.numel(), dtype=ranks.dtype)}
+    if len(args) > 1:
+        return (args[0], "cpu", *args[2:]), kwargs
+    return args, {**kwargs, "device_type": "cpu"}
+
+
+class _Chunks(Sequence[Tensor]):
+    """`torch.chunk` and empty tensors up to `count`, each made when it is asked for."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+        self._each = -(-tensor.size(dim) // count) if tensor.dim() else 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        start = index * self._each
+        left = self._tensor.size(self._dim) - start
+        if left <= 0 and index:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._each, left))

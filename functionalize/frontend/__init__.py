@@ -1,1 +1,0 @@
-"""Front ends: run Python once while recording."""

@@ -1,0 +1,275 @@
+"""What FSDP2 keeps in Python: looked at, guarded, and restored after a replay.
+
+    FSDPState.now(modules)  flags, sharded or not, which parameter is registered, prefetch order
+    FSDPStateGuard          the step enters in the state it was captured in
+    FSDPEffects             what a step did to that state, done again by a replay
+
+A replay runs no hook, so what FSDP2 keeps in Python moves by effects alone: after a replay the model is in the
+state that the eager step leaves it in, and an eager call may follow. Which attributes these are is told by
+`contract.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from functionalize.fsdp.contract import Handling, names
+from functionalize.fsdp.objects import (
+    PLAIN,
+    Under,
+    fsdp_states,
+    groups_of,
+    is_ready,
+    registrations_of,
+)
+from functionalize.ir.inputs import Call
+
+_STATE = names("FSDPState", Handling.RESTORED)
+_CONTEXT = names("FSDPStateContext", Handling.RESTORED)
+_COMMUNICATION = names("FSDPCommContext", Handling.RESTORED)
+_GROUP = names("FSDPParamGroup", Handling.RESTORED)
+_PARAM = names("FSDPParam", Handling.RESTORED)
+# What a step may not leave behind: it ends in another call, where a replay's would be the recorded one.
+_PENDING = {
+    "_all_gather_result": "an unshard begins in one call and ends in another",
+    "active_gradient_reduction": (
+        "an asynchronous finalize_backward begins in one call and is waited for in another: call wait() on its handle "
+        "inside the step"
+    ),
+}
+
+
+class Contents(NamedTuple):
+    """What a dict, a list or a set holds, at one moment; equal for equal contents."""
+
+    kind: str
+    items: tuple[Any, ...] | frozenset[Any]
+
+
+_KINDS: Mapping[str, type] = {"dict": dict, "list": list, "set": set}
+_EMPTY = {kind: Contents(name, frozenset() if kind is set else ()) for name, kind in _KINDS.items()}
+
+
+class Place(NamedTuple):
+    """One value: `table[key]` of an object's attributes or a module's parameters, or attribute `key` of a tensor."""
+
+    name: str
+    table: dict[str, Any] | Tensor
+    key: str
+
+    def read(self) -> Any:
+        """The value; the contents of a container, which a step may change in place."""
+        _, table, key = self
+        value = table.get(key) if type(table) is dict else getattr(table, key)
+        empty = _EMPTY.get(type(value))
+        if empty is None or not value:
+            return value if empty is None else empty  # most containers are empty
+        if type(value) is dict:
+            return Contents("dict", tuple(value.items()))
+        return empty._replace(items=tuple(value) if type(value) is list else frozenset(value))
+
+    def write(self, value: Any) -> None:
+        """Assign what `read` returned; a container stays the same object, since hooks of FSDP2 hold some."""
+        if not isinstance(value, Contents):
+            if type(self.table) is dict:
+                self.table[self.key] = value
+            else:
+                setattr(self.table, self.key, value)
+            return
+        assert type(self.table) is dict
+        kind = _KINDS[value.kind]
+        if type(self.table.get(self.key)) is not kind:
+            self.table[self.key] = kind()
+        container: Any = self.table[self.key]
+        container.clear()
+        if value.kind == "list":
+            container.extend(value.items)
+        else:
+            container.update(value.items)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FSDPState:
+    """What FSDP2 keeps in Python at one moment.
+
+    order: groups in the order of their forwards, by list that holds it; only the last ones, one per group,
+    can matter to what comes. indices: where in that order each group stands.
+    """
+
+    places: tuple[Place, ...]
+    values: tuple[Any, ...]
+    orders: tuple[tuple[Any, ...], ...]
+    indices: tuple[tuple[int, ...], ...]
+    _orders: tuple[list[Any], ...]
+    _indices: tuple[tuple[list[int], int], ...]
+
+    @staticmethod
+    def now(roots: Iterable[Under]) -> FSDPState:
+        """Look at every FSDP2 module under these roots."""
+        states = [state for root in roots for state in fsdp_states(root)]
+        found = [place for state in states for place in _places(state)]
+        places = list({(id(place.table), place.key): place for place in found}.values())
+        orders: list[list[Any]] = []
+        indices: list[tuple[list[int], int]] = []
+        for state in states:
+            for group in groups_of(state):
+                order = group.comm_ctx.post_forward_order if is_ready(group) else []
+                known = next((i for i, o in enumerate(orders) if o is order), len(orders))
+                if known == len(orders):
+                    orders.append(order)
+                indices.append((group._post_forward_indices, known))
+        values = tuple([p.read() for p in places])
+        lists = tuple(tuple(order) for order in orders)
+        numbers = tuple(tuple(at) for at, _ in indices)
+        return FSDPState(tuple(places), values, lists, numbers, tuple(orders), tuple(indices))
+
+    def _where(self) -> list[Any]:
+        """Where it was looked; another list or table is there when FSDP2 has set itself up."""
+        places = [(place.key, id(place.table)) for place in self.places]
+        return [places, list(map(id, self._orders)), [id(numbers) for numbers, _ in self._indices]]
+
+    def tables(self) -> set[tuple[int, str]]:
+        """The places, so that others leave them to us."""
+        return {(id(place.table), place.key) for place in self.places}
+
+    def summary(self) -> tuple[Any, ...]:
+        """What tells states apart, hashable; equal for states that an equal step may start from."""
+        return tuple([v if isinstance(v, _BY_VALUE) else id(v) for v in self.values])
+
+    def difference(self, backward: bool) -> str | None:
+        """How FSDP2's state now differs from this one, in what a step (that goes `backward`) looks at."""
+        for place, was in zip(self.places, self.values, strict=True):
+            name, table, key = place
+            now = table.get(key) if type(table) is dict else getattr(table, key)
+            if now is not was and not same_value(
+                now := place.read(), was
+            ):  # nearly all are the same
+                return f"{name} is {_brief(now)}, was {_brief(was)}"
+        recent = len(self._indices) if backward else 0
+        if not recent:
+            return None
+        for order, were in zip(self._orders, self.orders, strict=True):
+            if list(map(id, order[-recent:])) != list(map(id, were[-recent:])):
+                return "FSDP2 ran other modules forward since its last backward"
+        return None
+
+
+_BY_VALUE = (*PLAIN, Contents)
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values of a place are one object, or equal numbers, names or contents."""
+    return a is b or (type(a) is type(b) and isinstance(b, _BY_VALUE) and bool(a == b))
+
+
+def _places(state: Any) -> Iterator[Place]:
+    groups = groups_of(state)
+    where = (groups[0]._module_fqn or "root") if groups else "a module"
+    yield from _attributes(f"FSDP module `{where}`: ", state, _STATE)
+    yield from _attributes("FSDP2's ", state._state_ctx, _CONTEXT)
+    yield from _attributes("FSDP2's ", state._comm_ctx, _COMMUNICATION)
+    for group in groups:
+        yield from _attributes(f"FSDP group `{group._module_fqn or 'root'}`: ", group, _GROUP)
+        for param in group.fsdp_params:
+            name = f"FSDP parameter `{param._param_fqn}`: "
+            yield from _attributes(name, param, _PARAM)
+            for module, key in registrations_of(param):
+                yield Place(f"{name}registered", module._parameters, key)
+            if hasattr(param, "sharded_grad_dtype") and hasattr(param, "_unsharded_param"):
+                yield Place(f"{name}grad_dtype", param._unsharded_param, "grad_dtype")
+
+
+def _attributes(name: str, owner: Any, keys: Iterable[str]) -> Iterator[Place]:
+    """A place for each of the attributes that the torch at hand has."""
+    table = vars(owner)
+    for key in keys:
+        if hasattr(owner, key):
+            yield Place(f"{name}{key}", table, key)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Contents):
+        return f"a {value.kind} of {len(value.items)}"
+    return repr(value) if isinstance(value, PLAIN) else f"a {type(value).__name__}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FSDPStateGuard:
+    """FSDP2 enters the step in the state it was captured in.
+
+    backward: whether the step goes backward, and so prefetches by the order of the forwards before.
+    """
+
+    state: FSDPState
+    backward: bool = True
+
+    def failure(self, call: Call) -> str | None:
+        return self.state.difference(self.backward)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FSDPEffects:
+    """What a step did to FSDP2's state in Python.
+
+    assigned: places and their values at exit. orders: of each list of forwards, whether it was emptied, and what
+    was appended; indices: the same for each group's places in it, counted from where the list then ended.
+    """
+
+    assigned: tuple[tuple[Place, Any], ...] = ()
+    orders: tuple[tuple[list[Any], bool, tuple[Any, ...]], ...] = ()
+    indices: tuple[tuple[list[int], int, bool, tuple[int, ...]], ...] = ()
+
+    @staticmethod
+    def between(before: FSDPState, after: FSDPState) -> FSDPEffects | str:
+        """The effects, or why they cannot be done again."""
+        if before._where() != after._where():
+            return "FSDP2 set itself up"
+        assigned = []
+        for place, was, now in zip(before.places, before.values, after.values, strict=True):
+            if not same_value(now, was):
+                assigned.append((place, now))
+                if place.key in _PENDING:
+                    return _PENDING[place.key]
+        orders, indices = [], []
+        for lst, was, now in zip(before._orders, before.orders, after.orders, strict=True):
+            kept = _begins(now, was)
+            orders.append((lst, not kept, now[len(was) :] if kept else now))
+        pairs = zip(before._indices, before.indices, after.indices, strict=True)
+        for (numbers, order), was, now in pairs:
+            kept = _begins(now, was)
+            if not kept and now and not orders[order][1]:
+                return "FSDP2 goes backward through forwards of an earlier call"
+            start = 0 if orders[order][1] else len(before.orders[order])
+            new = now[len(was) :] if kept else now
+            indices.append((numbers, order, not kept, tuple(i - start for i in new)))
+        return FSDPEffects(tuple(assigned), tuple(orders), tuple(indices))
+
+    @property
+    def changes_grad_dtype(self) -> bool:
+        """Whether the step leaves an unsharded parameter with another `grad_dtype`."""
+        return any(place.key == "grad_dtype" for place, _ in self.assigned)
+
+    def apply(self) -> None:
+        """Leave FSDP2 as the step does."""
+        for place, value in self.assigned:
+            place.write(value)
+        starts = [0 if emptied else len(order) for order, emptied, _ in self.orders]
+        for order, emptied, new in self.orders:
+            if emptied:
+                order.clear()
+            order.extend(new)
+        for numbers, which, emptied, steps in self.indices:
+            if emptied:
+                numbers.clear()
+            numbers.extend(starts[which] + step for step in steps)
+
+
+def _begins(now: tuple[Any, ...], was: tuple[Any, ...]) -> bool:
+    return now[: len(was)] == was

@@ -1,0 +1,244 @@
+"""The pre-pass and what is made of it: `functionalize_storage`, `aot_function`, the torch.compile backends.
+
+    fn ── functionalize_storage ──▶ fn without a resize inside, what its inputs are owed at its end
+       ── AOTAutograd ────────────▶ forward graph (pure, then the epilogue), backward graph
+       ── partition_fn ───────────▶ views of freed parameters are made in backward, not saved
+
+Invariant: the function's own storage effects, and no others, are left on its inputs.
+Refusals: see `functions/substitution.py`; an error names the op and the user's line.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functionalize._compat.compilers import aot_autograd, inductor, register_backend
+from functionalize._compat.fakes import FakeTensor
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
+from functionalize.errors import UncapturableError
+from functionalize.functions.input_epilogue import UNCOUNTED, EntrySizes
+from functionalize.functions.substitution import Substitution
+from functionalize.state.argument_names import leaf_names
+from functionalize.util.structure import flatten
+
+# The op that stands for `tensor.untyped_storage().resize_(nbytes)` and dispatches.
+resize_storage_bytes_ = torch.ops.inductor.resize_storage_bytes_
+
+
+def functionalize_storage(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` without a storage resize inside: what its inputs end with, size and contents, is set at its end.
+
+    Between, ops run on values that take the place of the storages that come and go; autograd sees the
+    arguments themselves. The result can be called, or given to `make_fx` or AOTAutograd; for
+    `torch.compile` use the backend "functionalize", which does this itself.
+
+    Raises a `FunctionalizeError` with the op and the user's line where data is used that is not there.
+    """
+
+    sizes = EntrySizes()
+
+    @functools.wraps(fn)
+    def functional(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return fn(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            raise UncapturableError(
+                "torch.export records a function above autograd, out of reach of the pre-pass: export the "
+                "program instead, as in torch.export.export(fz.trace(fn, *args).lower(), args)"
+            )
+        return _call(fn, lambda: _inputs(fn, args, kwargs), sizes, args, kwargs)
+
+    return functional
+
+
+def _call(
+    fn: Callable[..., Any],
+    inputs: Callable[[], Iterator[tuple[str, Tensor]]],
+    sizes: EntrySizes,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    mode = Substitution(inputs, sizes)
+    with mode:
+        out = fn(*args, **kwargs)
+    mode.pay()
+    return mode.outputs(out)
+
+
+def _inputs(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a call brings in: arguments, and what the module it belongs to owns."""
+    leaves, spec = flatten((args, kwargs))
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        for name, leaf in zip(leaf_names(fn, spec), leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                yield name, leaf
+    owner = getattr(fn, "__self__", fn)
+    if isinstance(owner, torch.nn.Module):
+        yield from owner.named_parameters()
+        yield from owner.named_buffers()
+
+
+def aot_function(
+    fn: Callable[..., Any],
+    fw_compiler: Callable[..., Any],
+    bw_compiler: Callable[..., Any] | None = None,
+    partition_fn: Callable[..., Any] | None = None,
+    **kw: Any,
+) -> Callable[..., Any]:
+    """`functorch.compile.aot_function` for functions that resize storages.
+
+    The function goes through `functionalize_storage`, and `partition_fn` defaults to one that makes views of
+    freed parameters in backward instead of saving them. `keep_inference_input_mutations` defaults to True.
+    Everything else is as documented there (`torch/_functorch/aot_autograd.py`).
+    """
+    from functorch.compile import aot_function as stock_aot_function  # type: ignore[import-untyped]
+
+    kw.setdefault("keep_inference_input_mutations", True)
+    if kw.get("inference_compiler") is not None:
+        kw["inference_compiler"] = _keeping_versions(kw["inference_compiler"])
+    return stock_aot_function(
+        functionalize_storage(fn),
+        _keeping_versions(fw_compiler),
+        bw_compiler or fw_compiler,
+        partition_fn=_partition(partition_fn),
+        **kw,
+    )
+
+
+def _partition(given: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`given`, or the partitioner that makes views of freed parameters in backward; resizes stay in forward.
+
+    torch's own partitioners do not know that a resize is an effect, and repeat those of forward in backward.
+    """
+    if given is None:
+        from passes.recompute_views import partitioner
+
+        return partitioner("default")
+
+    def partition(joint_module: fx.GraphModule, joint_inputs: Any, **kw: Any) -> Any:
+        for node in joint_module.graph.find_nodes(op="call_function", target=RESIZE_STORAGE):
+            if node.meta.get("partitioner_tag") != "is_backward":
+                node.meta["partitioner_tag"] = "must_be_in_forward"
+        return given(joint_module, joint_inputs, **kw)
+
+    return partition
+
+
+def _keeping_versions(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiler`, whose forward leaves alone the version counters that the function left alone.
+
+    FSDP fills a parameter again between forward and backward, unseen by autograd; a `copy_` in a graph
+    would be seen.
+    """
+
+    @functools.wraps(compiler)
+    def compile(gm: fx.GraphModule, inputs: Any) -> Any:
+        compiled = compiler(gm, inputs)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        places = [
+            i for i, n in enumerate(placeholders) if any(u.meta.get(UNCOUNTED) for u in n.users)
+        ]
+        if not places:
+            return compiled
+        boxed = getattr(compiled, "_boxed_call", False)
+
+        def run(*args: Any) -> Any:
+            given = args[0] if boxed else args
+            kept = tuple(given[i] for i in places)
+            with torch.autograd._unsafe_preserve_version_counter(kept):
+                return compiled(*args)
+
+        run._boxed_call = boxed  # type: ignore[attr-defined]
+        return run
+
+    return compile
+
+
+# -- torch.compile ---------------------------------------------------------------------------------
+
+
+def functionalize_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
+) -> Callable[..., Any]:
+    """`torch.compile(fn, backend="functionalize")`: pre-pass, AOTAutograd, and the graphs run as they are."""
+    from functorch.compile import make_boxed_func
+
+    def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(module.forward)
+
+    fw_compiler = _keeping_versions(as_it_is)
+    return compile_with(
+        gm, example_inputs, fw_compiler=fw_compiler, bw_compiler=as_it_is, **options
+    )
+
+
+def functionalize_inductor_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
+) -> Callable[..., Any]:
+    """`torch.compile(fn, backend="functionalize_inductor")`: pre-pass, then Inductor as it always is."""
+    _forget_resizes(gm, example_inputs)
+    return inductor(_as_one_call(gm), example_inputs, **options)
+
+
+def compile_with(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
+) -> Callable[..., Any]:
+    """The pre-pass on a graph of Dynamo, then AOTAutograd with `options` (`fw_compiler`, ...)."""
+    _forget_resizes(gm, example_inputs)
+    options["partition_fn"] = _partition(options.get("partition_fn"))
+    options.setdefault("keep_inference_input_mutations", True)
+    return aot_autograd(**options)(_as_one_call(gm), example_inputs)
+
+
+def _forget_resizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Give the fakes that Dynamo ran the function on the storage sizes that the inputs have on entry.
+
+    Dynamo executes each resize on them, and AOTAutograd goes on with the same objects.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node, given in zip(placeholders, example_inputs, strict=True):
+        fake = node.meta.get("example_value")
+        if isinstance(given, FakeTensor) or type(fake) is not FakeTensor:
+            continue
+        nbytes = given.untyped_storage().nbytes()
+        if fake.untyped_storage().nbytes() != nbytes:
+            fake.untyped_storage().resize_(nbytes)
+
+
+def _as_one_call(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module that runs `gm` under the pre-pass; AOTAutograd takes nothing but graph modules."""
+    graph = fx.Graph()
+    placeholders = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        placeholders.append(graph.placeholder(node.target))
+        placeholders[-1].meta = dict(node.meta)
+    names = [node.name.removeprefix("l_").removesuffix("_") for node in placeholders]
+
+    sizes = EntrySizes()
+
+    def prepass(*args: Any) -> Any:
+        def inputs() -> Iterator[tuple[str, Tensor]]:
+            yield from ((n, a) for n, a in zip(names, args, strict=True) if isinstance(a, Tensor))
+
+        return _call(fx.Interpreter(gm).run, inputs, sizes, args, {})
+
+    returned = graph.call_function(prepass, tuple(placeholders))
+    (end,) = gm.graph.find_nodes(op="output")
+    graph.output(
+        [graph.call_function(operator.getitem, (returned, i)) for i in range(len(end.args[0]))]
+    )
+    module = fx.GraphModule(gm, graph)
+    module.meta = gm.meta
+    return module
+
+
+register_backend("functionalize", functionalize_backend)
+register_backend("functionalize_inductor", functionalize_inductor_backend)

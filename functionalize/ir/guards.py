@@ -1,0 +1,163 @@
+"""Facts a program relies on, checked at every call before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from functionalize.ir.inputs import Call, InputSpec
+from functionalize.ir.ops import geometry_of
+from functionalize.ir.scalars import Given, evaluated, expression_text
+from functionalize.util.structure import holds_tensors
+
+
+class Guard(Protocol):
+    """A fact the capture relied on."""
+
+    def failure(self, call: Call) -> str | None:
+        """Why the fact no longer holds, or None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGuard:
+    """An input has the geometry, device and storage size it had."""
+
+    input: int
+    spec: InputSpec
+
+    def failure(self, call: Call) -> str | None:
+        t, spec = call.inputs[self.input], self.spec
+        if self._holds(t):
+            return None
+        if not isinstance(t, Tensor):
+            return f"`{spec.name}` is {type(t).__name__}, was a tensor"
+        now = geometry_of(t)
+        if now != spec.geometry:
+            return f"`{spec.name}` is {now}, was {spec.geometry}"
+        if t.device != spec.device:
+            return f"`{spec.name}` is on {t.device}, was on {spec.device}"
+        nbytes = t.untyped_storage().nbytes()
+        if nbytes != spec.nbytes:
+            return f"the storage of `{spec.name}` holds {nbytes} bytes, held {spec.nbytes}"
+        return None
+
+    def _holds(self, t: Any) -> bool:
+        """The same in half the time, which a step with hundreds of inputs feels; may say no too often."""
+        spec = self.spec
+        size, stride, offset, dtype, conj, neg = spec.geometry
+        return (
+            isinstance(t, Tensor)
+            and t.dtype is dtype
+            and t.shape == size
+            and t.stride() == stride
+            and t.storage_offset() == offset
+            and t.device == spec.device
+            and t.untyped_storage().nbytes() == spec.nbytes
+            and not (conj or neg or dtype.is_complex or t.is_neg())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AliasGuard:
+    """Inputs share storages exactly as they did; `groups`: the storage each input was on."""
+
+    groups: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def failure(self, call: Call) -> str | None:
+        owner: dict[int, int] = {}
+        for index, group in enumerate(self.groups):
+            key = call.inputs[index].untyped_storage()._cdata
+            if owner.setdefault(key, group) != group:
+                return f"`{self.names[index]}` shares a storage with another input, it did not"
+        if len(owner) != len(set(self.groups)):
+            return "inputs that shared a storage no longer do"
+        return None
+
+
+def same_constant(now: Any, was: Any) -> bool:
+    """Whether two values that are no tensors are the same: -0.0 is not 0.0, an array is what it holds."""
+    if type(now) is not type(was):
+        return False
+    if isinstance(now, (float, complex)):
+        return repr(now) == repr(was)
+    if _is_array(now):
+        same = now.dtype == was.dtype and now.shape == was.shape
+        return same and bool(now.tobytes() == was.tobytes())
+    # An object may call itself equal to another one and hold other tensors.
+    return now is was or (not holds_tensors(now) and bool(now == was))
+
+
+def frozen_constant(value: Any) -> Any:
+    """`value`, or a copy of it if it is an array, which the caller may change."""
+    return value.copy() if _is_array(value) else value
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def _brief(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantGuard:
+    """A leaf that is no tensor has the value it had."""
+
+    leaf: int
+    value: Any
+    name: str = ""
+
+    def failure(self, call: Call) -> str | None:
+        now = call.leaves[self.leaf]
+        if same_constant(now, self.value):
+            return None
+        if not self.name:
+            return f"argument leaf {self.leaf} is {_brief(now)}, was {_brief(self.value)}"
+        return f"`{self.name}` is {_brief(now)}, was {_brief(self.value)}, which is part of the program"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueGuard:
+    """What Python learned of a tensor's value (`.item()`) still holds; known only after the graph ran.
+
+    what: the number, a comparison, a text made of it.
+    """
+
+    slot: int
+    value: Any
+    where: str
+    what: str = "a tensor's value"
+
+    def failure_of(self, results: Sequence[Any] | Mapping[int, Any]) -> str | None:
+        now = results[self.slot]
+        if same_constant(now, self.value):
+            return None
+        return f"{self.what} read {self.where} is {now!r}, was {self.value!r}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NumberGuard:
+    """What Python learned of numbers that it keeps (`if lr > 0.1`) holds; known before the graph runs."""
+
+    expression: Any
+    value: Any
+    where: str
+
+    def failure(self, call: Call) -> str | None:
+        def number(leaf: Given) -> Any:
+            return leaf.source.resolve(call).item()
+
+        try:
+            now = evaluated(self.expression, number)
+        except (LookupError, ArithmeticError) as error:
+            return f"`{expression_text(self.expression)}` {self.where} cannot be computed: {error}"
+        if same_constant(now, self.value):
+            return None
+        text = expression_text(self.expression)
+        return f"`{text}` {self.where} is {now!r}, was {self.value!r}"

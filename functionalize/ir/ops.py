@@ -1,0 +1,242 @@
+"""What the engine sees: tensors as (storage, geometry), ops as `OpRecord`.
+
+Before:  `aten.mul.Tensor(<tensor>, <tensor>)`, two Python objects that may alias
+After:   `OpRecord(aten.mul.Tensor, (TensorRef(s0, f32[4]@0), TensorRef(s0, f32[2, 2]@0)))`
+
+Invariant: two tensors with equal `TensorRef` have the same value, whatever Python objects they are.
+No tensor is kept alive by a record (see Note [Hold tensors weakly]).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.graphs import TensorMetadata
+from functionalize._compat.stacks import CapturedTraceback
+
+
+class Geometry(NamedTuple):
+    """How a tensor looks at its storage. `offset` and `stride` count elements of `dtype`."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def numel(self) -> int:
+        return _layout(self).numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data, without gaps."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Bytes from the start of the storage to past the last element; 0 when there is none."""
+        return _layout(self).end
+
+    @property
+    def start(self) -> int:
+        """Bytes from the start of the storage to the first element."""
+        return self.offset * self.dtype.itemsize
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The bytes of the elements as [start, end) intervals: one per row, gaps left out."""
+        if not self.numel:
+            return
+        pairs = zip(self.stride, self.size, strict=True)
+        dims = sorted((st, s) for st, s in pairs if s != 1 and st)
+        length = 1
+        while dims and dims[0][0] == length:
+            length *= dims.pop(0)[1]
+        for index in itertools.product(*(range(s) for _, s in dims)):
+            at = self.offset + sum(i * st for i, (st, _) in zip(index, dims, strict=True))
+            yield at * self.dtype.itemsize, (at + length) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        return _layout(self).contiguous
+
+    @property
+    def is_dense(self) -> bool:
+        """Covers `end - start` bytes with no gap and no overlap, in any order of dimensions."""
+        layout = _layout(self)
+        return not layout.overlaps and layout.span == layout.numel
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether two elements share a memory location."""
+        return _layout(self).overlaps
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        text = f"{dtype}{list(self.size)}"
+        if not self.is_contiguous:
+            text += f" stride {list(self.stride)}"
+        if self.offset:
+            text += f" offset {self.offset}"
+        return text
+
+
+class _Layout(NamedTuple):
+    """What follows from a geometry; counts elements, and bytes to the `end`."""
+
+    numel: int
+    span: int
+    contiguous: bool
+    overlaps: bool
+    end: int
+
+
+@lru_cache(maxsize=2**16)
+def _layout(geometry: Geometry) -> _Layout:
+    size, stride = geometry.size, geometry.stride
+    numel = math.prod(size)
+    if numel == 0:
+        return _Layout(0, 0, True, False, 0)
+    dims = [(st, s) for s, st in zip(size, stride, strict=True) if s != 1]
+    span = 1 + sum((s - 1) * st for st, s in dims)
+    expected, contiguous = 1, True
+    for st, s in reversed(dims):
+        contiguous = contiguous and st == expected
+        expected *= s
+    overlaps = not contiguous and _overlap(dims, numel, span)
+    end = (geometry.offset + span) * geometry.dtype.itemsize
+    return _Layout(numel, span, contiguous, overlaps, end)
+
+
+def _overlap(dims: list[tuple[int, int]], numel: int, span: int) -> bool:
+    """Whether two indices reach the same element. Exact for what is small, else may say yes too often."""
+    reach, nested = 0, True
+    for st, s in sorted(dims):
+        nested = nested and st > reach
+        reach += (s - 1) * st
+    if nested:
+        return False
+    if numel > span or numel > _ENUMERATED:
+        return True
+    places = {0}
+    for st, s in dims:
+        places = {at + i * st for at in places for i in range(s)}
+    return len(places) < numel
+
+
+_ENUMERATED = 2**14
+_NO_NEG = frozenset({torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """The geometry of a strided tensor; asks for conjugate and negative bits where a dtype can have them."""
+    dtype = tensor.dtype
+    neg = dtype not in _NO_NEG and tensor.is_neg()
+    conj = dtype.is_complex and tensor.is_conj()
+    values = (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, conj, neg)
+    return tuple.__new__(Geometry, values)  # half the time of calling the class
+
+
+def contiguous_geometry(size: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Geometry:
+    """The row-major geometry of `size`."""
+    stride: list[int] = []
+    step = 1
+    for s in reversed(size):
+        stride.append(step)
+        step *= max(s, 1)
+    return Geometry(tuple(size), tuple(reversed(stride)), offset, dtype)
+
+
+class TensorRef(NamedTuple):
+    """A tensor as the engine knows it: which storage, and how it looks at it."""
+
+    storage: int
+    geometry: Geometry
+
+    def __str__(self) -> str:
+        return f"s{self.storage}:{self.geometry}"
+
+
+def map_refs(fn: Callable[[TensorRef], Any], arg: Any) -> Any:
+    """`arg` with `fn` applied to every `TensorRef`, through lists, tuples and dicts."""
+    kind = type(arg)
+    if kind is TensorRef:
+        return fn(arg)
+    if kind is list or kind is tuple:
+        new = [
+            fn(a) if type(a) is TensorRef else map_refs(fn, a) if type(a) in _NESTED else a
+            for a in arg
+        ]
+        return new if kind is list else tuple(new)
+    if kind is dict:
+        return {k: map_refs(fn, a) for k, a in arg.items()}
+    return arg
+
+
+_NESTED = frozenset({list, tuple, dict})
+
+
+def refs_in(arg: Any) -> list[TensorRef]:
+    """Every `TensorRef` inside `arg`, in order."""
+    found: list[TensorRef] = []
+    _collect(arg, found)
+    return found
+
+
+def _collect(arg: Any, found: list[TensorRef]) -> None:
+    kind = type(arg)
+    if kind is TensorRef:
+        found.append(arg)
+    elif kind is list or kind is tuple:
+        for a in arg:
+            if type(a) is TensorRef:
+                found.append(a)
+            elif type(a) in _NESTED:
+                _collect(a, found)
+    elif kind is dict:
+        for a in arg.values():
+            _collect(a, found)
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One dispatched op (below autograd), or one storage resize.
+
+    `nbytes` of every storage the op wrote is known to the recorder only; what can change it besides a
+    resize (`out=` growing its tensor, `aten.resize_`) is told in `resized`: (storage, bytes) after the op.
+    `live`: it may have been given a `LiveNumber` (see `scalars.py`). `phase`: if it ran inside a backward.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any = None
+    resized: tuple[tuple[int, int], ...] = ()
+    traceback: CapturedTraceback | None = None
+    seq_nr: int | None = None
+    autograd_node: str | None = None
+    phase: str | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+    live: bool = False
+
+
+def tensor_metadata(geometry: Geometry) -> TensorMetadata:
+    """`geometry` in the form FX passes read from `node.meta["tensor_meta"]`."""
+    return TensorMetadata(
+        torch.Size(geometry.size),
+        geometry.dtype,
+        False,
+        geometry.stride,
+        torch.contiguous_format if geometry.is_contiguous else None,
+        False,
+        {},
+    )

@@ -1,0 +1,193 @@
+"""Numbers that change from call to call: what Python did with them, as an expression.
+
+    step = state["step"].item()              Read(record of _local_scalar_dense)
+    lr = group["lr"]                         Given(source, "optimizer.lr_0", 0.1)
+    lr / (1 - 0.9**step)                     Applied(truediv, (Given, Applied(sub, (1, Applied(pow, ...)))))
+
+An op that was given such a number has a `LiveNumber` in its record; the program computes it with the same
+Python functions in the same order, so it is the same number bit for bit.
+
+Invariant: the type of an expression's value depends on the types of its leaves alone (what would not, such as
+`2**n`, is guarded when it is recorded). Expressions are shared, never copied: identity is equality.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from functionalize.ir.inputs import Source
+    from functionalize.ir.ops import OpRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Read:
+    """The number that an op gave Python (`tensor.item()`)."""
+
+    record: OpRecord
+
+    def __repr__(self) -> str:
+        return expression_text(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Given:
+    """A number that Python kept and that every call looks up again, as a tensor of one element.
+
+    hint: its value while the step was recorded.
+    """
+
+    source: Source
+    name: str
+    hint: Any
+
+    def __repr__(self) -> str:
+        return expression_text(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Applied:
+    """A Python function of numbers. given: whether no leaf is a `Read`: known before the graph runs."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    given: bool
+
+    def __repr__(self) -> str:
+        return expression_text(self)
+
+    @staticmethod
+    def of(function: Callable[..., Any], *args: Any) -> Applied:
+        """`function` of expressions and constants."""
+        return Applied(function, args, all(is_given(a) for a in args))
+
+
+Expression = Read | Given | Applied
+_KINDS = (Read, Given, Applied)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveNumber:
+    """An argument of an op. hint: its value while the step was recorded, for what depends on its type."""
+
+    expression: Expression
+    hint: Any
+
+
+def is_expression(value: Any) -> bool:
+    """Whether a value is computed at every call; all others are constants."""
+    return isinstance(value, _KINDS)
+
+
+def is_given(value: Any) -> bool:
+    """Whether a value is known before the graph runs."""
+    return not isinstance(value, Read) and getattr(value, "given", True)
+
+
+def bottom_up(expression: Any, done: Mapping[Any, Any]) -> Iterator[Any]:
+    """Every part of `expression` that is not in `done`, parts first; whoever asks puts each there.
+
+    Without recursion: a sum over many numbers is as deep as it is long.
+    """
+    todo = [expression] if is_expression(expression) else []
+    while todo:
+        top = todo[-1]
+        parts = top.args if isinstance(top, Applied) else ()
+        missing = [a for a in parts if is_expression(a) and a not in done]
+        if missing:
+            todo += missing
+            continue
+        todo.pop()
+        if top not in done:
+            yield top
+
+
+def evaluated(expression: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The value of an expression now; raises what Python raises (`ZeroDivisionError`)."""
+    done: dict[Any, Any] = {}
+    for part in bottom_up(expression, done):
+        if isinstance(part, Applied):
+            done[part] = part.function(*[done[a] if is_expression(a) else a for a in part.args])
+        else:
+            done[part] = leaf(part)
+    return done[expression] if is_expression(expression) else expression
+
+
+def with_hints(arg: Any) -> Any:
+    """`arg` with the hint of every live number in its place."""
+    kind = type(arg)
+    if kind is LiveNumber:
+        return arg.hint
+    if kind is list or kind is tuple:
+        return kind(with_hints(a) for a in arg)
+    if kind is dict:
+        return {k: with_hints(a) for k, a in arg.items()}
+    return arg
+
+
+def map_numbers(fn: Callable[[LiveNumber], Any], arg: Any) -> Any:
+    """`arg` with `fn` applied to every live number, through lists, tuples and dicts."""
+    kind = type(arg)
+    if kind is LiveNumber:
+        return fn(arg)
+    if kind is list or kind is tuple:
+        return kind(map_numbers(fn, a) for a in arg)
+    if kind is dict:
+        return {k: map_numbers(fn, a) for k, a in arg.items()}
+    return arg
+
+
+# -- as text ---------------------------------------------------------------------------------------
+
+_INFIX: Mapping[Any, str] = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.floordiv: "//",
+    operator.mod: "%",
+    operator.pow: "**",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.eq: "==",
+    operator.ne: "!=",
+}
+
+
+def expression_text(expression: Any) -> str:
+    """An expression in Python's words; a number that was read from a tensor is `item`."""
+    done: dict[Any, str] = {}
+    for part in bottom_up(expression, done):
+        if isinstance(part, Applied):
+            args = [_in_brackets(a, done) if is_expression(a) else repr(a) for a in part.args]
+            called = f"{part.function.__name__}({', '.join(args)})"
+            done[part] = applied_text(part.function, args) or called
+        else:
+            done[part] = part.name if isinstance(part, Given) else "item"
+        if len(done[part]) > _LONGEST:
+            done[part] = "..."
+    return done[expression] if is_expression(expression) else repr(expression)
+
+
+_LONGEST = 200
+
+
+def _in_brackets(part: Any, texts: Mapping[Any, str]) -> str:
+    nested = isinstance(part, Applied) and part.function in _INFIX
+    return f"({texts[part]})" if nested else texts[part]
+
+
+def applied_text(function: Any, args: list[str]) -> str | None:
+    """`a / b` or `round(a, 2)`; None if `function` is not one that numbers are given to."""
+    if function in _INFIX and len(args) == 2:
+        return f"{args[0]} {_INFIX[function]} {args[1]}"
+    if function is operator.neg:
+        return f"-{args[0]}"
+    if getattr(function, "__module__", "") in ("_operator", "math", "builtins"):
+        return f"{function.__name__.strip('_')}({', '.join(args)})"
+    return None

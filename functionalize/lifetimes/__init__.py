@@ -1,0 +1,1 @@
+"""How long eager keeps each storage, and what it is for."""

@@ -1,0 +1,28 @@
+"""`EagerMemory`: the memory of one recorded step, as eager ran it; computed at its first use."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+
+from functionalize.lifetimes.lifetimes import Lifetimes
+from functionalize.planning.allocator.allocator import fsdp2_streams
+from functionalize.planning.report.memory import Memory
+from functionalize.planning.scratch.scratch import scratch_bytes, unseen_outputs
+from functionalize.planning.timeline.timeline import Timeline
+
+
+class EagerMemory(Memory):
+    """The memory of one recorded step, as eager ran it."""
+
+    lifetimes: Lifetimes
+
+    def __init__(self, lifetimes: Lifetimes) -> None:
+        on_device = lifetimes.target != "cpu"
+        streams = fsdp2_streams if on_device else None
+        vars(self).update(lifetimes=lifetimes, caching=on_device, stream_of=streams)
+
+    @cached_property
+    def eager(self) -> Timeline:
+        """The memory of the step as eager ran it."""
+        scratch = partial(scratch_bytes, device=self.lifetimes.target)
+        return self.lifetimes.timeline(scratch, unseen_outputs)

@@ -1,0 +1,365 @@
+"""A recorder of lifetimes that costs little more than an empty mode: for the memory of a step, without a program.
+
+    recorder = MemoryRecorder()
+    recorder.there_is(name, source, tensor)       for all that the step can reach when it begins
+    with recorder: fn(*args)
+    recorder.lifetimes(...)                       the lifetimes that a `LifetimeObserver` of a `Recorder` notes
+
+Half of the ops of a step are views: they are not recorded, none allocates. Of every other op it notes its line, its
+module, its position in the backward, its tensors as (storage, size, stride, dtype). It checks nothing, follows no
+number and guards no place. `lifetimes` makes objects of these notes.
+Invariants: eager's own steps run, and no tensor is held that they would let go. A storage is forgotten when it dies:
+another one may have its address. It refuses nothing: tensors without a storage are left out, see `strange`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FrameType, NoneType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from functionalize._compat.autograd import ENGINE, Position, backward_position, graph_task
+from functionalize._compat.dispatch import is_traceable_wrapper_subclass_type
+from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.stacks import CapturedTraceback
+from functionalize.discharge.rules.factories import SHAPE_ONLY
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
+from functionalize.ir.inputs import Source
+from functionalize.ir.ops import Geometry, OpRecord, TensorRef
+from functionalize.lifetimes.input_categories import Origin, Place, origin
+from functionalize.lifetimes.lifetimes import Lifetimes, Seen
+from functionalize.lifetimes.notes import ADD, StepNotes
+from functionalize.planning.scratch.scratch import is_shaped
+from functionalize.planning.timeline.timeline import Category
+from functionalize.recorder.op_kinds import kind_of, storage_of, tensors_in
+from functionalize.recorder.patches import Watcher
+from functionalize.util.user_stack import UserLine, is_internal
+
+Look = tuple[int, Any, tuple[int, ...], torch.dtype]  # storage, size, stride, dtype
+Line = tuple[CodeType, int]
+
+
+class Watched(weakref.ref[torch.UntypedStorage]):
+    """A storage while it is alive, with its number and address."""
+
+    __slots__ = ("address", "serial")
+
+    serial: int
+    address: int
+
+
+class MemoryRecorder(Watcher):
+    """Records one step while active.
+
+    in_world: the step runs on fake tensors; else fakes are those of DTensor's sharding propagation, and not the step's.
+    records: [op, arguments, keyword arguments, line, position, module, results] of each op.
+    places: of each storage that existed before the step, by its number, which comes before those of all others.
+    strange: the layouts of tensors that have no storage of their own.
+    """
+
+    def __init__(self, in_world: bool = False) -> None:
+        super().__init__()
+        self.records: list[list[Any]] = []
+        self.step_notes = StepNotes(self.records)
+        self.places: list[list[Place]] = []
+        self.strange: set[str] = set()
+        self._in_world = in_world
+        self._serials: dict[int, int] = {}  # of the storages that are alive, by address
+        self._sizes: list[int] = []  # in bytes, now
+        self._seen: list[tuple[torch.device, Look]] = []
+        self._found: dict[
+            int, int
+        ] = {}  # storages that existed before and have no place, and their bytes
+        self._calls, self._changes = self.step_notes.calls, self.step_notes.changes
+        self._alive = self.step_notes.alive
+        self._task = -1  # of autograd's
+        self._task_line: Line | None = None  # the line of the user that started it
+        self._lanes: dict[int, tuple[str, Any]] = {}  # by identity: to hash an op takes longer
+
+    def there_is(self, name: str, source: Source, tensor: Tensor) -> None:
+        """A place that the step can reach, before it begins. `UnsupportedTensorError`: the tensor has no storage."""
+        storage = storage_of(tensor)
+        serial = self._serials.get(storage._cdata)
+        if serial is None:
+            self._add(tensor, storage)
+            self.places.append([(name, source)])
+        else:
+            self.places[serial].append((name, source))
+
+    def start(self) -> None:
+        self.step_notes.start()
+
+    def stop(self) -> None:
+        self.step_notes.stop()
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for kind in types:
+            if kind is FakeTensor:
+                if not self._in_world:
+                    return func(*args, **kwargs)
+            elif is_traceable_wrapper_subclass_type(kind):
+                return NotImplemented
+        known = self._lanes.get(id(func))
+        if known is None:
+            known = self._lanes[id(func)] = _lane(func), kind_of(func).run
+        lane, run = known
+        if lane is _LOOKS or self.suspended:
+            out = run(*args, **kwargs)
+            if self._in_world:
+                self._keep_sizes(args)
+            return out
+        if lane is _COMPOSITE:
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if lane is _LITERAL:  # Python made it from numbers, for the next op
+            self._result(args[0], 1)
+            return run(*args, **kwargs)
+        position = backward_position()
+        module = self._calls.running if position is None else self._calls.module_at(position)
+        refs: Any = self._storages(args) if lane is _PLAIN else None
+        if refs is None:
+            find = self._argument
+            refs = [find(a) if type(a) in _TENSORS else _map(find, a) for a in args]
+        named = {k: _map(self._argument, v) for k, v in kwargs.items()} if kwargs else kwargs
+        record = [func, refs, named, self._line(position), position, module, None]
+        self.records.append(record)
+        out = run(*args, **kwargs)
+        record[6] = self._result(out) if type(out) in _TENSORS else _map(self._result, out)
+        if lane is _WRITES:
+            self._look_again(args, kwargs)
+        elif lane is _ADDS and position is not None and not torch.is_grad_enabled():
+            self._note_sum(args)
+        return out
+
+    def _storages(self, args: tuple[Any, ...]) -> tuple[int, ...] | None:
+        """The storages of arguments, -1 for a number; None if one is new, or neither a tensor nor a number."""
+        serials = self._serials
+        try:
+            found = [
+                serials.get(a.untyped_storage()._cdata)
+                if (kind := type(a)) in _TENSORS
+                else -1
+                if kind in _NUMBERS
+                else None
+                for a in args
+            ]
+        except (NotImplementedError, RuntimeError):
+            return None
+        return None if None in found else tuple(found)  # type: ignore[arg-type]
+
+    def _argument(self, tensor: Tensor) -> Look | None:
+        """An argument. If its storage is new to the recorder, it existed before the step."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            self.strange.add(str(tensor.layout))
+            return None
+        serial = self._serials.get(storage._cdata)
+        if serial is None:
+            look = self._add(tensor, storage)
+            self._found[look[0]] = storage.nbytes()
+            return look
+        return serial, tensor.shape, tensor.stride(), tensor.dtype
+
+    def _result(self, tensor: Tensor, later: int = 0) -> Look | None:
+        """A result. If its storage is new, the op has made it. later: 1 if the next op has, else 0."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            self.strange.add(str(tensor.layout))
+            return None
+        serial = self._serials.get(storage._cdata)
+        if serial is None:
+            return self._add(tensor, storage, later)
+        return serial, tensor.shape, tensor.stride(), tensor.dtype
+
+    def _add(self, tensor: Tensor, storage: torch.UntypedStorage, later: int = 0) -> Look:
+        address, serial, nbytes = storage._cdata, len(self._sizes), storage.nbytes()
+        look = serial, tensor.shape, tensor.stride(), tensor.dtype
+        self._serials[address] = serial
+        self._sizes.append(nbytes)
+        self._seen.append((tensor.device, look))
+        alive = Watched(storage, self._freed)
+        alive.serial, alive.address = serial, address
+        self._alive.append(alive)
+        self._changes.append((len(self.records) - 1 + later, serial, nbytes))
+        return look
+
+    def _freed(self, died: Watched) -> None:
+        self._changes.append((len(self.records) - 1, died.serial, 0))
+        self._serials.pop(died.address, None)
+
+    def _line(self, position: Position | None) -> Line | None:
+        """The innermost line of the user's code. It is the same for all of autograd's own nodes in one backward."""
+        frame = sys._getframe(2)
+        if position is None or frame.f_code is not ENGINE:
+            return _user_line(frame)
+        task = graph_task()
+        if task != self._task:
+            self._task, self._task_line = task, _user_line(frame)
+        return self._task_line
+
+    def _look_again(self, args: Any, kwargs: Any) -> None:
+        """Note the storages of an op that may have resized one, or moved a tensor to another."""
+        for tensor in tensors_in([list(args), kwargs]):
+            look = self._argument(tensor)
+            if look is not None:
+                self._note_size(look[0], tensor.untyped_storage())
+
+    def _note_size(self, serial: int, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
+        if nbytes != self._sizes[serial]:
+            self._sizes[serial] = nbytes
+            self._changes.append((len(self.records) - 1, serial, nbytes))
+
+    def _note_sum(self, args: tuple[Any, ...]) -> None:
+        """See Note [Sums in place] in `lifetimes.py`."""
+        whole = [self._argument(t) for t in args[:2] if isinstance(t, Tensor) and t._base is None]
+        storages = frozenset(look[0] for look in whole if look is not None)
+        self.step_notes.sums[len(self.records) - 1] = storages
+
+    def _keep_sizes(self, args: Any) -> None:
+        """See Note [Views of an emptied fake] in `storage_table.py`."""
+        for tensor in tensors_in(args):
+            look, storage = self._argument(tensor), tensor.untyped_storage()
+            if look is not None and storage.nbytes() != self._sizes[look[0]]:
+                storage.resize_(self._sizes[look[0]])
+
+    # -- what does not dispatch ----------------------------------------------------------------
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
+        """`UntypedStorage.resize_` was called; `original` carries it out."""
+        serial = self._serials.get(storage._cdata)
+        if serial is None:  # no tensor of the step is on it
+            return original(storage, size)
+        position = backward_position()
+        bytes_of = (serial, (0,), (1,), torch.uint8)
+        module, looks = self._calls.module_at(position), [bytes_of, size]
+        line = _user_line(sys._getframe(1))
+        self.records.append([RESIZE_STORAGE, looks, {}, line, position, module, None])
+        result = original(storage, size)
+        self._note_size(serial, storage)
+        return result
+
+    # -- what is left --------------------------------------------------------------------------
+
+    def serial_of(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's storage; None if the recorder has not seen it."""
+        try:
+            return self._serials.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def lifetimes(
+        self, own: Mapping[int, int], left: Mapping[int, Category], parameters: Mapping[int, str]
+    ) -> Lifetimes:
+        """The step, once it has ended. own, left, parameters: see `input_categories.py`."""
+        seen = [Seen(_geometry(look), device.type) for device, look in self._seen]
+        first = {serial: nbytes for _, serial, nbytes in reversed(self._changes)}
+        found = {
+            serial: origin(
+                places, seen[serial].geometry, first[serial], own.get(serial), parameters
+            )
+            for serial, places in enumerate(self.places)
+        }
+        for i, (serial, nbytes) in enumerate(self._found.items()):
+            geometry = seen[serial].geometry
+            found[serial] = Origin(Category.UNKNOWN, f"captured_{i}", geometry, nbytes)
+        births = [TensorRef(serial, each.geometry) for serial, each in enumerate(seen)]
+        records = [_op_record(births, *record) for record in self.records]
+        return self.step_notes.lifetimes(records, seen, found, left)
+
+
+def _map(find: Callable[[Tensor], Look | None], value: Any) -> Any:
+    """`find` of each tensor in nested lists; numbers stay, everything else becomes None."""
+    if type(value) in _NUMBERS:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [find(v) if type(v) in _TENSORS else _map(find, v) for v in value]
+    return find(value) if isinstance(value, Tensor) else None
+
+
+def _user_line(frame: FrameType | None) -> Line | None:
+    while frame is not None:
+        code = frame.f_code
+        if not is_internal(code.co_filename):
+            return code, frame.f_lasti
+        frame = frame.f_back
+    return None
+
+
+# -- records, when the step has ended --------------------------------------------------------------
+
+
+def _op_record(
+    births: Sequence[TensorRef],
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    line: Line | None,
+    position: Position | None,
+    module: str,
+    result: Any,
+) -> OpRecord:
+    if type(args) is tuple:  # of storages alone: with the geometry of the first tensor on each
+        arguments: Any = tuple(births[serial] if serial >= 0 else None for serial in args)
+    else:
+        arguments = tuple(map(_refs, args))
+    seq_nr, phase = position if position is not None else (None, None)
+    refs = arguments, {k: _refs(v) for k, v in kwargs.items()}, _refs(result)
+    node = "" if seq_nr is not None else None
+    traceback = cast(CapturedTraceback, UserLine(*line)) if line is not None else None
+    return OpRecord(func, *refs, (), traceback, seq_nr, node, phase, {"module": module})
+
+
+def _refs(value: Any) -> Any:
+    if type(value) is tuple:
+        return TensorRef(value[0], _geometry(value))
+    return [_refs(v) for v in value] if type(value) is list else value
+
+
+def _geometry(look: Look) -> Geometry:
+    _, size, stride, dtype = look
+    return Geometry(tuple(size), stride, 0, dtype)
+
+
+# -- lanes -----------------------------------------------------------------------------------------
+
+_NUMBERS = frozenset({bool, int, float, str, torch.dtype, NoneType})
+_TENSORS = frozenset({Tensor, Parameter, FakeTensor})  # other types: by `isinstance`
+_LOOKS, _COMPOSITE, _LITERAL = "looks", "composite", "literal"
+_WRITES, _ADDS, _EXACT, _PLAIN = "writes", "adds", "exact", "plain"
+
+
+def _lane(func: Any) -> str:
+    """How an op is recorded."""
+    op = kind_of(func)
+    if func is torch.ops.aten.lift_fresh.default:
+        return _LITERAL
+    if op.metadata or (op.looks and not op.mutating and func not in SHAPE_ONLY):
+        return _LOOKS
+    if op.composite:
+        return _COMPOSITE
+    if op.moves:
+        return _WRITES
+    if func is ADD:
+        return _ADDS
+    exact = op.communicates or (is_shaped(func) and torch.Tag.pointwise not in func.tags)
+    return _EXACT if exact else _PLAIN

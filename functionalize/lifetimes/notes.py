@@ -1,0 +1,86 @@
+"""What every recorder of memory notes beside its ops: modules, optimizers' steps, and how storages come and go.
+
+    notes = StepNotes(records)
+    notes.start(); ...; notes.stop()
+    notes.calls        which module each op belongs to, see `module_calls.py`
+    notes.updates      the ops of each step of an optimizer
+    notes.changes      [(3, 17, 4096), (5, 17, 0), ...]: the op, the storage, its bytes from there on
+    notes.sums         additions in a backward: Note [Sums in place] in `lifetimes.py`
+    notes.target       whose kernels the world takes, None outside of one
+
+Invariant: after `stop`, whatever happened, the hooks and weak references of the run are gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from functionalize.fake_world.world import world_target
+from functionalize.ir.ops import OpRecord
+from functionalize.lifetimes.input_categories import Origin
+from functionalize.lifetimes.lifetimes import Lifetimes, Seen
+from functionalize.planning.timeline.timeline import Category
+from functionalize.state.module_calls import ModuleCalls
+
+ADD = torch.ops.aten.add.Tensor
+
+
+class StepNotes:
+    """The notes of one recording. alive: weak references that note the death of storages."""
+
+    def __init__(self, records: Sized) -> None:
+        self.target = world_target()
+        self.calls = ModuleCalls()
+        self.updates: list[range] = []
+        self.changes: list[tuple[int, int, int]] = []
+        self.sums: dict[int, frozenset[int]] = {}
+        self.alive: list[weakref.ref[torch.UntypedStorage]] = []
+        self._records = records
+        self._hooks: list[Any] = []
+        self._thread, self._begun = 0, 0
+
+    def start(self) -> None:
+        """The run begins, in this thread."""
+        self.calls.watch()
+        self._thread = threading.get_ident()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+
+    def stop(self) -> None:
+        """The run has ended: what dies from here on is no part of it."""
+        self.calls.unwatch()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.alive.clear()
+
+    def lifetimes(
+        self,
+        records: Sequence[OpRecord],
+        seen: Sequence[Seen],
+        found: Mapping[int, Origin],
+        left: Mapping[int, Category],
+    ) -> Lifetimes:
+        """The step, once it has ended. found: the storages that existed before; left: the gradients that remain."""
+        changes = [(max(op, 0), serial, nbytes) for op, serial, nbytes in self.changes]
+        notes = (self.updates, dict(self.sums), self.target)
+        return Lifetimes.of(records, changes, seen, found, left, *notes)
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._begun = len(self._records)
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.updates.append(range(self._begun, len(self._records)))

@@ -1,0 +1,85 @@
+"""An observer of a recorder that notes when storages come and go: for a program, and for eager's memory.
+
+    observer = LifetimeObserver()
+    with Recorder(..., observer=observer) as recorder: fn(*args)
+    observer.lifetimes(recorder.storages, found, left)
+
+A storage is noted when the recorder first sees it, when its size changes (FSDP2 frees by a resize to nothing), and
+when it dies: a weak reference on the storage's Python object, which lives as long as the storage, on fake tensors
+as on real ones. The index of a change is that of the op that runs then, else of the one that ran last.
+Invariant: the order of changes is that of the run. No tensor is kept that the step would let go: not even a gradient
+that existed before, which `zero_grad()` frees.
+`light_recorder.py` notes the same at less cost, where no program is wanted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.autograd import BACKWARD
+from functionalize.ir.ops import OpRecord
+from functionalize.lifetimes.input_categories import Origin
+from functionalize.lifetimes.lifetimes import Lifetimes, Seen
+from functionalize.lifetimes.notes import ADD, StepNotes
+from functionalize.planning.timeline.timeline import Category
+from functionalize.recorder.recorder import Recorder
+from functionalize.recorder.storage_table import StorageInfo, StorageTable
+
+
+class LifetimeObserver:
+    """Observes one recorder. See `RecordingObserver` in `recorder.py` and `StorageObserver` in `storage_table.py`."""
+
+    notes: StepNotes
+
+    def __init__(self) -> None:
+        self._records: list[OpRecord] = []
+        self._recorder: Recorder | None = (
+            None  # while it is active: else a cycle would keep its tensors
+        )
+
+    def attach(self, records: list[OpRecord]) -> None:
+        self._records, self.notes = records, StepNotes(records)
+
+    def start(self, recorder: Recorder) -> None:
+        self.notes.start()
+        self._recorder, recorder.step_notes = recorder, self.notes
+
+    def stop(self) -> None:
+        self.notes.stop()
+        if self._recorder is not None:
+            self._recorder.step_notes = None
+        self._recorder = None
+
+    def storage_seen(self, info: StorageInfo, storage: torch.UntypedStorage) -> None:
+        self.notes.changes.append((len(self._records), info.serial, info.nbytes))
+        self.notes.alive.append(weakref.ref(storage, partial(self._freed, info.serial)))
+
+    def storage_resized(self, serial: int, nbytes: int) -> None:
+        self.notes.changes.append((len(self._records), serial, nbytes))
+
+    def _freed(self, serial: int, _: Any) -> None:
+        running = self._recorder is not None and self._recorder.suspended
+        at = len(self._records) if running else len(self._records) - 1
+        self.notes.changes.append((at, serial, 0))
+
+    def recorded(self, record: OpRecord, args: tuple[Any, ...]) -> None:
+        record.meta["module"] = self.notes.calls.module_of(record)
+        if record.target is ADD and record.phase == BACKWARD and not torch.is_grad_enabled():
+            self.notes.sums[len(self._records) - 1] = frozenset(
+                ref.storage
+                for ref, tensor in zip(record.args[:2], args, strict=False)
+                if isinstance(tensor, Tensor) and tensor._base is None
+            )
+
+    def lifetimes(
+        self, storages: StorageTable, found: Mapping[int, Origin], left: Mapping[int, Category]
+    ) -> Lifetimes:
+        """The step, once it has ended. found: the storages that existed before; left: the gradients that remain."""
+        seen = [Seen(info.seen.geometry, info.device.type) for info in storages.infos]
+        return self.notes.lifetimes(self._records, seen, found, left)

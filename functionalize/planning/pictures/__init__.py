@@ -1,0 +1,1 @@
+"""Pictures, the interactive page and the trace of a report."""

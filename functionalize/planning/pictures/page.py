@@ -1,0 +1,237 @@
+"""A plan as one HTML page that needs no network: memory with zoom and hover, the schedule, tables, facts.
+
+    write_page("plan.html", title="Llama-3-8B on 64 ranks", timelines=[eager, program], spans=spans,
+               tables=[Table("Communication", ["kind", "count", "bytes"], rows)], facts={"machine": "H100"})
+
+    title, the peaks in words                 text
+    memory of a step, modelled schedule       figures that plotly draws (`page_figures.py`); its script is in the page
+    live at each peak, other tables, facts    HTML tables; the exact number is the tooltip of a cell
+
+Needs plotly: `pip install "functionalize[page]"`. A content policy in the page forbids every request. Names and lines
+of the plan are escaped. Invariant: what the page shows is computed from the same events as the timeline's own numbers;
+colours and units are those of the pictures. Refuses: nothing to show; no plotly. Linear in events.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from functionalize.errors import PictureError
+from functionalize.planning.pictures.page_figures import Figure, memory_figure, schedule_figure
+from functionalize.planning.report.display import Peak, groups, human_bytes, human_seconds, pattern
+from functionalize.planning.report.memory_figures import place
+from functionalize.planning.report.memory_text import short_line
+from functionalize.planning.report.rows import exposed, total
+from functionalize.planning.report.spans import Span
+from functionalize.planning.timeline.timeline import Allocation, Category, Timeline
+
+_LIVE = 25  # rows of a table of what is live at a peak
+_CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True}
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+)
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; max-width: 1500px; margin: 0 auto; padding: 1.5rem; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.2rem; margin: 2rem 0 .25rem; }
+summary { font-weight: 600; margin: .75rem 0; cursor: pointer; }
+.scroll { overflow-x: auto; } .scroll > div { min-width: 900px; }
+table { border-collapse: collapse; font-size: .87rem; }
+th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #e3e5e8; vertical-align: top; }
+td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.5rem; }
+dd { margin: 0; overflow-wrap: anywhere; }
+"""
+
+
+class Table(NamedTuple):
+    """A table of the page. Numbers in a column whose name has the word bytes, or seconds, are shown in such units."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+
+
+def write_page(
+    path: str | Path,
+    *,
+    title: str = "Plan of a step",
+    timelines: Sequence[Timeline] = (),
+    spans: Sequence[Span] = (),
+    tables: Sequence[Table] = (),
+    facts: Mapping[str, Any] | None = None,
+    reserved: Mapping[str, Sequence[int]] | None = None,
+    limit: int | None = None,
+) -> None:
+    """Write the page. The first timeline is shown first, the others at a click.
+
+    reserved: bytes that an allocator holds after each event of the timeline of that name. limit: bytes of the device.
+    """
+    timelines = [timeline for timeline in timelines if timeline.events]
+    if not (timelines or spans or tables):
+        raise PictureError(
+            f"The page `{title}` would be empty: it was given no timeline with events, no span and no table. "
+            "Capture the step with memory=True, or give it what to show."
+        )
+    figures: dict[str, Figure] = {}
+    if timelines:
+        figures["memory"] = memory_figure(timelines, reserved or {}, limit)
+    if spans:
+        figures["schedule"] = schedule_figure(spans)
+    drawn = _drawn(path, figures)
+    parts = [f"<h1>{_text(title)}</h1>"]
+    if timelines:
+        parts += ["<h2>Memory of a step</h2>", *_peaks(timelines, limit), drawn["memory"]]
+        parts += [_folded(_live(timeline), i == 0) for i, timeline in enumerate(timelines)]
+    if spans:
+        parts += ["<h2>Modelled schedule</h2>", _summary(spans), drawn["schedule"]]
+    for table in tables:
+        parts += [f"<h2>{_text(table.title)}</h2>", *_table(table)]
+    if facts:
+        parts += ["<h2>What was assumed</h2>", "<dl>", *_facts(facts), "</dl>"]
+    Path(path).write_text(_document(title, parts), encoding="utf-8")
+
+
+def _document(title: str, parts: Iterable[str]) -> str:
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<link rel="icon" href="data:,">
+<title>{_text(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+{chr(10).join(parts)}
+</body>
+</html>
+"""
+
+
+def _drawn(path: str | Path, figures: Mapping[str, Figure]) -> dict[str, str]:
+    """Each figure as HTML; the first one brings plotly's script."""
+    if not figures:
+        return {}
+    try:
+        from plotly.io import to_html
+    except ImportError as error:
+        raise PictureError(
+            f"{path} cannot be written: the figures of an HTML page need plotly, which is not installed. "
+            'Run pip install "functionalize[page]", or draw a picture (.png, .svg, .pdf).'
+        ) from error
+    drawn: dict[str, str] = {}
+    for name, figure in figures.items():
+        first = not drawn
+        found = to_html(figure, _CONFIG, include_plotlyjs=first, full_html=False, div_id=name)
+        drawn[name] = f'<div class="scroll">{found}</div>'
+    return drawn
+
+
+# -- text and tables -------------------------------------------------------------------------------
+
+
+def _text(text: object) -> str:
+    return html.escape(str(text))
+
+
+def _peaks(timelines: Sequence[Timeline], limit: int | None) -> Iterator[str]:
+    """The peaks in words, and how far the others are from the first."""
+    first = timelines[0]
+    for timeline in timelines:
+        less = first.peak - timeline.peak
+        than = f" {human_bytes(abs(less))} {'less' if less > 0 else 'more'} than {first.name}."
+        said = Peak.of(timeline).words() + (than if less else "")
+        yield f"<p><b>Peak of {_text(timeline.name)}:</b> {_text(said)}</p>"
+    if limit is not None:
+        yield f"<p>The device has {human_bytes(limit)}.</p>"
+    yield (
+        "<p>Wheel or drag: zoom. Double click: the whole step. A click on a category hides it. "
+        "Dashed: the other lifetimes.</p>"
+    )
+
+
+def _live(timeline: Timeline) -> Table:
+    """What is live at a peak: names that differ by numbers only, as those of layers, in one row."""
+    live, rows = Peak.of(timeline).live, []
+    firsts: dict[tuple[Category, str], Allocation] = {}
+    for each in live:
+        firsts.setdefault((each.category, pattern(each.name)), each)
+    for group in groups(live)[:_LIVE]:
+        first = firsts[group.category, pattern(group.name)]
+        ops = (_where(timeline, op) for op in (first.made, first.last_use, first.freed))
+        many = f" ×{group.members:,}" if group.members > 1 else ""
+        rows.append((group.nbytes, group.name + many, group.category.value, first.shape, *ops))
+    heads = ("bytes", "what", "category", "shape", "made by", "last used by", "freed by")
+    return Table(f"Live at the peak of {timeline.name}", heads, rows)
+
+
+def _where(timeline: Timeline, op: int | None) -> str:
+    """`12: aten.mm.default · layers.0 · train.py:31`"""
+    if op is None or not 0 <= op < len(timeline.ops):
+        return place(timeline, op)
+    _, _, module, line = timeline.ops[op]
+    code = short_line(line).partition(", in ")[0]
+    return " · ".join(filter(None, (place(timeline, op), module, code)))
+
+
+def _summary(spans: Sequence[Span]) -> str:
+    end, waited = max(span.end for span in spans), total(exposed(spans))
+    share = 100 * waited / (end or 1)
+    return (
+        f"<p>{human_seconds(end)} by a model of the machine; compute waits {human_seconds(waited)} "
+        f"for communication ({share:.0f}%).</p>"
+    )
+
+
+def _folded(table: Table, is_open: bool) -> str:
+    summary = f"<summary>{_text(table.title)}</summary>"
+    return f"<details{' open' if is_open else ''}>{summary}{''.join(_table(table))}</details>"
+
+
+def _table(table: Table) -> Iterator[str]:
+    if table.note:
+        yield f"<p>{_text(table.note)}</p>"
+    yield '<div class="scroll"><table><tr>'
+    numbers = [
+        bool(table.rows) and all(_is_number(row[i]) or row[i] is None for row in table.rows)
+        for i in range(len(table.columns))
+    ]
+    style = [' class="number"' if number else "" for number in numbers]
+    for i, name in enumerate(table.columns):
+        yield f'<th scope="col"{style[i]}>{_text(name)}</th>'
+    yield "</tr>"
+    for row in table.rows:
+        yield "<tr>"
+        for i, value in enumerate(row):
+            exact = f' title="{value:,}"' if _is_number(value) else ""
+            yield f"<td{style[i]}{exact}>{_text(_cell(value, table.columns[i]))}</td>"
+        yield "</tr>"
+    yield "</table></div>"
+
+
+def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in facts.items():
+        yield f"<dt>{_text(key)}</dt><dd>{_text(_cell(value, str(key)))}</dd>"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cell(value: Any, column: str) -> str:
+    """A value as a reader wants it: in the unit that the name of its column has."""
+    if value is None or isinstance(value, bool):
+        return "" if value is None else "yes" if value else "no"
+    words = column.lower().replace("_", " ").split()
+    if not _is_number(value):
+        return str(value)
+    if "bytes" in words:
+        return human_bytes(value)
+    if "seconds" in words:
+        return human_seconds(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

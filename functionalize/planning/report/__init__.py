@@ -1,0 +1,1 @@
+"""The report on a step's memory: figures, text, rows."""

@@ -1,0 +1,272 @@
+"""What the pictures and the page have in common: colours, units, phases as stretches, the peak in words.
+
+    28020000000 -> '26.1 GiB'      0.0123 -> '12.3 ms'
+    forward forward backward recompute backward -> Stretch(forward, 0, 2), Stretch(backward, 2, 3), ...
+    Peak.of(timeline)              bytes, op, phase, module, and the largest categories and allocations
+
+Invariants: two categories that may lie on one another differ in lightness or hue for eyes of every kind (a test
+simulates the three kinds of colour blindness); nothing here asks for matplotlib. Linear in events.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from functionalize._compat.autograd import BACKWARD, RECOMPUTE
+from functionalize.errors import PictureError
+from functionalize.ir.phases import FORWARD, OPTIMIZER
+from functionalize.planning.timeline.timeline import (
+    BEFORE,
+    Allocation,
+    Category,
+    Op,
+    Timeline,
+    by_category,
+)
+
+# Families: blue is state, grey what a step is given, orange full parameters, purple full gradients, green
+# activations, yellow what is gone at once. In a family the lightness tells the members apart.
+COLOURS: Mapping[Category, str] = MappingProxyType(
+    {
+        Category.SHARDED_PARAMETERS: "#174593",
+        Category.OPTIMIZER_STATE: "#6395d4",
+        Category.SHARDED_GRADIENTS: "#a9e0f3",
+        Category.BUFFERS: "#616175",
+        Category.INPUTS: "#a59999",
+        Category.PADDING: "#e6ddce",
+        Category.UNSHARDED_PARAMETERS: "#ae540a",
+        Category.ALL_GATHER_BUFFERS: "#f4a246",
+        Category.UNSHARDED_GRADIENTS: "#632071",
+        Category.REDUCE_SCATTER_BUFFERS: "#db99da",
+        Category.SAVED_ACTIVATIONS: "#0a7a50",
+        Category.RECOMPUTED: "#5bce9a",
+        Category.TEMPORARIES: "#f4da60",
+        Category.SCRATCH: "#ad8500",
+        Category.RNG_STATE: "#434b6a",
+        Category.UNKNOWN: "#d6023f",
+    }
+)
+PHASE_COLOURS: Mapping[str, str] = MappingProxyType(
+    {FORWARD: "#e4eff8", BACKWARD: "#fadebb", RECOMPUTE: "#add4c8", OPTIMIZER: "#dbcafa"}
+)
+OTHER_PHASE = "#c9c9c9"
+# Of a schedule: compute by phase, communication by kind.
+COMPUTE_COLOURS: Mapping[str, str] = MappingProxyType(
+    {FORWARD: "#5f9fd8", BACKWARD: "#1b4f8a", RECOMPUTE: "#5fc4a4", OPTIMIZER: "#6b6b6b"}
+)
+STREAM_COLOURS: Mapping[str, str] = MappingProxyType(
+    {"gather": "#f7a850", "scatter": "#d79fd0", "reduce": "#6d2a72"}
+)
+OTHER_STREAM = "#a38a00"
+NO_PHASE = "other"
+
+_NUMBERS = re.compile(r"\d+")
+BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes with three digits and a binary unit: `26.1 GiB`."""
+    size, unit = float(nbytes), 0
+    while abs(size) >= 999.5 and unit < len(BYTES) - 1:  # 1,000 KiB would need four digits
+        size, unit = size / 1024, unit + 1
+    return f"{_digits(size)} {BYTES[unit]}" if unit else f"{size:.0f} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds with three digits and a unit: `12.3 ms`."""
+    if seconds == 0:
+        return "0 s"
+    name, unit = next((u for u in SECONDS if abs(seconds) >= 0.9995 * u[1]), SECONDS[-1])
+    return f"{_digits(seconds / unit)} {name}"
+
+
+def _digits(x: float) -> str:
+    """Three digits, more only for what is larger than that."""
+    size = abs(x)
+    return f"{x:.2f}" if size < 9.995 else f"{x:.1f}" if size < 99.95 else f"{x:,.0f}"
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
+class Stretch(NamedTuple):
+    """Events of one phase that follow one another: from `start` to before `end`."""
+
+    phase: str
+    start: int
+    end: int
+
+
+def first_event(timeline: Timeline) -> int:
+    """The last event before the step: all that was there is live after it, and a picture starts with it."""
+    first = next((i for i, e in enumerate(timeline.events) if e.op != BEFORE), len(timeline.events))
+    return max(first - 1, 0)
+
+
+def stretches(timeline: Timeline) -> list[Stretch]:
+    """The events of a step by phase, in order; those before the step are of the first phase."""
+    found: list[Stretch] = []
+    start = first_event(timeline)
+    last, phase = BEFORE, ""
+    for i in range(start, len(timeline.events)):
+        op = timeline.events[i].op
+        if op == BEFORE:
+            continue
+        if op != last:
+            last, phase = op, timeline.ops[op].phase or NO_PHASE
+        if not found:
+            found.append(Stretch(phase, start, i + 1))
+        elif found[-1].phase != phase:
+            found.append(Stretch(phase, i, i + 1))
+        else:
+            found[-1] = found[-1]._replace(end=i + 1)
+    return found
+
+
+def coarse(found: Sequence[Stretch]) -> list[Stretch]:
+    """The same with each backward in one piece: what is recomputed lies inside."""
+    merged: list[Stretch] = []
+    inside = (BACKWARD, RECOMPUTE)
+    for each in found:
+        last = merged[-1] if merged else None
+        if last is not None and (last.phase == each.phase or {last.phase, each.phase} <= {*inside}):
+            merged[-1] = Stretch(
+                BACKWARD if each.phase in inside else each.phase, last.start, each.end
+            )
+        else:
+            merged.append(each)
+    return merged
+
+
+def anchors(of: Timeline, on: Timeline) -> list[tuple[int, int]]:
+    """Where two timelines of one step meet: (event of the one, event of the other) at each start of a phase.
+
+    Between two of them events are spread evenly. If passes moved ops from phase to phase, the timelines meet where each
+    phase begins; ops without a phase (an epilogue) belong to what lies before them.
+    """
+    mine, others = _with_phases(stretches(of)), _with_phases(stretches(on))
+    for a, b in ((mine, others), (coarse(mine), coarse(others)), _beginnings(mine, others)):
+        if a and [s.phase for s in a] == [s.phase for s in b]:
+            pairs = [(x.start, y.start) for x, y in zip(a, b, strict=True)]
+            return [*pairs, (mine[-1].end, others[-1].end)]
+    return [(first_event(of), first_event(on)), (len(of.events), len(on.events))]
+
+
+def _with_phases(found: Sequence[Stretch]) -> list[Stretch]:
+    """Each stretch of no phase, but for the first, as a part of the one before it."""
+    merged: list[Stretch] = []
+    for each in found:
+        if merged and each.phase in (NO_PHASE, merged[-1].phase):
+            merged[-1] = merged[-1]._replace(end=each.end)
+        else:
+            merged.append(each)
+    return merged
+
+
+def _beginnings(a: Sequence[Stretch], b: Sequence[Stretch]) -> tuple[list[Stretch], list[Stretch]]:
+    """The first stretch of each phase that both have; the very first ones stand for each other."""
+    firsts = [{s.phase: s for s in reversed(coarse(found))} for found in (a, b)]
+    common = [phase for phase in PHASE_COLOURS if all(phase in first for first in firsts)]
+    x, y = (sorted((first[phase] for phase in common), key=lambda s: s.start) for first in firsts)
+    if x and y:
+        x[0], y[0] = x[0]._replace(start=a[0].start), y[0]._replace(start=b[0].start)
+    return x, y
+
+
+def placed(pairs: Sequence[tuple[int, int]], events: Iterable[int]) -> list[float]:
+    """Events of the one timeline as (fractional) events of the other, by their anchors."""
+    starts = [a for a, _ in pairs]
+    found = []
+    for event in events:
+        i = min(max(bisect_right(starts, event) - 1, 0), len(pairs) - 2)
+        (a0, b0), (a1, b1) = pairs[i], pairs[i + 1]
+        found.append(b0 + (event - a0) * (b1 - b0) / max(a1 - a0, 1))
+    return found
+
+
+# -- the peak --------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Allocations whose names differ by numbers only, as the layers of a model do: `layers.*.wq`."""
+
+    category: Category
+    name: str
+    members: int
+    nbytes: int
+
+
+def pattern(name: str) -> str:
+    """A name without its numbers: `layers.*.wq`."""
+    return _NUMBERS.sub("*", name)
+
+
+def groups(allocations: Iterable[Allocation]) -> list[Group]:
+    """Allocations of one category and kind of name together, the largest first; one alone keeps its name."""
+    found: dict[tuple[Category, str], list[Allocation]] = {}
+    for each in allocations:
+        found.setdefault((each.category, pattern(each.name)), []).append(each)
+    made = (
+        Group(c, name if len(some) > 1 else some[0].name, len(some), sum(a.nbytes for a in some))
+        for (c, name), some in found.items()
+    )
+    return sorted(made, key=lambda group: -group.nbytes)
+
+
+def brief(name: str) -> str:
+    """A name without what most names have: `aten.mm.default layers.0` as `mm layers.0`."""
+    return (
+        name.replace("aten.", "", 1).replace(".default", "", 1)
+        if name.startswith("aten.")
+        else name
+    )
+
+
+def check_reserved(reserved: Sequence[int], timeline: Timeline) -> None:
+    """Raise `PictureError` if reserved bytes are not those of a timeline's events."""
+    if len(reserved) != len(timeline.events):
+        raise PictureError(
+            f"Reserved bytes of {len(reserved):,} moments were given for the {len(timeline.events):,} events of "
+            f"`{timeline.name}`. Give one number per event, as simulate(timeline).bytes does."
+        )
+
+
+class Peak(NamedTuple):
+    """The peak of a timeline. op: None if it is reached before the step. live: the largest first."""
+
+    nbytes: int
+    event: int
+    op: Op | None
+    live: list[Allocation]
+    categories: dict[Category, int]
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Peak:
+        """The first moment with the most bytes."""
+        live = timeline.live_at(timeline.peak_at) if timeline.events else []
+        op = timeline.peak_op
+        return cls(timeline.peak, timeline.peak_at, op, live, by_category(live))
+
+    def where(self) -> str:
+        """`in forward, while aten.mm.default runs in layers.3.mlp`."""
+        if self.op is None:
+            return "before the step"
+        module = f" in {self.op.module}" if self.op.module else ""
+        return f"in {self.op.phase or NO_PHASE}, while {self.op.name} runs{module}"
+
+    def largest(self, count: int = 3) -> list[tuple[Category, int]]:
+        """The categories with the most bytes."""
+        return sorted(self.categories.items(), key=lambda item: -item[1])[:count]
+
+    def words(self) -> str:
+        """One sentence: how much, where, and of what."""
+        share = max(self.nbytes, 1)
+        of = ", ".join(
+            f"{c.value} {human_bytes(n)} ({100 * n / share:.0f}%)" for c, n in self.largest()
+        )
+        return f"{human_bytes(self.nbytes)} {self.where()}" + (f": {of}" if of else "") + "."

@@ -1,0 +1,318 @@
+"""`MemoryFigures`: the memory of a step, with eager's lifetimes and with the program's side by side.
+
+    memory = Memory(eager, program)          two timelines, or one of them; `memory.py` adds the text
+    memory.peak                              requested bytes of the program (of eager, where there is no program)
+    memory.levels("eager")                   requested, allocated, reserved and declared bytes, each a number of its own
+    memory.difference()                      why one peak is not the other: by category, and by storages
+    memory.top(10)                           the largest storages of the peak: what, where made, last used and freed
+    memory.by_module(), by_op(), by_line(), by_phase()       the bytes of the peak, by what made them
+    memory.to_json()
+
+    requested   what tensors ask for                       exact: the timelines
+    allocated   each storage rounded up to 512 bytes       as CUDA's caching allocator does
+    reserved    the allocator's segments                   simulated: `allocator.py`
+    constants   what torch does not see                    declared: `constants.py`
+
+Invariants: the numbers of one level are never added to those of another, but for `device`, which is reserved and
+constants; every breakdown sums up to the requested peak. Linear in events, but for `reserved`.
+Refuses (`MemoryReportError`): a timeline that it was not given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from functionalize.errors import MemoryReportError
+from functionalize.planning.allocator.alloc_conf import Settings
+from functionalize.planning.allocator.allocator import StreamOf, simulate
+from functionalize.planning.report.display import Group, Peak, groups
+from functionalize.planning.timeline.constants import Constant
+from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Op, Timeline
+
+EAGER, PROGRAM = "eager", "program"
+BEFORE_THE_STEP, AFTER_THE_STEP = "before the step", "after the step"
+_BLOCK = 512  # bytes: what CUDA's caching allocator rounds to
+
+
+class Levels(NamedTuple):
+    """Bytes of the peak at each level. They may be reached at different moments."""
+
+    requested: int
+    allocated: int
+    reserved: int
+    constants: int
+
+    @property
+    def device(self) -> int:
+        """What the device must have room for."""
+        return self.reserved + self.constants
+
+
+class Row(NamedTuple):
+    """A storage that is live at the peak. op, module, line, phase: of what made it."""
+
+    nbytes: int
+    category: Category
+    name: str
+    shape: str
+    op: str
+    module: str
+    line: str
+    phase: str
+    made: str
+    last_use: str
+    freed: str
+
+
+class Change(NamedTuple):
+    """A category's bytes at the peak of each timeline."""
+
+    category: Category
+    eager: int
+    program: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many more the program has."""
+        return self.program - self.eager
+
+
+class Difference(NamedTuple):
+    """Why two peaks differ. only_eager, only_program: storages live at one peak and not at the other.
+
+    categories: the largest change first; storages: the largest group first.
+    """
+
+    eager: int
+    program: int
+    categories: tuple[Change, ...]
+    only_eager: tuple[Group, ...]
+    only_program: tuple[Group, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryFigures:
+    """The memory of one step. constants: `declared(...)`.
+
+    settings: of the simulated allocator. stream_of: the streams on which eager allocates. caching: False on a CPU,
+    whose allocator gives memory back: what is allocated and reserved is what was requested.
+    """
+
+    eager: Timeline | None = None
+    program: Timeline | None = None
+    constants: tuple[Constant, ...] = ()
+    settings: Settings | None = None
+    stream_of: StreamOf | None = None
+    caching: bool = True
+
+    # -- timelines ---------------------------------------------------------------------------------
+
+    @cached_property
+    def timelines(self) -> dict[str, Timeline]:
+        """What there is, by name."""
+        given = {EAGER: self.eager, PROGRAM: self.program}
+        return {name: timeline for name, timeline in given.items() if timeline is not None}
+
+    def timeline(self, of: str | None = None) -> Timeline:
+        """The timeline of that name; by default the program's, if there is one. Raises `MemoryReportError`."""
+        name = of or (PROGRAM if self.program is not None or self.eager is None else EAGER)
+        if name not in self.timelines:
+            there = " and ".join(self.timelines) or "none"
+            raise MemoryReportError(
+                f"no timeline `{name}` in this report, there is {there}: capture the step with "
+                "`fz.capture(step, memory=True)`, or give `program_timeline(program)`"
+            )
+        return self.timelines[name]
+
+    @property
+    def peak(self) -> int:
+        """The most requested bytes that are live at once."""
+        return self.timeline().peak
+
+    @cached_property
+    def _peaks(self) -> dict[str, Peak]:
+        return {name: Peak.of(timeline) for name, timeline in self.timelines.items()}
+
+    def peak_of(self, of: str | None = None) -> Peak:
+        """The moment of the peak: when, while which op, and what is live."""
+        return self._peaks[self._name(of)]
+
+    def _name(self, of: str | None) -> str:
+        timeline = self.timeline(of)
+        return next(name for name, each in self.timelines.items() if each is timeline)
+
+    # -- levels ------------------------------------------------------------------------------------
+
+    def levels(self, of: str | None = None) -> Levels:
+        """The peak at each level; raises `PlannedOutOfMemoryError` if the settings have a limit that is too small."""
+        name = self._name(of)
+        if name not in self._known_levels:
+            timeline = self.timelines[name]
+            constants = sum(constant.nbytes for constant in self.constants)
+            streams = self.stream_of if name == EAGER else None  # a program runs on one
+            rounded = reserved = timeline.peak
+            if self.caching:
+                rounded = max(allocated(timeline), default=0)
+                reserved = simulate(timeline, self.settings, streams).peak
+            self._known_levels[name] = Levels(timeline.peak, rounded, reserved, constants)
+        return self._known_levels[name]
+
+    @cached_property
+    def _known_levels(self) -> dict[str, Levels]:
+        return {}
+
+    # -- the peak, broken down ---------------------------------------------------------------------
+
+    def by_category(self, of: str | None = None) -> dict[Category, int]:
+        """The requested bytes of every category at the peak."""
+        return self.peak_of(of).categories
+
+    def by_module(self, of: str | None = None) -> dict[str, int]:
+        """By the module whose ops made them; the largest first."""
+        return self._by(of, lambda op: op.module or "(no module)")
+
+    def by_op(self, of: str | None = None) -> dict[str, int]:
+        """By the op that made them."""
+        return self._by(of, lambda op: op.name)
+
+    def by_line(self, of: str | None = None) -> dict[str, int]:
+        """By the user's line that made them."""
+        return self._by(of, lambda op: op.line or "(no line)")
+
+    def by_phase(self, of: str | None = None) -> dict[str, int]:
+        """By the phase that made them."""
+        return self._by(of, lambda op: op.phase or "(no phase)")
+
+    def _by(self, of: str | None, key: Callable[[Op], str]) -> dict[str, int]:
+        timeline, found = self.timeline(of), Counter[str]()
+        for each in self.peak_of(of).live:
+            name = BEFORE_THE_STEP if each.made == BEFORE else key(timeline.ops[each.made])
+            found[name] += each.nbytes
+        return dict(found.most_common())
+
+    def top(self, k: int = 10, of: str | None = None) -> list[Row]:
+        """The k largest storages that are live at the peak."""
+        timeline = self.timeline(of)
+        return [_row(each, timeline) for each in self.peak_of(of).live[:k]]
+
+    # -- two peaks ---------------------------------------------------------------------------------
+
+    def difference(self) -> Difference:
+        """Why the program's peak is not eager's. Storages are the same that look the same and serve the same."""
+        self.timeline(EAGER), self.timeline(PROGRAM)
+        eager, program = self._peaks[EAGER], self._peaks[PROGRAM]
+        every = [c for c in Category if c in eager.categories or c in program.categories]
+        changes = (
+            Change(c, eager.categories.get(c, 0), program.categories.get(c, 0)) for c in every
+        )
+        return Difference(
+            eager.nbytes,
+            program.nbytes,
+            tuple(sorted(changes, key=lambda change: -abs(change.nbytes))),
+            tuple(groups(_not_in(program.live, eager.live))),
+            tuple(groups(_not_in(eager.live, program.live))),
+        )
+
+    # -- for people and programs -------------------------------------------------------------------
+
+    def to_json(self, k: int = 20, timelines: bool = False) -> dict[str, Any]:
+        """The report as plain dicts, lists, numbers and texts.
+
+        k: rows of each table. timelines: with the bytes of every category after every event.
+        """
+        self.timeline()
+        found: dict[str, Any] = {
+            "constants": [constant._asdict() for constant in self.constants],
+            "timelines": {name: self._json(name, k, timelines) for name in self.timelines},
+        }
+        if len(self.timelines) == 2:
+            found["difference"] = _json_of(self.difference(), k)
+        return found
+
+    def _json(self, name: str, k: int, stacked: bool) -> dict[str, Any]:
+        timeline, levels, peak = self.timelines[name], self.levels(name), self._peaks[name]
+        found: dict[str, Any] = {
+            "levels": {**levels._asdict(), "device": levels.device},
+            "peak": {
+                "event": peak.event,
+                "op": peak.op._asdict() if peak.op is not None else None,
+                "where": peak.where(),
+            },
+            "by_category": _texts(peak.categories),
+            "by_module": self.by_module(name),
+            "by_op": self.by_op(name),
+            "by_line": self.by_line(name),
+            "by_phase": self.by_phase(name),
+            "top": [{**row._asdict(), "category": row.category.value} for row in self.top(k, name)],
+            "ops": len(timeline.ops),
+            "events": len(timeline.events),
+        }
+        if stacked:
+            found["stacked"] = _texts(timeline.stacked())
+        return found
+
+
+def allocated(timeline: Timeline) -> Iterable[int]:
+    """The bytes that are allocated after each event: every storage rounded up to 512 bytes."""
+    sizes = (-(-event.allocation.nbytes // _BLOCK) * _BLOCK for event in timeline.events)
+    pairs = zip(timeline.events, sizes, strict=True)
+    return accumulate(size if event.made else -size for event, size in pairs)
+
+
+def _row(each: Allocation, timeline: Timeline) -> Row:
+    op = timeline.ops[each.made] if each.made != BEFORE else Op("", "")
+    return Row(
+        each.nbytes,
+        each.category,
+        each.name,
+        each.shape,
+        op.name,
+        op.module,
+        op.line,
+        op.phase,
+        place(timeline, each.made),
+        place(timeline, each.last_use),
+        place(timeline, each.freed),
+    )
+
+
+def place(timeline: Timeline, op: int | None) -> str:
+    """`12: aten.mm.default`; an op that there is not is before the step, or after it."""
+    if op is None or op >= len(timeline.ops):
+        return AFTER_THE_STEP
+    return BEFORE_THE_STEP if op == BEFORE else f"{op}: {timeline.ops[op].name}"
+
+
+def _not_in(those: Iterable[Allocation], these: Iterable[Allocation]) -> list[Allocation]:
+    """Those of `these` that have no like among `those`, one for one."""
+    left = Counter((each.category, each.nbytes, each.padding) for each in those)
+    found = []
+    for each in these:
+        like = (each.category, each.nbytes, each.padding)
+        if left[like]:
+            left[like] -= 1
+        else:
+            found.append(each)
+    return found
+
+
+def _texts(by_category: Mapping[Category, Any]) -> dict[str, Any]:
+    return {category.value: value for category, value in by_category.items()}
+
+
+def _json_of(difference: Difference, k: int) -> dict[str, Any]:
+    def plain(found: Iterable[Group]) -> list[dict[str, Any]]:
+        return [{**group._asdict(), "category": group.category.value} for group in found]
+
+    return {
+        "eager": difference.eager,
+        "program": difference.program,
+        "categories": {c.category.value: [c.eager, c.program] for c in difference.categories},
+        "only_eager": plain(difference.only_eager[:k]),
+        "only_program": plain(difference.only_program[:k]),
+    }

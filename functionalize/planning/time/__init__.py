@@ -1,0 +1,1 @@
+"""Traffic, FLOPs and the modelled time of a step."""

@@ -1,0 +1,291 @@
+"""What a node costs: a roofline. A stated model, to choose by and not to predict with.
+
+    flops(node)                   floating-point operations, by the formulas of `torch.utils.flop_counter`
+    moved(node)                   bytes read and written; for a collective, bytes that a ring sends per rank
+    seconds(node, machine)        the time on a `Machine`
+
+    kind of node                              seconds
+    views, waits, numbers, inputs             0
+    collectives                               latency + bytes sent / link_bandwidth (`step_time.py` knows nodes)
+    copies from one device to another         overhead + bytes / host_bandwidth
+    everything else                           overhead + max(flops / FLOP/s, bytes moved / memory_bandwidth)
+
+What it leaves out: caches, kernels that reach less than the peak, transfers that overlap with others.
+Bytes are those of the tensors; a lookup (`embedding`, `index`) reads as much of its table as it gives.
+Sizes are those of the fake values in `node.meta["val"]`, which must be static.
+Refuses (`PassError`): the name of a machine that is not known.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from functionalize.analysis.aliases import leaves_gradients, storage_key, written_nodes
+from functionalize.errors import PassError
+from functionalize.ir.barrier import BARRIER
+from functionalize.ir.ops import geometry_of
+from functionalize.ir.waits import WAIT
+from functionalize.program.metadata import tensors_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's device and links.
+
+    flops: FLOP/s. memory_bandwidth, link_bandwidth (to other ranks), host_bandwidth (between device and
+    host): bytes/s, one way. latency: seconds until a collective's first byte. overhead: seconds per op.
+    matrix_flops: (dtype, FLOP/s) where the rate of a dtype is another one. ranks_per_node: how many ranks
+    link_bandwidth joins; None: all. internode_bandwidth: bytes/s, one way, of each rank's own adapter to other
+    nodes. streams: whether collectives run beside compute, as on a GPU, or one thing after the other.
+    """
+
+    flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    latency: float
+    overhead: float
+    host_bandwidth: float = float("inf")
+    matrix_flops: tuple[tuple[torch.dtype, float], ...] = ()
+    ranks_per_node: int | None = None
+    internode_bandwidth: float = float("inf")
+    streams: bool = True
+
+    def rate(self, dtype: torch.dtype | None) -> float:
+        """FLOP/s at a dtype."""
+        return dict(self.matrix_flops).get(dtype, self.flops)  # type: ignore[arg-type]
+
+    def ring_bandwidth(self, size: int, on_a_node: int) -> float:
+        """Bytes/s at which every rank of a ring of `size` sends, of which `on_a_node` share each node.
+
+        A ring leaves a node once, by the adapters of all its ranks there: as libraries build rings, one per adapter.
+        """
+        if size <= on_a_node:
+            return self.link_bandwidth
+        return min(self.link_bandwidth, on_a_node * self.internode_bandwidth)
+
+
+def _gpu(
+    flops: float,
+    half: float,
+    memory: float,
+    nvlink: float,
+    host: float,
+    adapter: float,
+    eighth: float | None = None,
+) -> Machine:
+    """Eight to a node. half: FLOP/s of 16-bit matrices; eighth: of 8-bit ones, if there are."""
+    rates = [(torch.bfloat16, half), (torch.float16, half)]
+    if eighth is not None:
+        rates += [(torch.float8_e4m3fn, eighth), (torch.float8_e5m2, eighth)]
+    return Machine(
+        flops, memory, nvlink, 15e-6, 5e-6, host, tuple(rates), 8, internode_bandwidth=adapter
+    )
+
+
+# cpu: two cores of a server CPU of the 2020s, ranks on one host over gloo; measured: `mm` of 1024 x 1024 floats,
+#   `add` of 64 MiB, an all-gather of 16 MiB on two ranks, an op on four floats; rounded.
+# GPUs: from the data sheets of the GPU (SXM) and of the DGX system that has eight of them; dense rates, half of
+#   those with sparsity; fp32 without TF32, as torch's default is; NVLink one way, half of what the sheet says; an
+#   InfiniBand adapter per GPU; latency and overhead are the usual ones of a small NCCL collective and of a kernel
+#   launch from Python.
+# a100: A100 80 GB: HBM2e 2.04 TB/s, NVLink 300 GB/s, PCIe 4 x16; DGX A100: 8 adapters of 200 Gb/s.
+# h100: HBM3 3.35 TB/s, NVLink 450 GB/s, PCIe 5 x16; DGX H100: 8 ConnectX-7 of 400 Gb/s.
+# h200: the chip of the h100 with HBM3e, 4.8 TB/s; DGX H200: the network of DGX H100.
+# b200: HGX B200, 1000 W: 80 TFLOP/s fp32, 2250 bf16; HBM3e 8 TB/s, NVLink 900 GB/s; DGX B200: PCIe 5 x16 to its
+#   hosts, 8 ConnectX-7 of 400 Gb/s.
+MACHINES: Mapping[str, Machine] = types.MappingProxyType(
+    {
+        "cpu": Machine(
+            150e9, 40e9, 0.5e9, 250e-6, 3e-6, 40e9, ((torch.bfloat16, 350e9),), streams=False
+        ),
+        "a100": _gpu(19.5e12, 312e12, 2.04e12, 300e9, 32e9, 25e9),
+        "h100": _gpu(67e12, 989e12, 3.35e12, 450e9, 64e9, 50e9, 1979e12),
+        "h200": _gpu(67e12, 989e12, 4.8e12, 450e9, 64e9, 50e9, 1979e12),
+        "b200": _gpu(80e12, 2250e12, 8e12, 900e9, 64e9, 50e9, 4500e12),
+    }
+)
+MACHINE_OF: Mapping[str, str] = types.MappingProxyType(  # of a target, where no machine is named
+    {"cuda": "h100", "cpu": "cpu"}
+)
+
+
+def machine_named(name: str, graph: fx.Graph | None = None) -> Machine:
+    """A preset; `auto`: "h100" for a graph with a value on an accelerator, else "cpu"."""
+    if name == "auto":
+        nodes = graph.nodes if graph is not None else ()
+        devices = {t.device.type for n in nodes for t in tensors_of(n.meta.get("val"))}
+        name = MACHINE_OF["cuda" if devices - {"cpu", "meta"} else "cpu"]
+    if name not in MACHINES:
+        raise PassError(f"no machine `{name}`; there are auto, {', '.join(sorted(MACHINES))}")
+    return MACHINES[name]
+
+
+# -- flops -----------------------------------------------------------------------------------------
+
+# The attention of CPUs, which torch counts as nothing before 2.15, by the formulas of its equals on CUDA.
+_SAME_FORMULA: Mapping[str, str] = types.MappingProxyType(
+    {
+        "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+    }
+)
+
+_ATTENTION = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+# Where the query is among the arguments, which the key and the value follow.
+_QUERY: Mapping[str, int] = types.MappingProxyType(
+    dict.fromkeys(_ATTENTION, 0) | {f"{name}_backward": 1 for name in _ATTENTION}
+)
+
+
+def _with_equal_heads(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    """The key and the value with as many heads as the query: torch 2.11 has no formula for fewer, which cost the same.
+
+    args: [.., query, key, value, ..], the query at `at`: each of [batch, heads, length, channels].
+    """
+    heads = args[at].shape[1]
+    grouped = (t.shape for t in args[at + 1 : at + 3])
+    repeated = (torch.empty((n, heads, *rest), device="meta") for n, _, *rest in grouped)
+    return (*args[: at + 1], *repeated, *args[at + 3 :])
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of a node; 0 where torch has no formula (elementwise ops, reductions)."""
+    formula = _formula(node.target)
+    if node.op != "call_function" or formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    at = _QUERY.get(_packet_name(node))
+    if at is not None and len(args) >= at + 3:
+        args = _with_equal_heads(args, at)
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _formula(target: Any) -> Callable[..., Any] | None:
+    packet = getattr(target, "overloadpacket", target)
+    formula = flop_registry.get(packet)
+    if formula is None and (same := _SAME_FORMULA.get(getattr(packet, "__name__", ""))):
+        formula = flop_registry.get(getattr(aten, same))
+    return formula
+
+
+# -- bytes and seconds -----------------------------------------------------------------------------
+
+_REDUCES_AND_GATHERS = ("all_reduce", "all_reduce_coalesced")  # a ring goes round twice
+_LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
+_NOTHING_WRITTEN = frozenset(("empty", "empty_like", "empty_strided", "new_empty"))
+_NO_MESSAGE = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
+
+
+def moved(node: fx.Node) -> int:
+    """Bytes that a node reads and writes; for a collective, those that a ring of ranks sends per rank.
+
+    A view moves nothing; an expanded tensor counts what it occupies.
+    """
+    if node.op != "call_function" or is_free(node):
+        return 0
+    out = sum(map(nbytes_of, tensors_of(node.meta.get("val"))))
+    read = [sum(map(nbytes_of, tensors_of(n.meta.get("val")))) for n in node.all_input_nodes]
+    into = sum(read)
+    if is_collective(node):
+        if _packet_name(node) in _REDUCES_AND_GATHERS:
+            return 2 * into
+        return abs(out - into) or into
+    if _packet_name(node) in _NOTHING_WRITTEN:
+        return 0
+    if _packet_name(node) in _LOOKUPS and read:
+        return into - read[0] + min(read[0], out) + out
+    if _is_mutable(node):  # what it returns is what it wrote
+        out = sum(nbytes_of(t) for _, n in written_nodes(node) for t in tensors_of(n.meta["val"]))
+    elif leaves_gradients(node):  # its functional form returns them with the rest
+        out -= sum(nbytes_of(t) for n in _nodes(node.args[1]) for t in tensors_of(n.meta["val"]))
+    return into + out
+
+
+def seconds(node: fx.Node, machine: Machine) -> float:
+    """The time that a node takes on a machine, by the table above."""
+    if node.op != "call_function" or is_free(node):
+        return 0.0
+    nbytes = moved(node)
+    if is_collective(node):
+        return machine.latency + nbytes / machine.link_bandwidth
+    return op_seconds(node, machine, flops(node), nbytes)
+
+
+def op_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> float:
+    """The time of an op that is neither free nor a collective, given what it computes and moves."""
+    made = _first(node.meta.get("val"))
+    read = next((t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))), None)
+    if made is not None and read is not None and made.device.type != read.device.type:
+        return machine.overhead + nbytes / 2 / machine.host_bandwidth
+    computing = flops / machine.rate(dtype_of(node)) if flops else 0.0
+    return machine.overhead + max(computing, nbytes / machine.memory_bandwidth)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype that an op computes in: that of its first tensor; a matmul of 8-bit numbers gives others."""
+    for each in node.all_input_nodes:
+        if (found := _first(each.meta.get("val"))) is not None:
+            return found.dtype
+    made = _first(node.meta.get("val"))
+    return None if made is None else made.dtype
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts a collective (waiting for one starts none)."""
+    if node.target is BARRIER:
+        return True
+    namespace = getattr(node.target, "namespace", "")
+    return namespace in ("_c10d_functional", "_dtensor") and _packet_name(node) not in _NO_MESSAGE
+
+
+def _packet_name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else ""
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a node makes no tensor of its own and writes none: a view, a wait, a part of a tuple, a number."""
+    if node.target is operator.getitem or (node.target is WAIT and WAIT is not None):
+        return True
+    if node.target is BARRIER or _is_mutable(node):
+        return False
+    made = [storage_key(t) for t in tensors_of(node.meta.get("val"))]
+    if not made:
+        return True
+    read = {storage_key(t) for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))}
+    return all(key in read for key in made)
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes of data; of an expanded tensor, those that it lies on."""
+    if tensor.layout != torch.strided:
+        return tensor.numel() * tensor.element_size()
+    return min(geometry_of(tensor).nbytes, int(tensor.untyped_storage().nbytes()))
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _nodes(arg: Any) -> list[fx.Node]:
+    return [each for each in arg if isinstance(each, fx.Node)]
+
+
+def _first(value: Any) -> Tensor | None:
+    return next(tensors_of(value), None)

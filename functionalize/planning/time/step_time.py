@@ -1,0 +1,204 @@
+"""The modelled time of a step: a roofline for every op, on streams as FSDP2 has them. A model, not a measurement.
+
+    time = step_time(program, MACHINES["h100"])
+    time.seconds, time.compute, time.exposed     seconds = compute + exposed
+    time.communication, time.overlap             communication = exposed + overlap
+    time.mfu                                     model FLOPs (nothing that is run again) / peak FLOPs in that time
+    time.spans                                   what runs when, for pictures of the schedule
+    print(time.text())
+
+    compute        ████████░░████████████   the stream on which ops run
+    all-gather     ██████████    ███
+    exposed                ██               communication while compute has nothing to do
+
+An op takes what `costs.py` says; a collective its latency and the bytes that a ring sends over the slowest link of its
+group: between nodes, if the group is not on one. `streams.py` has the rules of what waits for what. What is modelled
+is one rank in steady state, with others exactly as fast: no stragglers, no failures, no input pipeline.
+Invariant: the seconds of the phases add up to those of the step. Linear in nodes and edges, but for one sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from functionalize._compat.autograd import RECOMPUTE
+from functionalize.planning.report.display import human_seconds
+from functionalize.planning.report.spans import Span
+from functionalize.planning.time.communication import Groups
+from functionalize.planning.time.costs import MACHINES, Machine
+from functionalize.planning.time.streams import Piece, schedule
+from functionalize.program.program import Program
+
+_MODELS: Mapping[str, str] = {
+    "fsdp2": "on the streams of eager FSDP2",
+    "replay": "replaying the program as it stands",
+    "serial": "one thing after the other",
+}
+Part = tuple[float, float, str]  # start, end, phase
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """One phase of a step, modelled. seconds: compute + exposed. flops: of what it computes."""
+
+    phase: str
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    flops: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepTime:
+    """The modelled time of a step, in seconds, of one rank.
+
+    compute: while an op runs on the compute stream. communication: while collectives run, or copies on their streams,
+    at least one of them. exposed: while these run and compute does not. streams: whose rules, see `streams.py`.
+    flops: all of them; model_flops: without those of recomputation. mfu: None without FLOPs.
+    """
+
+    machine: Machine
+    streams: str
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    flops: int
+    model_flops: int
+    mfu: float | None
+    phases: tuple[PhaseTime, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def overlap(self) -> float:
+        """Seconds of communication that compute hides."""
+        return self.communication - self.exposed
+
+    def text(self) -> str:
+        """What a person reads."""
+        lines = [
+            f"modelled step time: {human_seconds(self.seconds)} per rank, {_MODELS[self.streams]}, on {self._where()}",
+            f"  compute {human_seconds(self.compute)}; communication {human_seconds(self.communication)}, of which "
+            f"{human_seconds(self.exposed)} exposed and {human_seconds(self.overlap)} behind compute",
+            f"  {self.flops:.3g} FLOPs, {self.model_flops:.3g} of them the model's"
+            + ("" if self.mfu is None else f": a modelled MFU of {self.mfu:.1%}"),
+            f"  {'phase':<10}{'seconds':>10}{'compute':>10}{'comm.':>10}{'exposed':>10}{'FLOPs':>10}",
+        ]
+        for each in self.phases:
+            times = (each.seconds, each.compute, each.communication, each.exposed)
+            cells = "".join(f"{human_seconds(t):>10}" for t in times)
+            lines.append(f"  {each.phase or 'other':<10}{cells}{each.flops:>10.3g}")
+        lines.append(
+            "  a roofline, not a measurement: every kernel at its peak, a host that is never late"
+        )
+        return "\n".join(lines)
+
+    def to_json(self, spans: bool = False) -> dict[str, Any]:
+        """The same as plain values, for `json.dumps`. spans: with everything that runs, one list per span."""
+        found: dict[str, Any] = {
+            "modelled": True,
+            "machine": self._where(),
+            "streams": self.streams,
+            "seconds": self.seconds,
+            "compute": self.compute,
+            "communication": self.communication,
+            "exposed": self.exposed,
+            "overlap": self.overlap,
+            "flops": self.flops,
+            "model_flops": self.model_flops,
+            "mfu": self.mfu,
+            "phases": [asdict(phase) for phase in self.phases],
+        }
+        if spans:
+            found["spans"] = {"fields": list(Span._fields), "rows": [list(s) for s in self.spans]}
+        return found
+
+    def _where(self) -> str:
+        names = (name for name, machine in MACHINES.items() if machine == self.machine)
+        return next(names, "a machine of your own")
+
+
+def step_time(
+    program: Program,
+    machine: Machine,
+    *,
+    streams: str | None = None,
+    groups: Mapping[str, Sequence[int]] | None = None,
+) -> StepTime:
+    """The modelled time of a step on a machine.
+
+    streams: `fsdp2`, `replay` or `serial`; None: `fsdp2` on a machine with streams, else `serial`. groups: the ranks
+    of process groups by name, for a program whose groups are not those of this process. Raises `PassError` for
+    streams that are not known.
+    """
+    program.describe()
+    if streams is None:
+        streams = "fsdp2" if machine.streams else "serial"
+    pieces = schedule(program.graph, machine, Groups(program.graph, groups), streams)
+    seconds = max((piece.span.end for piece in pieces), default=0.0)
+    phases = tuple(_phases(pieces))
+    model = [piece for piece in pieces if piece.span.phase != RECOMPUTE]
+    ideal = sum(piece.ideal for piece in model)
+    return StepTime(
+        machine=machine,
+        streams=streams,
+        seconds=seconds,
+        compute=sum(phase.compute for phase in phases),
+        communication=sum(phase.communication for phase in phases),
+        exposed=sum(phase.exposed for phase in phases),
+        flops=sum(piece.flops for piece in pieces),
+        model_flops=sum(piece.flops for piece in model),
+        mfu=ideal / seconds if ideal else None,
+        phases=phases,
+        spans=tuple(piece.span for piece in pieces),
+    )
+
+
+def _phases(pieces: Sequence[Piece]) -> Iterator[PhaseTime]:
+    """The phases in the order in which they begin."""
+    computing = [(s.start, s.end, s.phase) for s, communicates, *_ in pieces if not communicates]
+    sending = sorted((s.start, s.end, s.phase) for s, communicates, *_ in pieces if communicates)
+    sending = list(_apart(sending))
+    compute, communication = _by_phase(computing), _by_phase(sending)
+    exposed = _by_phase(_outside(sending, computing))
+    flops: dict[str, int] = {}
+    for piece in pieces:
+        flops[piece.span.phase] = flops.get(piece.span.phase, 0) + piece.flops
+    for phase, count in flops.items():
+        busy, bare = compute.get(phase, 0.0), exposed.get(phase, 0.0)
+        yield PhaseTime(phase, busy + bare, busy, communication.get(phase, 0.0), bare, count)
+
+
+def _by_phase(parts: Sequence[Part] | Iterator[Part]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for start, end, phase in parts:
+        found[phase] = found.get(phase, 0.0) + end - start
+    return found
+
+
+def _apart(parts: Sequence[Part]) -> Iterator[Part]:
+    """The same without overlaps: what began first counts. They are in order of their starts."""
+    at = 0.0
+    for start, end, phase in parts:
+        if end > at:
+            yield max(start, at), end, phase
+            at = end
+
+
+def _outside(parts: Sequence[Part], others: Sequence[Part]) -> Iterator[Part]:
+    """What of some parts lies in none of the others; both are in order and without overlaps."""
+    i = 0
+    for start, end, phase in parts:
+        while i < len(others) and others[i][1] <= start:
+            i += 1
+        at, j = start, i
+        while j < len(others) and others[j][0] < end:
+            if others[j][0] > at:
+                yield at, others[j][0], phase
+            at = max(at, others[j][1])
+            j += 1
+        if at < end:
+            yield at, end, phase

@@ -1,0 +1,1 @@
+"""Which bytes are alive at which op, and in which category."""

@@ -1,0 +1,107 @@
+"""Which storages of a graph are live when, if every value is freed after its last use, as the boxed runner does.
+
+    live = Liveness(program.graph)
+    live.peak, live.peak_at          bytes, and the place (index of the node) where they are live
+    live.timeline[i]                 bytes live while node i runs: what it reads, what it makes, what is used later
+    live.storages                    a record per storage that the graph makes: nbytes, first, last, nodes
+
+Inputs and constants are the caller's and are not counted: they are live throughout. Results are live to the end.
+What a collective reads is live until its wait: the backend holds it, or a copy of it as large (gloo's reduce-scatter).
+Sizes are those of the fake values in `node.meta["val"]`. Linear in nodes and edges.
+Invariant: a storage counts once however many values are views of it.
+Not counted: what an op, or a backend for a collective, allocates and frees while it runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor, fx
+
+from functionalize.analysis.aliases import Aliases, storage_key
+from functionalize.program.metadata import tensors_of
+
+_FUNCTIONAL = "_c10d_functional"
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One storage that a graph makes. first, last: the places of the node that makes it and of its last use."""
+
+    nbytes: int
+    first: int
+    last: int
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+class Liveness:
+    """The lifetimes of the storages that a graph makes, in the order of its nodes, or in another `order`."""
+
+    def __init__(self, graph: fx.Graph, order: Sequence[fx.Node] | None = None) -> None:
+        self.graph = graph
+        self.nodes = list(graph.nodes) if order is None else list(order)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.of: dict[fx.Node, tuple[Storage, ...]] = {}
+        self.storages: list[Storage] = []
+        self.aliases = Aliases(graph)
+        self._find(self.aliases)
+        steps = [0] * (len(self.nodes) + 1)
+        for storage in self.storages:
+            steps[storage.first] += storage.nbytes
+            steps[storage.last + 1] -= storage.nbytes
+        self.timeline = list(accumulate(steps))[:-1]
+        self.peak = max(self.timeline, default=0)
+        self.peak_at = self.timeline.index(self.peak) if self.timeline else 0
+
+    def _find(self, aliases: Aliases) -> None:
+        """A storage per group of aliases, and per storage of a list that no value stands for."""
+        group: dict[int, Any] = {}  # fake storage -> the group of the values on it
+        for node in self.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor):
+                group.setdefault(storage_key(value) or 0, aliases.of(node))
+        of_key: dict[Any, Storage | None] = {}
+        for place, node in enumerate(self.nodes):
+            borrowed = node.op in ("placeholder", "get_attr")
+            found: dict[int, Storage] = {}
+            for value in tensors_of(node.meta.get("val")):
+                fake = storage_key(value)
+                key = aliases.of(node) if value is node.meta["val"] else group.get(fake or 0, fake)
+                nbytes = int(value.untyped_storage().nbytes())
+                if key not in of_key:
+                    of_key[key] = None if borrowed else Storage(nbytes, place, place)
+                    if not borrowed:
+                        self.storages.append(of_key[key])  # type: ignore[arg-type]
+                storage = of_key[key]
+                if storage is not None and id(storage) not in found:
+                    found[id(storage)] = storage
+                    storage.nodes.append(node)
+            self.of[node] = tuple(found.values())
+        self._use()
+
+    def _use(self) -> None:
+        """Let every storage live to its last use: once per node, a list's parts would each ask for all of it."""
+        last: dict[fx.Node, int] = {}
+        for place, node in enumerate(self.nodes):
+            for used in (node, *node.all_input_nodes):
+                last[used] = max(place, last.get(used, 0))
+            for held in held_before(node):
+                last[held] = max(place - 1, last.get(held, 0))
+        for node, place in last.items():
+            for storage in self.of[node]:
+                storage.last = max(storage.last, place)
+
+
+def held_before(node: fx.Node) -> list[fx.Node]:
+    """What a backend holds no longer than to this wait: what the collective reads."""
+    if getattr(node.target, "namespace", "") != _FUNCTIONAL or not node.all_input_nodes:
+        return []
+    source = node.all_input_nodes[0]
+    if source.target is operator.getitem:  # of a coalesced collective
+        source = source.all_input_nodes[0]
+    started = getattr(source.target, "namespace", "") == _FUNCTIONAL
+    return source.all_input_nodes if started else []

@@ -1,0 +1,101 @@
+"""How many bytes of a storage hold nothing: FSDP2 pads shards so that every rank has as much.
+
+    parameter [3, 8] on 2 ranks      rank 1's shard: [1, 8] in room for [2, 8]    padding 32 bytes
+    all-gather                       [2 x 16] elements, the model sees 24         padding 32 bytes
+    reduce-scatter                   _chunk_cat of [3, 8] into [2, 16]            padding 32 bytes
+
+Told by what is read: of a shard by the optimizer, of what is gathered by the model, of a pack by what is packed.
+Invariant: never more than a storage has; 0 where nothing tells. Linear in nodes and edges.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from functionalize.analysis.aliases import Aliases, is_view
+from functionalize.ir.ops import geometry_of
+from functionalize.ir.phases import OPTIMIZER
+from functionalize.planning.timeline.categories import Categories, packet
+from functionalize.planning.timeline.liveness import Storage
+from functionalize.planning.timeline.timeline import Category
+from functionalize.program.metadata import tensors_of
+
+_SCATTERS = ("slice_scatter", "as_strided_scatter", "select_scatter")
+
+
+class Padding:
+    """The padding of the storages of a program."""
+
+    def __init__(self, categories: Categories, aliases: Aliases) -> None:
+        self._categories, self._aliases = categories, aliases
+        self._read: dict[fx.Node, int] = {}  # of a shard: the end of what the optimizer reads
+        for node in categories.live.nodes:
+            updates = categories.phase(node) == OPTIMIZER and packet(node) not in _SCATTERS
+            for read in node.all_input_nodes if updates and not is_view(node) else ():
+                value = read.meta.get("val")
+                if isinstance(value, Tensor):
+                    root, end = aliases.of(read), geometry_of(value).end
+                    self._read[root] = max(end, self._read.get(root, 0))
+
+        named = (s for s in categories.names if s not in categories.new)
+        pairs = ((_look(storage, categories), seen(storage)[1]) for storage in named)
+        self._like = {look: end for look, end in pairs if end}  # what one use of a parameter reads
+
+    def of_shard(self, placeholder: fx.Node, nbytes: int) -> int:
+        """Of a sharded parameter that is an input."""
+        return max(0, nbytes - self._read.get(self._aliases.of(placeholder), nbytes))
+
+    def of(self, storage: Storage) -> int:
+        """Of a storage that the graph makes."""
+        found, category = self._categories, self._categories.of(storage)
+        if category == Category.UNSHARDED_PARAMETERS:
+            seen_end = seen(storage)[1] or self._like.get(_look(storage, found), storage.nbytes)
+            return storage.nbytes - min(seen_end, storage.nbytes)
+        if category == Category.ALL_GATHER_BUFFERS:
+            if storage in found.pieces:
+                shards = found.pieces[storage]
+                return sum(self._of_piece(shard, storage) for shard in shards)
+            return sum(self.of(part) for part in found.parts.get(storage, ()))
+        if category == Category.REDUCE_SCATTER_BUFFERS:
+            return storage.nbytes - min(_packed(storage), storage.nbytes)
+        if storage in found.new:
+            spec = found.program.inputs[found.new[storage]]
+            home = found.placeholders[found.new[storage]]
+            return self.of_shard(home, spec.nbytes) if storage.nbytes == spec.nbytes else 0
+        return 0
+
+    def _of_piece(self, shard: fx.Node, pack: Storage) -> int:
+        """In the dtype of the pack."""
+        value, like = shard.meta.get("val"), next(tensors_of(pack.nodes[0].meta["val"]))
+        if not isinstance(value, Tensor):
+            return 0
+        unused = self.of_shard(shard, value.untyped_storage().nbytes())
+        return unused // value.element_size() * like.element_size()
+
+
+def seen(storage: Storage) -> tuple[str, int]:
+    """(how the model sees an unsharded parameter, the bytes up to its end); 0 for one that nobody reads."""
+    views = [n for n in storage.nodes if isinstance(n.meta["val"], Tensor)]
+    read = [n for n in views if not n.users or any(not is_view(u) for u in n.users)]
+    end = max((geometry_of(n.meta["val"]).end for n in read), default=0)
+    looks = [geometry_of(n.meta["val"]) for n in reversed(views) if n.meta["val"].is_contiguous()]
+    whole = next((look for look in looks if look.nbytes == end), None)
+    return str(whole or (looks[-1] if looks else "")), end
+
+
+def _look(storage: Storage, categories: Categories) -> tuple[str | None, int]:
+    return categories.names.get(storage), storage.nbytes
+
+
+def _packed(storage: Storage) -> int:
+    """The bytes of gradients in a pack, or in its cast."""
+    pack, value = storage.nodes[0], next(tensors_of(storage.nodes[0].meta["val"]))
+    if packet(pack) == "_to_copy":
+        source = pack.all_input_nodes[0]
+        while is_view(source):
+            source = source.all_input_nodes[0]
+        pack = source
+    if packet(pack) != "_chunk_cat":
+        return storage.nbytes
+    elements = sum(t.numel() for n in pack.all_input_nodes for t in tensors_of(n.meta["val"]))
+    return elements * value.element_size()

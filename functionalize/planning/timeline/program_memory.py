@@ -1,0 +1,326 @@
+"""The memory of one replay of a program, as a `Timeline`: every storage from the op that makes it to its last use.
+
+    timeline = program_timeline(program)
+    timeline.peak                       requested bytes: the program's own, and its inputs, which live throughout
+    timeline.ops[timeline.peak_at]      one `Op` for each node of the graph, and one for the epilogue
+
+    inputs      ████████████████████████████████   made before the first op; as large as a replay finds them
+    values         ███   ██████    ████            freed after the last use, as the boxed runner does (`Liveness`)
+    results             ████████████████████       until the epilogue has copied them; the caller's own live on
+    epilogue                               ██      storages that it grows are new, those that it empties are freed
+
+What a collective reads is held until its wait. A program that draws random numbers keeps the state of the generator
+to put it back if a replay fails. An op that writes in place (stage INPLACE) makes nothing.
+Counted is one kind of device: the accelerator if the program has values on one, else the CPU.
+Invariants: for values that the graph makes, what is live while an op runs is what `Liveness` tells and what the
+allocator sees; a storage counts once however many values are views of it. Linear in nodes and edges.
+Not counted: what backends of collectives allocate and free inside themselves; and what ops do, unless `scratch` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+from torch import Tensor, fx
+
+from functionalize.analysis.aliases import results, results_of
+from functionalize.ir.epilogue import Resize, Set
+from functionalize.ir.generators import is_random
+from functionalize.ir.guards import AliasGuard
+from functionalize.ir.inputs import WholeStorage
+from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.ir.phases import phase_of
+from functionalize.planning.timeline.categories import Categories, is_part
+from functionalize.planning.timeline.liveness import Liveness, Storage
+from functionalize.planning.timeline.padding import Padding, seen
+from functionalize.planning.timeline.timeline import (
+    BEFORE,
+    Allocation,
+    Category,
+    Event,
+    Op,
+    Timeline,
+)
+from functionalize.program.metadata import tensors_of
+from functionalize.program.program import Program
+
+EPILOGUE = "epilogue"
+_GENERATOR = 5056  # bytes of the state of the CPU's generator
+_NO_CATEGORIES: Mapping[str, Category] = {}
+
+
+def program_timeline(
+    program: Program,
+    given: Mapping[str, Category] = _NO_CATEGORIES,
+    device: str = "auto",
+    scratch: Callable[[fx.Node], int] | None = None,
+) -> Timeline:
+    """The memory of a replay. given: categories of inputs by name, where the caller knows better.
+
+    device: the type that is counted (`"cuda"`); `"auto"`: the accelerator's if there is one, else `"cpu"`.
+    scratch: the bytes that an op allocates and frees inside itself, as `scratch_of` tells; None: none.
+    """
+    program.describe()
+    return _Replay(program, given, device, scratch).timeline()
+
+
+class _Replay:
+    """Collects allocations and events, in the order of a replay."""
+
+    def __init__(
+        self,
+        program: Program,
+        given: Mapping[str, Category],
+        device: str,
+        scratch: Callable[[fx.Node], int] | None,
+    ) -> None:
+        self.program, self.scratch = program, scratch
+        self.live = Liveness(program.graph)
+        self.aliases = self.live.aliases
+        self.categories = Categories(program, self.live, given)
+        self.padding = Padding(self.categories, self.aliases)
+        self.device = _device(self.live.nodes) if device == "auto" else device
+        self.end = len(self.live.nodes)  # the epilogue
+        self.allocations: list[Allocation] = []
+        self.events: list[Event] = []
+        self.uses = _last_uses(self.live.nodes)
+        self.last_uses: dict[
+            fx.Node, int
+        ] = {}  # of groups of aliases, by the node that stands for it
+        for node, place in self.uses.items():
+            root = self.aliases.of(node)
+            self.last_uses[root] = max(place, self.last_uses.get(root, BEFORE))
+        self.home: dict[int, Allocation] = {}  # input -> its storage, now
+
+    def timeline(self) -> Timeline:
+        """Inputs, the graph, the epilogue."""
+        self._inputs()
+        self._constants()
+        generator = self._generator()
+        held = self._graph()
+        self._epilogue()
+        outliving = self._outliving()
+        for storage, result in held:
+            if storage not in outliving:
+                self._free(result, self.end)
+        if generator is not None:
+            self._free(generator, self.end)
+        ops = Ops(self.live.nodes)
+        return Timeline("program", ops, tuple(self.allocations), tuple(self.events))
+
+    # -- before ------------------------------------------------------------------------------------
+
+    def _inputs(self) -> None:
+        """A storage for each group of inputs that share one, and for each constant."""
+        homes = self.categories.placeholders
+        groups: dict[Any, list[int]] = {}
+        for i, key in enumerate(_storages_of_inputs(self.program)):
+            if isinstance(self.program.inputs[i].geometry, Geometry):
+                groups.setdefault(key, []).append(i)
+        for members in groups.values():
+            specs = [self.program.inputs[i] for i in members]
+            if specs[0].device.type != self.device:
+                continue
+            last = max(self.last_uses[self.aliases.of(homes[i])] for i in members)
+            category = self.categories.inputs[members[0]]
+            sharded = category == Category.SHARDED_PARAMETERS
+            padding = self.padding.of_shard(homes[members[0]], specs[0].nbytes) if sharded else 0
+            shape = str(specs[0].geometry)
+            allocation = Allocation(
+                specs[0].nbytes, category, specs[0].name, BEFORE, None, last, shape, padding
+            )
+            self.home.update(dict.fromkeys(members, allocation))
+            if allocation.nbytes:
+                self._make(allocation)
+
+    def _constants(self) -> None:
+        """What the program holds itself."""
+        nodes = (n for n in self.live.nodes if n.op == "get_attr")
+        for root, node in {self.aliases.of(n): n for n in nodes}.items():
+            value = node.meta["val"]
+            if isinstance(value, Tensor) and value.device.type == self.device:
+                nbytes, look = value.untyped_storage().nbytes(), str(geometry_of(value))
+                name, last = str(node.target), self.last_uses[root]
+                self._make(Allocation(nbytes, Category.BUFFERS, name, BEFORE, None, last, look))
+
+    def _generator(self) -> Allocation | None:
+        """The state that is put back if a replay fails."""
+        if self.device != "cpu" or not any(map(is_random, self.live.nodes)):
+            return None
+        state = Allocation(
+            _GENERATOR, Category.RNG_STATE, "generator", BEFORE, None, self.end, "uint8[5056]"
+        )
+        return self._make(state)
+
+    # -- the graph ---------------------------------------------------------------------------------
+
+    def _graph(self) -> list[tuple[Storage, Allocation]]:
+        """Makes and frees every value; returns what the graph returns."""
+        dying: list[list[tuple[Storage, Allocation]]] = [[] for _ in self.live.nodes]
+        making = [s for s in self.live.storages if self._is_counted(s)]
+        making.reverse()
+        for place in range(len(self.live.nodes)):
+            while making and making[-1].first == place:
+                storage = making.pop()
+                dying[storage.last].append((storage, self._make(self._allocation(storage))))
+            self._pass(place)
+            for _, dead in dying[place] if place < len(dying) - 1 else ():
+                self._free(dead, place)
+        return dying[-1] if dying else []
+
+    def _pass(self, place: int) -> None:
+        """Scratch is there when an op has made its results, and gone when it ends."""
+        node = self.live.nodes[place]
+        nbytes = self.scratch(node) if self.scratch is not None else 0
+        if nbytes:
+            scratch = Allocation(nbytes, Category.SCRATCH, node.name, place, None, place)
+            self._free(self._make(scratch), place)
+
+    def _allocation(self, storage: Storage) -> Allocation:
+        first = storage.nodes[0]
+        if not isinstance(first.meta["val"], Tensor) and len(storage.nodes) > 1:
+            first = storage.nodes[1]  # the item of a list has a name of its own
+        name = self.categories.names.get(storage, first.name)
+        category, value = self.categories.of(storage), first.meta["val"]
+        shape = str(geometry_of(value)) if isinstance(value, Tensor) else ""
+        if category == Category.UNSHARDED_PARAMETERS:
+            shape = seen(storage)[0]
+        padding = self.padding.of(storage)
+        last = max(self.uses[node] for node in storage.nodes)
+        made = storage.first
+        return Allocation(storage.nbytes, category, name, made, None, last, shape, padding)
+
+    def _is_counted(self, storage: Storage) -> bool:
+        value = next(tensors_of(storage.nodes[0].meta["val"]))
+        return storage.nbytes > 0 and value.device.type == self.device
+
+    # -- after -------------------------------------------------------------------------------------
+
+    def _epilogue(self) -> None:
+        """Storages of inputs that end with another size: those that grow first, all of them."""
+        resizes = [a for a in self.program.epilogue if isinstance(a, Resize)]
+        growing = [a for a in resizes if a.nbytes > self._nbytes(a.input)]
+        for resize in (*growing, *resizes):  # those that have grown have their size
+            self._resize(resize)
+        for action in self.program.epilogue:
+            if isinstance(action, Set) and action.input in self.home:
+                self._leave(action)
+
+    def _nbytes(self, input: int) -> int:
+        return self.home[input].nbytes if input in self.home else 0
+
+    def _resize(self, action: Resize) -> None:
+        old = self.home.get(action.input)
+        if old is None or old.nbytes == action.nbytes:
+            return
+        new = replace(old, nbytes=action.nbytes, made=self.end, last_use=self.end, padding=0)
+        for input, home in list(self.home.items()):
+            if home is old:
+                self.home[input] = new
+        if new.nbytes:
+            self._make(new)
+        if old.nbytes:
+            self._free(old, self.end)
+
+    def _leave(self, action: Set) -> None:
+        """An input moves to another storage: its own is freed, unless another input is on it."""
+        old = self.home.pop(action.input)
+        if action.other is not None:
+            self.home[action.input] = self.home.get(action.other, old)
+        if all(home is not old for home in self.home.values()) and old.nbytes:
+            self._free(old, self.end)
+
+    def _outliving(self) -> set[Storage]:
+        """The storages that the caller is handed, or that inputs move to."""
+        slots = results(self.program.graph)
+        kept = [role.slot for output in self.program.outputs for role in results_of(output)]
+        kept += [a.slot for a in self.program.epilogue if isinstance(a, Set) and a.slot is not None]
+        nodes = [node for slot in kept if isinstance(node := slots[slot], fx.Node)]
+        return {storage for node in nodes for storage in self.live.of[node]}
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _make(self, allocation: Allocation) -> Allocation:
+        self.allocations.append(allocation)
+        self.events.append(Event(allocation.made, allocation, True))
+        return allocation
+
+    def _free(self, allocation: Allocation, op: int) -> None:
+        allocation.freed = op
+        self.events.append(Event(op, allocation, False))
+
+
+# -- the ops ---------------------------------------------------------------------------------------
+
+
+class Ops(Sequence[Op]):
+    """An `Op` for each node, made when it is asked for, and one for the epilogue."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self._nodes = nodes
+        self._lines: dict[str, str] = {}  # traces are shared by many nodes
+
+    def __len__(self) -> int:
+        return len(self._nodes) + 1
+
+    @overload
+    def __getitem__(self, index: int) -> Op: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Op]: ...
+    def __getitem__(self, index: int | slice) -> Op | Sequence[Op]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        if range(len(self))[index] == len(self._nodes):
+            return Op(EPILOGUE, "")
+        node = self._nodes[range(len(self))[index]]
+        trace = node.meta.get("stack_trace") or ""
+        if trace not in self._lines:
+            self._lines[trace] = user_line(trace)
+        name = str(node.target) if node.op == "call_function" else node.op
+        module = str(node.meta.get("module") or "")
+        return Op(name, phase_of(node) or "", module, self._lines[trace])
+
+
+def user_line(trace: str) -> str:
+    """`train.py:12, in step: out = a.sin()` of the innermost frame of a `stack_trace` as FX keeps it; or empty."""
+    at = trace.rfind('  File "')
+    if at < 0:
+        return ""
+    frame, _, code = trace[at + 8 :].partition("\n")
+    path, _, rest = frame.partition('", line ')
+    line, _, function = rest.partition(", in ")
+    return f"{path}:{line}, in {function}: {code.strip()}"
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The last place that reads or writes each node; items of lists count by themselves. Of a result: the epilogue."""
+    found: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        found[node] = place
+        if not is_part(node):
+            read = place + 1 if node.op == "output" else place
+            found.update(dict.fromkeys(node.all_input_nodes, read))
+    return found
+
+
+def _storages_of_inputs(program: Program) -> tuple[Any, ...]:
+    """A key per input, equal for those on one storage; without a guard that knows, each has its own."""
+    for guard in program.guards:
+        if isinstance(guard, AliasGuard) and len(guard.groups) == len(program.inputs):
+            return guard.groups
+    return tuple(
+        spec.source.input if isinstance(spec.source, WholeStorage) else i
+        for i, spec in enumerate(program.inputs)
+    )
+
+
+def _device(nodes: Sequence[fx.Node]) -> str:
+    """The type of the accelerator that an input, a constant or what a factory makes is on, else the CPU's."""
+    begin = (n for n in nodes if n.op != "call_function" or "device" in n.kwargs)
+    kinds = (t.device.type for n in begin for t in tensors_of(n.meta.get("val")))
+    return next((kind for kind in kinds if kind not in ("cpu", "meta")), "cpu")

@@ -1,0 +1,1 @@
+"""`Program`: replayed, printed, lowered to a graph module, described, saved."""

@@ -1,0 +1,102 @@
+"""The collectives of a program or of an op stream: per process group, in order, as texts that its ranks share.
+
+    sequences(graph)["0"]    ("all_gather_into_tensor(float32[568])", "reduce_scatter_tensor(float32[568], avg)")
+
+Ranks of one group must issue the same collectives in the same order, or they wait for each other for ever. A text
+has what every rank has in common, and no more: sizes where the op asks for equal ones (the splits of an
+all-to-all differ), the reduction, the number of ranks; not the group's name, which each rank counts for itself.
+Invariant: what a rank issues is told by its texts alone, whatever else its graph computes. Linear in the nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from functionalize.discharge.rules.collectives import reduction
+from functionalize.errors import UnsupportedOpError
+from functionalize.ir.barrier import BARRIER
+from functionalize.ir.ops import OpRecord, refs_in
+from functionalize.program.metadata import tensors_of
+from functionalize.util.process_groups import group_name, is_group
+
+Texts = tuple[str, ...]
+
+_FUNCTIONAL = "_c10d_functional"
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd", "_allgather_into_tensor_out_c10d")
+_REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max", "premul_sum"})
+_SAME_SIZES = (
+    *("all_reduce", "allreduce", "all_gather_into", "_allgather_base", "allgather_into"),
+    *("reduce_scatter_tensor", "_reduce_scatter_base", "broadcast"),
+)
+
+
+def sequences(graph: fx.Graph) -> dict[str, Texts]:
+    """The texts of a graph's collectives by group; every node needs its `val`."""
+    found: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        for group in groups_of(node.target, node.args):
+            tensors = [t for n in node.all_input_nodes for t in tensors_of(n.meta["val"])]
+            looks = [(tuple(t.shape), t.dtype) for t in tensors]
+            found.setdefault(group, []).append(_text(node.target, looks, node.args))
+    return {group: tuple(texts) for group, texts in found.items()}
+
+
+def recorded_sequences(records: Iterable[OpRecord]) -> dict[str, Texts]:
+    """The same for an op stream, in terms of the ops that were recorded."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        for group in groups_of(record.target, record.args):
+            looks = [(ref.geometry.size, ref.geometry.dtype) for ref in refs_in(record.args)]
+            found.setdefault(group, []).append(_text(record.target, looks, record.args))
+    return {group: tuple(texts) for group, texts in found.items()}
+
+
+def fingerprints(graph: fx.Graph, reads_numbers: bool) -> dict[str, int]:
+    """A number per group, of 56 bits: equal if the collectives are, and if both or neither reads numbers.
+
+    reads_numbers: whether a program of this graph guards values that the graph computes.
+    """
+    reads = ("reads numbers",) if reads_numbers else ()
+    found = sequences(graph)
+    return {group: _fingerprint((*texts, *reads)) for group, texts in found.items()}
+
+
+def _fingerprint(texts: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:7], "big")
+
+
+def groups_of(target: Any, args: Iterable[Any]) -> list[str]:
+    """The names of the process groups that an op talks in; none for a wait."""
+    space = getattr(target, "namespace", "")
+    if space == "c10d":
+        return [group_name(a) for a in args if is_group(a)]
+    if space == _FUNCTIONAL and not str(target).split(".")[1].startswith(_SILENT):
+        return [a for a in args if isinstance(a, str) and a.lower() not in _REDUCTIONS][-1:]
+    return [a for a in args if isinstance(a, str)][:1] if target is BARRIER else []
+
+
+def _text(
+    target: Any, looks: Sequence[tuple[Sequence[int], torch.dtype]], args: Iterable[Any]
+) -> str:
+    name = str(target).split(".")[1]
+    sized = name.startswith(_SAME_SIZES)
+    tensors = [f"{str(dtype)[6:]}{list(size) if sized else ''}" for size, dtype in looks]
+    return f"{name}({', '.join([*tensors, *_reductions(args)])})"
+
+
+def _reductions(args: Iterable[Any]) -> list[str]:
+    named = [a for a in args if isinstance(a, str) and a.lower() in _REDUCTIONS]
+    boxed = [a for a in args if isinstance(a, torch.ScriptObject) and hasattr(a, "op")]
+    return named + [_name_of(each) for each in boxed]
+
+
+def _name_of(boxed: Any) -> str:
+    try:
+        return reduction(boxed)
+    except UnsupportedOpError:  # it is recorded, and refused later by name
+        return str(boxed.op())

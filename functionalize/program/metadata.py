@@ -1,0 +1,118 @@
+"""What a pass can read in `node.meta`, filled in when somebody first asks for the graph module.
+
+val            a fake tensor like the node's value
+tensor_meta    its size, stride and dtype, as FX passes read them
+stack_trace    the user's frames; seq_nr, autograd_node: where autograd had it from
+original_aten  the op that was recorded, where the node is its functional counterpart
+phase          the part of a training step that it belongs to, see `phases.py`
+module         the module that it belongs to, if that was recorded
+
+A number that Python reads has the value it had while the step was recorded, kept in `hint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize.ir.fake_mode import fake_like
+from functionalize.ir.fakes import Fakes
+from functionalize.ir.inputs import InputSpec
+from functionalize.ir.ops import Geometry, geometry_of, tensor_metadata
+from functionalize.ir.phases import set_phases
+from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.user_stack import trace_and_update
+
+
+class GraphWithInputs(Protocol):
+    """A graph, what its placeholders stand for, and the tensors that it holds, by name."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
+
+    @property
+    def inputs(self) -> Sequence[InputSpec]: ...
+
+    @property
+    def constants(self) -> Mapping[str, Any]: ...
+
+
+def annotate(program: GraphWithInputs) -> None:
+    """Fill the `meta` of every node."""
+    with only_young_collections():  # what is made here lives as long as the program
+        read_records(program.graph)
+        propagate(program)
+
+
+def read_records(graph: fx.Graph) -> None:
+    """Fill what the records of the ops tell, each in place of its record."""
+    known: dict[
+        int, tuple[str | None, bool]
+    ] = {}  # a record may have many nodes, a backward one stack
+    updates: list[fx.Node] = []
+    for node in graph.nodes:
+        record = node.meta.get("record")
+        if record is None:
+            continue
+        stack = id(record.traceback)
+        if stack not in known:
+            known[stack] = trace_and_update(record.traceback)
+        trace, update = known[stack]
+        if update:
+            updates.append(node)
+        if trace:
+            node.meta["stack_trace"] = trace
+        if record.seq_nr is not None:
+            node.meta["seq_nr"] = record.seq_nr
+        if record.autograd_node is not None:
+            node.meta["autograd_node"] = record.autograd_node
+        if record.meta.get("module"):
+            node.meta["module"] = record.meta["module"]
+        node.meta["original_aten"] = record.target
+    set_phases(graph, updates)
+    for node in graph.nodes:
+        node.meta.pop("record", None)
+
+
+def propagate(program: GraphWithInputs) -> None:
+    """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes."""
+    fakes = Fakes()
+    specs = iter(program.inputs)
+    env: dict[fx.Node, Any] = {}
+    with disable_current_modes(), torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                value = fake_input(fakes, next(specs))
+            elif node.op == "get_attr":
+                constant = program.constants[str(node.target)]
+                value = fake_like(fakes.mode, constant)
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                known = node.meta.get("hint")
+                value = fakes.run(node.target, args, kwargs) if known is None else known
+            else:
+                continue
+            env[node] = value
+            node.meta["val"] = value
+            if isinstance(value, Tensor):
+                node.meta["tensor_meta"] = tensor_metadata(geometry_of(value))
+
+
+def fake_input(fakes: Fakes, spec: InputSpec) -> Any:
+    """A fake tensor like an input, its storage as large as on entry."""
+    if not isinstance(spec.geometry, Geometry):
+        return getattr(spec.source, "hint", spec.source)
+    return fakes.like(spec.geometry, spec.nbytes, spec.device)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors that a node's value is, or holds in lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_of(each)

@@ -1,0 +1,352 @@
+"""From a recording to a `Program`: discharge the op stream, decide the epilogue and the role of each output.
+
+    builder = Builder(recorder)
+    builder.add_inputs([...])     placeholders; aliasing inputs share one storage record
+    builder.discharge()           the engine runs over every record
+    builder.roles(leaves)         where each output comes from
+    builder.epilogue()            what a replay does to its inputs when the graph has run
+    builder.program(...)          without dead code, with guards
+
+Invariants: outputs that share a storage in the recording share one at every replay. A constant of the program is never
+returned, only a copy of it. Refusals: an output on a storage whose contents the engine does not know.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functionalize._compat.dispatch import is_traceable_wrapper_subclass
+from functionalize._compat.graphs import pytree
+from functionalize.analysis.dead_code import drop_dead_code
+from functionalize.discharge.emitters import GraphEmitter
+from functionalize.discharge.epilogue_actions import actions_of
+from functionalize.discharge.functionalizer import Functionalizer
+from functionalize.discharge.values import View
+from functionalize.errors import FunctionalizeError
+from functionalize.ir.epilogue import Action, Set
+from functionalize.ir.guards import Guard, NumberGuard, ValueGuard
+from functionalize.ir.inputs import InputSpec, Source, WholeStorage
+from functionalize.ir.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
+from functionalize.ir.outputs import (
+    Constant,
+    InputView,
+    LeafItself,
+    OutputRole,
+    Result,
+    SameAs,
+    Wrapped,
+)
+from functionalize.ir.scalars import Applied, Given, expression_text, is_given
+from functionalize.ir.waits import sink_waits
+from functionalize.program.early_guard import EarlyGuard, is_early
+from functionalize.program.program import Program
+from functionalize.recorder.live_scalars import expression_of
+from functionalize.recorder.recorder import Recorder
+from functionalize.recorder.scalar_log import Fact
+from functionalize.util.tensor_wrappers import plain_tensors
+from functionalize.util.user_stack import line_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class GivenInput:
+    """A tensor that becomes a placeholder."""
+
+    name: str
+    ref: TensorRef
+    source: Source
+
+
+class Builder:
+    """Discharges one recording into one program."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.emit = GraphEmitter(self._whole_storage, self._given_number)
+        self.engine = Functionalizer(self.emit)
+        self.inputs: list[InputSpec] = []
+        self.storage_of_input: list[int] = []
+        self.constants: dict[str, Tensor] = {}
+        self._home: dict[int, int] = {}  # storage -> the input that is its base
+        self._nodes: list[fx.Node] = []
+        self._names: set[str] = set()
+        self._slots: dict[fx.Node, int] = {}  # a node that the graph returns -> where
+        self._clones: dict[fx.Node, fx.Node] = {}  # a constant -> the copy that is returned
+        self._shared: set[int] = set()  # storages of several outputs
+        self._value_guards: list[ValueGuard] = []
+        self.early: frozenset[int] = frozenset()  # ids of records that depend on arguments alone
+        self._early: list[tuple[fx.Node, Any, str, str]] = []  # their guards, before the graph runs
+        self._number_guards: list[NumberGuard] = []
+
+    # -- inputs --------------------------------------------------------------------------------
+
+    def add_inputs(self, inputs: Sequence[GivenInput]) -> None:
+        """Make one placeholder for each. Of every storage the widest dense input is the base."""
+        first = len(self.inputs)
+        for each in inputs:
+            info = self.recorder.storages.infos[each.ref.storage]
+            spec = InputSpec(
+                self._unique(each.name),
+                each.ref.geometry,
+                info.original_nbytes,
+                info.device,
+                each.source,
+            )
+            self._placeholder(spec, each.ref.storage)
+        by_storage: dict[int, list[int]] = {}
+        for index, each in enumerate(inputs, first):
+            by_storage.setdefault(each.ref.storage, []).append(index)
+        for serial, indices in by_storage.items():
+            self._declare(serial, indices)
+
+    def _declare(self, serial: int, indices: list[int]) -> None:
+        def reach(index: int) -> tuple[bool, int]:
+            g = self.inputs[index].geometry
+            return g.is_dense and not g.conj and not g.neg, g.end - g.start
+
+        home = max(indices, key=reach) if len(indices) > 1 else indices[0]
+        spec = self.inputs[home]
+        self._home[serial] = home
+        ref = TensorRef(serial, spec.geometry)
+        storage = self.engine.declare(
+            ref, spec.nbytes, spec.device, self._nodes[home], spec.name, external=True
+        )
+        for index in indices if len(indices) > 1 else ():
+            g = self.inputs[index].geometry
+            if g not in storage.views:
+                version = storage.version if spec.nbytes else -1
+                storage.views[g] = View(g, None, None, self._nodes[index], version)
+
+    def _placeholder(self, spec: InputSpec, serial: int) -> fx.Node:
+        node = self.emit.nodes.placeholder(spec.name)
+        if self._nodes and node.prev is not self._nodes[-1]:
+            self._nodes[-1].append(node)
+        self._nodes.append(node)
+        self.inputs.append(spec)
+        self.storage_of_input.append(serial)
+        return node
+
+    def _given_number(self, number: Given) -> fx.Node:
+        """A placeholder for a number that every call reads from its source; it has a storage of its own."""
+        dtype = torch.float64 if type(number.hint) is float else torch.int64
+        geometry, cpu = contiguous_geometry((), dtype), torch.device("cpu")
+        name = self._unique(number.name)
+        spec = InputSpec(name, geometry, dtype.itemsize, cpu, number.source)
+        return self._placeholder(spec, -1 - len(self.inputs))
+
+    def add_constant(self, ref: TensorRef, tensor: Tensor) -> None:
+        """A tensor whose contents are baked into the program."""
+        info = self.recorder.storages.infos[ref.storage]
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = tensor
+        node = self.emit.graph.create_node("get_attr", name)
+        self.engine.declare(ref, info.original_nbytes, info.device, node, name)
+
+    def _whole_storage(self, serial: int, flat: Geometry) -> fx.Node:
+        index = self._home[serial]
+        home = self.inputs[index]
+        name = self._unique(f"{home.name}_storage")
+        spec = InputSpec(name, flat, home.nbytes, home.device, WholeStorage(index, flat))
+        return self._placeholder(spec, serial)
+
+    def _unique(self, name: str) -> str:
+        name = name.replace(".", "_")
+        if not name.isidentifier():
+            name = re.sub(r"\W+", "_", name).strip("_") or "arg"
+            name = f"arg_{name}" if name[0].isdigit() else name
+        unique, n = name, 1
+        while unique in self._names:
+            unique, n = f"{name}_{n}", n + 1
+        self._names.add(unique)
+        return unique
+
+    # -- the op stream -------------------------------------------------------------------------
+
+    def discharge(self) -> None:
+        """Run the engine over every record, and make guards of the facts that the step relies on."""
+        self.run(self.recorder.records)
+        log = self.recorder.scalar_log
+        self.guard(log.facts.values() if log is not None else ())
+
+    def run(self, records: Iterable[OpRecord]) -> None:
+        """Run the engine over records that follow those of the run before."""
+        scalars = {id(s.record): s for s in self.recorder.scalars}
+        for record in records:
+            scalar, read = scalars.get(id(record)), record.meta.get("read")
+            if scalar is None and read is None:
+                self.engine.run(record)
+                continue
+            node = self.engine.step(record)
+            if read is not None:
+                self.emit.numbers[read] = node
+                node.meta["hint"] = record.meta["hint"]
+            if scalar is not None:
+                node.meta["hint"] = scalar.value
+                where = line_of(record.traceback)
+                early = id(record) in self.early
+                self._learn(node, scalar.value, where, "a tensor's value", early)
+
+    def guard(self, facts: Iterable[Fact]) -> None:
+        """Add a guard for each fact about a live number."""
+        for fact in facts:
+            self._guard(fact)
+
+    def _guard(self, fact: Fact) -> None:
+        """A fact is checked before the graph runs where it depends on arguments alone, else after."""
+        expression, where = fact.expression, line_of(fact.traceback)
+        if is_given(expression):
+            self._number_guards.append(NumberGuard(expression, fact.value, where))
+            return
+        node = self.emit.number(expression)
+        what = f"`{expression_text(expression)}`"
+        if not isinstance(expression, Applied):
+            what = "a tensor's value"
+        self._learn(node, fact.value, where, what, is_early(expression, self.early))
+
+    def _learn(self, node: fx.Node, value: Any, where: str, what: str, early: bool) -> None:
+        if early:
+            self._early.append((node, value, where, what))
+        else:
+            self._value_guards.append(ValueGuard(self.slot(node), value, where, what))
+
+    def early_guards(self, runner: Callable[..., Any]) -> list[Guard]:
+        """Guards on facts that depend on arguments alone. Call it before `program`, which drops their nodes."""
+        if not self._early:
+            return []
+        return [EarlyGuard.of(self._early, self.inputs, self.constants, runner)]
+
+    # -- outputs -------------------------------------------------------------------------------
+
+    def slot(self, node: fx.Node) -> int:
+        """The index of a node in the graph's results; adds it if it is not returned yet."""
+        return self._slots.setdefault(node, len(self._slots))
+
+    def roles(
+        self, leaves: Sequence[Any], arguments: Sequence[Any] = (), outside: Container[int] = ()
+    ) -> list[OutputRole]:
+        """The role of each output leaf; outputs that share a storage keep sharing it.
+
+        arguments: leaves of the call's arguments; an output that is one of them is returned as that object.
+        outside: ids of leaves that are the caller's own objects and returned as they are.
+        """
+        seen: dict[int, set[int]] = {}
+        for leaf in [*leaves, *arguments]:
+            for t in plain_tensors(leaf) if id(leaf) not in outside else []:
+                seen.setdefault(self.recorder.storages.ref(t).storage, set()).add(id(t))
+        self._shared = {storage for storage, objects in seen.items() if len(objects) > 1}
+        places = {id(leaf): i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
+        roles: list[OutputRole] = []
+        first: dict[int, int] = {}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) in outside:
+                roles.append(Constant(leaf))
+            elif id(leaf) in places:
+                roles.append(LeafItself(places[id(leaf)]))
+            elif isinstance(leaf, Tensor) and id(leaf) in first:
+                roles.append(SameAs(first[id(leaf)]))
+            else:
+                try:
+                    roles.append(self._role(leaf))
+                except FunctionalizeError as error:
+                    text = f"to return leaf {i} of its result, the program {error}"
+                    raise type(error)(text) from None
+            first.setdefault(id(leaf), i)
+        return roles
+
+    def _role(self, leaf: Any) -> OutputRole:
+        if not isinstance(leaf, Tensor):
+            expression = expression_of(leaf, self.recorder.scalar_log)
+            if expression is None:
+                return Constant(leaf)
+            return Result(self.slot(self.emit.number(expression)))
+        if is_traceable_wrapper_subclass(leaf):
+            names, context = leaf.__tensor_flatten__()
+            inner = {n: self._role(getattr(leaf, n)) for n in names}
+            return Wrapped(type(leaf), inner, context, leaf.shape, leaf.stride())
+        ref = self.recorder.storages.ref(leaf)
+        if ref.storage in self._home:
+            return InputView(self._home[ref.storage], ref.geometry)
+        if ref.storage not in self._shared and not (ref.geometry.conj or ref.geometry.neg):
+            return Result(self.slot(self._owned(self.engine.read(ref))))
+        slot, geometry = self._in_base(ref)
+        return Result(slot, geometry)
+
+    def _in_base(self, ref: TensorRef) -> tuple[int, Geometry]:
+        """Of a storage that the step made: the index of its base in the results, and `ref` as a view of that."""
+        storage = self.engine.storage(ref.storage)
+        storage.read(ref.geometry, self.emit)
+        base = self._owned(storage.peek(storage.root, self.emit))
+        g, root = ref.geometry, storage.root
+        return self.slot(base), g._replace(offset=g.offset - root.start // g.dtype.itemsize)
+
+    def _owned(self, node: fx.Node) -> fx.Node:
+        """`node`, or a copy of it if it is (a view of) a constant: the caller could write to what is returned."""
+        origin = node
+        while origin.op == "call_function" and _is_view_call(origin):
+            origin = origin.args[0]  # type: ignore[assignment]
+        if origin.op != "get_attr":
+            return node
+        return self._clones.setdefault(node, self.emit.call(aten.clone.default, node))
+
+    def moved(self, index: int, tensor: Tensor) -> Set | None:
+        """The `set_` of an input whose tensor ended on another storage or with another geometry; else None."""
+        ref, spec = self.recorder.storages.ref(tensor), self.inputs[index]
+        if ref.storage in self._home:
+            if ref == TensorRef(self.storage_of_input[index], spec.geometry):
+                return None
+            return Set(index, ref.geometry, self._home[ref.storage], None)
+        slot, geometry = self._in_base(ref)
+        return Set(index, geometry, None, slot)
+
+    def epilogue(self) -> list[Action]:
+        """The resizes and copies that a replay makes on its inputs, by storage."""
+        actions: list[Action] = []
+        for serial, index in self._home.items():
+            storage = self.engine.storages[serial]
+            actions += actions_of(storage, index, self.emit, self.slot)
+        return actions
+
+    # -- the program -----------------------------------------------------------------------------
+
+    def program(
+        self,
+        outputs: Sequence[OutputRole],
+        epilogue: Sequence[Action],
+        guards: Sequence[Guard],
+        in_spec: pytree.TreeSpec | None,
+        out_spec: pytree.TreeSpec,
+        runner: Callable[..., Any],
+    ) -> Program:
+        """Finish the graph (outputs, dead code, waits) and make the program of it."""
+        self.emit.graph.output(tuple(self._slots))
+        drop_dead_code(self.emit.graph)
+        sink_waits(self.emit.graph)
+        return Program(
+            graph=self.emit.graph,
+            constants=dict(self.constants),
+            inputs=tuple(self.inputs),
+            outputs=tuple(outputs),
+            epilogue=tuple(epilogue),
+            guards=tuple(guards),
+            facts=tuple(self._number_guards),
+            value_guards=tuple(self._value_guards),
+            in_spec=in_spec,
+            out_spec=out_spec,
+            runner=runner,
+        )
+
+
+def _is_view_call(node: fx.Node) -> bool:
+    """Whether a node's value is, or is a part of, a view of its first argument."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None

@@ -1,0 +1,197 @@
+"""What a recording refuses, and what it notes because no replay could repeat it.
+
+    w.untyped_storage().resize_(0); w + 1     EmptyStorageError, where eager would read freed memory
+    x.expand(2, 3).add_(1)                    OverlappingMutationError
+    torch.seed()                              a note in `checks.unrepeatable`: the step goes on, no program is kept
+
+Invariants: an op that is refused has not run, so that nothing segfaults and nothing has changed. A step that eager can
+run is never stopped: where it runs for real, what only a program cannot hold is noted; where it runs on fakes
+(`trace`), it is raised at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.stacks import CapturedTraceback
+from functionalize.discharge.byte_ranges import check_bounds, check_overlap
+from functionalize.discharge.resize import checked_nbytes
+from functionalize.discharge.rules.collectives import check_known_collective
+from functionalize.discharge.rules.mutations import written_arguments
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
+from functionalize.errors import (
+    ForeignStorageError,
+    FunctionalizeError,
+    UncapturableError,
+    UnsupportedOpError,
+    UnsupportedTensorError,
+)
+from functionalize.ir.generators import generator_states
+from functionalize.ir.ops import OpRecord, TensorRef, geometry_of, refs_in
+from functionalize.recorder.op_kinds import (
+    LOOKS_ANYWHERE,
+    MAY_GROW,
+    SAME_REACH,
+    OpKind,
+    more_than_strided,
+    only_looks,
+    storage_of,
+    tensors_in,
+)
+from functionalize.recorder.storage_table import StorageTable
+from functionalize.util.user_stack import line_of, located
+
+aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
+_NOT_IN_A_PROGRAM = (UnsupportedOpError, UnsupportedTensorError, ForeignStorageError)
+
+
+class Checks:
+    """The checks of one recording.
+
+    for_real: the step runs on the user's tensors and must run to its end. unrepeatable: what a replay could not
+    repeat, in words with the user's line, each once.
+    """
+
+    __slots__ = ("_drawn", "_storages", "for_real", "unrepeatable")
+
+    def __init__(self, storages: StorageTable, for_real: bool) -> None:
+        self.for_real = for_real
+        self.unrepeatable: list[str] = []
+        self._storages = storages
+        self._drawn: tuple[Tensor, ...] | None = None  # the generators after the last random op
+
+    # -- refusals ------------------------------------------------------------------------------
+
+    def refuse(self, op: OpKind, record: OpRecord) -> None:
+        """Raise, before an op runs, if eager could not run it or no rule knows it.
+
+        To be called for ops that may be refused (`op.may_be_refused`) and for those on a resized storage.
+        """
+        func = record.target
+        if func is RESIZE_STORAGE:
+            checked_nbytes(record.args[1], self._storages.infos[record.args[0].storage].name)
+            return
+        if op.makes:
+            raise more_than_strided(f"makes a {op.makes} tensor")
+        if op.refused_collective:
+            check_known_collective(func)
+        if op.same_reach:
+            ref = record.args[0]
+            if len(ref.geometry.size) > 1 or func is not aten.t_.default:
+                self._check_bounds(ref, "takes a view of")
+        if self._storages.met_resized and not op.looks:
+            for ref in refs_in([record.args, record.kwargs]):
+                self._check_bounds(ref, "uses")
+        if op.mutating and not op.looks:
+            for at, name in written_arguments(func):
+                inside = at is not None and at < len(record.args)
+                written = record.args[at or 0] if inside else record.kwargs.get(name)
+                for ref in refs_in(written):
+                    check_overlap(self._storages.infos[ref.storage].name, ref.geometry)
+
+    def after_view(self, record: OpRecord, args: tuple[Any, ...], out: Any) -> None:
+        """Raise if a view reaches past the end of its storage, where eager does; keep the storage's size.
+
+        To be called after ops on a resized storage and after those that choose their own strides (`op.restrides`).
+        """
+        func = record.target
+        if not only_looks(func) or func in MAY_GROW or func in SAME_REACH:
+            return
+        for tensor in tensors_in(args):
+            info = self._storages.info_of(tensor)
+            if info is not None:
+                self._storages.keep_size(info, storage_of(tensor))
+        if func in LOOKS_ANYWHERE or (func is aten.t.default and out.dim() < 2):
+            return
+        for tensor in tensors_in(out):
+            info = self._storages.info_of(tensor)
+            if info is not None:
+                try:
+                    g = geometry_of(tensor)
+                    check_bounds(info.name, g, info.nbytes, info.original_nbytes, "takes a view of")
+                except FunctionalizeError as error:
+                    raise located(error, record) from None
+
+    def _check_bounds(self, ref: TensorRef, verb: str) -> None:
+        info = self._storages.infos[ref.storage]
+        if info.resized:
+            check_bounds(info.name, ref.geometry, info.nbytes, info.original_nbytes, verb)
+
+    # -- notes ---------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        """A replay could not repeat the step, for this reason."""
+        if text not in self.unrepeatable:
+            self.unrepeatable.append(text)
+
+    def note_or_raise(self, error: FunctionalizeError) -> None:
+        """Raise what eager cannot do either; note what only a program cannot hold, if the step runs for real."""
+        if not (self.for_real and isinstance(error, _NOT_IN_A_PROGRAM)):
+            raise error from None
+        self.note(str(error))
+
+    def before(self, op: OpKind, record: OpRecord) -> None:
+        """Note, before it runs, a random op on a generator that was set unseen, and a result sized by data."""
+        if not self.for_real:
+            return
+        if op.random:
+            self.check_generators(f"before {record.target} {line_of(record.traceback)}")
+        if not op.sized_by_data:
+            return
+        masks = [r for r in refs_in(record.args)[1:] if r.geometry.dtype in _MASKS]
+        if record.target is not aten.index.Tensor or masks:
+            where = line_of(record.traceback)
+            self.note(f"{record.target} gives a result whose size depends on data {where}")
+
+    def note_changes_each_time(self, what: str) -> None:
+        """Note a call that gives something else at every step; raise it where nothing runs for real."""
+        text = f"{what} {line_of(CapturedTraceback.extract())}, which a replay cannot repeat"
+        if not self.for_real:
+            raise UncapturableError(text)
+        self.note(text)
+        self._drawn = None
+
+    def note_side_effect(self, what: str) -> None:
+        """Note an effect beside tensors that a replay would not have."""
+        if self.for_real:
+            self.note(f"{what} {line_of(CapturedTraceback.extract())}, which a replay would not")
+
+    def note_python_read(self, tensor: Tensor, method: str) -> None:
+        """Note a call of `tensor.numpy()` or `.tolist()`: Python reads numbers that no guard checks."""
+        if not isinstance(tensor, FakeTensor):
+            where = line_of(CapturedTraceback.extract())
+            self.note(f"Python reads a tensor by .{method}() {where}: use .item()")
+
+    # -- random generators ---------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A run begins."""
+        if self._drawn is None:
+            self.generators_moved()
+
+    def generators_moved(self) -> None:
+        """The program has moved the generators: they are as it left them."""
+        if self.for_real:
+            self._drawn = generator_states()
+
+    def forget_generators(self) -> None:
+        """What happens to the generators until the next run begins is not the program's."""
+        self._drawn = None
+
+    def check_generators(self, where: str) -> None:
+        """Note a generator that was set by no function of torch's: no op was recorded, a replay would not set it."""
+        now = generator_states()
+        with disable_current_modes():  # of a recording around this one, or of the user
+            same = self._drawn is None or all(map(torch.equal, now, self._drawn))
+        if not same:
+            self.note(
+                f"a random generator is set inside the step, {where}, by something else than "
+                "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"
+            )
+        self._drawn = now

@@ -1,0 +1,229 @@
+"""What the recorder must know of an op before it runs it: whether it reads or writes data, and what eager allows.
+
+only_looks(aten.view)       reads and writes no data: allowed on an empty storage
+is_metadata(prim.device)    returns a property of a tensor to Python: not part of the program
+is_composite(aten.matmul)   consists of other ops, which are recorded instead
+kind_of(func)               all of this for one op, computed once
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.dispatch import entry_of, has_kernel
+from functionalize.discharge.rules.collectives import refusal_of_collective
+from functionalize.discharge.rules.factories import SHAPE_ONLY
+from functionalize.discharge.rules.mutations import is_mutating, written_arguments
+from functionalize.discharge.rules.op_quirks import READS_GRAD_MODE
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
+from functionalize.errors import UnsupportedTensorError
+
+aten = torch.ops.aten
+_QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+# Ops whose result is more than a storage, a size and strides; a fake of it does not show that.
+_MAKES = types.MappingProxyType(
+    {
+        "aten::quantize_per_": "quantised",
+        "aten::_make_per_": "quantised",
+        "aten::_empty_affine_quantized": "quantised",
+        "aten::_empty_per_channel_affine_quantized": "quantised",
+        "aten::empty_quantized": "quantised",
+        "aten::_nested_tensor_from_": "nested",
+    }
+)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor; raises `UnsupportedTensorError` for one that has none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError) as error:
+        raise UnsupportedTensorError(
+            f"meets a tensor of type {type(tensor).__name__}, layout {tensor.layout} and size "
+            f"{list(tensor.shape)}, which has no storage of its own: only strided tensors can be functionalized"
+        ) from error
+
+
+def check_plain(tensor: Tensor) -> None:
+    """Raises `UnsupportedTensorError` for a tensor that is more than a storage, a size and strides."""
+    if tensor.dtype in _QUANTISED:
+        raise more_than_strided(f"meets a quantised tensor of {tensor.dtype}")
+    if tensor.is_nested:
+        raise more_than_strided(f"meets a nested tensor of {tensor.dtype}")
+
+
+def more_than_strided(what: str) -> UnsupportedTensorError:
+    """The error for a quantised or nested tensor."""
+    return UnsupportedTensorError(
+        f"{what}, which is more than a storage, a size and strides: only plain strided tensors can be functionalized"
+    )
+
+
+@cache
+def only_looks(func: Any) -> bool:
+    """Whether an op reads and writes no data: views, in-place views, sizes."""
+    if is_inplace_view(func) or func in SHAPE_ONLY:
+        return True
+    returns = func._schema.returns
+    if is_mutating(func) or not returns:
+        return False
+    return all(r.alias_info is not None for r in returns)
+
+
+# In-place views that make the storage fit the tensor.
+MAY_GROW = frozenset(
+    {
+        aten.resize_.default,
+        aten.resize_as_.default,
+        aten.set_.source_Tensor,
+        aten.set_.source_Tensor_storage_offset,
+        aten.set_.source_Storage,
+        aten.set_.source_Storage_storage_offset,
+        aten.set_.default,
+    }
+)
+
+# In-place views that eager refuses on a storage that is too small; fakes would log before they do.
+SAME_REACH = frozenset(
+    {
+        aten.t_.default,
+        aten.transpose_.default,
+        aten.squeeze_.default,
+        aten.squeeze_.dim,
+        aten.squeeze_.dims,
+        aten.unsqueeze_.default,
+    }
+)
+
+# Views that eager makes of a tensor whose storage is too small for it; it refuses all others.
+LOOKS_ANYWHERE = frozenset(
+    {
+        aten.view.default,
+        aten.view.dtype,
+        aten.detach.default,
+        aten.detach_.default,
+        aten.alias.default,
+        aten._reshape_alias.default,
+        aten.view_as_real.default,
+        aten.view_as_complex.default,
+        aten._conj.default,
+        aten._neg_view.default,
+    }
+)
+
+
+def tensors_in(arg: Any) -> Iterator[Tensor]:
+    """Every tensor inside `arg`, in order."""
+    if isinstance(arg, Tensor):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for a in arg:
+            yield from tensors_in(a)
+    elif isinstance(arg, dict):
+        for a in arg.values():
+            yield from tensors_in(a)
+
+
+# Ops that return a value to Python.
+TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
+
+
+@cache
+def is_metadata(func: Any) -> bool:
+    """Whether an op only returns a tensor's size, device, ... to Python, or enters a profiler: not the program's."""
+    if func.namespace == "profiler":  # `record_function`, around all that FSDP2 does
+        return True
+    if is_mutating(func) or func in TO_PYTHON or func is RESIZE_STORAGE or is_composite(func):
+        return False
+    if func.namespace not in ("aten", "prim"):
+        return False
+    return not any("Tensor" in str(r.type) for r in func._schema.returns)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether an op reaches the mode only because autograd's keys are off (inference mode).
+
+    An op with a kernel of its own is not decomposed: `silu_backward` has both, and they round differently. Nor is
+    one for which the target of a fake world has a kernel.
+    """
+    if func.namespace != "aten" or not func._can_decompose():
+        return False
+    name = func.name()
+    if name == "aten::_fused_rms_norm":
+        return False
+    return not any(has_kernel(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
+
+
+def _may_move(func: Any) -> bool:
+    """Whether an op may change the size of a storage that it writes, or the geometry of a tensor on it."""
+    if is_inplace_view(func) or func in MAY_GROW or func.namespace != "aten":
+        return is_mutating(func)
+    return any(at is None for at, _ in written_arguments(func))  # `out=`
+
+
+@dataclass(frozen=True, slots=True)
+class OpKind:
+    """All of the above for one op, so that the recorder looks it up once.
+
+    looks: `only_looks`. moves: `_may_move`. same_reach: in `SAME_REACH`. restrides: chooses its own strides.
+    sized_by_data: its result has a size that depends on data. reads_grad_mode: it computes otherwise under `no_grad`.
+    makes: "quantised" or "nested", if the result is more than a strided tensor. may_be_refused: `Checks.refuse` must
+    see it. run: the op, called with one frame less.
+    """
+
+    looks: bool
+    metadata: bool
+    composite: bool
+    mutating: bool
+    moves: bool
+    to_python: bool
+    communicates: bool
+    refused_collective: bool
+    same_reach: bool
+    restrides: bool
+    random: bool
+    sized_by_data: bool
+    reads_grad_mode: bool
+    makes: str
+    may_be_refused: bool
+    run: Callable[..., Any]
+
+
+@cache
+def kind_of(func: Any) -> OpKind:
+    """What kind of op `func` is."""
+    looks, communicates = only_looks(func), func.namespace in ("c10d", "fsdp")
+    refused_collective = refusal_of_collective(func) is not None
+    writes = is_mutating(func) and not looks
+    makes = next((kind for start, kind in _MAKES.items() if func.name().startswith(start)), "")
+    return OpKind(
+        looks=looks,
+        metadata=is_metadata(func),
+        composite=is_composite(func),
+        mutating=is_mutating(func),
+        moves=_may_move(func),
+        to_python=func in TO_PYTHON,
+        communicates=communicates,
+        refused_collective=refused_collective,
+        same_reach=func in SAME_REACH,
+        restrides=func in (aten.as_strided.default, aten.as_strided_.default),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
+        reads_grad_mode=func in READS_GRAD_MODE,
+        makes=makes,
+        may_be_refused=communicates
+        or refused_collective
+        or writes
+        or makes != ""
+        or func in SAME_REACH
+        or func is RESIZE_STORAGE,
+        run=entry_of(func),
+    )

@@ -1,0 +1,233 @@
+"""What is replaced in torch while a capture runs, and put back whatever happens.
+
+    torch.UntypedStorage.resize_     does not dispatch: the recorder of the current thread makes a record of it
+    torch.Tensor.numpy, .tolist      Python reads numbers that no op yields
+    torch.Tensor.item, fused optimizers   yield and take live numbers, see scalar_patches.py
+    torch.get_rng_state, ...         set and read generators: recorded as ops, see generators.py
+    builtins.print                   what a replay would not do again
+    torch._dynamo's frame hook       what is under torch.compile runs as it is written: compiled code calls
+                                     kernels that no dispatcher sees, and Dynamo would trace the recorder
+    torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
+    torch.profiler.record_function   enters the profiler without the modes: an eighth of the ops of an FSDP2 step
+    torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
+    torch.UntypedStorage.size        the function has set
+
+The replacements act only in a thread whose dispatch mode stack has a watcher on it (a mode with a method
+`resize_storage`); everywhere else they are the originals. They are shared by all captures that run at the
+same time, and the last one removes them.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch.autograd.profiler import record_function
+
+from functionalize._compat.compilers import dynamo_frames
+from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
+from functionalize._compat.distributed import work_class
+from functionalize.recorder import rng_patches as generators
+from functionalize.recorder import scalar_patches as number_patches
+from functionalize.recorder.checks import Checks
+from functionalize.recorder.scalar_arguments import ScalarArguments
+from functionalize.util.patching import Patch, Patches
+
+
+class Watcher(TorchDispatchMode):
+    """A dispatch mode that records: torch is patched while it is active. It may be entered again while it is.
+
+    suspended: the number of callers that have suspended it; at 0 it records.
+    checks: notes what no replay could repeat; None if no replay is wanted.
+    scalar_arguments: how ops take the live numbers that it yields; None if it yields plain ones.
+    step_notes: those of a recording of memory (see notes.py), while it is active.
+    """
+
+    checks: Checks | None = None
+    scalar_arguments: ScalarArguments | None = None
+    step_notes: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.suspended = 0
+        self._entered = 0
+
+    def start(self) -> None:
+        """It is about to be entered, not from inside of itself."""
+
+    def stop(self) -> None:
+        """It has been left, or could not be entered."""
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing is recorded inside."""
+        self.suspended += 1
+        try:
+            yield
+        finally:
+            self.suspended -= 1
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
+        """`UntypedStorage.resize_` was called, which does not dispatch; `original(storage, size)` does it."""
+        raise NotImplementedError
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that hides the handler from Dynamo costs as much as an op
+
+    def __enter__(self) -> Self:
+        outermost = not self._entered
+        if outermost:
+            self.start()
+        with ExitStack() as undo:
+            if outermost:
+                undo.callback(self.stop)
+            PATCHES.install()
+            undo.callback(PATCHES.remove)
+            super().__enter__()
+            undo.pop_all()
+        self._entered += 1
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            super().__exit__(*exc)
+        finally:
+            PATCHES.remove()
+            self._entered -= 1
+            if not self._entered:
+                self.stop()
+
+
+def _watchers() -> list[Any]:
+    """The watchers active in this thread, innermost first: a capture may run inside another."""
+    return [mode for mode in reversed(current_modes()) if hasattr(mode, "resize_storage")]
+
+
+def _recorders() -> list[Watcher]:
+    """The watchers active in this thread that record now."""
+    return [m for m in reversed(current_modes()) if isinstance(m, Watcher) and not m.suspended]
+
+
+def _checks() -> Iterator[Checks]:
+    """The checks of these, where a replay is wanted."""
+    for recorder in _recorders():
+        if recorder.checks is not None:
+            yield recorder.checks
+
+
+def _watched_resize() -> Any:
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: Any) -> Any:
+        resize = original
+        for watcher in reversed(_watchers()):
+            if not watcher.suspended:
+                resize = partial(_resize_in, watcher, resize)
+        return resize(self, size)
+
+    resize_.__doc__ = original.__doc__
+    return resize_
+
+
+def _resize_in(watcher: Any, resize: Any, storage: torch.UntypedStorage, size: Any) -> Any:
+    return watcher.resize_storage(storage, size, resize)
+
+
+def _watched_size(original: Any) -> Any:
+    def size(self: torch.UntypedStorage) -> int:
+        for watcher in _watchers():
+            nbytes = getattr(watcher, "storage_nbytes", lambda storage: None)(self)
+            if nbytes is not None:
+                return int(nbytes)
+        return int(original(self))
+
+    size.__doc__ = original.__doc__
+    return size
+
+
+def _watched_read(name: str) -> Any:
+    original = getattr(torch.Tensor, name)
+
+    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for checks in _checks():
+            checks.note_python_read(self, name)
+        return original(self, *args, **kwargs)
+
+    read.__doc__ = original.__doc__
+    return read
+
+
+def _watched_print(original: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> None:
+        for checks in _checks():
+            checks.note_side_effect("prints")
+        original(*args, **kwargs)
+
+    watched.__doc__ = original.__doc__
+    return watched
+
+
+def _unwatched_wait(original: Any) -> Any:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watchers = _watchers()
+        for watcher in watchers:
+            watcher.suspended += 1
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for watcher in watchers:
+                watcher.suspended -= 1
+
+    wait.__doc__ = original.__doc__
+    return wait
+
+
+def _undispatched(original: Any) -> Any:
+    def undispatched(self: Any, *args: Any) -> Any:
+        modes = current_modes()
+        if not modes or not all(hasattr(mode, "resize_storage") for mode in modes):
+            return original(self, *args)  # another mode may record the profiler's ops
+        with no_python_dispatch():
+            return original(self, *args)
+
+    undispatched.__doc__ = original.__doc__
+    return undispatched
+
+
+def _uncompiled(original: Any) -> Any:
+    def callback_from_stance(callback: Any) -> Any:
+        return None if _watchers() else original(callback)
+
+    callback_from_stance.__doc__ = original.__doc__
+    return callback_from_stance
+
+
+def _of_captures() -> Iterator[Patch]:
+    yield torch.UntypedStorage, "resize_", _watched_resize()
+    for name in ("numpy", "tolist"):
+        yield torch.Tensor, name, _watched_read(name)
+    yield from generators.patches(_recorders)
+    yield from number_patches.patches(_recorders)
+    yield builtins, "print", _watched_print(builtins.print)
+    frames = dynamo_frames()
+    if frames is not None:
+        yield frames, "_callback_from_stance", _uncompiled(frames._callback_from_stance)
+    for name in ("__enter__", "__exit__"):
+        yield record_function, name, _undispatched(getattr(record_function, name))
+    work = work_class()
+    if work is not None:
+        yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)
+
+
+def _of_live_calls() -> Iterator[Patch]:
+    for name in ("nbytes", "size"):
+        yield torch.UntypedStorage, name, _watched_size(getattr(torch.UntypedStorage, name))
+
+
+PATCHES = Patches(_of_captures)
+SIZE_PATCHES = Patches(_of_live_calls)

@@ -1,0 +1,388 @@
+"""The recorder: every op below autograd, and every storage resize, as an op stream.
+
+    with Recorder() as recorder:      a dispatch mode; what patches.py lists is replaced
+        fn(*args)
+    recorder.records                  [OpRecord(aten.sin.default, ...), OpRecord(resize_storage_bytes_, ...)]
+    recorder.storages                 which tensors are on which storage, see storage_table.py
+    recorder.checks                   what no replay could repeat, see checks.py
+
+Invariant: leaving the context restores torch's methods and the mode stack, whatever happened.
+Refusals: tensors without a storage; resizes of storages that no tensor brought in; ops on data that is not
+there. All are raised before the op runs, so that nothing segfaults.
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.autograd import autograd_position
+from functionalize._compat.dispatch import disable_current_modes, is_traceable_wrapper_subclass_type
+from functionalize._compat.distributed import is_dtensor_type
+from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.stacks import Stacks, stack_here
+from functionalize.discharge.resize import checked_nbytes
+from functionalize.discharge.rules.mutations import written_arguments
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
+from functionalize.errors import ForeignStorageError, FunctionalizeError
+from functionalize.fake_world.target import placed
+from functionalize.ir.ops import Geometry, OpRecord, TensorRef, refs_in
+from functionalize.program.early_guard import early_records
+from functionalize.recorder.checks import Checks
+from functionalize.recorder.live_scalars import SYMBOLIC, plain, shown
+from functionalize.recorder.op_kinds import OpKind, kind_of, storage_of
+from functionalize.recorder.patches import Watcher
+from functionalize.recorder.scalar_arguments import ScalarArguments, has_live
+from functionalize.recorder.scalar_log import FOREIGN_NUMBER, FrozenScalar, ScalarLog
+from functionalize.recorder.stand_ins import Outsiders
+from functionalize.recorder.storage_table import StorageObserver, StorageTable
+from functionalize.util.tensor_wrappers import plain_tensors
+from functionalize.util.user_stack import located
+
+aten = torch.ops.aten
+_LIFT_FRESH = aten.lift_fresh.default
+_DEVICE = torch.ops.prim.device.default
+_CONSTANTS = frozenset({bool, int, float, str, NoneType, torch.dtype})
+_NO_BYTES = Geometry((0,), (1,), 0, torch.uint8)
+
+
+class RecordingObserver(StorageObserver, Protocol):
+    """What a recorder calls when it begins and ends, and for each record."""
+
+    def attach(self, records: list[OpRecord]) -> None:
+        """The list that every record will be appended to."""
+
+    def start(self, recorder: Recorder) -> None:
+        """The recorder is entered."""
+
+    def stop(self) -> None:
+        """The recorder is left; also called if it could not be entered."""
+
+    def recorded(self, record: OpRecord, args: tuple[Any, ...]) -> None:
+        """A record was appended. args: of the op, as it ran; empty for a resize that did not dispatch."""
+
+
+class Recorder(Watcher):
+    """Records while active.
+
+    ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
+    for_real: the step must run to its end, whatever cannot be recorded of it (None: as `ignore_fake`; a step in a
+    fake world runs on fakes alone).
+    outsiders: the fakes that stand in for tensors from outside, if the run is on fakes.
+    live: the numbers that Python reads are live (see live_scalars.py).
+    observer: notes when storages are made and freed (see observer.py).
+
+    records: the op stream. scalars: the numbers that Python read, where they are not live; else `scalar_log` has them.
+    failed: the error that an op raised, and its record. arguments: numbers of the storages of tensor arguments, for
+    `early_records`.
+    """
+
+    def __init__(
+        self,
+        ignore_fake: bool = False,
+        outsiders: Outsiders | None = None,
+        live: bool = False,
+        for_real: bool | None = None,
+        observer: RecordingObserver | None = None,
+    ) -> None:
+        super().__init__()
+        self.live = live
+        self.records: list[OpRecord] = []
+        self.scalars: list[FrozenScalar] = []
+        self.failed: tuple[BaseException, OpRecord] | None = None
+        self.arguments: set[int] = set()
+        self.storages = StorageTable(observer)
+        self.storages.holds_externals = observer is None
+        self.checks: Checks = Checks(self.storages, ignore_fake if for_real is None else for_real)
+        self.scalar_log = ScalarLog(self.checks.note) if live else None
+        self.scalar_arguments = ScalarArguments(self.scalar_log) if self.scalar_log else None
+        self.observer = observer
+        self._ignore_fake = ignore_fake
+        self._met_number = False  # whether an argument of the op at hand is a symbolic number
+        self._outsiders = outsiders
+        self._ref = self.storages.ref
+        self._stacks = Stacks()
+        if observer is not None:
+            observer.attach(self.records)
+
+    def start(self) -> None:
+        self.storages.holds_externals = True
+        self.checks.begin()
+        if self.observer is not None:
+            self.observer.start(self)
+
+    def stop(self) -> None:
+        if self.scalar_log is not None:
+            self.scalar_log.close()
+        if self.observer is not None:
+            self.observer.stop()
+
+    def resume(self) -> None:
+        """Prepare to be entered once more: what happened since is not the program's."""
+        self.checks.forget_generators()
+        if self.scalar_log is not None:
+            self.scalar_log.active = True
+
+    def early_records(self) -> frozenset[int]:
+        """Ids of the records that depend on arguments and constants alone."""
+        learned = self.scalars or (self.scalar_log is not None and self.scalar_log.facts)
+        if not self.arguments or not learned:  # no guard needs them
+            return frozenset()
+        literals = {e.ref.storage for e in self.storages.externals if e.literal}
+        return early_records(self.records, self.arguments | literals)
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # two calls of three on fakes
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if self.suspended:
+            return func(*args, **kwargs)
+        for kind in types:
+            if kind is FakeTensor:
+                if self._ignore_fake:
+                    return func(*args, **kwargs)
+            elif is_traceable_wrapper_subclass_type(kind):
+                if func is RESIZE_STORAGE:
+                    return self._resize_inner(args[0], args[1])
+                if self.scalar_arguments is not None and is_dtensor_type(kind):
+                    return self._past_dtensor(self.scalar_arguments, func, args, kwargs)
+                return NotImplemented
+        op = kind_of(func)
+        if op.metadata:
+            return op.run(*args, **kwargs)
+        if op.composite:
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        record = OpRecord(func, (), {}, None, (), self._stacks.here(), *autograd_position())
+        if func is _LIFT_FRESH and self.storages.info_of(args[0]) is None:
+            return self._literal(args[0])
+        checks = self.checks
+        try:
+            args, kwargs = self._begin(op, record, args, kwargs)
+        except FunctionalizeError as error:
+            checks.note_or_raise(located(error, record))
+            with self.quiet():
+                return func(*args, **kwargs)
+        if op.random or op.sized_by_data:
+            checks.before(op, record)
+        self.suspended += 1
+        try:
+            out = op.run(*args, **kwargs)
+        except BaseException as error:
+            self.failed = (error, record)
+            raise
+        finally:
+            self.suspended -= 1
+        if op.random:
+            checks.generators_moved()
+        if op.to_python:
+            out = self._to_python(record, out)
+        try:
+            self._finish(op, record, args, kwargs, out)
+        except FunctionalizeError as error:
+            checks.note_or_raise(located(error, record))
+        return out
+
+    def _begin(
+        self, op: OpKind, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put the arguments into the record, refuse the op if it cannot run; what to run it with."""
+        storages, ref, scalars = self.storages, self._ref, self.scalar_arguments
+        storages.met_resized = False
+        if self._outsiders is not None:
+            args, kwargs = self._to_fake(args), self._to_fake(kwargs)
+        record.args = tuple([ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in args])
+        if kwargs:
+            record.kwargs = {k: self._map_in(v) for k, v in kwargs.items()}
+        if self._met_number or (scalars is not None and scalars.carrying is not None):
+            args, kwargs = self._take_numbers(record, args, kwargs)
+        if op.reads_grad_mode:
+            record.meta["gradients"] = torch.is_grad_enabled()
+        if op.may_be_refused or storages.met_resized:
+            self.checks.refuse(op, record)
+        return args, kwargs
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def _to_python(self, record: OpRecord, out: Any) -> Any:
+        """The number that Python reads: a live one, or a plain one that a guard will check."""
+        out = plain(out)  # live in a recording around this one
+        if self.scalar_log is None or type(out) not in (int, float):
+            self.scalars.append(FrozenScalar(record, out))
+            return out
+        number = self.scalar_log.read(record, out)
+        record.meta["read"], record.meta["hint"] = number.expression, out
+        return shown(number)
+
+    def _past_dtensor(self, scalars: ScalarArguments, func: Any, args: Any, kwargs: Any) -> Any:
+        """The op on local tensors takes live numbers, DTensor plain ones: see Note [Carried numbers]."""
+        if not has_live([args, list(kwargs.values())]):
+            return NotImplemented
+        names = [argument.name for argument in func._schema.arguments]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        with self, scalars.carry(func._schema.name, arguments):
+            return func(*scalars.plain(args), **scalars.plain(kwargs))
+
+    def _take_numbers(self, record: OpRecord, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Put live numbers into the record; what to run the op with: their plain values."""
+        self._met_number = False
+        if self.scalar_arguments is None:
+            if has_live([record.args, list(record.kwargs.values())]):
+                self.checks.note(FOREIGN_NUMBER)
+            return args, kwargs  # else: symbolic sizes of a tracer
+        self.scalar_arguments.put_into(record)
+        return self.scalar_arguments.plain(args), self.scalar_arguments.plain(kwargs)
+
+    # -- arguments and results ---------------------------------------------------------------------
+
+    def _to_fake(self, arg: Any) -> Any:
+        """`arg` with the fakes of tensors from outside in their place."""
+        kind = type(arg)
+        if kind is list or kind is tuple:
+            return kind(self._to_fake(a) for a in arg)
+        if kind is dict:
+            return {k: self._to_fake(v) for k, v in arg.items()}
+        if self._outsiders is None or not isinstance(arg, Tensor) or isinstance(arg, FakeTensor):
+            return arg
+        with self.quiet():
+            return self._outsiders.stand_in(arg, self.storages)
+
+    def _literal(self, tensor: Tensor) -> Any:
+        """A tensor that Python made from numbers; the program keeps a copy of it."""
+        with disable_current_modes():
+            kept = tensor.detach().clone()
+        with self.quiet():
+            out = _LIFT_FRESH(tensor)
+            name = f"constant_{len(self.storages.externals)}"
+            self.storages.bring_in(out, name, literal=kept)
+        return out
+
+    def describe(self, record: OpRecord) -> str:
+        """The tensors among an op's arguments, for messages."""
+        infos = self.storages.infos
+        refs = refs_in([record.args, record.kwargs])
+        named = [f"`{infos[r.storage].name}` ({r.geometry})" for r in refs]
+        return ", ".join(named) or "no tensors"
+
+    def _map_in(self, arg: Any) -> Any:
+        kind = type(arg)
+        if kind in _CONSTANTS:  # most of what is no tensor
+            return arg
+        if isinstance(arg, Tensor):
+            return self._ref(arg)
+        if isinstance(arg, (list, tuple)):
+            return [self._ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in arg]
+        if kind in SYMBOLIC:
+            self._met_number = True
+        return placed(arg) if kind is torch.device else arg
+
+    def _map_out(self, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return self.storages.out_ref(out)
+        if isinstance(out, (list, tuple)):
+            return [self._map_out(o) for o in out]
+        return None
+
+    def _finish(
+        self,
+        op: OpKind,
+        record: OpRecord,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> None:
+        storages = self.storages
+        if op.restrides or storages.met_resized:
+            self.checks.after_view(record, args, out)
+        if record.target is RESIZE_STORAGE:
+            storages.note_size(storage_of(args[0]))
+        elif op.moves:
+            self._after_mutation(record, args, kwargs)
+        storages.born = {}
+        outputs = storages.out_ref(out) if isinstance(out, Tensor) else self._map_out(out)
+        record.outputs = outputs
+        if storages.born:
+            record.meta["born"] = storages.born
+        self.records.append(record)
+        if self.observer is not None:
+            self.observer.recorded(record, args)
+
+    def _after_mutation(
+        self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """`out=` may have grown its tensor, `resize_` its storage, `set_` moved it: refer to it anew."""
+        changed = []
+        keep = is_inplace_view(record.target)
+        new_args, new_kwargs = list(record.args), record.kwargs
+        for at, name in written_arguments(record.target):
+            inside = at is not None and at < len(args)
+            written = args[at] if inside else kwargs.get(name)  # type: ignore[index]
+            if not keep and isinstance(written, FakeTensor):
+                before = record.args[at] if inside else record.kwargs[name]  # type: ignore[index]
+                self._keep_strides(before, written)
+            for tensor in written if isinstance(written, (list, tuple)) else (written,):
+                if keep and isinstance(tensor, Tensor) and self.storages.info_of(tensor) is None:
+                    continue  # `set_()` made a storage: it is an output
+                if isinstance(tensor, Tensor):
+                    self._ref(tensor)
+                    size = self.storages.note_size(storage_of(tensor))
+                    if size is not None:
+                        changed.append(size)
+            if keep or written is None:
+                continue
+            if inside:
+                new_args[at] = self._map_in(written)  # type: ignore[index]
+            else:
+                new_kwargs[name] = self._map_in(written)
+        record.args, record.resized = tuple(new_args), tuple(changed)
+
+    def _keep_strides(self, before: TensorRef, fake: Tensor) -> None:
+        """Eager leaves an `out` of the right size as it is; some meta kernels (`sort`) restride it."""
+        g = before.geometry
+        if fake.shape == g.size and fake.stride() != g.stride:
+            with self.quiet():
+                fake.as_strided_(g.size, g.stride, g.offset)
+
+    # -- resizes -------------------------------------------------------------------------------
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
+        """`UntypedStorage.resize_` was called (it does not dispatch); `original` does it."""
+        record = OpRecord(RESIZE_STORAGE, (), {}, None, (), stack_here(), *autograd_position())
+        info = self.storages.info_at(storage)
+        size = plain(size)
+        try:
+            if info is None:
+                raise ForeignStorageError(
+                    f"resizes a storage of {storage.nbytes()} bytes to {size}, which belongs to no "
+                    "tensor the program was given or made: pass its tensor as an argument"
+                )
+            checked_nbytes(size, info.name)
+        except FunctionalizeError as error:
+            self.checks.note_or_raise(located(error, record))
+            return original(storage, size)
+        result = original(storage, size)
+        self.storages.note_size(storage)
+        record.args = (TensorRef(info.serial, _NO_BYTES), size)
+        self.records.append(record)
+        if self.observer is not None:
+            self.observer.recorded(record, ())
+        return result
+
+    def _resize_inner(self, tensor: Any, nbytes: int) -> None:
+        """A resize of a wrapper subclass is one of each inner tensor."""
+        with self:
+            for inner in plain_tensors(tensor):
+                RESIZE_STORAGE(inner, nbytes)

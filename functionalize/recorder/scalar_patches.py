@@ -1,0 +1,161 @@
+"""torch's functions that return numbers to Python or take them from it, as a capture replaces them.
+
+    tensor.item()                       torch returns a bare `torch.SymFloat`: made a `LiveFloat`
+    torch._fused_adamw_(..., lr=lr)     takes `lr` as a C++ double: see Note [Carried numbers] in scalar_arguments.py
+    clip_grad_norm_(..., max_norm)      converts to `float`, which is plain: its module gets its own `float`
+    torch.tensor(number)                converts to a plain number: made by `torch.full`, which takes a live one
+    json.dumps({"loss": number})        C code that knows the types of Python alone: takes the plain number
+    tensor._wrapped_number              see Note [Wrapped numbers]
+    tensor ** number                    takes the plain number: see Note [Exponents]
+    torch.jit.script                    knows torch's functions by identity: finds the originals of the replacements
+
+All are the originals where no recording with live numbers is under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from functionalize._compat.autograd import forward_mode_is_on
+from functionalize._compat.compilers import script_builtins
+from functionalize._compat.graphs import pytree
+from functionalize._compat.modules import fused_optimizer_functions
+from functionalize.recorder.live_scalars import is_live, plain, shown
+from functionalize.recorder.scalar_arguments import has_live, settled
+
+_POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch, ("pow", "float_power", "_foreach_pow", "_foreach_pow_")),
+    (torch.Tensor, ("pow", "pow_", "__pow__", "__ipow__", "float_power", "float_power_")),
+)
+
+
+def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, name, replacement); `recorders`: those active in this thread, the innermost first."""
+    yield torch.Tensor, "item", _item(torch.Tensor.item)
+    yield torch.Tensor, "_wrapped_number", property(_wrapped, _wrap)
+    scripted: dict[int, Any] = {}  # by the id of what replaces a function of torch's
+    for name in ("tensor", "as_tensor"):
+        made = _made_from(original := getattr(torch, name))
+        scripted[id(made)] = original
+        yield torch, name, made
+    yield clip_grad, "float", _as_float
+    yield json.JSONEncoder, "default", _as_json(json.JSONEncoder.default)
+    for owner, name in fused_optimizer_functions():
+        yield owner, name, _carrying(recorders, name, getattr(owner, name))
+    for owner, names in _POWERS:
+        for name in names:
+            power = _power(original := getattr(owner, name))
+            scripted[id(power)] = original
+            yield owner, name, power
+    builtins = script_builtins()
+    yield builtins, "_find_builtin", _found(scripted, builtins._find_builtin)
+
+
+def _item(original: Any) -> Any:
+    def item(self: torch.Tensor) -> Any:
+        return shown(original(self))
+
+    item.__doc__ = original.__doc__
+    return item
+
+
+def _made_from(original: Any) -> Any:
+    def make(data: Any, *args: Any, **kwargs: Any) -> Any:
+        known = kwargs.keys() <= {"dtype", "device"} and not args
+        if not (is_live(data) and known):
+            return original(data, *args, **kwargs)
+        dtype = kwargs.get("dtype") or (
+            torch.get_default_dtype() if isinstance(data, float) else torch.int64
+        )
+        return torch.full((), data, dtype=dtype, device=kwargs.get("device"))
+
+    make.__doc__ = original.__doc__
+    return make
+
+
+def _as_float(value: Any) -> Any:
+    return value if is_live(value) and isinstance(value, float) else float(value)
+
+
+def _as_json(original: Any) -> Any:
+    def default(self: json.JSONEncoder, value: Any) -> Any:
+        return plain(value) if is_live(value) else original(self, value)
+
+    default.__doc__ = original.__doc__
+    return default
+
+
+def _wrap(tensor: torch.Tensor, number: Any) -> None:
+    """Note [Wrapped numbers]
+
+    In `tensor * number` torch makes a tensor of the number. Of a symbolic number it makes a NaN with the number
+    as an attribute, `_wrapped_number`, which a mode that runs ops on real tensors must read. Autograd saves that
+    tensor for the backward, which may run when no mode is active. So the attribute is a property while a capture
+    runs, and its setter writes the plain value of the number into the tensor.
+    """
+    tensor.__dict__["_wrapped_number"] = number
+    if is_live(number):
+        hint = number.node.hint
+        kind = ctypes.c_double if type(hint) is float else ctypes.c_int64
+        kind.from_address(tensor.data_ptr()).value = hint
+
+
+def _wrapped(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.__dict__["_wrapped_number"]
+    except KeyError:
+        raise AttributeError("_wrapped_number") from None
+
+
+def _carrying(recorders: Callable[[], list[Any]], name: str, original: Any) -> Any:
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        found = (recorder.scalar_arguments for recorder in recorders())
+        scalars = next((each for each in found if each is not None), None)
+        if scalars is None or not any(map(is_live, kwargs.values())):
+            return original(*args, **kwargs)
+        with scalars.carry(f"aten::{name}", kwargs):
+            return original(*args, **scalars.plain(kwargs))
+
+    fused.__doc__ = original.__doc__
+    return fused
+
+
+def _power(original: Any) -> Any:
+    """Note [Exponents]
+
+    Autograd computes `exponent - 1` in C++. Up to torch 2.14 it converts the exponent to a plain number. From 2.15
+    on it has another formula for symbolic exponents, on tensors of the dtype of the base, which rounds otherwise than
+    the one of eager. So where autograd may differentiate the power, the exponent is a constant of the program, on all
+    releases.
+    """
+
+    def power(*args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        if any(map(has_live, values)) and _is_differentiated(values):
+            args, kwargs = settled(args), {k: settled(v) for k, v in kwargs.items()}
+        return original(*args, **kwargs)
+
+    power.__doc__ = original.__doc__
+    return power
+
+
+def _is_differentiated(args: Any) -> bool:
+    if forward_mode_is_on():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in pytree.tree_leaves(args))
+
+
+def _found(scripted: dict[int, Any], original: Any) -> Any:
+    def find_builtin(function: Any) -> Any:
+        return original(scripted.get(id(function), function))
+
+    find_builtin.__doc__ = original.__doc__
+    return find_builtin

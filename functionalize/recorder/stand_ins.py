@@ -1,0 +1,127 @@
+"""Tensors that a traced function finds by itself: in its closure, its globals, a module it calls.
+
+    w = torch.ones(3)
+    trace(lambda a: a * w, a)       `w` becomes an input of the program, `Captured(w)`
+
+While tracing, a fake stands in for each of them, so that nothing of the caller's is touched.
+
+Invariant: after the run each is as it was, its `.grad` included.
+Refusals: what Python does to such a tensor itself and not to its contents, for a replay could not repeat it:
+another size, another storage, `.data`, `.grad`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.dispatch import is_traceable_wrapper_subclass_type
+from functionalize._compat.fakes import FakeTensor, FakeTensorMode
+from functionalize.errors import UncapturableError
+from functionalize.ir.fake_mode import fake_like
+from functionalize.ir.ops import TensorRef, geometry_of
+from functionalize.recorder.op_kinds import check_plain, storage_of
+from functionalize.recorder.storage_table import StorageTable
+from functionalize.util.tensor_wrappers import plain_tensors
+
+
+def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake of a tensor, with as many bytes under it: `fake_like` makes only what the tensor reaches."""
+    for real in plain_tensors(tensor):
+        check_plain(real)
+    fake: Tensor = fake_like(mode, tensor)
+    for made, real in zip(plain_tensors(fake), plain_tensors(tensor), strict=True):
+        nbytes = storage_of(real).nbytes()
+        if storage_of(made).nbytes() != nbytes:
+            storage_of(made).resize_(nbytes)
+    return fake
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor, or what a wrapper subclass holds, is a fake."""
+    return all(isinstance(t, FakeTensor) for t in plain_tensors(tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Outsider:
+    """One such tensor: itself, its fake, where the fake was, its gradient when first seen."""
+
+    name: str
+    real: Tensor
+    fake: Tensor
+    ref: TensorRef | None
+    grad: Tensor | None
+
+
+class Outsiders:
+    """The stand-ins of one trace. names: of tensors, by id, for messages."""
+
+    def __init__(self, mode: FakeTensorMode, names: dict[int, str]) -> None:
+        self.mode = mode
+        self.found: dict[int, Outsider] = {}
+        self._names = names
+
+    def stand_in(self, tensor: Tensor, storages: StorageTable) -> Tensor:
+        """The fake of a real tensor, brought into the recording."""
+        known = self.found.get(id(tensor))
+        if known is not None:
+            return known.fake
+        name = self._names.get(id(tensor), f"captured_{len(self.found)}")
+        plain = not is_traceable_wrapper_subclass_type(type(tensor))
+        if plain and storages.info_of(tensor) is not None:
+            raise UncapturableError(
+                f"finds `{name}` on a storage that the program made: its `.data` was assigned. Pass the "
+                "tensor as an argument, or copy_ into it"
+            )
+        grad = tensor.grad if tensor.is_leaf else None
+        fake = fake_of(self.mode, tensor)
+        ref = storages.bring_in(fake, name) if plain else None
+        self.found[id(tensor)] = Outsider(name, tensor, fake, ref, grad)
+        return fake
+
+    def restore(self) -> str | None:
+        """Give every tensor its `.grad` back; the name of one that had another."""
+        changed = None
+        for each in self.found.values():
+            if each.real.is_leaf and each.real.grad is not each.grad:
+                each.real.grad, changed = each.grad, each.name
+        return changed
+
+    def check(self, storages: StorageTable) -> None:
+        """Raise if one is not the same window on the same storage any more."""
+        for each in self.found.values():
+            if each.ref is None:
+                continue
+            info = storages.info_of(each.fake)
+            now = geometry_of(each.fake)
+            if info is None or (info.serial, now) != each.ref:
+                raise UncapturableError(
+                    f"turns `{each.name}` from {each.ref.geometry} into {now}, or moves it to another "
+                    "storage, without having been given it: pass it as an argument"
+                )
+
+
+def names_of_outsiders(fn: Callable[..., Any]) -> dict[int, str]:
+    """Names of the tensors in the closure and the globals of `fn`, and in modules there, by id."""
+    found: dict[str, Any] = {}
+    if isinstance(fn, torch.nn.Module):
+        found[""] = fn
+    if inspect.ismethod(fn):
+        found["self"] = fn.__self__
+    target = inspect.unwrap(fn.__func__ if inspect.ismethod(fn) else fn)
+    if inspect.isfunction(target):
+        variables = inspect.getclosurevars(target)
+        found |= {**variables.globals, **variables.nonlocals}
+    names: dict[int, str] = {}
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            names[id(value)] = name
+        elif isinstance(value, torch.nn.Module):
+            for inner, tensor in [*value.named_parameters(), *value.named_buffers()]:
+                names.setdefault(id(tensor), f"{name}.{inner}".strip("."))
+    return names

@@ -1,0 +1,212 @@
+"""The storages that a recording knows: which tensors are on which, how many bytes each has, where each comes from.
+
+    table = StorageTable()
+    table.bring_in(x, "x")        TensorRef(s0, f32[3]): `x` comes from outside
+    table.ref(x)                  the same, for an argument of an op
+    table.out_ref(x.sin())        TensorRef(s1, f32[3]): the op has made a storage
+    table.note_size(storage)      (1, 0): it was resized to 0 bytes
+
+A storage is a number: its index in `infos`. Invariant: no tensor that the program made is kept, see Note [Hold tensors
+weakly]. Refusals (`UnsupportedTensorError`): tensors without a storage, quantised and nested tensors.
+
+Note [Hold tensors weakly]
+A strong reference to a tensor of the program would make AccumulateGrad copy a gradient that it would have stolen, and
+would keep memory alive. So storages are known by their address, with a weak reference that keeps the address from
+being reused. Tensors that come from outside are held: they were alive before, and the program may need their contents
+as constants.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize.ir.ops import TensorRef, geometry_of
+from functionalize.recorder.op_kinds import check_plain, storage_of
+
+_new_tuple = tuple.__new__  # makes a named tuple in half the time of calling its class
+_NOT_HELD = torch.empty(0)
+
+
+class StorageInfo:
+    """What the table knows of one storage.
+
+    resized: a tensor on it may reach past its end. seen: the tensor seen last; the next one mostly has the same
+    geometry, and they share one object.
+    """
+
+    __slots__ = (
+        "address",
+        "device",
+        "name",
+        "nbytes",
+        "original_nbytes",
+        "resized",
+        "seen",
+        "serial",
+        "weak",
+    )
+
+    def __init__(self, serial: int, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self.serial, self.address = serial, storage._cdata
+        self.weak = StorageWeakRef(storage)
+        self.nbytes = self.original_nbytes = storage.nbytes()
+        self.device = tensor.device
+        self.name = "a temporary"
+        self.resized = self.nbytes == 0
+        self.seen = _new_tuple(TensorRef, (serial, geometry_of(tensor)))
+
+    def ref(self, tensor: Tensor) -> TensorRef:
+        """A tensor on this storage, with its geometry now."""
+        geometry = geometry_of(tensor)
+        if geometry != self.seen[1]:
+            self.seen = _new_tuple(TensorRef, (self.serial, geometry))
+        return self.seen
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything still holds the storage."""
+        return not self.weak.expired()
+
+
+class External:
+    """A tensor from outside, as it was first seen. literal: Python made it from numbers during the run."""
+
+    __slots__ = ("info", "literal", "ref", "tensor")
+
+    def __init__(self, info: StorageInfo, ref: TensorRef, tensor: Tensor, literal: bool) -> None:
+        self.info, self.ref, self.tensor, self.literal = info, ref, tensor, literal
+
+
+class StorageObserver(Protocol):
+    """What a table calls when it meets a storage, and when one changes its size."""
+
+    def storage_seen(self, info: StorageInfo, storage: torch.UntypedStorage) -> None: ...
+
+    def storage_resized(self, serial: int, nbytes: int) -> None: ...
+
+
+class StorageTable:
+    """All storages that one recording has seen.
+
+    infos: by number. externals: the first tensor from outside on each storage, in the order of discovery.
+    met_resized: set by `ref` when the storage was resized; the recorder clears it before each op.
+    born: the bytes and device of each storage that `out_ref` has met first; the recorder replaces it for each op.
+    holds_externals: whether `bring_in` holds the tensor. False while a search of places brings in what the run will
+    find again: a tensor that the step frees (`zero_grad()`) must then be free.
+    """
+
+    __slots__ = (
+        "_by_address",
+        "_observer",
+        "born",
+        "externals",
+        "holds_externals",
+        "infos",
+        "met_resized",
+    )
+
+    def __init__(self, observer: StorageObserver | None = None) -> None:
+        self.infos: list[StorageInfo] = []
+        self.externals: list[External] = []
+        self.met_resized = False
+        self.born: dict[int, tuple[int, torch.device]] = {}
+        self.holds_externals = True
+        self._by_address: dict[int, StorageInfo] = {}
+        self._observer = observer
+
+    def info_of(self, tensor: Tensor) -> StorageInfo | None:
+        """What is known of a tensor's storage; None if the table has not seen it."""
+        return self._by_address.get(storage_of(tensor)._cdata)
+
+    def info_at(self, storage: torch.UntypedStorage) -> StorageInfo | None:
+        """What is known of a storage; None if the table has not seen it."""
+        return self._by_address.get(storage._cdata)
+
+    def serial_of(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's storage; None if the table has not seen it."""
+        info = self.info_of(tensor)
+        return info.serial if info is not None else None
+
+    def bring_in(self, tensor: Tensor, name: str, literal: Tensor | None = None) -> TensorRef:
+        """A tensor from outside. The first on each storage names it and becomes an `External`.
+
+        literal: a copy of its contents, if Python made it from numbers during the run.
+        """
+        storage = storage_of(tensor)
+        info = self._by_address.get(storage._cdata)
+        if info is not None:
+            return info.ref(tensor)
+        info = self._add(tensor, storage)
+        info.name, ref = name, info.seen
+        held = literal
+        if held is None:
+            held = self._held(tensor)
+        self.keep_size(info, storage)
+        self.externals.append(External(info, ref, held, literal is not None))
+        return ref
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        if not self.holds_externals:
+            return _NOT_HELD
+        if tensor.grad_fn is None:
+            return tensor
+        with disable_current_modes():  # no op of the program, nor of a recording around this one
+            return tensor.detach()
+
+    def ref(self, tensor: Tensor) -> TensorRef:
+        """An argument of an op. It comes from outside if its storage is new."""
+        try:
+            info = self._by_address.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            info = self._by_address.get(storage_of(tensor)._cdata)
+        if info is None:
+            ref = self.bring_in(tensor, f"captured_{len(self.externals)}")
+            info = self.infos[ref.storage]
+        if info.resized:
+            self.met_resized = True
+        return info.ref(tensor)
+
+    def out_ref(self, tensor: Tensor) -> TensorRef:
+        """A result of an op. The op has made its storage if that is new."""
+        storage = storage_of(tensor)
+        info = self._by_address.get(storage._cdata)
+        if info is None:
+            info = self._add(tensor, storage)
+            self.born[info.serial] = (info.nbytes, info.device)
+            return info.seen
+        return info.ref(tensor)
+
+    def note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
+        """The number and size of a storage that has changed its size since the table last looked, else None."""
+        info = self._by_address[storage._cdata]
+        nbytes = storage.nbytes()
+        if nbytes == info.nbytes:
+            return None
+        info.nbytes, info.resized = nbytes, True
+        if self._observer is not None:
+            self._observer.storage_resized(info.serial, nbytes)
+        return info.serial, nbytes
+
+    def keep_size(self, info: StorageInfo, storage: torch.UntypedStorage) -> None:
+        """Note [Views of an emptied fake]
+
+        The fake mode makes a view op that is in its cache by `set_`, which grows the storage until the view fits.
+        Eager leaves the storage empty, so it gets its size back.
+        """
+        if info.resized and storage.nbytes() != info.nbytes:
+            with disable_current_modes():  # no recording takes this for a resize of the program's
+                storage.resize_(info.nbytes)
+
+    def _add(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
+        check_plain(tensor)
+        info = StorageInfo(len(self.infos), tensor, storage)
+        self._by_address[storage._cdata] = info
+        self.infos.append(info)
+        if self._observer is not None:
+            self._observer.storage_seen(info, storage)
+        return info

@@ -1,0 +1,197 @@
+"""How the guards, sources and effects of a captured step are written (see program/json_codec.py).
+
+Most are their fields, with live objects by name. Three guards know objects by identity: a module's children,
+its hooks (by the keys of a table that counts the hooks of the whole process), parameters. These are left out
+when they are written and are what is there when they are read. Numbers beside them keep their values, so that
+what changed is noticed by the guard at the first call.
+
+Refusals: `Gone` for a guard whose objects are not there any more, which no call can pass; `LoadError` for a
+module that has other hooks, an optimizer that has other groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from functionalize._compat.distributed import dtensor_parts
+from functionalize.errors import LoadError, SaveError
+from functionalize.fsdp import objects as fsdp
+from functionalize.fsdp import python_state as fsdp_state
+from functionalize.ir.inputs import Call
+from functionalize.program.json_codec import Form, plain_form
+from functionalize.program.program_file import FORMS
+from functionalize.saving.fingerprint import hook_names
+from functionalize.saving.object_names import Names
+from functionalize.state import sources
+from functionalize.state import step_guards as guards
+from functionalize.state.alias_guard import SharedGuard
+from functionalize.state.discovery import Held
+from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.state.python_state import SurroundingsGuard
+
+
+class Gone(SaveError):
+    """A program is for objects that are not there any more."""
+
+
+_PLAIN = (
+    fsdp_state.Contents,
+    fsdp_state.FSDPEffects,
+    fsdp_state.FSDPState,
+    fsdp_state.FSDPStateGuard,
+    fsdp.FSDPTensor,
+    fsdp_state.Place,
+    guards.ModeGuard,
+    guards.PlaceGuard,
+    guards.SlotGuard,
+    HyperparameterNumber,
+    SharedGuard,
+    sources.Gradient,
+    sources.GroupTensor,
+    sources.Inner,
+    sources.ModuleTensor,
+    sources.OptimizerParameter,
+    sources.OptimizerState,
+)
+_NO_CALL = Call((), [])
+
+
+def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
+    """Every form that the programs of the step `fn` may need."""
+    records, placements = dtensor_parts()
+    return [
+        *FORMS,
+        *map(plain_form, (*_PLAIN, *records)),
+        *(_made_from(kind, attributes) for kind, attributes in placements.items()),
+        Form(Held, lambda held: _save_held(names, held), lambda *v: _load_held(names, *v)),
+        Form(guards.ModuleGuard, _save_modules, _load_modules),
+        Form(guards.ParameterGuard, _save_parameters, _load_parameters),
+        Form(guards.HyperparameterGuard, _save_hyperparameters, _load_hyperparameters),
+        Form(
+            SurroundingsGuard,
+            lambda guard: (guard.portable(),),
+            lambda saved: SurroundingsGuard.loaded(fn, names.roots, saved),
+        ),
+    ]
+
+
+def _made_from(kind: Any, attributes: Sequence[str]) -> Form:
+    def load(*values: Any) -> Any:
+        return kind(**dict(zip(attributes, values, strict=True)))
+
+    return Form(kind, lambda value: tuple(getattr(value, a) for a in attributes), load)
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+def _save_held(names: Names, held: Held) -> tuple[Any, ...]:
+    place = names.place(held)
+    if place is not None:
+        return place
+    if isinstance(held.container, Held) or names.of(held.container) is not None:
+        return held.container, held.key
+    raise SaveError(
+        f"looks at {held.key!r} in a {type(held.container).__name__} that only its arguments lead to: "
+        "let the step find it by itself (as a global, an attribute, a closure)"
+    )
+
+
+def _load_held(names: Names, *values: Any) -> Held:
+    return names.held(*values) if len(values) == 3 else Held(*values)
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def _is_hooks(key: str) -> bool:
+    return key.endswith("_hooks")
+
+
+def _save_modules(guard: guards.ModuleGuard) -> tuple[Any, ...]:
+    facts = []
+    for module, name, was in zip(guard.modules, guard.names, guard.facts, strict=True):
+        fact = dict(was)
+        if fact["children"] != [id(child) for child in module._modules.values()]:
+            raise Gone(f"is for other children of `{name}`")
+        fact["children"] = list(module._modules)
+        for key in filter(_is_hooks, was):
+            if was[key] != list(vars(module)[key]):
+                raise Gone(f"is for other hooks of `{name}`")
+            fact[key] = hook_names(vars(module)[key])
+        facts.append(fact)
+    return guard.modules, guard.names, tuple(facts)
+
+
+def _load_modules(
+    modules: tuple[nn.Module, ...], names: tuple[str, ...], facts: tuple[dict[str, Any], ...]
+) -> guards.ModuleGuard:
+    for module, name, fact in zip(modules, names, facts, strict=True):
+        if fact["children"] != list(module._modules):
+            raise LoadError(f"needs `{name}` to have the children {fact['children']}")
+        fact["children"] = [id(child) for child in module._modules.values()]
+        for key in filter(_is_hooks, fact):
+            now = hook_names(vars(module)[key])
+            if fact[key] != now:
+                raise LoadError(
+                    f"needs the {key.strip('_')} of `{name}` to be {fact[key]}, they are {now}"
+                )
+            fact[key] = list(vars(module)[key])
+    return guards.ModuleGuard(modules, names, facts)
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def _save_parameters(guard: guards.ParameterGuard) -> tuple[Any, ...]:
+    facts = []
+    for source, name, fact in zip(guard.sources, guard.names, guard.facts, strict=True):
+        if fact.same is not None:
+            try:
+                now = source.resolve(_NO_CALL)
+            except IndexError:
+                raise SaveError(f"has the parameter `{name}` as an argument") from None
+            if now is not fact.same:
+                raise Gone(f"is for another parameter `{name}`")
+        facts.append((*fact[:-1], fact.same is not None))
+    return guard.sources, guard.names, tuple(facts)
+
+
+def _load_parameters(
+    sources_: tuple[Any, ...], names: tuple[str, ...], facts: tuple[Any, ...]
+) -> guards.ParameterGuard:
+    found = []
+    for source, name, (*fact, same) in zip(sources_, names, facts, strict=True):
+        try:
+            parameter = source.resolve(_NO_CALL) if same else None
+            found.append(guards.LeafFacts._make((*fact, parameter)))
+        except (LookupError, AttributeError):
+            raise LoadError(f"needs the parameter `{name}`, which is not there") from None
+    return guards.ParameterGuard(sources_, names, tuple(found))
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def _save_hyperparameters(guard: guards.HyperparameterGuard) -> tuple[Any, ...]:
+    facts = []
+    groups = guard.optimizer.param_groups
+    for i, was in enumerate(guard.facts):
+        if i >= len(groups) or was["params"] != tuple(map(id, groups[i]["params"])):
+            raise Gone(f"is for other parameters of `{guard.name}`")
+        facts.append({**was, "params": len(was["params"])})
+    return guard.optimizer, guard.name, tuple(facts), guard.lifted
+
+
+def _load_hyperparameters(
+    optimizer: Any, name: str, facts: tuple[dict[str, Any], ...], lifted: frozenset[Any]
+) -> guards.HyperparameterGuard:
+    groups = optimizer.param_groups
+    if [len(g["params"]) for g in groups] != [fact["params"] for fact in facts]:
+        raise LoadError(f"needs `{name}` to have the groups of parameters that it had")
+    for group, fact in zip(groups, facts, strict=True):
+        fact["params"] = tuple(map(id, group["params"]))
+    return guards.HyperparameterGuard(optimizer, name, facts, lifted)

@@ -1,0 +1,78 @@
+"""What a captured step is given and what it returns, as leaves and structure (see `util/structure.py`).
+
+    leaves, spec = flatten(args, kwargs)        at every call; a replay needs an equal spec
+    leaves, spec = flatten_result(result)       when it is recorded
+    unflatten_result(leaves, spec)              what a replay returns: objects of the same types
+
+Refusals, in words: a step that takes something out of what it was given, or puts something in
+(`batch.pop("labels")`), which a replay would not do; a result that hides tensors, which a replay would return
+as they once were; a generator or a coroutine, whose code runs when the step has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from typing import Any
+
+from functionalize._compat.graphs import pytree
+from functionalize.util import structure
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a call's arguments, and their structure."""
+    return structure.flatten((args, kwargs))
+
+
+def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of what a step returned, and its structure."""
+    return structure.flatten(result, result=True)
+
+
+def unflatten_result(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """A result of that structure: new objects around these leaves."""
+    return structure.unflatten(list(leaves), spec)
+
+
+def changed(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaves: Sequence[Any],
+    spec: pytree.TreeSpec,
+) -> str | None:
+    """What the step, which was given these leaves, did to the containers of its arguments."""
+    now, now_spec = flatten(args, kwargs)
+    if now_spec == spec:
+        pairs = zip(leaves, now, structure.paths(spec), strict=True)
+        moved = [path for was, is_, path in pairs if is_ is not was]
+        if not moved:
+            return None
+        return f"puts something else at {_text(moved[0])}{_ADVICE}"
+    before, after = structure.paths(spec), structure.paths(now_spec)
+    for path in before:
+        if path not in after:
+            return f"takes {_text(path)} away{_ADVICE}"
+    added = [path for path in after if path not in before]
+    return f"adds {_text(added[0])}{_ADVICE}" if added else f"rearranges its arguments{_ADVICE}"
+
+
+def hidden(leaves: Sequence[Any]) -> str | None:
+    """A leaf of a result that a replay could not renew: it has tensors inside, or is yet to run."""
+    for leaf in leaves:
+        if isinstance(leaf, (Iterator, Coroutine, AsyncIterator)):
+            return f"returns a {type(leaf).__name__}, which runs after the step has returned: return what it gives"
+        if structure.holds_tensors(leaf):
+            return (
+                f"returns an object of type {type(leaf).__name__} that hides tensors: return the tensors, or "
+                "put them in a dict, a dataclass or an object that holds no module"
+            )
+    return None
+
+
+_ADVICE = ", which a replay does not repeat: work on a copy of that argument"
+
+
+def _text(path: tuple[Any, ...]) -> str:
+    """`args[0]['labels']`."""
+    which, *rest = path
+    root = "args" if which.idx == 0 else "kwargs"
+    return f"`{root}{pytree.keystr(tuple(rest))}`"

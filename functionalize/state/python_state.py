@@ -1,0 +1,413 @@
+"""What Python holds around a step and shapes the ops that it runs: functions, containers, classes, configurations.
+
+    guard = SurroundingsGuard.of(fn, roots)
+    criterion = nn.functional.l1_loss            `criterion` is the code of l1_loss, was the code of mse_loss
+    self.weights["aux"] = 0.1                    `self.weights.aux` is 0.1, was 0.5
+    model.config.scale = 2.0                     `model.config.scale` is 2.0, was 1.0
+    block.forward = other                        `model.block.forward` is there, was not
+
+One walk, from the callable and from every module and optimizer, gives a flat list of facts in a fixed order; the guard
+walks again at every call and compares. Of the user's functions count code, defaults, closures and the globals that they
+name; of his objects and classes the attributes that some code of the step names; of containers everything; of a
+configuration (a mapping, a `...Config`) everything. Of what installed packages hold otherwise counts its type alone:
+they keep counters and caches. Tensors, modules and numbers of parameter groups have guards of their own.
+
+Invariant: what is equal is equal by value: a list, a lambda or a bound method that is made anew is no change.
+Refusals: none; what differs at every call makes the guard fail at every call, which `Programs` tells of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import functools
+import hashlib
+import numbers
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functionalize.ir.inputs import Call
+from functionalize.state.discovery import NUMBERS, Roots, globals_of, is_installed, is_standard
+from functionalize.state.module_calls import without_watching
+from functionalize.util.code_objects import compiled
+
+_MANY = 64  # elements, from which on a container of plain values is one fact
+_MAX_ELEMENTS = 10_000  # of a container that holds other things; of longer ones counts the number
+_MAX_ARRAY = 1 << 16  # bytes of an array that is compared by contents
+_PLAIN = frozenset(
+    {*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range}
+)
+_AS_THEY_ARE = _PLAIN - {bool, float, complex, torch.Size, range}  # equal means the same
+_METHODS = frozenset({"forward", "__call__", "__getattr__", "__iter__", "__getitem__", "__len__"})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
+_BY_TORCH = "__composable_api_"  # FSDP2's state, under a name that differs from process to process
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+Path = tuple[Any, ...]  # (the path of what holds it, its name there); () is the step itself
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SurroundingsGuard:
+    """What Python holds is as it was. facts, paths: what was found and where; known: ids of objects there.
+
+    stale: what loading found changed. states: how much each optimizer keeps; a replay finds it by sources.
+    """
+
+    fn: Callable[..., Any]
+    roots: Roots
+    facts: list[Any]
+    paths: list[Path]
+    known: frozenset[int] = frozenset()
+    stale: str | None = None
+    states: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @staticmethod
+    def of(fn: Callable[..., Any], roots: Roots) -> SurroundingsGuard:
+        """The guard for everything around `fn`, as it is."""
+        walk = _walked(fn, roots)
+        return SurroundingsGuard(
+            fn, roots, walk.facts, walk.paths, frozenset(walk.seen), None, _states(roots)
+        )
+
+    def failure(self, call: Call) -> str | None:
+        if self.stale is not None:
+            return self.stale
+        now = _walked(self.fn, self.roots)
+        if now.facts == self.facts:
+            return None
+        for new, old, path, was_path in zip(now.facts, self.facts, now.paths, self.paths):  # noqa: B905
+            if path != was_path:
+                return f"`{text_of(path)}` is there, was not (`{text_of(was_path)}` was)"
+            if new != old:
+                return f"`{text_of(path)}` is {_brief(new)}, was {_brief(old)}"
+        longer, what = (now, "new") if len(now.facts) > len(self.facts) else (self, "gone")
+        return f"`{text_of(longer.paths[min(len(now.facts), len(self.facts))])}` is {what}"
+
+    def difference(self, call: Call) -> str | None:
+        """What the step itself changed: also what it keeps in an optimizer, which a replay would not."""
+        for (name, was), (_, now) in zip(self.states, _states(self.roots), strict=True):
+            if was != now:
+                counts = (
+                    f"{sum(now)} entries for {len(now)} parameters, was {sum(was)} for {len(was)}"
+                )
+                return f"`{name}.state` has {counts}"
+        return self.failure(call)
+
+    def portable(self) -> list[list[str]]:
+        """Facts by path, as texts that mean the same in another process."""
+        return [[text_of(p), _portable(f)] for p, f in zip(self.paths, self.facts, strict=True)]
+
+    @staticmethod
+    def loaded(fn: Callable[..., Any], roots: Roots, saved: list[list[str]]) -> SurroundingsGuard:
+        """The guard for what was saved: it fails where this process holds something else."""
+        here = SurroundingsGuard.of(fn, roots)
+        found: dict[str, list[str]] = {}
+        for path, fact in here.portable():
+            found.setdefault(path, []).append(fact)
+        for path, fact in saved:  # what only arguments led to is not found here, and does not count
+            if path in found and fact not in found[path]:
+                stale = f"`{path}` is not what it was when the program was saved"
+                return SurroundingsGuard(fn, roots, here.facts, here.paths, stale=stale)
+        return here
+
+
+def _states(roots: Roots) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    optimizers = roots.optimizers.items()
+    return tuple((name, tuple(map(len, o.state.values()))) for name, o in optimizers)
+
+
+def text_of(path: Path) -> str:
+    """A path in one line: `self.weights.aux`."""
+    parts: list[str] = []
+    while path:
+        path, name = path
+        parts.append(str(name))
+    return ".".join(reversed(parts)) or "the step"
+
+
+def _walked(fn: Callable[..., Any], roots: Roots) -> _Walk:
+    walk = _Walk(roots.named)
+    walk.visit((), fn)
+    for name, module in roots.walk():
+        walk.module(((), name), module)
+    for name, optimizer in roots.optimizers.items():
+        walk.optimizer(((), name), optimizer)
+    return walk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TheSame:
+    tensor: weakref.ref[Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _TheSame) and other.tensor() is self.tensor() is not None
+
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+class _Walk:
+    """One look at everything. named: attributes that some code of the step uses."""
+
+    def __init__(self, named: Collection[Any]) -> None:
+        self.facts: list[Any] = []
+        self.paths: list[Path] = []
+        self._named = named
+        self.seen: dict[int, Path] = {}  # where each object was found first
+        self._kinds: set[type] = set()
+        self._loosely = False  # whether tensors are found by no place
+        self._alive: list[Any] = []  # an id is an object's as long as the object lives
+
+    def note(self, path: Path, fact: Any) -> None:
+        self.facts.append(fact)
+        self.paths.append(path)
+
+    def visit(self, path: Path, value: Any) -> None:
+        """Note what a value is, and what it holds."""
+        kind = type(value)
+        if kind in _AS_THEY_ARE:
+            return self.note(path, value)
+        if kind in _PLAIN:  # -0.0 is not 0.0, True is not 1
+            return self.note(path, (kind, repr(value)))
+        if id(value) in self.seen:
+            return self.note(path, ("again", self.seen[id(value)]))
+        self.seen[id(value)] = path
+        self._alive.append(value)
+        if isinstance(value, Tensor) and self._loosely:
+            return self.note(path, _TheSame(weakref.ref(value)))
+        if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
+            return self.note(path, ("kind", kind))
+        if isinstance(value, types.FunctionType):
+            return self._function(path, value)
+        if isinstance(value, types.MethodType):
+            self.visit(path, value.__func__)
+            return self.visit((path, "self"), value.__self__)
+        if isinstance(value, functools.partial):
+            self.note(path, "partial")
+            self.visit((path, "func"), value.func)
+            self._loose((path, "args"), value.args)
+            return self.visit((path, "keywords"), value.keywords)
+        if isinstance(value, type):
+            self.note(path, value)
+            return self._class(path, value)
+        return self._object(path, value, kind)
+
+    def _object(self, path: Path, value: Any, kind: type) -> None:
+        if isinstance(value, (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)):
+            return self._container(path, value, kind)
+        if isinstance(value, types.BuiltinFunctionType):
+            owner = getattr(value, "__self__", None)
+            free = owner is None or isinstance(owner, types.ModuleType)
+            return self.note(path, value if free else value.__name__)
+        if isinstance(value, enum.Enum):
+            return self.note(path, (kind, value.name))
+        if isinstance(value, (numbers.Number, slice)):
+            return self.note(path, (kind, repr(value)))
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+            data = value.tobytes() if value.nbytes <= _MAX_ARRAY else id(value)
+            return self.note(path, (kind, str(value.dtype), value.shape, data))
+        self.note(path, ("kind", kind))
+        if isinstance(value, types.ModuleType):
+            if _is_users(value.__name__):
+                self._named_in(path, vars(value))
+            return None
+        if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+            return self._named_in(path, vars(value))
+        if isinstance(value, (staticmethod, classmethod, property, functools.cached_property)):
+            inner = getattr(value, "__func__", None) or getattr(value, "fget", None)
+            return self.visit(path, inner or getattr(value, "func", None))
+        if _is_users(kind.__module__):
+            self._named_in(path, getattr(value, "__dict__", {}))
+            slots = [n for n in getattr(kind, "__slots__", ()) if n in self._named]
+            self._named_in(path, {n: getattr(value, n) for n in slots if hasattr(value, n)})
+            return self._class(path, kind)
+        if _is_configuration(kind) and hasattr(value, "__dict__"):
+            return self._entries(path, vars(value))
+        wrapped = getattr(kind, "__wrapped__", None) or _wrapped(value)
+        return None if wrapped is None else self.visit((path, "__wrapped__"), wrapped)
+
+    def _named_in(self, path: Path, table: Mapping[str, Any]) -> None:
+        for key in list(table):
+            if key in self._named:
+                self.visit((path, key), table[key])
+
+    def _entries(self, path: Path, table: Mapping[Any, Any]) -> None:
+        for key, value in list(table.items()):
+            self.visit((path, key if type(key) in _PLAIN else type(key).__name__), value)
+
+    def _container(self, path: Path, value: Any, kind: type) -> None:
+        mapping = isinstance(value, (dict, types.MappingProxyType))
+        size = len(value)
+        self.note(path, (kind, size))
+        if size > _MANY:
+            parts = (*value, *value.values()) if mapping else tuple(value)
+            if set(map(type, parts)) <= _AS_THEY_ARE:
+                same = frozenset(parts) if isinstance(value, (set, frozenset)) else parts
+                return self.note(path, same)
+            if size > _MAX_ELEMENTS:
+                return None
+        if mapping:
+            return self._entries(path, value)
+        if not isinstance(value, (list, tuple)):
+            return self._loose(path, list(value) if kind is deque else sorted(value, key=_order))
+        for i, each in enumerate(list(value)):
+            self.visit((path, i), each)
+        return None
+
+    def _loose(self, path: Path, values: Sequence[Any]) -> None:
+        """Elements that are found by no place: a tensor among them is the same one, as the program holds it."""
+        self.note(path, ("values", len(values)))
+        before, self._loosely = self._loosely, True
+        for i, each in enumerate(values):
+            self.visit((path, i), each)
+        self._loosely = before
+
+    # -- code --------------------------------------------------------------------------------------
+
+    def _function(self, path: Path, fn: types.FunctionType) -> None:
+        self.note(path, fn.__code__)
+        users = _is_users(fn.__module__)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                held = cell.cell_contents
+            except ValueError:  # an empty cell
+                continue
+            if users or isinstance(held, (types.FunctionType, types.BuiltinFunctionType)):
+                self.visit((path, name) if path else ((), name), held)
+        if not users:
+            return
+        if fn.__defaults__:
+            self._loose((path, "defaults"), fn.__defaults__)
+        if fn.__kwdefaults__:
+            self._entries((path, "defaults"), fn.__kwdefaults__)
+        for name in globals_of(fn.__code__):
+            if name in fn.__globals__:
+                self.visit((path, name), fn.__globals__[name])
+
+    def _class(self, path: Path, kind: type) -> None:
+        """What the user's classes define under names that code uses, methods of Python's own among them."""
+        for base in kind.__mro__:
+            if base in self._kinds or not _is_users(base.__module__):
+                continue
+            self._kinds.add(base)
+            table = vars(base)
+            for key in [k for k in table if k in self._named or k in _METHODS]:
+                self.visit((path, key), table[key])
+
+    # -- modules and optimizers --------------------------------------------------------------------
+
+    def module(self, path: Path, module: nn.Module) -> None:
+        """A module's class, its code, and what it keeps beside modules, tensors and numbers."""
+        kind = type(module)
+        self.note(path, kind)
+        if kind not in self._kinds:
+            self._class(path, kind)
+            self._kinds.add(kind)
+            self.note((path, "forward"), getattr(kind.forward, "__code__", None))
+        table = vars(module)
+        for key in sorted(table.keys() - _OF_EVERY_MODULE):
+            value = without_watching(table[key])
+            if type(value) in _GUARDED or key.startswith(_BY_TORCH):
+                continue
+            self._loosely = True
+            if isinstance(value, (list, tuple)):  # tensors right in there have sources
+                value = [None if isinstance(each, Tensor) else each for each in value]
+            self.visit((path, key), value)
+            self._loosely = False
+        for hooks in _HOOKS:
+            if table[hooks]:
+                self.visit((path, hooks), list(table[hooks].values()))
+
+    def optimizer(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's class, its hooks, what replaces its methods, and numbers in its state."""
+        kind = type(optimizer)
+        self.note(path, kind)
+        self._class(path, kind)
+        for key, value in vars(optimizer).items():
+            if key not in _OF_EVERY_OPTIMIZER:
+                self.visit((path, key), value)
+        for state in list(optimizer.state.values()):
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if type(value) in _PLAIN:
+                    self.visit(((path, "state"), key), value)
+
+
+_GUARDED = frozenset({Tensor, nn.Parameter, *NUMBERS})  # in modules: by ModuleGuard, as sources
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(module: str | None) -> bool:
+    """Whether a module is the user's own: not Python's, not installed, not ours."""
+    package = (module or "").partition(".")[0]
+    return (
+        not is_standard(package)
+        and package not in ("torch", "functionalize")
+        and not is_installed(module)
+    )
+
+
+def _is_configuration(kind: type) -> bool:
+    return kind.__name__.endswith("Config") or (
+        dataclasses.is_dataclass(kind) and not _is_torchs(kind)
+    )
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "functionalize")
+
+
+def _wrapped(value: Any) -> Any:
+    table = getattr(value, "__dict__", None)
+    return table.get("__wrapped__") if isinstance(table, dict) else None
+
+
+def _order(value: Any) -> str:
+    return repr(value) if type(value) in _PLAIN else type(value).__qualname__
+
+
+# -- as texts --------------------------------------------------------------------------------------
+
+
+def _brief(fact: Any) -> str:
+    if isinstance(fact, types.CodeType):
+        return f"the code of {fact.co_name}"
+    if isinstance(fact, type):
+        return f"the class {fact.__qualname__}"
+    if isinstance(fact, tuple) and fact and isinstance(fact[0], type):
+        kind, *rest = fact
+        if kind in _PLAIN:
+            return str(rest[0])
+        counted = issubclass(kind, (list, tuple, dict, set, frozenset, deque))
+        return f"a {kind.__name__} of {rest[0]}" if counted else f"the {kind.__name__} {rest[0]}"
+    if isinstance(fact, tuple) and len(fact) == 2 and fact[0] == "kind":
+        return f"a {fact[1].__name__}"
+    text = repr(fact)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+def _portable(fact: Any) -> str:
+    text = "/".join(_words(fact))
+    return text if len(text) < 80 else hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _words(fact: Any) -> Iterator[str]:
+    if isinstance(fact, types.CodeType):
+        yield f"code {hashlib.sha256(repr(compiled(fact)).encode()).hexdigest()[:16]}"
+    elif isinstance(fact, type):
+        yield f"{fact.__module__}.{fact.__qualname__}"
+    elif isinstance(fact, types.BuiltinFunctionType):
+        yield f"builtin {fact.__name__}"
+    elif isinstance(fact, (tuple, frozenset)):
+        words = [word for each in fact for word in _words(each)]
+        yield from sorted(words) if isinstance(fact, frozenset) else words
+    else:
+        yield repr(fact)

@@ -1,0 +1,274 @@
+"""Where a step's tensors live: a source for each tensor that a step may read.
+
+    candidates(roots, leaves)     ->  every (name, source, tensor)
+    slots(roots, leaves)          ->  every place that a step may leave a gradient in: (name, slot)
+
+A source is resolved at every call, so a replaced parameter or a loaded optimizer state is noticed. A slot is a
+source that a replay may assign to, and that may hold nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from functionalize.fsdp.objects import fsdp_parameters, fsdp_slots, fsdp_tensors
+from functionalize.fsdp.python_state import FSDPEffects
+from functionalize.ir.inputs import Argument, Call, Source
+from functionalize.planning.timeline.categories import category_of
+from functionalize.planning.timeline.timeline import Category
+from functionalize.state.discovery import NUMBERS, Held, Roots
+from functionalize.util.tensor_wrappers import plain_tensors_by_path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleTensor:
+    """A parameter or buffer: entry `name` of `module._parameters` or `_buffers`."""
+
+    module: nn.Module
+    table: str
+    name: str
+
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        return Category.SHARDED_PARAMETERS if self.table == "_parameters" else Category.BUFFERS
+
+    @property
+    def entries(self) -> dict[str, Tensor | None]:
+        """The table that holds it."""
+        table: dict[str, Tensor | None] = getattr(self.module, self.table)
+        return table
+
+    def resolve(self, call: Call) -> Any:
+        return getattr(self.module, self.table)[self.name]
+
+
+class Slot(Protocol):
+    """A place that holds a tensor or nothing, and that a step may assign to."""
+
+    def resolve(self, call: Call) -> Any:
+        """What it holds now."""
+        ...
+
+    def assign(self, call: Call, value: Tensor | None) -> None:
+        """Put another tensor, or none, in its place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradient:
+    """`.grad` of another source."""
+
+    of: Source
+
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        unsharded = category_of(self.of) is Category.UNSHARDED_PARAMETERS
+        return Category.UNSHARDED_GRADIENTS if unsharded else Category.SHARDED_GRADIENTS
+
+    def resolve(self, call: Call) -> Any:
+        return self.of.resolve(call).grad
+
+    def assign(self, call: Call, value: Tensor | None) -> None:
+        """Put another tensor, or none, in its place."""
+        self.of.resolve(call).grad = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerState:
+    """`optimizer.state[p][key]` for parameter `index` of group `group`."""
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    index: int
+    key: str
+    category: ClassVar[Category] = Category.OPTIMIZER_STATE
+
+    def resolve(self, call: Call) -> Any:
+        param = self.optimizer.param_groups[self.group]["params"][self.index]
+        return self.optimizer.state[param][self.key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerParameter:
+    """Parameter `index` of group `group`, whatever module holds it."""
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    index: int
+    category: ClassVar[Category] = Category.SHARDED_PARAMETERS
+
+    def resolve(self, call: Call) -> Any:
+        return self.optimizer.param_groups[self.group]["params"][self.index]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupTensor:
+    """A hyperparameter kept as a tensor, such as `lr`."""
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    key: str
+    category: ClassVar[Category] = Category.OPTIMIZER_STATE
+
+    def resolve(self, call: Call) -> Any:
+        return self.optimizer.param_groups[self.group][self.key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inner:
+    """A tensor inside a wrapper subclass (`DTensor._local_tensor`)."""
+
+    of: Source
+    attribute: str
+
+    @property
+    def category(self) -> Category:
+        """What the tensor is for."""
+        return category_of(self.of)
+
+    def resolve(self, call: Call) -> Any:
+        return getattr(self.of.resolve(call), self.attribute)
+
+
+def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Source, Tensor]]:
+    """`value` itself, or the plain tensors inside it, each with its source."""
+    for path, tensor in plain_tensors_by_path(value):
+        short = ".".join([name, *(part for part in path if part != "_local_tensor")])
+        yield short, reduce(Inner, path, source), tensor
+
+
+def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
+    """Every parameter and buffer, once per place it is registered."""
+    for name, module in roots.walk():
+        for table in ("_parameters", "_buffers"):
+            for key, value in getattr(module, table).items():
+                if value is not None:
+                    yield f"{name}.{key}", ModuleTensor(module, table, key), value
+
+
+_NO_TENSORS = frozenset({*NUMBERS, dict, OrderedDict, set})  # what a module has, and its tables
+
+
+def _plain_attributes(roots: Roots) -> Iterator[tuple[str, Held, Tensor]]:
+    """Tensors that a module keeps as plain attributes."""
+    for name, module in roots.walk():
+        for key, value in vars(module).items():
+            if type(value) in _NO_TENSORS:  # nearly all
+                continue
+            if isinstance(value, Tensor):
+                yield f"{name}.{key}", Held(vars(module), key), value
+            elif isinstance(value, (list, tuple)):
+                place = Held(vars(module), key)
+                for i, each in enumerate(value):
+                    if isinstance(each, Tensor):
+                        yield f"{name}.{key}_{i}", Held(place, i), each
+
+
+def _optimizer_tensors(
+    name: str, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Source, Any]]:
+    for g, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                yield f"{name}.{key}_{g}", GroupTensor(optimizer, g, key), value
+        for i, param in enumerate(group["params"]):
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{name}.{g}.{i}.{key}", OptimizerState(optimizer, g, i, key), value
+
+
+def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Source, Tensor]]:
+    """Every leaf of autograd whose `.grad` a step may assign, each once."""
+    seen: set[int] = set()
+    found: list[tuple[str, Source, Any]] = []
+    for name, states in roots.states().items():  # first: what FSDP2 swaps is not where it was
+        managed = fsdp_parameters(states)
+        found += [(f"{name}.{n}", source, source.resolve(_NO_CALL)) for n, source in managed]
+    found += module_tensors(roots)
+    for name, optimizer in roots.optimizers.items():
+        found += _loose_parameters(name, optimizer)
+    given = zip(roots.arguments, leaves, strict=True)
+    found += [(name, Argument(i), leaf) for i, (name, leaf) in enumerate(given)]
+    found += roots.tensors
+    for name, source, value in found:
+        if isinstance(value, Tensor) and id(value) not in seen and _may_have_grad(source, value):
+            seen.add(id(value))
+            yield name, source, value
+
+
+_NO_CALL = Call((), [])
+
+
+def slots(roots: Roots, found: Sequence[tuple[str, Source, Tensor]]) -> Iterator[tuple[str, Slot]]:
+    """Every place that may hold a gradient: `.grad` of what `parameters` found, and FSDP2's own."""
+    for name, source, _ in found:
+        yield f"{name}.grad", Gradient(source)
+    for root_name, states in roots.states().items():
+        for name, slot in fsdp_slots(states):
+            yield f"{root_name}.{name}", slot
+
+
+def leave(
+    call: Call,
+    slots: Sequence[Slot],
+    gradients: Sequence[Tensor | None],
+    effects: FSDPEffects,
+) -> None:
+    """What a replay leaves behind beside its epilogue: FSDP2's state, and gradients in their slots.
+
+    Autograd takes a gradient of the leaf's `grad_dtype` only, and a `grad_dtype` that the gradient has: where the step
+    changes both, slots are emptied first.
+    """
+    if effects.changes_grad_dtype:
+        for slot in slots:
+            slot.assign(call, None)
+    effects.apply()
+    for slot, gradient in zip(slots, gradients, strict=True):
+        slot.assign(call, gradient)
+
+
+def _may_have_grad(source: Source, value: Tensor) -> bool:
+    return value.is_leaf and (value.requires_grad or isinstance(value, nn.Parameter))
+
+
+def _loose_parameters(
+    name: str, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Source, Tensor]]:
+    for g, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            yield f"{name}.{g}.{i}", OptimizerParameter(optimizer, g, i), param
+
+
+def candidates(
+    roots: Roots, leaves: Sequence[Any], places: Sequence[tuple[str, Slot]]
+) -> Iterator[tuple[str, Source, Tensor]]:
+    """Every place a step's input may come from, the most telling first; `places`: the slots."""
+    call = Call(leaves, [])
+    for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True)):
+        yield from unwrapped(name, Argument(i), leaf)
+    for name, source, value in module_tensors(roots):
+        yield from unwrapped(name, source, value)
+    for name, slot in places:
+        yield from unwrapped(name, slot, slot.resolve(call))
+    for name, optimizer in roots.optimizers.items():
+        for full, state, value in _optimizer_tensors(name, optimizer):
+            yield from unwrapped(full, state, value)
+    for root_name, states in roots.states().items():
+        for name, kept in fsdp_tensors(states):
+            yield from unwrapped(f"{root_name}.{name}", kept, kept.resolve(call))
+        for name, managed in fsdp_parameters(states):
+            yield from unwrapped(f"{root_name}.{name}", managed, managed.resolve(call))
+    for name, optimizer in roots.optimizers.items():
+        for full, loose, value in _loose_parameters(name, optimizer):
+            yield from unwrapped(full, loose, value)
+    for name, held, tensor in (*_plain_attributes(roots), *roots.tensors):
+        yield from unwrapped(name, held, tensor)

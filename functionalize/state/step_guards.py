@@ -1,0 +1,324 @@
+"""Facts of a training step that are no tensor: modes, hyperparameters, train/eval, gradients present."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from functionalize._compat.autograd import hooks_of, saved_tensor_hooks
+from functionalize._compat.dispatch import function_modes
+from functionalize._compat.modules import hooks_of_everything
+from functionalize.errors import UncapturableError
+from functionalize.ir.guards import same_constant
+from functionalize.ir.inputs import Call, Source
+from functionalize.state.discovery import NUMBERS, Held, Roots
+from functionalize.state.hyperparameters import Key, is_liftable
+from functionalize.state.sources import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class ModeGuard:
+    """Modes of torch, and hooks that it runs for everything, are as at capture."""
+
+    facts: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def now() -> ModeGuard:
+        """The guard for the modes as they are."""
+        return ModeGuard(_modes())
+
+    def failure(self, call: Call) -> str | None:
+        for (name, old), (_, new) in zip(self.facts, _modes(), strict=True):
+            if old != new:
+                return f"{name} is {new}, was {old}"
+        return None
+
+
+def _modes() -> tuple[tuple[str, Any], ...]:
+    return (
+        ("grad mode", torch.is_grad_enabled()),
+        ("inference mode", torch.is_inference_mode_enabled()),
+        ("CPU autocast", torch.is_autocast_enabled("cpu")),
+        ("CUDA autocast", torch.is_autocast_enabled("cuda")),
+        ("the autocast dtype", torch.get_autocast_dtype("cpu")),
+        ("the default dtype", torch.get_default_dtype()),
+        ("deterministic mode", torch.are_deterministic_algorithms_enabled()),
+        ("the autocast cache", torch.is_autocast_cache_enabled()),
+        ("anomaly detection", torch.is_anomaly_enabled()),
+        ("oneDNN", torch.backends.mkldnn.enabled),
+        ("attention", tuple(f"{n}: {on()}" for n, on in _ATTENTION)),
+        ("the hooks on saved tensors", tuple(map(_spot, saved_tensor_hooks()))),
+        ("the function modes", tuple(_spot(type(mode)) for mode in function_modes())),
+        *hooks_of_everything(),
+    )
+
+
+# Which kernels scaled_dot_product_attention may take; the names say CUDA, the CPU goes by the same ones.
+_ATTENTION = (
+    ("flash", torch.backends.cuda.flash_sdp_enabled),
+    ("efficient", torch.backends.cuda.mem_efficient_sdp_enabled),
+    ("math", torch.backends.cuda.math_sdp_enabled),
+    ("cudnn", torch.backends.cuda.cudnn_sdp_enabled),
+)
+
+
+def _spot(value: Any) -> str:
+    """Where a function or a class is defined, so that one that is made anew counts as the same."""
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    line = getattr(getattr(value, "__code__", None), "co_firstlineno", "")
+    return f"{getattr(value, '__module__', '')}.{name}{line and ':'}{line}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleGuard:
+    """Every module is as it was: mode, children, registered names, hooks, and the numbers it keeps."""
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    facts: tuple[dict[str, Any], ...]
+
+    @staticmethod
+    def of(roots: Roots) -> ModuleGuard:
+        """The guard for every module under `roots`."""
+        names = tuple(name for name, _ in roots.walk())
+        modules = tuple(module for _, module in roots.walk())
+        return ModuleGuard(modules, names, tuple(map(_facts, modules)))
+
+    def failure(self, call: Call) -> str | None:
+        for module, name, was in zip(self.modules, self.names, self.facts, strict=True):
+            now = _facts(module)
+            if now != was:
+                return f"`{name}` has {_changed(now, was)}"
+        return None
+
+
+def _facts(module: nn.Module) -> dict[str, Any]:
+    """What of a module shapes the ops it runs; equal dicts mean the same ops."""
+    table = vars(module)
+    found = {key: value for key, value in table.items() if type(value) in _PLAIN}
+    found["children"] = [id(child) for child in table.get("_modules", {}).values()]
+    for key in _REGISTRIES:
+        found[key] = list(table.get(key, ()))
+    return found
+
+
+_PLAIN = frozenset(NUMBERS)
+_REGISTRIES = (
+    "_parameters",
+    "_buffers",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def _changed(now: dict[str, Any], was: dict[str, Any]) -> str:
+    for key in (*was, *now):
+        if now.get(key) != was.get(key):
+            new, old = now.get(key), was.get(key)
+            if key == "children":
+                return "other children than it had"
+            return f"{key} = {new!r}, had {old!r}"
+    return "changed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaceGuard:
+    """What Python holds where the step looks is the same: objects are the same ones, numbers equal."""
+
+    places: tuple[tuple[str, Held, Any], ...]
+    objects: tuple[tuple[str, dict[str, Any], frozenset[str]], ...]
+    named: frozenset[Any]
+
+    @staticmethod
+    def of(roots: Roots) -> PlaceGuard:
+        """The guard for every place that holds a module, an optimizer or a number."""
+        named = frozenset(roots.named)
+        objects = tuple((name, table, named & table.keys()) for name, table in roots.objects)
+        places = tuple(h for h in roots.held if not isinstance(h[2], Tensor))
+        return PlaceGuard(places, objects, named)
+
+    def failure(self, call: Call) -> str | None:
+        for name, table, were in self.objects:
+            if self.named & table.keys() != were:
+                changed = ", ".join(sorted((self.named & table.keys()) ^ were))
+                return f"`{name}` has other attributes: {changed}"
+        for name, held, was in self.places:
+            try:
+                now = held.resolve()
+            except (LookupError, ValueError):
+                return f"`{name}` is gone"
+            if now is not was and not (type(was) in _PLAIN and same_constant(now, was)):
+                if type(was) in _PLAIN:
+                    return f"`{name}` is {now!r}, was {was!r}"
+                return f"`{name}` is another {type(now).__name__}"
+        return None
+
+
+class LeafFacts(NamedTuple):
+    """What of a leaf of autograd shapes its backward. same: the parameter itself, None for an argument."""
+
+    requires_grad: bool
+    hooks: tuple[int, int]
+    grad_dtype: str
+    same: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterGuard:
+    """Parameters are the same objects; they and tensor arguments have gradients and hooks as before."""
+
+    sources: tuple[Source, ...]
+    names: tuple[str, ...]
+    facts: tuple[LeafFacts, ...]
+
+    @staticmethod
+    def of(found: list[tuple[str, Source, Tensor]]) -> ParameterGuard:
+        """The guard for these tensors as they are."""
+        return ParameterGuard(
+            tuple(source for _, source, _ in found),
+            tuple(name for name, _, _ in found),
+            tuple(
+                LeafFacts(
+                    v.requires_grad,
+                    hooks_of(v),
+                    _grad_dtype(source, v),
+                    v if isinstance(v, nn.Parameter) else None,
+                )
+                for _, source, v in found
+            ),
+        )
+
+    def failure(self, call: Call) -> str | None:
+        found = zip(self.sources, self.names, self.facts, strict=True)
+        for source, name, (was, hooks, dtype, same) in found:
+            now = source.resolve(call)
+            if same is not None and now is not same:
+                return f"`{name}` is another parameter"
+            if hooks_of(now) != hooks:
+                return f"`{name}` has other hooks on its gradient"
+            if now.requires_grad != was:
+                return f"`{name}` {'no longer requires' if was else 'now requires'} a gradient"
+            if _grad_dtype(source, now) != dtype:
+                return f"`{name}` has the grad_dtype {_grad_dtype(source, now)}, had {dtype}"
+        return None
+
+
+def _grad_dtype(source: Source, value: Tensor) -> str:
+    """The dtype that autograd accumulates a leaf's gradient in, if it is not the leaf's own.
+
+    FSDP2 changes that of an unsharded parameter in a step: see `python_state.py`.
+    """
+    if not value.is_leaf or getattr(source, "attribute", "") == "_unsharded_param":
+        return _OWN
+    dtype: torch.dtype | None = value.grad_dtype
+    return _OWN if dtype is value.dtype else str(dtype)
+
+
+_OWN = "its own dtype"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HyperparameterGuard:
+    """What an optimizer reads that is no tensor (`betas`, ...) is as at capture: it is baked in.
+
+    lifted: what is not, as every call looks it up (see hyperparameters.py); of these the type stays.
+    """
+
+    optimizer: torch.optim.Optimizer
+    name: str
+    facts: tuple[dict[str, Any], ...]
+    lifted: frozenset[Key] = frozenset()
+
+    @staticmethod
+    def of(
+        name: str, optimizer: torch.optim.Optimizer, lifted: Collection[Key] = ()
+    ) -> HyperparameterGuard:
+        """The guard for one optimizer."""
+        mine = frozenset(key for key in lifted if key[0] == name)
+        return HyperparameterGuard(optimizer, name, _hyperparameters(optimizer, mine), mine)
+
+    def changed_keys(self) -> frozenset[Key]:
+        """The hyperparameters that differ now, that are numbers as before, and so can be lifted."""
+        now = _hyperparameters(self.optimizer, self.lifted)
+        return frozenset(
+            (self.name, i, key)
+            for i, (new, old) in enumerate(zip(now, self.facts, strict=False))
+            for key in new.keys() & old.keys()
+            if new[key] != old[key] and is_liftable(new[key]) and is_liftable(old[key])
+            if key != "params"
+        )
+
+    def failure(self, call: Call) -> str | None:
+        now = _hyperparameters(self.optimizer, self.lifted)
+        if now == self.facts:
+            return None
+        if len(now) != len(self.facts):
+            return f"`{self.name}` has {len(now)} parameter groups, had {len(self.facts)}"
+        for i, (new, old) in enumerate(zip(now, self.facts, strict=True)):
+            if new != old and new["params"] != old["params"]:
+                return f"`{self.name}` group {i} has other parameters"
+            if new != old:
+                return f"`{self.name}` group {i} has {_changed(new, old)}"
+        return None
+
+
+def _hyperparameters(
+    optimizer: torch.optim.Optimizer, lifted: frozenset[Key]
+) -> tuple[dict[str, Any], ...]:
+    facts: tuple[dict[str, Any], ...] = tuple(
+        {
+            key: tuple(map(id, value)) if key == "params" else value
+            for key, value in group.items()
+            if not isinstance(value, Tensor)
+        }
+        for group in optimizer.param_groups
+    )
+    for _, group, key in lifted:
+        if group < len(facts) and key in facts[group]:
+            value = facts[group][key]
+            facts[group][key] = tuple(map(type, value)) if type(value) is tuple else type(value)
+    return facts
+
+
+def check_writable(name: str, slot: Slot, call: Call) -> None:
+    """Raise `UncapturableError` unless a slot can be assigned what it holds; changes nothing.
+
+    A replay assigns slots after its program has run: one that refused the value would leave the step half done.
+    """
+    try:
+        slot.assign(call, slot.resolve(call))
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise UncapturableError(
+            f"leaves a gradient in `{name}`, which a replay cannot assign: {error}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotGuard:
+    """Every place for a gradient enters the step holding one, or none, as it did."""
+
+    slots: tuple[Slot, ...]
+    names: tuple[str, ...]
+    present: tuple[bool, ...]
+
+    @staticmethod
+    def of(call: Call, slots: Sequence[tuple[str, Slot]]) -> SlotGuard:
+        """The guard for these places as they are."""
+        return SlotGuard(
+            tuple(slot for _, slot in slots),
+            tuple(name for name, _ in slots),
+            tuple(slot.resolve(call) is not None for _, slot in slots),
+        )
+
+    def failure(self, call: Call) -> str | None:
+        for slot, name, was in zip(self.slots, self.names, self.present, strict=True):
+            now = slot.resolve(call) is not None
+            if now != was:
+                return f"`{name}` {'is there' if now else 'is missing'}, was {'' if was else 'not '}there"
+        return None

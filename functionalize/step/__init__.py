@@ -1,0 +1,1 @@
+"""`CapturedStep`: replay, or record, judge, build, agree; the programs that it keeps."""

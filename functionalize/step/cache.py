@@ -1,0 +1,184 @@
+"""The programs of one step, side by side: train and eval, first and last microbatch, sequence lengths.
+
+    cache.matching(key, leaves, spec)    those whose guards all hold, with their inputs
+    cache.add(key, cached)               one more; the least recently used goes when there are too many
+
+A call is looked up by what its arguments are (shapes, dtypes, numbers), then tried against the few programs of
+that key, the last used first; a guard that does not hold ends a try early.
+Invariant: at most `limit` programs. When as many in a row were dropped without one replay, recording stops:
+some fact is different at every call, and the warning names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from functionalize.fsdp.python_state import FSDPEffects
+from functionalize.ir.inputs import Call
+from functionalize.program.program import Program
+from functionalize.state.discovery import NUMBERS
+from functionalize.state.sources import Slot
+from functionalize.step.step_memory import StepMemory
+from functionalize.step.vote import Fingerprints
+
+log = logging.getLogger("functionalize")
+STRUCTURE = "the structure of the arguments changed"
+
+
+@dataclass(eq=False)
+class CachedProgram:
+    """One program of a step, and what a replay does in Python.
+
+    slots: where the gradients that the program returns are assigned.
+    effects: what a replay does to FSDP2's state.
+    has_grad_fn: for each leaf of the result, whether it had an autograd history in eager.
+    reason: why the call was recorded.
+    replays: how often it was replayed.
+    fingerprints: of the collectives in each process group; empty unless passes may change collectives.
+    memory: lifetimes of eager's storages; None if they were not recorded.
+    """
+
+    program: Program
+    slots: Sequence[Slot]
+    effects: FSDPEffects
+    has_grad_fn: Sequence[bool]
+    reason: str
+    replays: int = 0
+    fingerprints: Fingerprints = field(default_factory=dict)
+    memory: StepMemory | None = None
+
+
+def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
+    """What a program is looked up by; calls with other keys cannot share a program."""
+    return (spec, *[_key_of_leaf(leaf) for leaf in leaves])
+
+
+def _key_of_leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        try:
+            return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+        except RuntimeError:  # a nested tensor, which is refused when the call is recorded
+            return "nested", leaf.dtype
+    if isinstance(leaf, (float, complex)):
+        return repr(leaf)
+    return ("number", leaf) if isinstance(leaf, NUMBERS) else ("object", type(leaf))
+
+
+def _same_numbers(a: CachedProgram, b: CachedProgram) -> bool:
+    """Whether Python read the same numbers from tensors in both recordings, which also have the same key."""
+    if not a.program.value_guards:
+        return False
+    facts = [(g.where, repr(g.value)) for g in a.program.value_guards]
+    return facts == [(g.where, repr(g.value)) for g in b.program.value_guards]
+
+
+class ProgramCache:
+    """At most `limit` programs of one step, called `name` in messages."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name, self._limit = name, limit
+        self._by_key: dict[Hashable, list[CachedProgram]] = {}
+        self._used: OrderedDict[CachedProgram, Hashable] = OrderedDict()  # the last used at the end
+        self._misses: Counter[str] = Counter()
+        self._example: dict[str, str] = {}
+        self._unused_in_a_row = 0
+        self.reason = ""
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __iter__(self) -> Any:
+        return iter(self._used)
+
+    def items(self) -> Iterator[tuple[Hashable, CachedProgram]]:
+        """Every program with its key, the last used at the end."""
+        return ((key, cached) for cached, key in self._used.items())
+
+    @property
+    def latest(self) -> CachedProgram | None:
+        """The program last used or made."""
+        return next(reversed(self._used), None)
+
+    @property
+    def thrashing(self) -> bool:
+        """Whether programs are made and dropped without being replayed."""
+        return self._unused_in_a_row >= self._limit
+
+    def matching(
+        self, key: Hashable, leaves: Sequence[Any], spec: Any
+    ) -> Iterator[tuple[CachedProgram, Call]]:
+        """Every program whose guards hold, with its inputs, the last used first; `reason` says why not others."""
+        self.reason = ""
+        for cached in list(self._by_key.get(key, ())):
+            call = cached.program.resolve(leaves)
+            if isinstance(call, Call):
+                yield cached, call
+            else:
+                self.missed(call)
+        if not self.reason:
+            self.missed(self._why_none(leaves, spec))
+
+    def _why_none(self, leaves: Sequence[Any], spec: Any) -> str:
+        if self.latest is None:
+            return "the first call"
+        if spec != self.latest.program.in_spec:
+            return STRUCTURE
+        call = self.latest.program.resolve(leaves)
+        return call if isinstance(call, str) else "the arguments are of another kind"
+
+    def missed(self, reason: str) -> None:
+        """A guard did not hold; the first one of a call is its `reason`."""
+        self.reason = self.reason or reason
+        kind = re.sub(r"-?\d[\d.e+-]*", "#", reason)
+        self._misses[kind] += 1
+        self._example[kind] = reason
+
+    def used(self, cached: CachedProgram) -> None:
+        """A program was replayed."""
+        cached.replays += 1
+        self._used.move_to_end(cached)
+        bucket = self._by_key[self._used[cached]]
+        if bucket[0] is not cached:
+            bucket.remove(cached)
+            bucket.insert(0, cached)
+
+    def add(self, key: Hashable, cached: CachedProgram) -> None:
+        """Add a program in place of one for the same numbers; else, at the limit, of the least recently used."""
+        for same in [k for k in self._by_key.get(key, ()) if _same_numbers(k, cached)]:
+            self._drop(same)
+        if len(self._used) >= self._limit:
+            oldest = next(iter(self._used))
+            self._drop(oldest)
+            first = self._unused_in_a_row == 0
+            self._unused_in_a_row = self._unused_in_a_row + 1 if oldest.replays == 0 else 0
+            if self.thrashing or (first and self._unused_in_a_row):
+                self._warn()
+        self._by_key.setdefault(key, []).insert(0, cached)
+        self._used[cached] = key
+
+    def _drop(self, cached: CachedProgram) -> None:
+        key = self._used.pop(cached)
+        bucket = self._by_key[key]
+        bucket.remove(cached)
+        if not bucket:
+            del self._by_key[key]
+
+    def _warn(self) -> None:
+        kind, times = self._misses.most_common(1)[0]
+        end = "it runs eagerly from now on" if self.thrashing else "the oldest is dropped"
+        log.warning(
+            "%s has %d programs, as many as it may (`max_programs`), and needs another: %s. Missed most often "
+            "(%d times): %s",
+            self._name,
+            self._limit,
+            end,
+            times,
+            self._example[kind],
+        )

@@ -1,0 +1,108 @@
+"""`step.explain()`: why each program exists, which guards missed, where each input comes from.
+
+train_step: 2 programs, 14 replays, 2 captures, 3 warm-ups
+program 1: recorded because of the first call
+  8 replays; 412 nodes, 31 inputs, 40 actions after the graph, 40 guards before it and 0 on numbers ...
+    model_0_weight   float32[16, 4]   parameter `weight` of a Linear
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from functionalize.fsdp.objects import FSDPTensor
+from functionalize.ir.inputs import Argument, Captured, InputSpec, WholeStorage
+from functionalize.run.boxed import boxed
+from functionalize.state import sources
+from functionalize.state.discovery import Held
+from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.step.cache import CachedProgram, ProgramCache
+from functionalize.step.stats import Stats
+from functionalize.util.text import counted
+
+
+def explanation(
+    name: str, stats: Stats, programs: ProgramCache, refused: Iterable[Exception]
+) -> str:
+    """The text of `CapturedStep.explain`."""
+    counts = [
+        counted(len(programs), "program"),
+        counted(stats.replays, "replay"),
+        counted(stats.captures, "capture"),
+        counted(stats.warmups, "warm-up"),
+    ]
+    if stats.eager:
+        counts.append(f"{counted(stats.eager, 'call')} eagerly")
+    lines = [f"{name}: {', '.join(counts)}"]
+    for number, cached in enumerate(programs, 1):
+        lines += _of_program(number, cached)
+    if stats.guard_failures:
+        lines.append("guards that missed, the most frequent first")
+        missed = Counter(stats.guard_failures).most_common(10)
+        lines += [f"  {counted(times, 'time')}: {failure}" for failure, times in missed]
+    lines += [f"cannot be captured: {error}" for error in refused]
+    return "\n".join(lines)
+
+
+def _of_program(number: int, cached: CachedProgram) -> Iterator[str]:
+    program = cached.program
+    yield f"program {number}: recorded because of {cached.reason}"
+    guards = len(program.facts) + len(program.guards)
+    yield (
+        f"  {counted(cached.replays, 'replay')}; {counted(program.nodes(), 'node')}, "
+        f"{counted(len(program.inputs), 'input')}, {counted(len(program.epilogue), 'action')} after "
+        f"the graph, {counted(guards, 'guard')} before it and "
+        f"{len(program.value_guards)} on numbers that Python read"
+    )
+    if program.runner is not None and program.runner is not boxed:
+        yield f"  run by {getattr(program.runner, '__name__', program.runner)}"
+    width = max((len(spec.name) for spec in program.inputs), default=0)
+    for spec in program.inputs:
+        yield f"    {spec.name:{width}}  {spec.geometry}  {source_text(spec, program.inputs)}"
+    for guard in program.value_guards:
+        yield f"    read {guard.where}: {guard.value!r}"
+    for backward in getattr(cached, "backwards", ()):  # of a captured forward
+        yield (
+            f"  backward: {counted(backward.replays, 'replay')}; "
+            f"{counted(backward.program.nodes(), 'node')}, {counted(len(backward.used), 'saved value')}, "
+            f"{counted(len(backward.program.epilogue), 'action')} after the graph"
+        )
+
+
+def source_text(spec: InputSpec, inputs: tuple[InputSpec, ...]) -> str:
+    """Where an input is found at every call, in words."""
+    source = spec.source
+    if isinstance(source, WholeStorage):
+        return f"the whole storage of {inputs[source.input].name}"
+    return _text(source)
+
+
+def _text(source: Any) -> str:
+    if isinstance(source, Argument):
+        return f"leaf {source.leaf} of the arguments" + "".join(f".{a}" for a in source.attributes)
+    if isinstance(source, sources.ModuleTensor):
+        kind = "parameter" if source.table == "_parameters" else "buffer"
+        return f"{kind} `{source.name}` of a {type(source.module).__name__}"
+    if isinstance(source, sources.Gradient):
+        return f"the gradient of {_text(source.of)}"
+    if isinstance(source, sources.OptimizerState):
+        return f"state `{source.key}` of parameter {source.index} in group {source.group}"
+    if isinstance(source, sources.OptimizerParameter):
+        return f"parameter {source.index} in group {source.group} of the optimizer"
+    if isinstance(source, sources.Inner):
+        inner = "local" if source.attribute == "_local_tensor" else source.attribute
+        return f"the {inner} tensor of {_text(source.of)}"
+    if isinstance(source, FSDPTensor):
+        where = getattr(source.param, "_param_fqn", None) or getattr(
+            source.param, "_module_fqn", ""
+        )
+        return f"FSDP2's {source.attribute.lstrip('_')} of `{where or 'root'}`"
+    if isinstance(source, HyperparameterNumber):
+        return f"`{source.key}` of group {source.group} of `{source.name}`"
+    if isinstance(source, Held):
+        return "a variable that the step names" if source.key is None else f"`{source.key}`"
+    if isinstance(source, Captured):
+        return "a tensor that the program holds"
+    return type(source).__name__

@@ -1,0 +1,70 @@
+"""The options of `capture`, checked before any step runs: how programs are made, run, cached and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from functionalize.program.program import Program
+from functionalize.run import runner
+from functionalize.run.boxed import boxed
+
+OnUncapturable = Literal["raise", "eager"]
+Compile = Literal["inductor", "cudagraphs"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """passes, runner: what transforms a recorded program, and what runs it.
+
+    compares: whether passes may change collectives, so that ranks compare those of their programs.
+    raises: whether a step that cannot be captured raises; else it runs eagerly.
+    max_programs: how many are cached. memory: whether lifetimes of storages and modules of ops are recorded, too.
+    """
+
+    passes: tuple[Any, ...]
+    runner: Callable[[Program], Callable[..., Sequence[Any]]]
+    compares: bool
+    raises: bool
+    max_programs: int
+    memory: bool = False
+
+    @staticmethod
+    def of(
+        pipeline: Sequence[Any] | str,
+        on_uncapturable: OnUncapturable,
+        max_programs: int,
+        compile: Compile,
+        memory: bool = False,
+    ) -> CaptureOptions:
+        """Raises `ValueError` for an unknown mode, `PassError` for a pipeline that cannot be parsed."""
+        if on_uncapturable not in ("raise", "eager"):
+            raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
+        if max_programs < 1:
+            raise ValueError(f"max_programs is at least 1, not {max_programs}")
+        passes = _parsed(pipeline)
+        compares = any(each.changes_collectives for each in passes)
+        raises = on_uncapturable == "raise"
+        return CaptureOptions(passes, runner(compile), compares, raises, max_programs, memory)
+
+    def applied(self, program: Program) -> Program:
+        """The program, or a copy of it after the passes, ready to run."""
+        if self.passes:
+            import passes  # the arrow of imports points from passes to here
+
+            program = passes.run(program, self.passes)
+        program.runner = self.runner
+        if (
+            self.runner is not boxed
+        ):  # compile now: a failure is a refusal, and no replay waits for it
+            program.prepare()
+        return program
+
+
+def _parsed(pipeline: Sequence[Any] | str) -> tuple[Any, ...]:
+    if not isinstance(pipeline, str):
+        return tuple(pipeline)
+    import passes
+
+    return passes.parse(pipeline)

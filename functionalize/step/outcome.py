@@ -1,0 +1,87 @@
+"""Results of the stages that follow a recorded call: of one rank first, then of all ranks.
+
+    judge     Steady | WarmUp | Refused     whether the recording is the steady state
+    build     Built  | WarmUp | Refused     the program of a steady recording: an `Outcome`
+    agree     Agreed                        the outcome after the worst on any rank
+
+Invariant: a result is a value. Nothing of the captured step has changed before it acts on the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+from functionalize.errors import FunctionalizeError, UncapturableError
+from functionalize.step.cache import CachedProgram
+from functionalize.step.recording import RecordingSummary, StepRecording
+from functionalize.step.stats import ProgramCounts
+from functionalize.step.vote import Level, RankVote
+
+log = logging.getLogger("functionalize")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The step cannot be captured. error: what later calls raise.
+
+    is_bug: `error` reports a bug of this package, which must not end the step that was to be recorded.
+    everywhere: calls of every kind are refused, since all ranks do the same.
+    """
+
+    error: FunctionalizeError
+    is_bug: bool = False
+    everywhere: bool = False
+    level: ClassVar[Level] = Level.REFUSED
+
+    @staticmethod
+    def of(error: Exception) -> Refused:
+        """For an error that a stage raised."""
+        if isinstance(error, FunctionalizeError):
+            return Refused(error)
+        log.error("a bug in functionalize, please report it", exc_info=error)
+        refusal = UncapturableError(f"a bug in functionalize: {type(error).__name__}: {error}")
+        refusal.__cause__ = error
+        return Refused(refusal, is_bug=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The recording is not kept: the next call of this kind is recorded, too.
+
+    summary: what that recording is compared with. reason: why this one is not kept.
+    """
+
+    summary: RecordingSummary
+    reason: str
+    level: ClassVar[Level] = Level.NOT_YET
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """The recording is of the steady state."""
+
+    recording: StepRecording
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A program that later calls can replay. summary: of its recording. counts: for `step.stats`."""
+
+    cached: CachedProgram
+    summary: RecordingSummary
+    counts: ProgramCounts
+    level: ClassVar[Level] = Level.KEPT
+
+
+Verdict = Steady | WarmUp | Refused
+Outcome = Built | WarmUp | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks do. vote: how they agree from now on; another than before only if all keep their programs."""
+
+    outcome: Outcome
+    vote: RankVote | None

@@ -1,0 +1,243 @@
+"""A recorded step: whether it is the steady state, and the program that it becomes.
+
+    recording = StepRecording(recorder, entry, exit)     entry, exit: the state around the run, see `step_state.py`
+    recording.refusal()                                  what no later call would mend
+    recording.not_steady(previous)                       why the next call is to be recorded as well
+    recording.program(in_spec)                           the op stream, discharged
+    previous = recording.summary                         compared with the next recording
+
+Note [Steady state]
+The first step is not the one to keep: FSDP2 allocates where later steps resize, the optimizer makes its
+state. A recording is kept once it depends on nothing that later steps will not find again:
+- no storage made by the step outlives it (gradients and outputs apart), or the step read none of the storages that
+  outlived the previous one;
+- tensors found outside every module, optimizer and argument were found in the same places by the previous
+  recording, and tensors that Python made from numbers held the same numbers;
+- the step changed nothing that is guarded: numbers that Python keeps, module attributes, hyperparameters,
+  containers. A replay changes none of them.
+
+Two things may change, since a replay changes them likewise: slots for gradients, and what FSDP2 keeps in
+Python (`FSDPEffects`). With them a step may be one microbatch of several: gradients left unreduced, parameters
+left unsharded, flags set for the next call.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functionalize._compat.graphs import pytree
+from functionalize.fsdp.objects import fsdp_keepalives
+from functionalize.fsdp.python_state import FSDPStateGuard
+from functionalize.fsdp.releases import why_not_here
+from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
+from functionalize.ir.inputs import Captured
+from functionalize.ir.ops import OpRecord, refs_in
+from functionalize.ir.outputs import Constant, OutputRole
+from functionalize.program.program import Program
+from functionalize.program.prune_unused import drop_unused_inputs
+from functionalize.recorder.builder import Builder, GivenInput
+from functionalize.recorder.recorder import Recorder
+from functionalize.recorder.storage_table import External
+from functionalize.run.boxed import boxed
+from functionalize.state.alias_guard import SharedGuard
+from functionalize.state.arguments import hidden
+from functionalize.state.discovery import Held
+from functionalize.state.hyperparameters import liftable
+from functionalize.step.step_state import EntryState, ExitState
+from functionalize.util.tensor_wrappers import plain_tensors
+from functionalize.util.user_stack import line_of
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingSummary:
+    """What the next recording is compared with, once this one is gone.
+
+    identities: of the tensors that no argument, module or optimizer holds, see `StepRecording`.
+    outliving: addresses of the storages that the step made and that were alive after it.
+    pins: weak references to all these storages, so that no address is used again.
+    """
+
+    identities: list[Any]
+    outliving: frozenset[int]
+    pins: tuple[Any, ...]
+
+
+class StepRecording:
+    """One recorded step, before it is known whether its program is kept.
+
+    outliving: the storages made by the step that are alive after it, gradients and outputs apart.
+    unowned: the tensors that the step found outside every argument, module and optimizer: reached through a
+    variable, unreachable, or made by Python from numbers. identities: one value each, equal for the same tensor.
+    """
+
+    def __init__(self, recorder: Recorder, entry: EntryState, exit: ExitState) -> None:
+        self.recorder, self.entry, self.exit = recorder, entry, exit
+        modules = list(entry.roots.modules.values())
+        allowed = [*exit.leaves, *fsdp_keepalives(modules)]
+        known = {recorder.storages.ref(t).storage for leaf in allowed for t in plain_tensors(leaf)}
+        known |= {e.ref.storage for e in recorder.storages.externals}
+        self.outliving = [i for i in recorder.storages.infos if i.serial not in known and i.alive]
+        if self.outliving:  # some may be garbage in cycles, which a capture does not collect
+            gc.collect(1)
+            self.outliving = [i for i in self.outliving if i.alive]
+        self.unowned = [
+            e for e in recorder.storages.externals if self._is_unowned(e) and e.ref.geometry.numel
+        ]
+        if any(not self._is_unreachable(e) for e in self.unowned):
+            # The search of variables finds tensors that the step does not use.
+            self.unowned = [e for e in self.unowned if e.ref.storage in self._used]
+        self.identities = [self._identity(e) for e in self.unowned]
+
+    @functools.cached_property
+    def _used(self) -> set[int]:
+        """The storages of all arguments of ops."""
+        records = self.recorder.records
+        return {ref.storage for r in records for ref in refs_in([r.args, r.kwargs])}
+
+    def _is_unreachable(self, external: External) -> bool:
+        return external.ref.storage not in self.entry.places.widest
+
+    def _is_unowned(self, external: External) -> bool:
+        """Whether a tensor comes from no argument, module or optimizer."""
+        return self._is_unreachable(external) or isinstance(
+            self.entry.places.widest[external.ref.storage][1], Held
+        )
+
+    def _identity(self, external: External) -> Any:
+        """A value that is equal in the next recording if the step found the same tensor."""
+        if external.literal:
+            contents = external.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            return external.ref.geometry, bytes(contents.tolist())
+        if self._is_unreachable(external):
+            return external.ref.geometry, external.info.address
+        _, source, ref = self.entry.places.widest[external.ref.storage]
+        assert isinstance(source, Held)
+        return ref.geometry, source.place
+
+    @property
+    def summary(self) -> RecordingSummary:
+        """What the next recording is compared with."""
+        pins = (*(e.info.weak for e in self.unowned), *(i.weak for i in self.outliving))
+        return RecordingSummary(self.identities, frozenset(i.address for i in self.outliving), pins)
+
+    # -- is it the steady state? -----------------------------------------------------------------
+
+    def refusal(self) -> str | None:
+        """Why the step cannot be captured, whatever later calls record."""
+        self.recorder.checks.check_generators("after its last random op")
+        modules = list(self.entry.roots.modules.values())
+        reasons = dict.fromkeys(
+            [*self.recorder.checks.unrepeatable, hidden(self.exit.leaves), why_not_here(modules)]
+        )
+        return "; ".join(text for text in reasons if text) or None
+
+    def not_steady(self, previous: RecordingSummary | None) -> str | None:
+        """Why this is not the steady state yet, or None. See Note [Steady state]."""
+        if self.exit.changed is not None:
+            return self.exit.changed
+        recorder = self.recorder
+        if not recorder.live and (recorder.scalars or liftable(self.entry.roots.optimizers)):
+            return "reads numbers that may change: recorded once more, with these live"
+        if self.unowned and (previous is None or self.identities != previous.identities):
+            first = self.unowned[0]
+            where = self._where(lambda r: any(x == first.ref for x in refs_in(r.args)))
+            kind = "Python made from numbers" if first.literal else "no module or optimizer holds"
+            return (
+                f"reads a tensor ({first.ref.geometry}) that {kind}, and which may be another one at "
+                f"every step: pass it as an argument\n  first used by {where}"
+            )
+        if not self.outliving:
+            return None
+        if previous is None or not previous.outliving:
+            where = self._where(lambda r: self.outliving[0].serial in r.meta.get("born", ()))
+            return (
+                f"makes {len(self.outliving)} storages that outlive it\n  the first made by {where}"
+            )
+        outside = (e for e in recorder.storages.externals if e.ref.storage in self._used)
+        read = next((e for e in outside if e.info.address in previous.outliving), None)
+        if read is None:
+            return None
+        where = self._where(lambda r: any(x == read.ref for x in refs_in(r.args)))
+        return f"reads what the step before had made and kept\n  first used by {where}"
+
+    def _where(self, wanted: Callable[[OpRecord], bool]) -> str:
+        for record in self.recorder.records:
+            if wanted(record):
+                return f"{record.target} {line_of(record.traceback)}"
+        return "an unknown op"
+
+    # -- its program -----------------------------------------------------------------------------
+
+    def program(self, in_spec: pytree.TreeSpec) -> Program:
+        """Discharge the recording."""
+        builder = Builder(self.recorder)
+        builder.add_inputs(list(self._inputs(builder)))
+        builder.early = self.recorder.early_records()
+        builder.discharge()
+        outputs = self._copying(builder.roles(self.exit.leaves, self.entry.leaves))
+        epilogue = builder.epilogue()
+        early = builder.early_guards(boxed)
+        program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
+        kept = drop_unused_inputs(program)
+        storages = tuple(builder.storage_of_input[i] for i in kept)
+        goes_backward = any(record.autograd_node is not None for record in self.recorder.records)
+        fsdp = FSDPStateGuard(self.entry.fsdp, goes_backward)
+        program.facts = (
+            fsdp,
+            self.entry.slot_guard,
+            *self.entry.facts,
+            self.entry.python_state,
+            *program.facts,
+        )
+        program.guards = (*input_guards(program, storages, self.entry), *early)
+        return program
+
+    def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
+        """Have each replay return a copy of objects that the step made and that its caller may change."""
+        known = {*self.entry.python_state.known, *map(id, self.entry.leaves)}
+        return [
+            Constant(copy.deepcopy(role.value), made=True)
+            if isinstance(role, Constant)
+            and _is_changeable(role.value)
+            and id(role.value) not in known
+            else role
+            for role in outputs
+        ]
+
+    def _inputs(
+        self, builder: Builder, externals: Sequence[External] | None = None
+    ) -> Iterator[GivenInput]:
+        """One input per storage that came from outside, or for some of those."""
+        for external in self.recorder.storages.externals if externals is None else externals:
+            place = self.entry.places.widest.get(external.ref.storage)
+            if external.literal:
+                builder.add_constant(external.ref, external.tensor)
+            elif place is not None:
+                name, source, ref = place
+                yield GivenInput(name, ref, source)
+            else:
+                yield GivenInput(external.info.name, external.ref, Captured(external.tensor))
+
+
+def _is_changeable(value: Any) -> bool:
+    kind = type(value)
+    array = kind.__module__ == "numpy" and kind.__name__ == "ndarray"
+    return array or kind in (set, bytearray, types.SimpleNamespace)
+
+
+def input_guards(program: Program, storages: tuple[int, ...], entry: EntryState) -> Iterator[Guard]:
+    """Guards on the first inputs, which are on these storages: geometry, aliases, other places on the storages."""
+    inputs = program.inputs[: len(storages)]
+    for i, spec in enumerate(inputs):
+        yield TensorGuard(i, spec)
+    if inputs:
+        yield AliasGuard(storages, tuple(spec.name for spec in inputs))
+    yield from SharedGuard.of(inputs, [entry.places.shared.get(s, []) for s in storages])

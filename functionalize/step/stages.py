@@ -1,0 +1,200 @@
+"""The four stages of a call that no program covers: record, judge, build, agree.
+
+    run = record(fn, call, recorder)                  RecordedRun | Refused
+    verdict = judge(run, calls, previous)             Steady | WarmUp | Refused
+    outcome = build(verdict, make)                    Built | WarmUp | Refused
+    agreed = agree(outcome, recorder, vote, ...)      Agreed
+
+| stage  | does                                         | raises                                                  |
+| ------ | -------------------------------------------- | ------------------------------------------------------- |
+| record | runs the step for real, once                 | what the step raises; its modes, torch's methods and    |
+|        |                                              | hyperparameters are as before. `Refused`: nothing ran   |
+| judge  | compares state and recordings                | nothing: the step has run, and its result is returned   |
+| build  | discharges, runs the passes, compiles        | nothing                                                 |
+| agree  | communicates with the other ranks            | `UncapturableError` if a rank does not answer in time   |
+
+Invariant: no stage changes the captured step (its cache, its warm-ups, its refusals), so that an error or Ctrl-C in
+one of them loses a recording and no more. Every rank whose step ran to its end calls `agree`, whatever it decided:
+no rank waits for another that has refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.graphs import pytree
+from functionalize.errors import UncapturableError
+from functionalize.lifetimes.observer import LifetimeObserver
+from functionalize.recorder.recorder import Recorder
+from functionalize.state import arguments
+from functionalize.state.argument_names import leaf_names
+from functionalize.state.hyperparameters import Key, lifted
+from functionalize.step.collective_check import collective_mismatch
+from functionalize.step.outcome import (
+    Agreed,
+    Built,
+    Outcome,
+    Refused,
+    Steady,
+    Verdict,
+    WarmUp,
+)
+from functionalize.step.recording import RecordingSummary, StepRecording
+from functionalize.step.step_state import EntryState, ExitState
+from functionalize.step.vote import Level, RankVote
+
+_MAX_WARMUPS = 5
+_OTHERS_WARM_UP = "another rank does not keep its recording"
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """One call of a captured callable. reason: why no program covers it.
+
+    leaves, spec: the arguments, flat. key: what programs for such calls are looked up by.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[Any]
+    spec: pytree.TreeSpec
+    key: Hashable
+    reason: str
+
+
+class Run(Protocol):
+    """A run that was recorded."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """The recorder that was active in it."""
+        ...
+
+    def recording(self) -> StepRecording:
+        """Compare the state after the run with that before it; may raise."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A step that ran to its end. entry: the state before it. result: what it returned.
+
+    changed: what it did to its arguments or hyperparameters that a replay would not; None: nothing.
+    """
+
+    recorder: Recorder
+    entry: EntryState
+    result: Any
+    changed: str | None
+
+    def recording(self) -> StepRecording:
+        exit = ExitState.now(self.entry, self.result, self.changed)  # in the step's own grad mode
+        with torch.no_grad():
+            return StepRecording(self.recorder, self.entry, exit)
+
+
+def record(
+    fn: Callable[..., Any], call: Invocation, recorder: Recorder, varying: frozenset[Key]
+) -> RecordedRun | Refused:
+    """Look at everything that `fn` reaches, then run it for real while `recorder` is active.
+
+    varying: hyperparameters that are to be live numbers, besides the learning rates.
+    """
+    try:
+        names = leaf_names(fn, call.spec)
+        entry = EntryState.now(fn, call.leaves, recorder, varying, names)
+        recorder.arguments = entry.places.arguments()
+        if isinstance(recorder.observer, LifetimeObserver):
+            recorder.observer.notes.calls.know(entry.roots)
+    except Exception as error:
+        return Refused.of(error)
+    with lifted(entry.roots.optimizers, entry.hyperparameters, recorder) as hyper, recorder:
+        result = fn(*call.args, **call.kwargs)
+    changed = hyper.changed or arguments.changed(call.args, call.kwargs, call.leaves, call.spec)
+    return RecordedRun(recorder, entry, result, changed)
+
+
+def judge(run: Run, calls: int, previous: RecordingSummary | None) -> Verdict:
+    """Decide whether a run was the steady state: Note [Steady state] in `recording.py`.
+
+    calls: how many calls of this kind were recorded before and not kept. previous: the recording to compare with.
+    """
+    try:
+        with disable_current_modes():
+            recording = run.recording()
+        with torch.no_grad(), disable_current_modes():
+            refusal, reason = recording.refusal(), None
+            if refusal is None:
+                reason = recording.not_steady(previous)
+    except Exception as error:
+        return Refused.of(error)
+    if refusal is None and reason is not None and calls + 1 >= _MAX_WARMUPS:
+        refusal = f"the step did not settle in {calls + 1} calls: {reason}"
+    if refusal is not None:
+        return Refused(UncapturableError(refusal))
+    return Steady(recording) if reason is None else WarmUp(recording.summary, reason)
+
+
+def build(verdict: Verdict, make: Callable[[StepRecording], Built]) -> Outcome:
+    """Make the program of a steady recording; a refusal if that fails."""
+    if not isinstance(verdict, Steady):
+        return verdict
+    try:
+        with torch.no_grad(), disable_current_modes():
+            return make(verdict.recording)
+    except Exception as error:
+        return Refused.of(error)
+
+
+def agree(
+    mine: Outcome,
+    recorder: Recorder,
+    vote: RankVote | None,
+    compares: bool = False,
+    rerun: bool = False,
+) -> Agreed:
+    """Do the same on every rank, where a difference would make ranks wait for each other: the worst outcome of all.
+
+    vote: how the ranks agreed so far. compares: whether passes may have changed collectives. rerun: the forward ran
+    again for a backward that no program covers, see Note [A backward that was not recorded] in `captured_forward.py`.
+    """
+    mine = _compared(mine, recorder)
+    joined = RankVote.of(recorder, compares)
+    joined = joined | vote if joined is not None else vote
+    if joined is None:
+        outcome = mine
+    else:
+        outcome = _worst(mine, joined.worst(mine.level))
+        vote = joined if isinstance(outcome, Built) else vote
+    if rerun and (everyone := RankVote.among(recorder)) is not None:
+        # A rank that kept its program alone would replay where the others run their forwards again.
+        worst = everyone.worst(outcome.level)
+        if isinstance(outcome, Built) and worst is not Level.KEPT:
+            outcome = WarmUp(outcome.summary, _OTHERS_WARM_UP)
+    return Agreed(outcome, vote)
+
+
+def _compared(mine: Outcome, recorder: Recorder) -> Outcome:
+    """A refusal if a neighbour recorded other collectives. A refused recording is written for the neighbours, too."""
+    try:
+        mismatch = collective_mismatch(recorder)
+    except Exception as error:
+        return mine if isinstance(mine, Refused) else Refused.of(error)
+    if mismatch is None or isinstance(mine, Refused):
+        return mine
+    return Refused(UncapturableError(mismatch))
+
+
+def _worst(mine: Outcome, worst: Level) -> Outcome:
+    """What `mine` becomes where `worst` is the worst outcome of all ranks."""
+    if worst is Level.REFUSED:
+        other = UncapturableError("another rank cannot capture this step")
+        return Refused(mine.error if isinstance(mine, Refused) else other, everywhere=True)
+    if isinstance(mine, Built) and worst is not Level.KEPT:
+        return WarmUp(mine.summary, _OTHERS_WARM_UP)
+    return mine

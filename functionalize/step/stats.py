@@ -1,0 +1,76 @@
+"""`step.stats`: what a captured step has done so far, and what its latest program was made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
+from functionalize.program.program import Program
+from functionalize.recorder.recorder import Recorder
+from functionalize.step.vote import collectives
+
+_FAILURES_KEPT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCounts:
+    """One program and its recording in numbers; the fields are those of `Stats`."""
+
+    ops: int
+    resizes: int
+    nodes_recorded: int
+    nodes: int
+    collectives: Counter[str]
+    inputs: int
+    guards: int
+
+    @staticmethod
+    def of(recorder: Recorder, nodes_recorded: int, program: Program) -> ProgramCounts:
+        """program: after the passes. nodes_recorded: those before the passes."""
+        return ProgramCounts(
+            ops=len(recorder.records),
+            resizes=sum(r.target is RESIZE_STORAGE for r in recorder.records),
+            nodes_recorded=nodes_recorded,
+            nodes=program.nodes(),
+            collectives=collectives(program),
+            inputs=len(program.inputs),
+            guards=len(program.facts) + len(program.guards) + len(program.value_guards),
+        )
+
+
+@dataclass(slots=True)
+class Stats:
+    """What happened so far, and what the latest program was made from.
+
+    calls = warmups + captures + replays + eager (a warm-up was recorded and not kept; `eager` ran without
+    being recorded). ops, resizes: recorded. guard_failures: the last hundred. nodes_recorded, nodes: in the graph
+    before and after the passes. Of a captured forward: backwards that were replayed, and reruns: forwards that ran
+    again for a backward that was not recorded.
+    """
+
+    warmups: int = 0
+    captures: int = 0
+    replays: int = 0
+    eager: int = 0
+    guard_failures: list[str] = field(default_factory=list)
+    ops: int = 0
+    resizes: int = 0
+    nodes_recorded: int = 0
+    nodes: int = 0
+    collectives: Counter[str] = field(default_factory=Counter)
+    inputs: int = 0
+    guards: int = 0
+    backwards: int = 0
+    reruns: int = 0
+
+    def missed(self, reason: str) -> None:
+        """A guard did not hold."""
+        self.guard_failures.append(reason)
+        del self.guard_failures[:-_FAILURES_KEPT]
+
+    def captured(self, counts: ProgramCounts) -> None:
+        """A program was made and is kept."""
+        self.captures += 1
+        for each in fields(counts):
+            setattr(self, each.name, getattr(counts, each.name))

@@ -1,0 +1,233 @@
+"""`step.save(path)` and `step.load(path)`: the programs of a captured step, from one process to another.
+
+    step.save("step.fzp")         step.rank0.fzp on rank 0 of several
+    step.load("step.fzp")         in a new process, before or after its first call
+
+A file holds the programs, in which every object outside them is a name (object_names.py), and what they were recorded
+with (fingerprint.py). `load` looks the names up in its own step. The guards then compare with the state at recording:
+numbers that Python keeps have their old values, objects are those found by `load`.
+
+If FSDP2 has not run yet in the new process, `load` sets it up as a first forward does: roots, and one unshard
+of each module that was unsharded before. So it communicates, and every rank must load; if one cannot, none does.
+
+Refusals: `SaveError` for a live object that no name leads to; `LoadError` for whatever does not match, with
+nothing loaded. A program for objects that no longer exist is left out with a warning: no call can replay it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from functionalize.errors import CompileError, LoadError, SaveError
+from functionalize.fsdp.objects import SetUp, fsdp_set_up, set_up_fsdp
+from functionalize.program import archive
+from functionalize.program import program_file as persist
+from functionalize.program.archive import FilePath, damaged, refusal
+from functionalize.program.json_codec import Decoder, Encoder
+from functionalize.program.program import Program
+from functionalize.program.program_file import Reader, Runner, Writer, check_replays
+from functionalize.run import RUNNERS
+from functionalize.saving.fingerprint import fingerprint, mismatch, world
+from functionalize.saving.object_names import Names, check_order
+from functionalize.saving.saved_groups import describe, names_here
+from functionalize.saving.step_codecs import Gone, forms
+from functionalize.state.discovery import reachable
+from functionalize.state.hyperparameters import Key
+from functionalize.step.cache import CachedProgram
+from functionalize.step.vote import RankVote
+
+log = logging.getLogger("functionalize")
+_RUNNERS: Mapping[str, Runner] = {persist.runner_name(each): each for each in RUNNERS.values()}
+Json = Any
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """The contents of a file. programs: with their keys, the last used at the end.
+
+    hyperparameters: those that were seen to change. vote: how the ranks agree; None: they need not.
+    """
+
+    programs: Sequence[tuple[Hashable, CachedProgram]]
+    hyperparameters: frozenset[Key]
+    vote: RankVote | None
+
+
+def load(path: FilePath) -> Program:
+    """The program that `program.save(path)` wrote.
+
+    Raises `LoadError` if the file is damaged, or of another version of torch, Python or this library.
+    """
+    return persist.load_program(path, Program, _RUNNERS)
+
+
+def path_of_rank(path: FilePath) -> Path:
+    """The file of this rank: `step.fzp` is `step.rank1.fzp` on rank 1 of several."""
+    here, path = world(), Path(path)
+    if here["world size"] == 1:
+        return path
+    return path.with_name(f"{path.stem}.rank{here['rank']}{path.suffix}")
+
+
+# -- saving ----------------------------------------------------------------------------------------
+
+
+def save_step(path: FilePath, fn: Callable[..., Any], saved: SavedStep) -> None:
+    """Write every program of a step; raises `SaveError`, with nothing written."""
+    path = path_of_rank(path)
+    try:
+        metadata, content, writer = _written(fn, saved)
+    except SaveError as error:
+        raise refusal(path, error, "saved") from None
+    archive.write(path, metadata, content, writer.constants)
+
+
+def _written(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Writer]:
+    roots = reachable(fn)
+    check_order(roots)
+    names = Names(roots)
+    writer = Writer(Encoder(()))
+    programs, gone = [], SaveError("has no program yet: call the step until it is captured")
+    for number, (key, cached) in enumerate(saved.programs, 1):
+        # An encoder for each program: a program that is left out leaves no records behind.
+        encoder = Encoder(forms(names, fn), names.of)
+        try:
+            programs.append(_write_program(replace(writer, encoder=encoder), key, cached, number))
+        except Gone as error:
+            gone = error
+            log.warning("program %d of %s is not saved: it %s", number, fn, error)
+    if not programs:
+        raise gone
+    vote = saved.vote
+    content = {
+        "programs": programs,
+        "lifted": writer.encoder.value(saved.hyperparameters),
+        "vote": None
+        if vote is None
+        else [[writer.group(g) for g in vote.groups], str(vote.device), vote.compares],
+    }
+    metadata = {
+        **archive.versions(),
+        "kind": "step",
+        **fingerprint(fn, names),
+        "process groups": describe(writer.groups, names),
+        "fsdp": {name: fsdp_set_up(root) for name, root in roots.modules.items()},
+        "nodes": [len(code["program"]["graph"]) for code in programs],
+    }
+    return metadata, content, writer
+
+
+def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number: int) -> Json:
+    value = writer.encoder.value
+    return {
+        "program": writer.program(cached.program, f"program_{number}"),
+        "key": value(key, "the arguments"),
+        "slots": value(list(cached.slots)),
+        "effects": value(cached.effects),
+        "history": value(list(cached.has_grad_fn)),
+        "reason": cached.reason,
+        "issued": [[writer.group(g), number] for g, number in cached.fingerprints.items()],
+        "records": writer.encoder.records,
+    }
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def load_step(path: FilePath, fn: Callable[..., Any]) -> SavedStep:
+    """What `save_step` wrote, with the objects that `fn` reaches; raises `LoadError` on every rank or none."""
+    path = path_of_rank(path)
+    names = Names(reachable(fn))
+    metadata = _together(path, lambda: _checked(path, fn, names))
+    _together(path, lambda: _set_up(names, metadata["fsdp"]))
+    names = Names(names.roots)  # with names for what `_set_up` made
+    saved: SavedStep = _together(path, lambda: _read(path, names, metadata, fn))
+    return saved
+
+
+def _checked(path: Path, fn: Callable[..., Any], names: Names) -> Json:
+    """The metadata, if the file is for this step in this process."""
+    metadata = archive.read_metadata(path)
+    archive.check_versions(metadata)
+    check_replays(metadata)
+    if metadata["kind"] != "step":
+        raise LoadError("holds one program: load it with `functionalize.load`")
+    found = mismatch(metadata, fingerprint(fn, names))
+    if found is not None:
+        raise LoadError(found)
+    names_here(metadata["process groups"], names)
+    return metadata
+
+
+def _set_up(names: Names, goals: Json) -> None:
+    for name, root in names.roots.modules.items():
+        goal = [SetUp(*each) for each in goals[name]]
+        if len(goal) != len(fsdp_set_up(root)):
+            raise LoadError(f"was saved for other modules with `fully_shard` under `{name}`")
+        set_up_fsdp(root, goal)
+
+
+def _read(path: Path, names: Names, metadata: Json, fn: Callable[..., Any]) -> SavedStep:
+    content, constants = archive.read(path)
+    groups = names_here(metadata["process groups"], names)
+    vote = None
+    if content["vote"] is not None:
+        members, device, compares = content["vote"]
+        vote = RankVote(tuple(groups[g["group"]] for g in members), torch.device(device), compares)
+    programs = []
+    for code in content["programs"]:
+        decoder = Decoder(code["records"], forms(names, fn), names.object)
+        programs.append(_read_program(Reader(Program, decoder, _RUNNERS, groups, constants), code))
+    return SavedStep(programs, Decoder((), ()).value(content["lifted"]), vote)
+
+
+def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, CachedProgram]:
+    value = reader.decoder.value
+    program = reader.program(code["program"])
+    if program.runner is not RUNNERS[None]:
+        try:
+            program.prepare()
+        except CompileError as error:
+            raise LoadError(f"holds a program that cannot be compiled here: {error}") from error
+    cached = CachedProgram(
+        program,
+        value(code["slots"]),
+        value(code["effects"]),
+        value(code["history"]),
+        str(code["reason"]),
+        fingerprints={reader.groups[g["group"]]: number for g, number in code["issued"]},
+    )
+    return value(code["key"]), cached
+
+
+def _together(path: Path, part: Callable[[], Any]) -> Any:
+    """What `part` returns, if it raises on no rank; else `LoadError` on every rank."""
+    error: LoadError | None = None
+    result = None
+    try:
+        result = part()
+    except LoadError as refused:
+        error = refused
+    except Exception as found:
+        error = damaged(found)
+    if _any_rank(error is not None) and error is None:
+        error = LoadError("is refused on another rank")
+    if error is not None:
+        raise refusal(path, error, "loaded") from error.__cause__
+    return result
+
+
+def _any_rank(failed: bool) -> bool:
+    if world()["world size"] == 1:
+        return failed
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    flag = torch.tensor(int(failed), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)

@@ -1,0 +1,220 @@
+"""What holds before a step and after it: the state that a program is guarded by, and what the step changed of it.
+
+    entry = EntryState.now(fn, leaves, recorder)     tensors and where they are, guards, slots, FSDP2's state
+    with recorder: result = fn(...)
+    exit = ExitState.now(entry, result)              slots assigned, effects on FSDP2, what a replay cannot repeat
+
+A slot is a place for a gradient: `p.grad`, or where FSDP2 keeps gradients between microbatches (`sources.py`).
+Invariant: both only look. `EntryState.now` raises before the step runs, for objects that cannot be inspected.
+Refusals: what the step changed and a replay would not is named in `ExitState.changed`; a slot that cannot be assigned
+raises `UncapturableError`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.dispatch import is_traceable_wrapper_subclass
+from functionalize._compat.graphs import pytree
+from functionalize.fsdp.python_state import FSDPEffects, FSDPState
+from functionalize.ir.guards import ConstantGuard, Guard, frozen_constant
+from functionalize.ir.inputs import Argument, Call, Source
+from functionalize.recorder.recorder import Recorder
+from functionalize.state.arguments import flatten_result
+from functionalize.state.discovery import Roots, reachable
+from functionalize.state.hyperparameters import Key, liftable
+from functionalize.state.python_state import SurroundingsGuard
+from functionalize.state.side_effects import HostState
+from functionalize.state.sources import Slot, module_tensors, parameters
+from functionalize.state.step_guards import (
+    HyperparameterGuard,
+    ModeGuard,
+    ModuleGuard,
+    ParameterGuard,
+    PlaceGuard,
+    SlotGuard,
+    check_writable,
+)
+from functionalize.state.storage_places import Places
+
+# A tensor that the step must leave in its place: name, where it is found, the tensor, the address of its storage.
+FixedTensor = tuple[str, Source, Tensor, int | None]
+
+
+@dataclass(slots=True)
+class EntryState:
+    """What holds when the step begins.
+
+    places: every tensor that the callable reaches, by storage, with the modules and optimizers that lead there.
+    gradients: what each slot holds, weakly; None: an empty slot.
+    fsdp, slot_guard: state that a step may change, since a replay changes it likewise.
+    host: Python objects that the step may have a side effect on.
+    facts: guards on state that the step itself must not change.
+    python_state: the guard on what the code of the step reads in Python.
+    hyperparameters: those that are live numbers of the recording.
+    fixed: tensors that the step must not replace.
+    """
+
+    places: Places
+    gradients: list[weakref.ref[Tensor] | None]
+    fsdp: FSDPState
+    host: HostState
+    facts: list[Guard]
+    python_state: SurroundingsGuard
+    slot_guard: SlotGuard
+    hyperparameters: frozenset[Key]
+    fixed: list[FixedTensor]
+
+    @property
+    def roots(self) -> Roots:
+        return self.places.roots
+
+    @property
+    def leaves(self) -> Sequence[Any]:
+        return self.places.leaves
+
+    @property
+    def slots(self) -> list[tuple[str, Slot]]:
+        return self.places.slots
+
+    @staticmethod
+    def now(
+        fn: Callable[..., Any],
+        leaves: Sequence[Any],
+        recorder: Recorder,
+        varying: frozenset[Key] = frozenset(),
+        names: Sequence[str] | None = None,
+    ) -> EntryState:
+        """Look at everything `fn` can reach.
+
+        varying: hyperparameters that are to be live, besides the learning rates. names: of the leaves.
+        """
+        call, roots = Call(leaves, []), reachable(fn, leaves, names)
+        found = list(parameters(roots, leaves))
+        places = Places.now(roots, leaves, found, recorder.storages)
+        fsdp = FSDPState.now(roots.states().values())
+        gradients = [slot.resolve(call) for _, slot in places.slots]
+        live = liftable(roots.optimizers) | varying if recorder.live else frozenset()
+        return EntryState(
+            places,
+            [None if g is None else weakref.ref(g) for g in gradients],
+            fsdp,
+            HostState.now(roots),
+            _facts(roots, leaves, found, live),
+            SurroundingsGuard.of(fn, roots),
+            SlotGuard.of(call, places.slots),
+            live,
+            list(_fixed_tensors(roots, fsdp)),
+        )
+
+    def changed(self) -> str | None:
+        """What the step changed that a replay would not."""
+        call = Call(self.leaves, [])
+        for name, source, was, address in self.fixed:
+            try:
+                if source.resolve(call) is not was:
+                    return f"assigns another tensor to `{name}`"
+                if _address(was) != address:
+                    return f"gives `{name}` another storage (`.data = ...` or `set_`)"
+            except (LookupError, AttributeError):
+                return f"removes `{name}`"
+        failures = (fact.failure(call) for fact in self.facts)
+        failure = next((f for f in failures if f), None)
+        # A side effect says more of the cause than the guard on the code that reads the same object.
+        if failure is None and (difference := self.host.difference()) is not None:
+            return difference
+        failure = failure or self.python_state.difference(call)
+        return f"changes what it is guarded by: {failure}" if failure else None
+
+
+def _facts(
+    roots: Roots,
+    leaves: Sequence[Any],
+    found: Sequence[tuple[str, Source, Tensor]],
+    live: frozenset[Key],
+) -> list[Guard]:
+    """Guards on what a step reads and does not write; what differs most often comes first."""
+    arguments: list[tuple[str, Source, Tensor]] = [
+        (name, Argument(i), leaf)
+        for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True))
+        if isinstance(leaf, Tensor)
+    ]
+    constants = [
+        ConstantGuard(i, frozen_constant(leaf))
+        for i, leaf in enumerate(leaves)
+        if not isinstance(leaf, Tensor)
+    ]
+    hyperparameters = [HyperparameterGuard.of(n, o, live) for n, o in roots.optimizers.items()]
+    return [
+        *constants,
+        ModeGuard.now(),
+        ModuleGuard.of(roots),
+        *hyperparameters,
+        PlaceGuard.of(roots),
+        ParameterGuard.of([*found, *arguments]),
+    ]
+
+
+def _fixed_tensors(roots: Roots, fsdp: FSDPState) -> Iterator[FixedTensor]:
+    """Tensors of modules and variables, apart from the parameters that FSDP2 swaps in every step."""
+    swapped = fsdp.tables()
+    for name, source, value in module_tensors(roots):
+        if (id(source.entries), source.name) not in swapped:
+            yield name, source, value, _address(value)
+    for name, variable, value in roots.tensors:
+        yield name, variable, value, _address(value)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """The address of a plain tensor's storage; None for other kinds of tensors, which have none of their own."""
+    plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.untyped_storage()._cdata if plain else None
+
+
+@dataclass(slots=True)
+class ExitState:
+    """What the step returned and changed.
+
+    leaves, spec: of the pair (result, gradients in the slots that the step assigned).
+    assigned: the slots that the step assigned; the gradient is None where it emptied one.
+    effects: what the step did to FSDP2's state in Python.
+    has_grad_fn: for each leaf of the result, whether it has an autograd history.
+    changed: what the step changed that a replay would not; None: nothing.
+    """
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    assigned: list[Slot]
+    effects: FSDPEffects
+    has_grad_fn: list[bool]
+    changed: str | None
+
+    @staticmethod
+    def now(entry: EntryState, result: Any, changed: str | None = None) -> ExitState:
+        """Compare every slot and FSDP2's state with what they were; `changed`: what is known already."""
+        assigned, gradients = [], []
+        call = Call(entry.leaves, [])
+        for (name, slot), before in zip(entry.slots, entry.gradients, strict=True):
+            now = slot.resolve(call)
+            same = now is None if before is None else now is not None and now is before()
+            if not same:
+                check_writable(name, slot, call)
+                assigned.append(slot)
+                gradients.append(now)
+        leaves, spec = flatten_result((result, gradients))
+        has_grad_fn = [
+            isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None
+            for x in flatten_result(result)[0]
+        ]
+        changed = changed or entry.changed()
+        after = FSDPState.now(list(entry.roots.modules.values()))
+        effects = FSDPEffects.between(entry.fsdp, after)
+        if isinstance(effects, str):
+            changed, effects = changed or effects, FSDPEffects()
+        return ExitState(leaves, spec, assigned, effects, has_grad_fn, changed)

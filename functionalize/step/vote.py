@@ -1,0 +1,159 @@
+"""How ranks agree on replay or capture where they could differ: on programs that read a number in the middle.
+
+Eager and replay issue the same collectives in the same order, so a rank that replays works with one that
+records, whichever guard failed before. A number that Python reads (`.item()`) is known only after the graph
+ran with its collectives: a rank that then ran the step again would issue them twice, alone. So the ranks of
+such a program vote three times: after a recording (all keep their programs, or none does), before each replay (all
+have a program, or all record), and after the graph ran (every number is as it was, or all run the step again).
+
+A pass may merge, split or drop collectives. A program after such a pass works with the same program only, so its
+ranks vote likewise, and before a replay each sends the fingerprint of the collectives that its graph issues: where
+two differ (other shapes, other budgets), all ranks run the step eagerly.
+
+Refusal: a rank that does not vote in time, because its step reads no number where another's does.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from functionalize._compat.distributed import group_of_name
+from functionalize.errors import UncapturableError
+from functionalize.ir.ops import refs_in
+from functionalize.ir.scalars import is_given
+from functionalize.program.collective_order import groups_of
+from functionalize.program.early_guard import is_early
+from functionalize.program.program import Program
+from functionalize.recorder.recorder import Recorder
+
+_NAMESPACE = "_c10d_functional"
+_PATIENCE = timedelta(minutes=5)
+
+Fingerprints = Mapping[
+    str, int
+]  # of the collectives in each process group, see program/collective_order.py
+
+
+def collectives(program: Program) -> Counter[str]:
+    """How many collectives of each kind the graph issues."""
+    return Counter(
+        str(n.target).split(".")[1]
+        for n in program.graph.nodes
+        if getattr(n.target, "namespace", "") == _NAMESPACE
+        and not str(n.target).split(".")[1].startswith(("wait_tensor", "_wrap"))
+    )
+
+
+class Level(enum.IntEnum):
+    """What one rank says in a vote. All ranks go by the worst, which is the greatest.
+
+    KEPT: it keeps its recording, or has a program whose guards hold. DIFFERENT: so have all, but their programs issue
+    different collectives. NOT_YET: it warms up, or a guard failed. REFUSED: it cannot capture the step.
+    """
+
+    KEPT = 0
+    DIFFERENT = 1
+    NOT_YET = 2
+    REFUSED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RankVote:
+    """A vote of the ranks of some process groups.
+
+    device: of the flags sent. compares: passes may have changed collectives, so that ranks compare fingerprints.
+    """
+
+    groups: tuple[str, ...]
+    device: torch.device
+    compares: bool = False
+
+    @staticmethod
+    def of(recorder: Recorder, compares: bool = False) -> RankVote | None:
+        """The vote for the program of a recording; None if its ranks cannot differ in the collectives they issue."""
+        if not compares and not reads_numbers(recorder):
+            return None
+        vote = RankVote.among(recorder)
+        return replace(vote, compares=compares) if vote is not None else None
+
+    @staticmethod
+    def among(recorder: Recorder) -> RankVote | None:
+        """The vote of all ranks that the recorded collectives communicate with; None without collectives."""
+        names: dict[str, torch.device] = {}
+        for record in recorder.records:
+            for name in groups_of(record.target, record.args):
+                refs = refs_in(record.args)
+                device = (
+                    recorder.storages.infos[refs[0].storage].device if refs else torch.device("cpu")
+                )
+                names.setdefault(name, device)
+        return RankVote(tuple(names), next(iter(names.values()))) if names else None
+
+    def __or__(self, other: RankVote | None) -> RankVote:
+        """The vote for programs of both."""
+        if other is None:
+            return self
+        groups = tuple(dict.fromkeys((*other.groups, *self.groups)))
+        return RankVote(groups, self.device, self.compares or other.compares)
+
+    def any_failed(self, failed: bool) -> bool:
+        """Whether a guard failed on any rank of any of the groups."""
+        return self.worst(Level.NOT_YET if failed else Level.KEPT) is not Level.KEPT
+
+    def worst(self, mine: Level) -> Level:
+        """The worst outcome on any rank of any of the groups, in as many small all-reduces."""
+        flag = torch.tensor(int(mine), device=self.device)
+        for name in self.groups:
+            _all_reduce_max(flag, name)
+        return Level(int(flag))
+
+    def before_replay(self, fingerprints: Fingerprints | None) -> Level:
+        """What all ranks do with this call. fingerprints: of the collectives of this rank's program; None: it has none.
+
+        `KEPT`: replay. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they issue different collectives.
+        """
+        mine = Level.KEPT if fingerprints is not None else Level.NOT_YET
+        if not self.compares:
+            return self.worst(mine)
+        for name in self.groups:
+            # Equal on all ranks if the greatest of them is minus the greatest of the negatives.
+            sent = (fingerprints or {}).get(name, 0)
+            flag = torch.tensor([int(mine), sent, -sent], device=self.device)
+            _all_reduce_max(flag, name)
+            level, high, low = flag.tolist()
+            mine = Level(max(level, Level.DIFFERENT if high != -low else Level.KEPT))
+        # A second round: the ranks of an earlier group learn what was found in a later one.
+        return replace(self, groups=self.groups[:-1]).worst(mine)
+
+
+def _all_reduce_max(flag: torch.Tensor, name: str) -> None:
+    work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group_of_name(name), async_op=True)
+    if work is not None:
+        _await(work, name)
+
+
+def _await(work: dist.Work, name: str) -> None:
+    try:
+        work.wait(_PATIENCE)
+    except RuntimeError as error:
+        raise UncapturableError(
+            f"a rank of process group {name!r} does not say whether it replays the step: every rank must "
+            "read numbers (`.item()`) at the same places of the step"
+        ) from error
+
+
+def reads_numbers(recorder: Recorder) -> bool:
+    """Whether the program of a recording has guards that are known only after its graph ran."""
+    log, early = recorder.scalar_log, recorder.early_records()
+    learned = log.facts.values() if log is not None else ()
+    if any(id(scalar.record) not in early for scalar in recorder.scalars):
+        return True
+    late = (f.expression for f in learned if not is_given(f.expression))
+    return any(not is_early(expression, early) for expression in late)

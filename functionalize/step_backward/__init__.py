@@ -1,0 +1,1 @@
+"""A captured forward with the backward that autograd runs for it."""

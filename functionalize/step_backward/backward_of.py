@@ -1,0 +1,217 @@
+"""The backward of a replayed forward: a program, or autograd's through a forward that runs again.
+
+    forward = ReplayedForward(owner, forward_program, call)     before the program runs
+    forward.take(saved)                                         the values that the program saved
+    forward.backward(tangents, requested, keep)                 called by the node of `boundary.py`
+
+Invariant: a backward that no program covers changes nothing, and then the forward runs again
+(Note [A backward that was not recorded] in `captured_forward.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from functionalize.errors import GuardError, InvariantError
+from functionalize.ir.epilogue import Copy, alias
+from functionalize.ir.generators import generator_states, set_generators
+from functionalize.ir.inputs import Argument, Call
+from functionalize.ir.ops import geometry_of
+from functionalize.recorder.op_kinds import storage_of
+from functionalize.state.sources import ModuleTensor, leave
+from functionalize.state.step_guards import SlotGuard
+from functionalize.step_backward.boundary import DetachedLeaves, RequestedGradients
+from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
+from functionalize.step_backward.recorded_forward import TWICE, Owner, RecordedForward
+
+_WRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: {} of a "
+    "captured forward was written after the forward ran"
+)
+
+
+class ReplayedForward:
+    """A forward that a program ran. Made before the program runs, so that a rerun begins from the same state."""
+
+    def __init__(self, owner: Owner, forward: ForwardProgram, call: Call) -> None:
+        self._owner, self._forward, self._call = owner, forward, call
+        assert isinstance(call.leaves, DetachedLeaves)
+        self._leaves: DetachedLeaves = call.leaves
+        self._generators = generator_states() if forward.is_random else ()
+        with torch.no_grad():
+            self._overwritten = [(alias(t, g), alias(t, g).clone()) for t, g in self._written()]
+        self._names: tuple[str, ...] = forward.saved
+        self._saved: list[Any] | None = []
+        self._watched: list[tuple[Tensor, int]] = []
+        self._versions: dict[int, tuple[Tensor, int]] = {}
+        self._rerun: RecordedForward | None = None
+
+    def _written(self) -> Iterator[tuple[Tensor, Any]]:
+        """The inputs that the program writes."""
+        for action in self._forward.program.epilogue:
+            if isinstance(action, Copy):
+                yield self._call.inputs[action.input], action.geometry
+        for index in self._forward.program.writes:
+            tensor = self._call.inputs[index]
+            yield tensor, geometry_of(tensor)
+
+    def take(self, saved: Sequence[Any]) -> None:
+        """Hold the values that the program saved for the backward."""
+        self._saved = list(saved)
+        found = [t for t in (*self._call.inputs, *self._leaves) if isinstance(t, Tensor)]
+        self._versions = {id(t): (t, _version(t)) for t in found}
+
+    def inputs(self) -> list[Tensor]:
+        """The tensors of the user's graph that gradients go to."""
+        arguments = [self._leaves.originals[i] for i in self._leaves.detached]
+        return arguments + [source.resolve(self._call) for source in self._forward.parameters]
+
+    @property
+    def reduced_together(self) -> WeakSet[Any]:
+        return self._owner.reduced_together
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        known = {storage_of(t)._cdata for t in self._saved or () if isinstance(t, Tensor)}
+        self._watched = [(t, t._version) for t in outputs if storage_of(t)._cdata in known]
+
+    def backward(
+        self, tangents: Sequence[Tensor | None], requested: RequestedGradients, keep: bool
+    ) -> Sequence[Tensor | None]:
+        if self._rerun is not None:
+            return self._rerun.backward(tangents, requested, keep)
+        if self._saved is None:
+            raise RuntimeError(TWICE)
+        if any(t._version != version for t, version in self._watched):
+            raise RuntimeError(_WRITTEN.format("an output"))
+        found = self._matching(tangents, requested)
+        vote = self._owner.vote
+        if (
+            vote is not None
+            and vote.any_failed(isinstance(found, str))
+            and not isinstance(found, str)
+        ):
+            found = "a guard failed on another rank"
+        if not isinstance(found, str):
+            try:
+                gradients = self._replay(*found)
+            except GuardError as error:
+                found = str(error)
+        if isinstance(found, str):
+            gradients = self._run_again(found, tangents, requested, keep)
+        if not keep:
+            self._saved, self._versions, self._overwritten = None, {}, []
+        return gradients
+
+    def _matching(
+        self, tangents: Sequence[Tensor | None], requested: RequestedGradients
+    ) -> tuple[BackwardProgram, Call] | str:
+        """A backward whose guards hold, with its inputs; or why there is none."""
+        assert self._saved is not None
+        values = dict(zip(self._names, self._saved, strict=True))
+        reason = "autograd requests other gradients than in any recorded backward"
+        for each in self._forward.backwards:
+            if each.requested != requested:
+                continue
+            if not all(name in values for name in each.used):
+                reason = "it needs values that this forward did not save"
+                continue
+            leaves = [*self._leaves, *tangents, *(values[name] for name in each.used)]
+            call = each.program.resolve(leaves)
+            if not isinstance(call, str):
+                self._check_unwritten(each, call)
+                return each, call
+            reason = call
+        return reason
+
+    def _check_unwritten(self, backward: BackwardProgram, call: Call) -> None:
+        """Raise if an argument or parameter that the backward reads was written since the forward."""
+        for spec, tensor in zip(backward.program.inputs, call.inputs, strict=True):
+            known = self._versions.get(id(tensor))
+            plain = isinstance(spec.source, (Argument, ModuleTensor)) and (
+                isinstance(spec.source, Argument) or spec.source.table == "_parameters"
+            )
+            if known is not None and plain and known[1] != _version(tensor):
+                raise RuntimeError(_WRITTEN.format(f"`{spec.name}`"))
+
+    def _replay(self, backward: BackwardProgram, call: Call) -> Sequence[Tensor | None]:
+        values = backward.program.replay(call, self._owner.vote)
+        count = len(values) - len(backward.slots)
+        leave(call, backward.slots, values[count:], backward.effects)
+        backward.replays += 1
+        self._owner.stats.backwards += 1
+        gradients: Sequence[Tensor | None] = values[:count]
+        return gradients
+
+    # -- a backward that no program covers -----------------------------------------------------
+
+    def _run_again(
+        self,
+        reason: str,
+        tangents: Sequence[Tensor | None],
+        requested: RequestedGradients,
+        keep: bool,
+    ) -> Sequence[Tensor | None]:
+        self._owner.missed_backward(reason)
+        with torch.enable_grad():
+            why_not = self._why_not_again()
+            if why_not is not None:
+                raise GuardError(
+                    f"goes backward from a captured forward, but {reason}; and the forward cannot run again for "
+                    f"it, because {why_not}. Nothing was changed"
+                )
+            with self._state_on_entry():
+                rerun = self._owner.run_again(self._leaves, self._forward, reason)
+        parameters = rerun.parameters if isinstance(rerun, RecordedForward) else None
+        if parameters is None or len(parameters) != len(self._forward.parameters):
+            raise InvariantError("a forward that ran again has other parameters")
+        gradients: Sequence[Tensor | None] = rerun.backward(tangents, requested, keep)
+        if keep:
+            self._rerun = rerun
+        return gradients
+
+    def _why_not_again(self) -> str | None:
+        """What has changed since the forward began, apart from what `_state_on_entry` restores."""
+        program = self._forward.program
+        if any(not isinstance(action, Copy) for action in program.epilogue):
+            return "it resizes or replaces one of its inputs"
+        call = Call(self._leaves, [])
+        for fact in program.facts:
+            failure = None if isinstance(fact, SlotGuard) else fact.failure(call)
+            if failure is not None:
+                return failure
+        written = {id(tensor) for tensor, _ in self._written()}
+        for spec, tensor in zip(program.inputs, self._call.inputs, strict=True):
+            known = self._versions.get(id(tensor))
+            if known is not None and id(tensor) not in written and known[1] != _version(tensor):
+                return f"`{spec.name}` was written since"
+        return None
+
+    @contextmanager
+    def _state_on_entry(self) -> Iterator[None]:
+        """Restore generators, and the inputs that the forward writes, to when it began; undone at the end."""
+        states = generator_states()
+        now = [tensor.clone() for tensor, _ in self._overwritten]
+        try:
+            if self._generators:
+                set_generators(self._generators)
+            self._write([was for _, was in self._overwritten])
+            yield
+        finally:
+            set_generators(states)
+            self._write(now)
+
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for (tensor, _), value in zip(self._overwritten, values, strict=True):
+            # Autograd may have saved one for its geometry alone: its version counter must not change.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.copy_(value)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

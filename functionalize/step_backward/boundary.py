@@ -1,0 +1,205 @@
+"""Where autograd meets a captured forward: one node of the user's graph, which runs the captured backward.
+
+    outputs ──grad_fn──▶ _Boundary ──▶ the arguments and parameters that require a gradient, an anchor
+                            │
+                            └ captured.backward(tangents, requested, keep)      a nested run, recorded or replayed
+
+Parameters and arguments are inputs of the node, so that autograd accumulates into their `.grad`, runs the hooks on
+them and answers `torch.autograd.grad` as for any other op. FSDP2's own backward, and leaves inside a reentrant
+checkpoint, run inside the node; if autograd requests the anchor's gradient, it requests all of them.
+The callable runs on detached arguments (`DetachedLeaves`), so that its own graph ends at them.
+
+Refusals: a backward that is to be differentiated (`create_graph=True`); one backward through several forwards of an
+FSDP2 model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.autograd import (
+    below_autograd,
+    graph_is_kept,
+    hook_tables,
+    leaf_of,
+    will_execute,
+)
+from functionalize.errors import UncapturableError
+from functionalize.state.arguments import flatten_result, unflatten_result
+
+aten = torch.ops.aten
+
+
+class DetachedLeaves(list[Any]):
+    """The leaves of a call. Tensors that require a gradient are detached from the user's graph.
+
+    originals: the leaves before that. detached: the indices of those that differ.
+    """
+
+    def __init__(self, originals: Sequence[Any]) -> None:
+        records_graph = torch.is_grad_enabled()
+        super().__init__(_detached(leaf) if records_graph else leaf for leaf in originals)
+        self.originals = originals
+        self.detached = [i for i, leaf in enumerate(originals) if leaf is not self[i]]
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def is_output(leaf: Any) -> bool:
+    """Whether a leaf of a result is the output of an autograd graph."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None
+
+
+class RequestedGradients(NamedTuple):
+    """The gradients that autograd requests of one backward: all, or those of some arguments and parameters."""
+
+    everything: bool
+    inputs: tuple[bool, ...]
+
+
+class CapturedBackward(Protocol):
+    """The backward of one forward, as its node calls it."""
+
+    @property
+    def reduced_together(self) -> WeakSet[Any]:
+        """The nodes of all forwards whose gradients eager would reduce together, in one backward."""
+        ...
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Detached aliases of the outputs that the user gets, which share their version counters."""
+        ...
+
+    def backward(
+        self, tangents: Sequence[Tensor | None], requested: RequestedGradients, keep: bool
+    ) -> Sequence[Tensor | None]:
+        """The gradients of arguments and parameters; keep: it may be called again (`retain_graph=True`)."""
+        ...
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, captured: CapturedBackward, values: Sequence[Tensor], *inputs: Tensor
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.captured = captured
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise UncapturableError(
+                "differentiates the backward of a captured forward (`create_graph=True`), which is a program "
+                "without a graph of its own: take the second derivative inside the captured function"
+            )
+        others = (node for node in ctx.captured.reduced_together if node is not ctx)
+        if any(map(will_execute, others)):
+            raise UncapturableError(
+                "goes backward through several captured forwards of an FSDP2 model at once, whose gradients "
+                "eager reduces together and these would reduce one by one, which rounds differently: go backward "
+                "from each by itself, or capture one function that does all of them"
+            )
+        first, *rest = (node is not None and will_execute(node) for node, _ in ctx.next_functions)
+        requested = RequestedGradients(first, tuple(rest))
+        return None, None, None, *ctx.captured.backward(tangents, requested, graph_is_kept())
+
+
+def with_backward(
+    result: Any,
+    has_grad_fn: Sequence[bool],
+    captured: CapturedBackward,
+    leaves: DetachedLeaves,
+    inputs: Sequence[Tensor],
+) -> Any:
+    """`result`, whose outputs have one node as their `grad_fn`; arguments that it holds are the caller's own."""
+    flat, spec = flatten_result(result)
+    outputs = {id(leaf): leaf for leaf, yes in zip(flat, has_grad_fn, strict=True) if yes}
+    new: dict[int, Any] = {id(leaves[i]): leaves.originals[i] for i in leaves.detached}
+    new |= zip(outputs, _attached(captured, list(outputs.values()), inputs), strict=True)
+    return unflatten_result([new.get(id(leaf), leaf) for leaf in flat], spec)
+
+
+def _attached(
+    captured: CapturedBackward, values: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Aliases of `values` that are outputs of one node, whose inputs are `inputs`."""
+    with torch.no_grad():
+        with below_autograd():  # no views: they may be written in place as eager's may
+            fresh = [value.detach() for value in values]
+        captured.watch([value.detach() for value in fresh])  # these count the writes to them
+    anchor = torch.empty(0, requires_grad=True)
+    # Autograd does not tell whether it requests a leaf's gradient, but whether it will run the node before it.
+    nodes = [aten.alias.default(t) if t.is_leaf else t for t in (anchor, *inputs)]
+    result: Sequence[Tensor] = _Boundary.apply(captured, fresh, *nodes)
+    captured.reduced_together.update(t.grad_fn for t in result[:1])
+    return result
+
+
+def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that a backward from `outputs` would accumulate into, each once."""
+    found: dict[int, Tensor] = {}
+    seen: set[Any] = set()
+    todo = [t.grad_fn for t in outputs]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = leaf_of(node)
+        if leaf is not None:
+            found.setdefault(id(leaf), leaf)
+        todo += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+def run_backward(
+    outputs: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    requested: RequestedGradients,
+    keep: bool,
+) -> list[Tensor | None]:
+    """The gradients of `inputs`, which are leaves; their own `.grad` and hooks are not touched."""
+    pairs = [(o, t) for o, t in zip(outputs, tangents, strict=True) if t is not None]
+    roots, seeds = [o for o, _ in pairs], [t for _, t in pairs]
+    if requested.everything:
+        with _set_aside(inputs):
+            torch.autograd.backward(roots, seeds, retain_graph=keep)
+            return [t.grad for t in inputs]
+    selected = [t for t, yes in zip(inputs, requested.inputs, strict=True) if yes]
+    if not selected:
+        return [None] * len(inputs)
+    with _set_aside(selected):
+        found = iter(
+            torch.autograd.grad(roots, selected, seeds, retain_graph=keep, allow_unused=True)
+        )
+    return [next(found) if yes else None for yes in requested.inputs]
+
+
+@contextmanager
+def _set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Without `.grad` and hooks of `leaves`: autograd applies them later, in the user's graph."""
+    gradients = [leaf.grad for leaf in leaves]
+    tables = [table for leaf in leaves for table in hook_tables(leaf)]
+    hooks = [dict(table) for table in tables]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        for table, were in zip(tables, hooks, strict=True):
+            table.update(were)

@@ -1,0 +1,238 @@
+"""`capture(fn, backward=True)`: a forward that is replayed, and whose backward is a program, too.
+
+    forward = functionalize.capture(loss_of, backward=True)
+    loss = forward(batch)          recorded, later replayed; the loss requires a gradient
+    loss.backward()                recorded, later replayed; gradients are where eager leaves them
+    optimizer.step()               eager, as anything outside
+
+A call whose result has no autograd history (under `no_grad`) is an ordinary captured step. Programs come in pairs,
+made of one forward and the backward that was called on it; a forward without a backward is recorded and not kept.
+
+Note [A backward that was not recorded]
+A replayed forward may be followed by another backward than the recorded one: with other tangents, for other
+inputs, into gradients that were not there. Then the forward runs again, eagerly, on the same arguments, from the
+generators and the buffers it had, and autograd goes backward through that; the run is recorded, and its backward
+is kept beside the others of the same forward. The ranks of a step must agree on it, as they must on any
+collective. It is refused (`GuardError`), before anything changes, if what the forward read was changed since.
+
+Invariant: guards of a backward are checked when it is called, before anything changes.
+Refusals: `create_graph=True`; a result that is a parameter; arguments that the callable writes in place while they
+require a gradient; a saved value that was written since, as in eager.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+from functionalize.errors import LoadError, PassError, SaveError
+from functionalize.fsdp.python_state import FSDPEffects
+from functionalize.ir.generators import is_random
+from functionalize.ir.inputs import Call
+from functionalize.program.program import Program
+from functionalize.recorder.live_scalars import plain_tree
+from functionalize.state.arguments import flatten_result, unflatten_result
+from functionalize.state.sources import leave
+from functionalize.step.cache import CachedProgram, key_of
+from functionalize.step.captured_step import CapturedStep
+from functionalize.step.options import CaptureOptions
+from functionalize.step.outcome import Built
+from functionalize.step.recording import StepRecording
+from functionalize.step.stages import Invocation, RecordedRun
+from functionalize.step.stats import ProgramCounts
+from functionalize.step.vote import RankVote
+from functionalize.step_backward.backward_of import ReplayedForward
+from functionalize.step_backward.boundary import DetachedLeaves, is_output, with_backward
+from functionalize.step_backward.joint_recording import ForwardEnd, JointRecording, JointRun
+from functionalize.step_backward.pair import BackwardProgram, ForwardProgram, is_same_forward
+from functionalize.step_backward.recorded_forward import RecordedForward
+from functionalize.util.gc_pause import only_young_collections
+
+log = logging.getLogger("functionalize")
+_PATIENCE = 4  # recorded forwards in a row without a backward, before fewer are recorded
+_BACKWARDS = 8  # kept of one forward
+_NOT_WHOLE = (
+    "is for a forward that is gone backward from outside (`backward=True`): capture a whole step"
+)
+
+
+class CapturedForward(CapturedStep):
+    """A callable whose forward and backward are replayed, each when it is called."""
+
+    def __init__(self, forward: Callable[..., Any], options: CaptureOptions) -> None:
+        super().__init__(forward, options)
+        if options.compares:
+            changing = next(each for each in options.passes if each.changes_collectives)
+            raise PassError(
+                f"`{changing}` changes collectives, and a forward's backward may be replayed on one rank and run on "
+                "another: capture a whole step, or leave the pass out"
+            )
+        # by the key of a call: how many recorded forwards in a row had no backward
+        self._without_backward: dict[Hashable, int] = {}
+        self._is_sharded = False  # whether FSDP2 reduces the gradients
+        self._nodes: WeakSet[Any] = WeakSet()
+
+    @property
+    def backward_programs(self) -> tuple[Program, ...]:
+        """Every backward kept, by forward, the last recorded first."""
+        forwards = (cached for cached in self._cache if isinstance(cached, ForwardProgram))
+        return tuple(each.program for forward in forwards for each in forward.backwards)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Refused: only whole steps are saved."""
+        raise SaveError(f"{os.fspath(path)} cannot be saved: it {_NOT_WHOLE}")
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Refused: only whole steps are loaded."""
+        raise LoadError(f"{os.fspath(path)} cannot be loaded: it {_NOT_WHOLE}")
+
+    @property
+    def callable(self) -> Callable[..., Any]:
+        """What was captured."""
+        return self._fn
+
+    @property
+    def reduced_together(self) -> WeakSet[Any]:
+        """The nodes of this forward's calls, where FSDP2 would reduce the gradients of all in one backward."""
+        return self._nodes if self._is_sharded else WeakSet()
+
+    @property
+    def vote(self) -> RankVote | None:
+        """How the ranks agree on replay; None: they need not."""
+        return self._vote
+
+    def _leaves(self, flat: list[Any]) -> DetachedLeaves:
+        return DetachedLeaves(flat)
+
+    def _skips_recording(self, key: Hashable) -> bool:
+        return super()._skips_recording(key) or self._lacks_backwards(key)
+
+    def _lacks_backwards(self, key: Hashable) -> bool:
+        """Whether to record no more for now: no backward was called on what was recorded."""
+        count = self._without_backward[key] = self._without_backward.get(key, 0) + 1
+        if count == _PATIENCE + 1:
+            log.warning(
+                "%s is captured with its backward, and no backward is called on its results: call it under "
+                "torch.no_grad(), or capture it without `backward=True`",
+                self._name,
+            )
+        return count > _PATIENCE and bool(count & (count - 1))
+
+    # -- replay --------------------------------------------------------------------------------
+
+    def _replay(self, cached: CachedProgram, call: Call) -> Any:
+        if not isinstance(cached, ForwardProgram):
+            return super()._replay(cached, call)
+        replayed = ReplayedForward(self, cached, call)
+        values = cached.program.replay(call, self._vote)
+        replayed.take(values[cached.results :])
+        result, gradients = unflatten_result(values[: cached.results], cached.spec)
+        leave(call, cached.slots, gradients, cached.effects)
+        self._cache.used(cached)
+        self.stats.replays += 1
+        assert isinstance(call.leaves, DetachedLeaves)
+        return with_backward(result, cached.has_grad_fn, replayed, call.leaves, replayed.inputs())
+
+    def missed_backward(self, reason: str) -> None:
+        """No backward of a forward covers what autograd requests."""
+        self._note_miss(f"backward: {reason}")
+        self.stats.reruns += 1
+
+    def run_again(self, leaves: DetachedLeaves, forward: ForwardProgram, reason: str) -> Any:
+        """The forward for real, on the leaves of an earlier call; its backward may be kept beside the others."""
+        spec = forward.program.in_spec
+        assert spec is not None
+        fresh = DetachedLeaves(leaves)
+        args, kwargs = unflatten_result(leaves, spec)
+        call = Invocation(args, kwargs, fresh, spec, key_of(fresh, spec), reason)
+        return self._run_forward(call, forward)
+
+    # -- record, judge, build, agree, keep -----------------------------------------------------
+
+    def _capture(self, call: Invocation) -> Any:
+        forward = self._run_forward(call)
+        if not isinstance(forward, RecordedForward):
+            return forward
+        self.stats.eager += 1  # until its backward is recorded
+        return forward.result()
+
+    def _run_forward(self, call: Invocation, rerun_of: ForwardProgram | None = None) -> Any:
+        """Run for real, recording: a `RecordedForward`, or the result if it has no autograd history.
+
+        The callable runs on detached arguments, so that its graph ends there.
+        """
+        detached = call
+        assert isinstance(call.leaves, DetachedLeaves)
+        if call.leaves.detached:
+            args, kwargs = unflatten_result(call.leaves, call.spec)
+            detached = replace(call, args=args, kwargs=kwargs)
+        with only_young_collections():
+            run = self._record(detached)
+            if isinstance(run, RecordedRun):
+                self._is_sharded = bool(run.entry.fsdp.places)
+                if any(map(is_output, flatten_result(run.result)[0])):
+                    end = ForwardEnd.now(run.entry, run.result, run.recorder, run.changed)
+                    return RecordedForward(self, run, end, detached, rerun_of)
+                self._without_backward.pop(call.key, None)
+                self._finish(run, detached)
+                return plain_tree(run.result)
+        return self._run_unrecordable(run, call)
+
+    def finish_backward(self, run: JointRun, call: Invocation) -> None:
+        """The stages after the backward of a recorded forward."""
+        self._without_backward.pop(call.key, None)
+        rerun = run.rerun_of is not None
+        if not rerun:
+            self.stats.eager -= 1  # its forward was counted so
+        self._finish(run, call, rerun)
+
+    def _build(self, recording: StepRecording, call: Invocation) -> Built:
+        if not isinstance(recording, JointRecording):
+            return super()._build(recording, call)
+        run = recording.run
+        pair = recording.pair(call.spec, run.rerun_of.saved if run.rerun_of is not None else ())
+        forward = self._options.applied(pair.forward)
+        backward = self._options.applied(pair.backward)
+        nodes = pair.forward.nodes() + pair.backward.nodes()
+        counts = ProgramCounts.of(run.recorder, nodes, forward)
+        cached = ForwardProgram(
+            forward,
+            pair.slots,
+            FSDPEffects(),
+            run.end.exit.has_grad_fn,
+            call.reason,
+            spec=run.end.exit.spec,
+            results=pair.results,
+            saved=pair.saved,
+            text=pair.text,
+            sources=pair.sources,
+            parameters=run.parameters,
+            backwards=[
+                BackwardProgram(
+                    backward, run.requested, pair.used, pair.backward_slots, pair.effects
+                )
+            ],
+            is_random=any(is_random(node) for node in forward.graph.nodes),
+            rerun_of=run.rerun_of,
+        )
+        counts = replace(counts, nodes=counts.nodes + backward.nodes())
+        return Built(cached, recording.summary, counts)
+
+    def _add(self, key: Hashable, cached: CachedProgram) -> None:
+        known = cached.rerun_of if isinstance(cached, ForwardProgram) else None
+        if (
+            known is None
+            or not isinstance(cached, ForwardProgram)
+            or not is_same_forward(known, cached)
+        ):
+            super()._add(key, cached)
+            return
+        # The same forward, which now saves the values for all its backwards. It ran again after the first one, so that
+        # the state it began in, which `facts` guard, was another.
+        cached.program.facts = known.program.facts
+        known.program, known.saved = cached.program, cached.saved
+        known.backwards = [*cached.backwards, *known.backwards][:_BACKWARDS]

@@ -1,0 +1,78 @@
+"""The programs of a captured forward: one forward, and the backwards that were recorded for it.
+
+    forward.program         arguments, parameters -> results, saved values
+    backward.program        arguments, parameters, tangents, saved values -> gradients
+
+A backward is for the gradients that it was recorded with (`requested`); another request is another backward of the
+same forward. `is_same_forward` finds that a forward that ran again for one is a forward that is cached already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from functionalize.fsdp.python_state import FSDPEffects
+from functionalize.ir.inputs import Source
+from functionalize.program.program import Program
+from functionalize.state.sources import Slot
+from functionalize.step.cache import CachedProgram
+from functionalize.step_backward.boundary import RequestedGradients
+
+
+@dataclass(eq=False)
+class BackwardProgram:
+    """One backward of a forward. used: the names of the saved values that it takes.
+
+    slots, effects: what a replay assigns and does to FSDP2's state. replays: how often it was replayed.
+    """
+
+    program: Program
+    requested: RequestedGradients
+    used: tuple[str, ...]
+    slots: Sequence[Slot]
+    effects: FSDPEffects
+    replays: int = 0
+
+
+@dataclass(eq=False)
+class ForwardProgram(CachedProgram):
+    """A forward and its backwards.
+
+    spec: of the pair (result, gradients that the callable assigned). results: how many leaves that are.
+    saved: the names of the values that the program returns after them.
+    text, sources: its ops and where they find their inputs; equal for the same forward.
+    parameters: where the leaves are that gradients go to, besides arguments.
+    is_random: whether the graph draws random numbers.
+    rerun_of: the forward that ran again, so that this recording was made; None: no forward did.
+    """
+
+    spec: Any = None
+    results: int = 0
+    saved: tuple[str, ...] = ()
+    text: str = ""
+    sources: tuple[Source, ...] = ()
+    parameters: tuple[Source, ...] = ()
+    backwards: list[BackwardProgram] = field(default_factory=list)
+    is_random: bool = False
+    rerun_of: ForwardProgram | None = None
+
+
+def is_same_forward(a: ForwardProgram, b: ForwardProgram) -> bool:
+    """Whether two forwards run the same ops on the same inputs."""
+    return (
+        a.text == b.text
+        and len(a.sources) == len(b.sources)
+        and all(_identity(x) == _identity(y) for x, y in zip(a.sources, b.sources, strict=True))
+    )
+
+
+def _identity(source: Any) -> Any:
+    """Equal for equal sources: their types, the names in them, and the objects that they look in."""
+    if source is None or isinstance(source, (str, int, tuple)):
+        return source
+    slots = getattr(type(source), "__slots__", None)
+    if slots is None or not hasattr(source, "resolve"):
+        return id(source)
+    return type(source), *[_identity(getattr(source, name)) for name in slots]

@@ -1,0 +1,187 @@
+"""Discharge a recording with a boundary in it: first the forward's ops, then the backward's, in one graph.
+
+    builder.run(records of the forward);  forward = builder.half(...)     its outputs, epilogue, guards
+    builder.cross(...)
+    builder.run(records of the backward); backward = builder.half(...)    likewise
+
+Invariant: after `cross`, a read of an input reads what its storage holds when the backward begins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from functionalize.discharge.epilogue_actions import actions_of
+from functionalize.discharge.rules.views import straight
+from functionalize.discharge.storage import FunctionalStorage
+from functionalize.discharge.values import View
+from functionalize.ir.epilogue import Action
+from functionalize.ir.guards import Guard, NumberGuard, ValueGuard
+from functionalize.ir.inputs import Call, InputSpec, Source
+from functionalize.ir.ops import Geometry
+from functionalize.ir.outputs import OutputRole
+from functionalize.ir.scalars import Given, evaluated
+from functionalize.planning.timeline.timeline import Category
+from functionalize.program.printer import node_text
+from functionalize.program.program import Program
+from functionalize.recorder.builder import Builder
+from functionalize.recorder.recorder import Recorder
+from functionalize.run.boxed import boxed
+from functionalize.state.arguments import flatten_result
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """The source of a saved value: a leaf of the backward's arguments, after the forward's leaves and the tangents.
+
+    hint: the value at recording, if it is a number.
+    """
+
+    leaf: int
+    hint: Any = None
+    category: ClassVar[Category] = Category.SAVED_ACTIVATIONS
+
+    def resolve(self, call: Call) -> Any:
+        return call.leaves[self.leaf]
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One side of the boundary, discharged. results: the values of the outputs and of the epilogue."""
+
+    outputs: list[OutputRole]
+    epilogue: list[Action]
+    results: list[fx.Node]
+    value_guards: tuple[ValueGuard, ...]
+    number_guards: tuple[NumberGuard, ...]
+    early_guards: tuple[Guard, ...]
+
+    def program(
+        self,
+        builder: Builder,
+        graph: fx.Graph,
+        inputs: Sequence[InputSpec],
+        saved: Any,
+        in_spec: Any,
+    ) -> Program:
+        """The program of this side; it returns a flat list, saved values at the end."""
+        outputs = (*self.outputs, *saved)
+        return Program(
+            graph=graph,
+            constants=dict(builder.constants),
+            inputs=tuple(inputs),
+            outputs=outputs,
+            epilogue=tuple(self.epilogue),
+            guards=(),
+            facts=self.number_guards,
+            value_guards=self.value_guards,
+            in_spec=in_spec,
+            out_spec=flatten_result([0] * len(outputs))[1],
+            runner=boxed,
+        )
+
+
+class PairBuilder(Builder):
+    """Discharges a recording that has a boundary in it.
+
+    before: the ops of the forward. names: of placeholders in the backward's program, where they differ.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.before: list[fx.Node] = []
+        self.names: dict[fx.Node, str] = {}
+        self._geometry: dict[fx.Node, tuple[Geometry, torch.device]] = {}
+
+    def half(
+        self, leaves: Sequence[Any], arguments: Sequence[Any], deferred: Collection[int]
+    ) -> Half:
+        """Outputs, epilogue and guards of the ops discharged since the last half.
+
+        leaves: of the result. arguments: the leaves of these. deferred: storages that get no epilogue here.
+        """
+        outputs = self.roles(leaves, arguments)
+        epilogue: list[Action] = []
+        for serial, index in self._home.items():
+            if serial not in deferred:
+                epilogue += actions_of(self.engine.storages[serial], index, self.emit, self.slot)
+        half = Half(
+            outputs,
+            epilogue,
+            list(self._slots),
+            tuple(self._value_guards),
+            tuple(self._number_guards),
+            tuple(self.early_guards(boxed)),
+        )
+        self._slots, self._clones = {}, {}
+        self._value_guards, self._number_guards, self._early = [], [], []
+        return half
+
+    def summary(self) -> tuple[str, tuple[Source, ...]]:
+        """The ops so far as text, and where the inputs that they read come from."""
+        nodes = self.emit.graph.nodes
+        read = [i for i, node in enumerate(self._nodes) if node.users]
+        text = [node_text(node) for node in nodes if node.op != "placeholder"]
+        text += [self._nodes[i].name for i in read]
+        # Two runs differ in the addresses of profiler ranges, which are dead code.
+        same = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(text))
+        return same, tuple(self.inputs[i].source for i in read)
+
+    def cross(self, deferred: Collection[int]) -> None:
+        """Begin the backward: each input gets a placeholder of its own, and each view is taken again.
+
+        A view that the forward took of a value of its own is taken again from the whole value, which is saved.
+        """
+        self.before = [n for n in self.emit.graph.nodes if n.op == "call_function"]
+        for serial, storage in list(self.engine.storages.items()):
+            for view in storage.views.values():
+                if isinstance(view.value, fx.Node):
+                    found = view.geometry._replace(offset=0), storage.device
+                    self._geometry.setdefault(view.value, found)
+            if serial in self._home and serial not in deferred:
+                self._new_input(serial, storage)
+            elif not storage.parts and storage.views[storage.root].version == storage.version:
+                for view in storage.views.values():
+                    if view.geometry != storage.root:
+                        view.version = -1
+
+    def _new_input(self, serial: int, storage: FunctionalStorage) -> None:
+        """The placeholder and record of an input's storage as the backward finds it."""
+        was = self.inputs[self._home[serial]]
+        name = self._unique(was.name)
+        spec = InputSpec(name, was.geometry, storage.nbytes, was.device, was.source)
+        node = self._placeholder(spec, serial)
+        self.names |= {self._nodes[self._home[serial]]: f"{was.name}_before", node: was.name}
+        self._home[serial] = len(self.inputs) - 1
+        new = FunctionalStorage(
+            serial, spec.geometry, spec.device, node, spec.nbytes, was.name, straight, external=True
+        )
+        for g, view in storage.views.items():
+            if g != spec.geometry:
+                new.views[g] = View(g, view.parent, view.step)
+        self.engine.storages[serial] = new
+
+    def backward_inputs(self) -> list[InputSpec]:
+        """Every input, with its name in the backward's program."""
+        pairs = zip(self._nodes, self.inputs, strict=True)
+        return [replace(spec, name=self.names.get(node, spec.name)) for node, spec in pairs]
+
+    def saved(self, node: fx.Node, source: SavedValue) -> InputSpec:
+        """The input of the backward for a saved value of the forward."""
+        number = next((e for e, n in self.emit.numbers.items() if n is node), None)
+        if number is not None:
+            source = replace(source, hint=evaluated(number, _hint))
+        geometry, device = self._geometry.get(node, (None, torch.device("cpu")))
+        nbytes = geometry.end if geometry is not None else 0
+        return InputSpec(node.name, geometry, nbytes, device, source)  # type: ignore[arg-type]
+
+
+def _hint(leaf: Any) -> Any:
+    """The value of a number at recording."""
+    return leaf.hint if isinstance(leaf, Given) else leaf.record.meta["hint"]

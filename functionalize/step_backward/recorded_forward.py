@@ -1,0 +1,226 @@
+"""A captured forward that ran for real, with the backward that autograd then runs through its graph.
+
+    forward = RecordedForward(owner, run, end, call)     after the run, which `record` of `stages.py` recorded
+    forward.result()                                     its outputs lead to one node: `boundary.py`
+    forward.backward(tangents, requested, keep)          recorded into the same op stream; then both halves are kept
+
+Invariant: the backward is recorded once, at its first call; a second one (`retain_graph=True`) runs eagerly.
+Refusals, noted in the recording: a gradient for a tensor that no module and no argument holds; a result that is a
+parameter; a storage that grows between the forward and its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
+from functionalize.fsdp.objects import FSDPTensor
+from functionalize.ir.inputs import Call, Source
+from functionalize.ir.ops import OpRecord, TensorRef
+from functionalize.recorder.live_scalars import plain_tree
+from functionalize.recorder.op_kinds import storage_of
+from functionalize.state.arguments import flatten_result
+from functionalize.state.hyperparameters import lifted
+from functionalize.state.sources import Gradient
+from functionalize.step.stages import Invocation, RecordedRun
+from functionalize.step.stats import Stats
+from functionalize.step.step_state import EntryState
+from functionalize.step.vote import RankVote
+from functionalize.step_backward.boundary import (
+    DetachedLeaves,
+    RequestedGradients,
+    is_output,
+    leaves_of,
+    run_backward,
+    with_backward,
+)
+from functionalize.step_backward.joint_recording import ForwardEnd, JointRun
+from functionalize.step_backward.pair import ForwardProgram
+from functionalize.util.gc_pause import only_young_collections
+
+TWICE = (
+    "goes backward a second time through a captured forward, whose saved values are freed: give the first "
+    "backward retain_graph=True"
+)
+
+
+class Owner(Protocol):
+    """The captured forward, as its backwards use it."""
+
+    stats: Stats
+
+    @property
+    def callable(self) -> Callable[..., Any]:
+        """The callable that was captured."""
+        ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another recording is active."""
+        ...
+
+    @property
+    def vote(self) -> RankVote | None:
+        """How the ranks agree on replay; None: they need not."""
+        ...
+
+    @property
+    def reduced_together(self) -> WeakSet[Any]:
+        """The nodes of all calls, if FSDP2 would reduce their gradients in one backward."""
+        ...
+
+    def missed_backward(self, reason: str) -> None:
+        """No backward covers this request."""
+        ...
+
+    def run_again(self, leaves: DetachedLeaves, forward: ForwardProgram, reason: str) -> Any:
+        """Run the forward of an earlier call for real: a `RecordedForward`, or the result of another kind of call."""
+        ...
+
+    def finish_backward(self, run: JointRun, call: Invocation) -> None:
+        """The backward of a recorded forward ran to its end: keep both programs, if they are to be kept."""
+        ...
+
+
+class RecordedForward:
+    """A forward that ran for real. end: where it ended; None once its backward was recorded."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        run: RecordedRun,
+        end: ForwardEnd,
+        call: Invocation,
+        rerun_of: ForwardProgram | None,
+    ) -> None:
+        assert isinstance(call.leaves, DetachedLeaves)
+        self._owner, self._recorder = owner, run.recorder
+        self._call, self._leaves = call, call.leaves
+        self._end: ForwardEnd | None = end
+        self._rerun_of, self._result = rerun_of, plain_tree(run.result)
+        flat = flatten_result(self._result)[0]
+        outputs = {id(leaf): leaf for leaf in flat if is_output(leaf)}
+        self._outputs: list[Tensor] = list(outputs.values())
+        self._watched: list[tuple[Tensor, int]] = []
+        self.parameters = tuple(self._parameters(end.entry))
+        self._note_returned_parameters(flat)
+        found = [source.resolve(Call(self._leaves, [])) for source in self.parameters]
+        self._inputs = [self._leaves[i] for i in self._leaves.detached] + found
+
+    def _parameters(self, entry: EntryState) -> Iterator[Source]:
+        """Where the leaves are that autograd would accumulate into, apart from arguments and FSDP2's."""
+        call = Call(self._leaves, [])
+        places = {
+            id(slot.of.resolve(call)): slot.of
+            for _, slot in entry.slots
+            if isinstance(slot, Gradient)
+        }
+        arguments = {id(self._leaves[i]) for i in self._leaves.detached}
+        outside = {id(e.tensor) for e in self._recorder.storages.externals}
+        for leaf in leaves_of(self._outputs):
+            source = places.get(id(leaf))
+            if id(leaf) in arguments or isinstance(source, FSDPTensor):
+                continue
+            if source is not None:
+                yield source
+            elif id(leaf) in outside:
+                self._recorder.checks.note(
+                    "a gradient goes to a tensor that no module and no argument holds: pass it as an argument"
+                )
+
+    def _note_returned_parameters(self, flat: Sequence[Any]) -> None:
+        arguments = {id(self._leaves[i]) for i in self._leaves.detached}
+        for leaf in flat:
+            is_tensor = isinstance(leaf, Tensor) and id(leaf) not in arguments
+            if is_tensor and leaf.requires_grad and leaf.is_leaf:
+                self._recorder.checks.note(
+                    "returns a parameter, which a replay would return without its gradient: return a value"
+                )
+
+    def result(self) -> Any:
+        """The result of the callable; `backward` runs when autograd goes backward from its outputs."""
+        assert self._end is not None
+        result, self._result = self._result, None
+        count = len(self._leaves.detached)
+        originals = [self._leaves.originals[i] for i in self._leaves.detached]
+        inputs = originals + self._inputs[count:]
+        return with_backward(result, self._end.exit.has_grad_fn, self, self._leaves, inputs)
+
+    @property
+    def reduced_together(self) -> WeakSet[Any]:
+        return self._owner.reduced_together
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        self._watched = [(t, t._version) for t in outputs]
+
+    def backward(
+        self, tangents: Sequence[Tensor | None], requested: RequestedGradients, keep: bool
+    ) -> Sequence[Tensor | None]:
+        if not self._outputs:
+            raise RuntimeError(TWICE)
+        for output, (seen, version) in zip(self._outputs, self._watched, strict=False):
+            if seen._version != version:  # autograd raises, if it needs the value before the write
+                torch.autograd.graph.increment_version(output)
+        end, self._end = self._end, None
+        gradients: Sequence[Tensor | None]
+        if end is None or self._owner.is_busy:
+            gradients = run_backward(self._outputs, tangents, self._inputs, requested, keep)
+        else:
+            with only_young_collections():
+                gradients = self._record(end, tangents, requested, keep)
+        if not keep:
+            self._outputs = []
+        return gradients
+
+    def _record(
+        self,
+        end: ForwardEnd,
+        tangents: Sequence[Tensor | None],
+        requested: RequestedGradients,
+        keep: bool,
+    ) -> Sequence[Tensor | None]:
+        recorder = self._recorder
+        with torch.no_grad():
+            self._note_resizes()
+            leaves = [*self._leaves, *tangents]
+            fn, live = self._owner.callable, end.entry.hyperparameters
+            later = EntryState.now(fn, leaves, recorder, live)
+        recorder.resume()
+        with lifted(later.roots.optimizers, later.hyperparameters, recorder) as hyper, recorder:
+            gradients = run_backward(self._outputs, tangents, self._inputs, requested, keep)
+        if not keep:
+            self._outputs = []
+        run = JointRun(
+            recorder,
+            end,
+            later,
+            gradients,
+            hyper.changed,
+            requested,
+            self.parameters,
+            self._rerun_of,
+        )
+        self._owner.finish_backward(run, self._call)
+        return gradients
+
+    def _note_resizes(self) -> None:
+        """Record that storages were emptied since the forward; refuse the recording if one grew."""
+        recorder = self._recorder
+        for external in recorder.storages.externals:
+            info = external.info
+            storage = None if external.literal else storage_of(external.tensor)
+            if storage is None or storage.nbytes() == info.nbytes:
+                continue
+            if storage.nbytes():
+                recorder.checks.note(
+                    f"the storage of `{info.name}` grows between the forward and its backward (a module is "
+                    "unsharded by hand?): do that inside the captured function"
+                )
+            recorder.storages.note_size(storage)
+            ref = TensorRef(info.serial, external.ref.geometry)
+            recorder.records.append(OpRecord(RESIZE_STORAGE, (ref, info.nbytes), {}))

@@ -1,0 +1,1 @@
+"""`functionalize.plan`: a step planned at every point of a grid."""

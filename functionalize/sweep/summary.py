@@ -1,0 +1,286 @@
+"""The figures of planned points, as a table for people, JSON and CSV; and the largest that fits.
+
+    sweep.text()                               the table; `sweep.table()` for rich
+    sweep.rows(), sweep.to_json(), sweep.to_csv()
+    sweep.largest("batch", limit=80e9)         the largest batch whose step fits in so many bytes
+
+    peak      requested bytes of the peak with eager's lifetimes     exact for what is recorded (`docs/plan.md`)
+    program   the same with those of the program, after its passes   exact
+    reserved  eager's, by a simulated caching allocator              simulated
+    device    reserved and declared constants                        what must fit
+    step      seconds of a step                                      modelled: a roofline
+
+Invariant: a row has the figures of its point or its error, never both.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any, Protocol
+
+from functionalize.errors import PlanError
+from functionalize.fake_world.kernel_log import Choice
+from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.report.memory import Memory
+from functionalize.planning.report.memory_figures import EAGER, PROGRAM
+from functionalize.planning.time.communication import Traffic, communication, members_of
+from functionalize.planning.time.compute import Work, compute
+from functionalize.planning.time.costs import MACHINE_OF, MACHINES, Machine
+from functionalize.planning.time.step_time import StepTime, step_time
+from functionalize.planning.timeline.constants import declared
+from functionalize.program.program import Program
+from functionalize.step.step_memory import StepMemory
+from functionalize.sweep.grid import Point
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """The figures of one point. machine: what is modelled. members: the ranks of every process group."""
+
+    program: Program
+    memory: Memory
+    machine: Machine
+    members: Mapping[str, Sequence[int]]
+
+    @staticmethod
+    def of(
+        program: Program, recorded: StepMemory, target: str, machine: str | Machine | None
+    ) -> Figures:
+        """Made inside the world that the program is of. Raises `PlanError` for a machine that is not known."""
+        given = machine if machine is not None else MACHINE_OF[target]
+        if isinstance(given, str) and given not in MACHINES:
+            raise PlanError(f"no machine `{given}`; there are {', '.join(sorted(MACHINES))}")
+        if not isinstance(given, (str, Machine)):
+            raise PlanError(f"a machine is a name or a `Machine`, not {given!r}")
+        program.describe()
+        members = members_of(program)
+        constants = declared(given, len(members)) if isinstance(given, str) else ()
+        modelled = MACHINES[given] if isinstance(given, str) else given
+        return Figures(program, recorded.after(program, constants), modelled, members)
+
+    @cached_property
+    def traffic(self) -> list[Traffic]:
+        """What travels."""
+        return communication(self.program, self.members)
+
+    @cached_property
+    def work(self) -> list[Work]:
+        """What is computed."""
+        return compute(self.program)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The modelled time of a step."""
+        return step_time(self.program, self.machine, groups=self.members)
+
+    @cached_property
+    def row(self) -> dict[str, Any]:
+        """The figures as numbers: bytes, FLOPs, seconds."""
+        levels = self.memory.levels(EAGER)
+        return {
+            "peak": levels.requested,
+            "program": self.memory.levels(PROGRAM).requested,
+            "allocated": levels.allocated,
+            "reserved": levels.reserved,
+            "device": levels.device,
+            "collectives": sum(row.count for row in self.traffic),
+            "sent": sum(row.sent for row in self.traffic),
+            "flops": self.time.flops,
+            "step": self.time.seconds,
+            "exposed": self.time.exposed,
+            "mfu": self.time.mfu,
+            "nodes": self.program.nodes(),
+        }
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("peak", "peak", human_bytes),
+    ("program", "program", human_bytes),
+    ("reserved", "reserved", human_bytes),
+    ("device", "device", human_bytes),
+    ("sent", "sent", human_bytes),
+    ("step", "step (modelled)", human_seconds),
+    ("exposed", "exposed", human_seconds),
+    ("mfu", "MFU", lambda x: "" if x is None else f"{x:.0%}"),
+    ("planned in", "planned in", human_seconds),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One point. figures: its program, memory, traffic and time; None, with `error`, if it cannot be run.
+
+    choices: which kernels the target took. assumed: the numbers that Python read and no fake tensor holds.
+    seconds: how long planning took.
+    """
+
+    point: Point
+    figures: Figures | None = None
+    choices: Sequence[Choice] = ()
+    assumed: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: str | None = None
+    cause: Exception | None = None
+
+
+class PlansPoints(Protocol):
+    """What a sweep asks for more points."""
+
+    def at(self, point: Point) -> Plan:
+        """Plan one point."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """The plans of a grid, in its order. axes: the keys. searching: plans more points."""
+
+    plans: Sequence[Plan]
+    axes: tuple[str, ...]
+    searching: Callable[[], AbstractContextManager[PlansPoints]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict per point: its keys, its figures or its `error`, and the seconds that planning took."""
+        return [_row(each) for each in self.plans]
+
+    def to_json(self) -> str:
+        """The rows, with choices and assumptions."""
+        more = [
+            {"choices": [asdict(c) for c in each.choices], "assumed": dict(each.assumed)}
+            for each in self.plans
+        ]
+        rows = [{**row, **extra} for row, extra in zip(self.rows(), more, strict=True)]
+        return json.dumps(rows, indent=2, default=str)
+
+    def to_csv(self) -> str:
+        """The rows, numbers as they are."""
+        rows = self.rows()
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        file = io.StringIO()
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return file.getvalue()
+
+    def cells(self) -> list[list[str]]:
+        """The table: a row of heads, then one per point."""
+        shown = [axis for axis in self.axes if len({str(p.point[axis]) for p in self.plans}) > 1]
+        heads = [*(shown or self.axes), *(head for _, head, _ in _COLUMNS)]
+        return [heads, *(_cells(each, shown or self.axes) for each in self.plans)]
+
+    def text(self) -> str:
+        """The table in plain text, what every point shares above it, what was assumed below."""
+        cells = self.cells()
+        heads = cells[0]
+        same = [a for a in self.axes if a not in heads]
+        above = ", ".join(f"{axis} {short(self.plans[0].point[axis])}" for axis in same)
+        keys = heads.index("peak")
+        whole = [row if len(row) == len(heads) else row[:keys] for row in cells]
+        widths = [max(map(len, column)) for column in zip_longest(*whole, fillvalue="")]
+        lines = (
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
+            for row in cells
+        )
+        return "\n".join([*([above] if above else []), *lines, *self.notes()])
+
+    def table(self) -> Any:
+        """The table for `rich.print`."""
+        from rich.table import Table
+
+        heads, *rows = self.cells()
+        table = Table(*heads, caption="\n".join(self.notes()) or None)
+        for column in table.columns:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def notes(self) -> list[str]:
+        """What the figures rest on: the kernels that the target was taken to run, numbers that were assumed."""
+        return assumptions(
+            (choice for each in self.plans for choice in each.choices),
+            (line for each in self.plans for line in each.assumed),
+        )
+
+    def largest(
+        self, key: str, limit: float, low: int = 1, most: int = 1 << 20, **fixed: Any
+    ) -> int:
+        """The largest whole number `key` (a batch, a length) with which the step fits in `limit` bytes of the device.
+
+        Found by doubling and halving, which takes it that more of `key` needs more memory; each try is a plan. The
+        rest of the point is that of the grid's first one, changed by `fixed`; what must fit is the step as eager runs
+        it. Raises `PlanError` if `low` does not fit, or if a try cannot be run.
+        """
+        if isinstance(limit, str) or not limit > 0:
+            raise PlanError(f"a limit is a number of bytes, not {limit!r}")
+        if not 1 <= low <= most:
+            raise PlanError(f"`{key}` is searched from {low} to {most}: give 1 <= low <= most")
+        point = {**self.plans[0].point, **fixed}
+        point.pop("passes", None)  # what must fit is eager's
+        lost = [name for name in (key, *fixed) if name not in self.plans[0].point]
+        if lost:
+            key = lost[0]
+            raise PlanError(
+                f"`{key}` is no key of this sweep: give it to `fz.plan`, as one value or in the grid"
+            )
+        with self.searching() as planner:
+
+            def fits(value: int) -> bool:
+                tried = planner.at({**point, key: value})
+                if tried.figures is None:
+                    raise PlanError(
+                        f"{key} {value} cannot be planned: {tried.error}"
+                    ) from tried.cause
+                return bool(tried.figures.row["device"] <= limit)
+
+            if not fits(low):
+                raise PlanError(f"{key} {low} does not fit in {human_bytes(limit)}")
+            high = low
+            while high < most and fits(min(2 * high, most)):
+                high = min(2 * high, most)
+            low, high = high, min(2 * high, most)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if fits(middle) else (low, middle)
+            return low
+
+
+def assumptions(choices: Iterable[Choice], assumed: Iterable[str]) -> list[str]:
+    """A line for each kernel that a target was taken to run, then for each number that was read, each once."""
+    kernels = (f"assumed kernel: {c.op} -> {c.kernel}: {c.reason}" for c in choices)
+    numbers = (f"assumed: the number read {line}" for line in assumed)
+    return list(dict.fromkeys([*kernels, *numbers]))
+
+
+def _row(each: Plan) -> dict[str, Any]:
+    keys = {
+        key: value if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
+        for key, value in each.point.items()
+    }
+    figures = each.figures.row if each.figures is not None else {"error": each.error}
+    return {**keys, **figures, "planned in": each.seconds}
+
+
+def _cells(each: Plan, axes: Sequence[str]) -> list[str]:
+    keys = [short(each.point[axis]) for axis in axes]
+    if each.figures is None:
+        return [*keys, f"error: {each.error}"]
+    row = _row(each)
+    return [*keys, *(show(row[name]) for name, _, show in _COLUMNS)]
+
+
+def short(value: Any) -> str:
+    """The value of a key in a row: a mesh as `dp 64 x tp 8` or `64 x 8`."""
+    if isinstance(value, Mapping):
+        return " x ".join(f"{name} {size}" for name, size in value.items())
+    if isinstance(value, tuple):
+        return " x ".join(map(str, value))
+    return "own" if isinstance(value, Machine) else str(value)

@@ -1,0 +1,329 @@
+"""What a call is given or returns, as flat leaves and a structure that compares by value.
+
+    leaves, spec = flatten((args, kwargs))       Batch(x=t0, y=[t1, 3])  ->  [t0, t1, 3], Batch(x=*, y=[*, *])
+    unflatten(leaves, spec)                      an object of the same type with other leaves
+    paths(spec), sketch(spec)                    .x, .y[0], .y[1]; Batch(x=*, y=[*, *]) to print
+
+pytree opens lists, dicts, named tuples and what is registered with it. Of the objects it takes for leaves,
+these are opened here, too, by their attributes and items, and without registering their types:
+
+- subclasses of dict and of Mapping (`BatchEncoding`), dataclasses, `SimpleNamespace`;
+- other objects that hold tensors: as an argument if they hold nothing but tensors and numbers (a batch), as a
+  result whatever else they hold (a cache).
+
+What holds a module or an optimizer, or has a part written in C, stays a leaf; so does a result without
+tensors, which is returned as it is. Beside its items, what a dict or a `UserDict` keeps that is neither
+tensor nor number counts by its type alone: a tokenizer leaves its own objects there.
+Invariant: a spec is an ordinary `TreeSpec`; equal specs mean the same types, names, keys and lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import OrderedDict, UserDict
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import NoneType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from functionalize._compat.graphs import pytree
+
+_NUMBERS = (bool, int, float, complex, str, bytes, NoneType)
+_ATOMS = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_CLOSED = frozenset({Tensor, nn.Parameter, *_ATOMS})
+_ACTORS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_BASES = (OrderedDict, dict, SimpleNamespace, object)  # what a class in Python may build on
+
+
+def flatten(tree: Any, *, result: bool = False) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of `tree` and its structure.
+
+    result: it is what a step returned; see above for what that changes.
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    if all(type(leaf) in _CLOSED for leaf in leaves):
+        return leaves, spec
+    opened = [_opened(leaf, result, frozenset()) for leaf in leaves]
+    if any(type(leaf) is _Opened for leaf in opened):
+        return pytree.tree_flatten(pytree.tree_unflatten(opened, spec))
+    return leaves, spec
+
+
+def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    """The inverse: opened objects are made anew, without a call of their `__init__`."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:
+    """Where each leaf is, as pytree's keys from the root."""
+    return list(_paths(spec, ()))
+
+
+def sketch(spec: pytree.TreeSpec) -> Any:
+    """An object of that structure to print, `"*"` for each leaf."""
+    if spec.is_leaf():
+        return "*"
+    children = [sketch(child) for child in spec.children()]
+    if spec.type is _Opened:
+        return _Opened(spec.context, children)
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Whether an object that is a leaf has tensors inside that nobody can tell from its structure."""
+    if type(leaf) in _CLOSED or isinstance(leaf, (Tensor, type, *_ACTORS)):
+        return False
+    return any(isinstance(x, Tensor) for x in _inside(leaf))
+
+
+# -- objects as pytree nodes -----------------------------------------------------------------------
+
+
+class _Beside:
+    """What a mapping keeps beside its items; equal to anything of the same type."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Beside) and type(other.value) is type(self.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        return type(self.value).__name__
+
+
+class _Shape(NamedTuple):
+    """The type of an opened object, its keys if it is a dict, its attributes, what else it keeps."""
+
+    kind: type
+    keys: tuple[Any, ...]
+    names: tuple[str, ...]
+    beside: tuple[tuple[str, _Beside], ...]
+
+
+class _Opened:
+    """An object taken apart: the one type of this library that pytree knows."""
+
+    __slots__ = ("children", "shape")
+
+    def __init__(self, shape: _Shape, children: list[Any]) -> None:
+        self.shape, self.children = shape, children
+
+    def __repr__(self) -> str:
+        names = [*map(repr, self.shape.keys), *self.shape.names]
+        inner = (f"{name}={child!r}" for name, child in zip(names, self.children, strict=True))
+        return f"{self.shape.kind.__name__}({', '.join(inner)})"
+
+
+def _keys(shape: _Shape) -> list[Any]:
+    return [*map(pytree.MappingKey, shape.keys), *map(pytree.GetAttrKey, shape.names)]
+
+
+def _rebuilt(children: Any, shape: _Shape) -> Any:
+    """An object of that shape around these children."""
+    children = list(children)
+    value = _blank(shape.kind)
+    for key, child in zip(shape.keys, children, strict=False):
+        _base(shape.kind).__setitem__(value, key, child)
+    for name, child in zip(shape.names, children[len(shape.keys) :], strict=True):
+        object.__setattr__(value, name, child)
+    for name, beside in shape.beside:
+        object.__setattr__(value, name, beside.value)
+    return value
+
+
+PARTS_OF_SPECS = (_Shape, _Beside)  # the classes of ours that a spec is made of
+
+pytree.register_pytree_node(
+    _Opened,
+    lambda opened: (opened.children, opened.shape),
+    _rebuilt,
+    flatten_with_keys_fn=lambda o: (
+        list(zip(_keys(o.shape), o.children, strict=True)),
+        o.shape,
+    ),
+)
+
+
+# -- which objects are opened ----------------------------------------------------------------------
+
+
+def _opened(leaf: Any, result: bool, above: frozenset[int]) -> Any:
+    """`leaf`, or an `_Opened` of it; `above`: ids of the objects that it is inside of."""
+    kind: Any = type(leaf)
+    if kind in _CLOSED or not _is_transparent(kind) or id(leaf) in above:
+        return leaf
+    above = above | {id(leaf)}
+    keys, items = _items(leaf)
+    attributes = _attributes(leaf)
+    children = {name: _opened_inside(v, result, above) for name, v in attributes.items()}
+    beside = {
+        name: value
+        for name, value in children.items()
+        if isinstance(leaf, (dict, UserDict)) and name != "data" and not _counts(value)
+    }
+    names = tuple(name for name in children if name not in beside)
+    inner = [_opened_inside(v, result, above) for v in items]
+    inner += [children[name] for name in names]
+    if not _is_data(kind, inner, result):
+        return leaf
+    kept = tuple((name, _Beside(attributes[name])) for name in beside)
+    return _Opened(_Shape(kind, keys, names, kept), inner)
+
+
+def _opened_inside(value: Any, result: bool, above: frozenset[int]) -> Any:
+    if _is_flat(value):
+        return value
+    return pytree.tree_map(lambda leaf: _opened(leaf, result, above), value)
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether there is nothing to open: the usual case, without a walk by pytree."""
+    kind = type(value)
+    if kind is dict:
+        return all(type(v) in _CLOSED for v in value.values())
+    if kind is list or kind is tuple:
+        return all(type(v) in _CLOSED for v in value)
+    return kind in _CLOSED
+
+
+def _is_data(kind: type, children: list[Any], result: bool) -> bool:
+    """Whether an object with these children is opened."""
+    known = _is_known(kind)
+    if known and not result and all(map(_is_flat, children)):
+        return True
+    leaves = pytree.tree_leaves(children)
+    if any(isinstance(leaf, _ACTORS) for leaf in leaves):
+        return False
+    if known and not result:
+        return True
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return False
+    if known or kind.__module__.partition(".")[0] == "torch":
+        return known
+    return result or all(isinstance(leaf, (Tensor, *_ATOMS)) for leaf in leaves)
+
+
+@lru_cache(maxsize=4096)
+def _is_known(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind) or issubclass(kind, (Mapping, SimpleNamespace))
+
+
+def _counts(value: Any) -> bool:
+    """Whether what a mapping keeps beside its items is told apart by more than its type."""
+    if _is_flat(value):
+        return True
+    leaves = pytree.tree_leaves(value)
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        return True
+    return all(isinstance(leaf, _ATOMS) for leaf in leaves)
+
+
+@lru_cache(maxsize=4096)
+def _is_transparent(kind: Any) -> bool:
+    """Whether an object of this class is its attributes and items, and can be made from them."""
+    if issubclass(kind, (type, Tensor, enum.Enum, *_ACTORS)) or hasattr(kind, "__del__"):
+        return False
+    if kind in _BASES and kind is not SimpleNamespace:
+        return False
+    try:
+        _blank(kind)
+    except TypeError:
+        return False
+    return True
+
+
+def _base(kind: type) -> Any:
+    return next(base for base in _BASES if issubclass(kind, base))
+
+
+def _blank(kind: type) -> Any:
+    """An object without attributes; raises `TypeError` for a class that has a part written in C."""
+    base = _base(kind)
+    return base.__new__(kind)
+
+
+# -- what is inside --------------------------------------------------------------------------------
+
+
+def _items(value: Any) -> tuple[tuple[Any, ...], list[Any]]:
+    if not isinstance(value, dict):
+        return (), []
+    return tuple(dict.keys(value)), list(dict.values(value))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", ()))
+    kind: Any = type(value)
+    for name in _slots(kind):
+        if hasattr(value, name):
+            found[name] = getattr(value, name)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _slots(kind: Any) -> tuple[str, ...]:
+    names: list[str] = []
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{each.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__"):
+                names.append(name)
+    return tuple(names)
+
+
+def _inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
+    """What an object holds, as far as Python can tell; not what a module or a function's globals hold."""
+    if isinstance(leaf, (*_ACTORS, type, *_ATOMS)) or depth == 0:
+        return
+    cells = getattr(leaf, "__closure__", None) or ()
+    held: list[Any] = [c.cell_contents for c in cells if _is_full(c)]
+    if isinstance(leaf, Mapping):
+        held = list(leaf.values())
+    elif isinstance(leaf, (list, tuple, set, frozenset)):
+        held = list(leaf)
+    for each in (*held, *_attributes(leaf).values()):
+        yield each
+        if not isinstance(each, Tensor):
+            yield from _inside(each, depth - 1)
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+def _paths(spec: pytree.TreeSpec, above: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    if spec.is_leaf():
+        yield above
+        return
+    children = spec.children()
+    for key, child in zip(_keys_of(spec, len(children)), children, strict=True):
+        yield from _paths(child, (*above, key))
+
+
+def _keys_of(spec: pytree.TreeSpec, count: int) -> list[Any]:
+    """The keys of one node, from a node made for that; its place where its type tells none."""
+    if spec.type is _Opened:
+        return _keys(spec.context)
+    node = pytree.SUPPORTED_NODES[spec.type]
+    if node.flatten_with_keys_fn is None:
+        return [pytree.SequenceKey(i) for i in range(count)]
+    pairs, _ = node.flatten_with_keys_fn(node.unflatten_fn(list(range(count)), spec.context))
+    return [key for key, _ in pairs]

@@ -1,0 +1,33 @@
+"""The plain tensors inside a wrapper subclass, such as `DTensor`.
+
+    plain_tensors(value)             a tensor -> [itself];  DTensor -> [its local tensor];  3 -> []
+    plain_tensors_by_path(value)     the same, each with its attributes: DTensor -> (("_local_tensor",), local)
+
+The order is that of `__tensor_flatten__`, depth first. What it names beside tensors (a device mesh) is left out.
+Invariant: what is yielded is a tensor and no wrapper subclass; `getattr` along its attributes leads to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from functionalize._compat.dispatch import is_traceable_wrapper_subclass
+
+
+def plain_tensors(value: Any) -> list[Tensor]:
+    """The plain tensors inside a value: itself, or those of a wrapper subclass."""
+    return [tensor for _, tensor in plain_tensors_by_path(value)]
+
+
+def plain_tensors_by_path(
+    value: Any, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Each plain tensor inside a value with the attributes that lead to it. above: those that lead to `value`."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from plain_tensors_by_path(getattr(value, name), (*above, name))
+    elif isinstance(value, Tensor):
+        yield above, value

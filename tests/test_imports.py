@@ -1,0 +1,158 @@
+"""Imports point one way: the folders of `functionalize` and `passes` stand in one order, and no files form a circle.
+
+Every import counts: those inside functions and those under `TYPE_CHECKING`, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# A folder imports only what stands before it. `docs/architecture.md` says what each holds.
+ORDER = [
+    "errors",
+    "_compat",
+    "util",
+    "ir",
+    "discharge",
+    "program",
+    "analysis",
+    "run",
+    "planning.scratch",
+    "planning.timeline",
+    "planning.allocator",
+    "planning.report",
+    "planning.time",
+    "planning.decide",
+    "planning.pictures",
+    "planning",
+    "passes",
+    "fake_world",
+    "recorder",
+    "fsdp",
+    "state",
+    "lifetimes",
+    "functions",
+    "saving",
+    "step",
+    "step_backward",
+    "entry",
+    "sweep",
+    "functionalize",
+    "cli",
+    "__main__",
+]
+
+
+def modules() -> dict[str, Path]:
+    """The modules of both packages by dotted name; a package is its `__init__.py`."""
+    found = {}
+    for package in ("functionalize", "passes"):
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of ours that a file imports, wherever in the file it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            owner = name if name in MODULES else name.rpartition(".")[0]
+            if owner in MODULES:
+                yield owner
+
+
+def folder_of(module: str) -> str:
+    """The entry of ORDER that a module belongs to: the longest that its name starts with."""
+    if module == "functionalize":
+        return module
+    inside = module.removeprefix("functionalize.")
+    fits = [entry for entry in ORDER if inside == entry or inside.startswith(f"{entry}.")]
+    assert fits, f"{module} is in no folder of ORDER: add it where its imports allow"
+    return max(fits, key=len)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_folder_imports_only_folders_that_stand_before_it(module: str) -> None:
+    own = ORDER.index(folder_of(module))
+    for name in imported(MODULES[module]):
+        other = folder_of(name)
+        assert ORDER.index(other) <= own, (
+            f"{module} imports {name}: `{other}` stands after `{ORDER[own]}`"
+        )
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of modules that import each other, directly or through others (Tarjan)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        order[module] = low[module] = len(order)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == order[module]:
+            circle = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for module in graph:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def test_no_files_import_each_other() -> None:
+    graph = {name: set(imported(path)) - {name} for name, path in MODULES.items()}
+    assert circles(graph) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_importing_functionalize_imports_no_pass() -> None:
+    """Passes are imported when a pipeline or a partitioner is first used."""
+    for module, path in MODULES.items():
+        if module.startswith("functionalize"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ImportFrom):
+                    assert not (node.module or "").startswith("passes"), module
+
+
+def test_the_map_for_contributors_lists_every_folder_in_this_order() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"^\| `([\w.]+)/?` \|", text, re.MULTILINE)
+    folders = [entry for entry in ORDER if entry not in ("functionalize", "__main__", "planning")]
+    assert listed == folders
+
+
+def test_folders_and_files_are_small() -> None:
+    """At most 14 files in a folder of `functionalize`, at most 400 lines in a file."""
+    folders = Counter(path.parent for path in (ROOT / "functionalize").rglob("*.py"))
+    assert {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > 14} == {}
+    lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    assert {module: n for module, n in lines.items() if n > 400} == {}
