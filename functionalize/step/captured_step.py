@@ -37,10 +37,10 @@ from functionalize.program.program import Program
 from functionalize.recorder.live_scalars import plain_tree
 from functionalize.recorder.recorder import Recorder
 from functionalize.state import arguments
+from functionalize.state.detached_outputs import refuse_backward
 from functionalize.state.hyperparameters import Key
 from functionalize.state.sources import leave
 from functionalize.step.cache import CachedProgram, ProgramCache, key_of
-from functionalize.step.detached_outputs import refuse_backward
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, WarmUp
