@@ -161,7 +161,7 @@ def _strides(wanted: Loop | None, size: Sequence[int]) -> Strides:
 
 
 def _order(size: Sequence[int], operands: Sequence[Strides]) -> list[int]:
-    """The dimensions from the innermost to the outermost, by torch's insertion sort: where dimensions tie, order matters."""
+    """The dimensions from the innermost to the outermost, by the insertion sort of torch (dimensions may tie)."""
     order = list(reversed(range(len(size))))
     for i in range(1, len(order)):
         at = i
