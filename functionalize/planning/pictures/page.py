@@ -40,6 +40,7 @@ summary { font-weight: 600; margin: .75rem 0; cursor: pointer; }
 .scroll { overflow-x: auto; } .scroll > div { min-width: 900px; }
 table { border-collapse: collapse; font-size: .87rem; }
 th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #e3e5e8; vertical-align: top; }
+td + td { overflow-wrap: anywhere; min-width: 8rem; }
 td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.5rem; }
 dd { margin: 0; overflow-wrap: anywhere; }

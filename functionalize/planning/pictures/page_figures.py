@@ -184,7 +184,7 @@ class _Drawn:
             }
 
     def words(self, event: int) -> str:
-        """An event: the bytes after it, the op, and what is made or freed."""
+        """An event: the bytes after it, the op, what is made or freed; at the peak, what is live."""
         op, allocation, made = self.timeline.events[event]
         of = self.timeline.ops[op] if op != BEFORE else Op("before the step", "")
         told = (("module", of.module), ("line", short_line(of.line)), ("phase", of.phase))
@@ -195,18 +195,20 @@ class _Drawn:
                 f"op {of.name}",
                 *(f"{key} {value}" for key, value in told if value),
                 f"{'allocates' if made else 'frees'} {name} {allocation.shape}, {nbytes}",
+                *(self.live() if event == self.at_peak.event else ()),
             ]
         )
 
+    def live(self) -> Iterable[str]:
+        """The largest groups of what is live at the peak."""
+        yield "the peak, of which the largest:"
+        for each in groups(self.at_peak.live)[:_LIVE]:
+            many = f" ×{each.members:,}" if each.members > 1 else ""
+            yield f"{human_bytes(each.nbytes)} {brief(each.name)}{many}"
+
     def peak(self) -> Iterable[Trace]:
-        """The mark of the peak: what is live there."""
-        peak = self.at_peak
-        live = [
-            f"{human_bytes(each.nbytes)}  {brief(each.name)}"
-            + (f" ×{each.members:,}" if each.members > 1 else "")
-            for each in groups(peak.live)[:_LIVE]
-        ]
-        x = peak.event - self.first
+        """The mark of the peak."""
+        peak, x = self.at_peak, self.at_peak.event - self.first
         yield {
             "type": "scatter",
             "mode": "markers+text",
@@ -217,8 +219,7 @@ class _Drawn:
             "text": [f"<b>peak {human_bytes(peak.nbytes)}</b>"],
             "textposition": f"top {'right' if x < 0.8 * (self.end - self.first) else 'left'}",
             "marker": {"size": 10, "color": _INK, "line": {"width": 2, "color": "white"}},
-            "hovertext": [_shown([f"the peak, {peak.where()}", *live])],
-            "hovertemplate": "%{hovertext}<extra></extra>",
+            "hoverinfo": "skip",
         }
 
     def phases(self) -> Iterable[Trace]:
@@ -374,6 +375,7 @@ def _span_words(some: Sequence[Span]) -> str:
 
 
 _LAYOUT: Mapping[str, Any] = {
+    "template": "none",
     "font": {"family": "system-ui, sans-serif", "size": 13, "color": _INK},
     "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
     "dragmode": "zoom",
