@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from functionalize.discharge.rules.collectives import reduction
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import OpRecord, refs_in
 from functionalize.program.metadata import tensors_of
-from functionalize.util.process_groups import group_name, is_group
+from functionalize.util.process_groups import group_name, is_group, reduction
 
 Texts = tuple[str, ...]
 

@@ -22,12 +22,11 @@ import argparse
 import dataclasses
 import enum
 import functools
-import hashlib
 import numbers
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +35,13 @@ from torch import Tensor, nn
 
 from functionalize.ir.inputs import Call
 from functionalize.state.discovery import NUMBERS, Roots, globals_of, is_installed, is_standard
+from functionalize.state.fact_text import PLAIN, brief_text, portable_text
 from functionalize.state.module_calls import without_watching
-from functionalize.util.code_objects import compiled
 
 _MANY = 64  # elements, from which on a container of plain values is one fact
 _MAX_ELEMENTS = 10_000  # of a container that holds other things; of longer ones counts the number
 _MAX_ARRAY = 1 << 16  # bytes of an array that is compared by contents
-_PLAIN = frozenset(
-    {*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range}
-)
-_AS_THEY_ARE = _PLAIN - {bool, float, complex, torch.Size, range}  # equal means the same
+_AS_THEY_ARE = PLAIN - {bool, float, complex, torch.Size, range}  # equal means the same
 _METHODS = frozenset({"forward", "__call__", "__getattr__", "__iter__", "__getitem__", "__len__"})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
@@ -88,7 +84,7 @@ class SurroundingsGuard:
             if path != was_path:
                 return f"`{text_of(path)}` is there, was not (`{text_of(was_path)}` was)"
             if new != old:
-                return f"`{text_of(path)}` is {_brief(new)}, was {_brief(old)}"
+                return f"`{text_of(path)}` is {brief_text(new)}, was {brief_text(old)}"
         longer, what = (now, "new") if len(now.facts) > len(self.facts) else (self, "gone")
         return f"`{text_of(longer.paths[min(len(now.facts), len(self.facts))])}` is {what}"
 
@@ -104,7 +100,7 @@ class SurroundingsGuard:
 
     def portable(self) -> list[list[str]]:
         """Facts by path, as texts that mean the same in another process."""
-        return [[text_of(p), _portable(f)] for p, f in zip(self.paths, self.facts, strict=True)]
+        return [[text_of(p), portable_text(f)] for p, f in zip(self.paths, self.facts, strict=True)]
 
     @staticmethod
     def loaded(fn: Callable[..., Any], roots: Roots, saved: list[list[str]]) -> SurroundingsGuard:
@@ -176,7 +172,7 @@ class _Walk:
         kind = type(value)
         if kind in _AS_THEY_ARE:
             return self.note(path, value)
-        if kind in _PLAIN:  # -0.0 is not 0.0, True is not 1
+        if kind in PLAIN:  # -0.0 is not 0.0, True is not 1
             return self.note(path, (kind, repr(value)))
         if id(value) in self.seen:
             return self.note(path, ("again", self.seen[id(value)]))
@@ -242,7 +238,7 @@ class _Walk:
 
     def _entries(self, path: Path, table: Mapping[Any, Any]) -> None:
         for key, value in list(table.items()):
-            self.visit((path, key if type(key) in _PLAIN else type(key).__name__), value)
+            self.visit((path, key if type(key) in PLAIN else type(key).__name__), value)
 
     def _container(self, path: Path, value: Any, kind: type) -> None:
         mapping = isinstance(value, (dict, types.MappingProxyType))
@@ -337,7 +333,7 @@ class _Walk:
                 self.visit((path, key), value)
         for state in list(optimizer.state.values()):
             for key, value in state.items() if isinstance(state, dict) else ():
-                if type(value) in _PLAIN:
+                if type(value) in PLAIN:
                     self.visit(((path, "state"), key), value)
 
 
@@ -371,43 +367,4 @@ def _wrapped(value: Any) -> Any:
 
 
 def _order(value: Any) -> str:
-    return repr(value) if type(value) in _PLAIN else type(value).__qualname__
-
-
-# -- as texts --------------------------------------------------------------------------------------
-
-
-def _brief(fact: Any) -> str:
-    if isinstance(fact, types.CodeType):
-        return f"the code of {fact.co_name}"
-    if isinstance(fact, type):
-        return f"the class {fact.__qualname__}"
-    if isinstance(fact, tuple) and fact and isinstance(fact[0], type):
-        kind, *rest = fact
-        if kind in _PLAIN:
-            return str(rest[0])
-        counted = issubclass(kind, (list, tuple, dict, set, frozenset, deque))
-        return f"a {kind.__name__} of {rest[0]}" if counted else f"the {kind.__name__} {rest[0]}"
-    if isinstance(fact, tuple) and len(fact) == 2 and fact[0] == "kind":
-        return f"a {fact[1].__name__}"
-    text = repr(fact)
-    return text if len(text) < 80 else f"{text[:77]}..."
-
-
-def _portable(fact: Any) -> str:
-    text = "/".join(_words(fact))
-    return text if len(text) < 80 else hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _words(fact: Any) -> Iterator[str]:
-    if isinstance(fact, types.CodeType):
-        yield f"code {hashlib.sha256(repr(compiled(fact)).encode()).hexdigest()[:16]}"
-    elif isinstance(fact, type):
-        yield f"{fact.__module__}.{fact.__qualname__}"
-    elif isinstance(fact, types.BuiltinFunctionType):
-        yield f"builtin {fact.__name__}"
-    elif isinstance(fact, (tuple, frozenset)):
-        words = [word for each in fact for word in _words(each)]
-        yield from sorted(words) if isinstance(fact, frozenset) else words
-    else:
-        yield repr(fact)
+    return repr(value) if type(value) in PLAIN else type(value).__qualname__

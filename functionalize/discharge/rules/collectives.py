@@ -21,7 +21,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from functionalize._compat.dispatch import all_op_names
 from functionalize._compat.fsdp import load_fsdp_ops
@@ -29,48 +28,10 @@ from functionalize.discharge.rules.registry import RULES, Engine, rule
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import OpRecord, TensorRef, contiguous_geometry
+from functionalize.util.process_groups import group_name, ranks_of, reduction, unboxed
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional
-
-_REDUCTIONS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
-
-
-def _unboxed(group: Any) -> Any:
-    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-
-
-def name_of(group: Any) -> str:
-    """The name by which functional collectives know a process group."""
-    return str(_unboxed(group).group_name)
-
-
-def ranks_of(group: Any) -> int:
-    """How many ranks a process group has."""
-    return int(_unboxed(group).size())
-
-
-def reduction(boxed: Any) -> str:
-    """What functional collectives call a reduce op."""
-    op = boxed.op() if hasattr(boxed, "op") else boxed
-    for known, name in _REDUCTIONS.items():
-        if op == known:
-            return name
-    raise UnsupportedOpError(
-        "multiplies and sums in one collective (PREMUL_SUM), which functional collectives do not have: "
-        "set_force_sum_reduction_for_comms(True) makes FSDP2 multiply before and after"
-        if op == dist.ReduceOp.PREMUL_SUM
-        else f"reduces with {op}, which functional collectives do not have"
-    )
 
 
 def sent(engine: Engine, ref: TensorRef) -> Any:
@@ -153,7 +114,7 @@ def allgather_base_(engine: Engine, record: OpRecord) -> Any:
     output, shard, group = record.args[:3]
     ranks = ranks_of(group)
     value = engine.emit.call(
-        FUNCTIONAL.all_gather_into_tensor.default, sent(engine, shard), ranks, name_of(group)
+        FUNCTIONAL.all_gather_into_tensor.default, sent(engine, shard), ranks, group_name(group)
     )
     received(engine, wait(engine, value), rows(shard.geometry.size, ranks), output)
     return [None, None]
@@ -168,7 +129,7 @@ def reduce_scatter_base_(engine: Engine, record: OpRecord) -> Any:
         sent(engine, whole),
         reduction(op),
         ranks,
-        name_of(group),
+        group_name(group),
     )
     received(engine, wait(engine, value), (g.size[0] // ranks, *g.size[1:]), output)
     return [None, None]
@@ -177,7 +138,7 @@ def reduce_scatter_base_(engine: Engine, record: OpRecord) -> Any:
 def allreduce_(engine: Engine, record: OpRecord) -> Any:
     """`allreduce_(tensors, process_group, reduce_op, ...) -> (Tensor[], Work)`."""
     tensors, group, op = record.args[:3]
-    op, name = reduction(op), name_of(group)
+    op, name = reduction(op), group_name(group)
     for t in tensors:
         reduced(engine, t, lambda v: engine.emit.call(FUNCTIONAL.all_reduce.default, v, op, name))
     return [None, None]
@@ -190,11 +151,11 @@ def broadcast_(engine: Engine, record: OpRecord) -> Any:
         raise UnsupportedOpError("broadcasts several tensors at once: broadcast them one by one")
     (target,) = tensors
     storage, g = engine.storage(target.storage), target.geometry
-    if not storage.valid.spans and _unboxed(group).rank() != root:
+    if not storage.valid.spans and unboxed(group).rank() != root:
         engine.write(
             target, engine.emit.empty(g, storage.device)
         )  # only the root's contents matter
-    name = name_of(group)
+    name = group_name(group)
     reduced(engine, target, lambda v: engine.emit.call(FUNCTIONAL.broadcast.default, v, root, name))
     return [None, None]
 
@@ -214,7 +175,7 @@ def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
         value,
         list(out_splits) or [want[0] // ranks] * ranks,
         list(in_splits) or [have[0] // ranks] * ranks,
-        name_of(group),
+        group_name(group),
     )
     received(engine, wait(engine, value), want, output)
     return None
@@ -222,7 +183,7 @@ def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
 
 def barrier(engine: Engine, record: OpRecord) -> None:
     """`barrier(tensor, process_group, device_ids, ...)`; the tensor says which backend is meant."""
-    engine.emit.call(BARRIER, name_of(record.args[1]), list(record.args[2]))
+    engine.emit.call(BARRIER, group_name(record.args[1]), list(record.args[2]))
 
 
 def all_gather_copy_in(engine: Engine, record: OpRecord) -> Any:
