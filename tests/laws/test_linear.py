@@ -6,8 +6,6 @@ Times are measured in `benchmarks/passes.py`; counts are the same on every machi
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 import passes
+from tests.laws.counting import SLACK, calls
 from tests.ranks import run_on_ranks
 from tests.steps import make_step
 
 FEW, MANY = 4, 16
-SLACK = 1.15  # sorting; sets and dictionaries that grow
 
 
 class Block(nn.Module):
@@ -49,23 +47,6 @@ def captured(layers: int) -> tuple[Any, int]:
     number = calls(lambda: step(torch.randn(4, 8)))
     assert step.stats.captures == 1
     return step, number
-
-
-def calls(work: Callable[[], Any]) -> int:
-    """How many functions Python calls, its own and C's, while `work` runs."""
-    count = 0
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def counted() -> dict[str, list[tuple[int, int]]]:

@@ -13,6 +13,7 @@ from functorch.compile import (
     default_partition,
     make_boxed_func,
     min_cut_rematerialization_partition,
+    nop,
 )
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,6 +26,7 @@ from passes import RecomputeViews, partition, partitioner
 from tests.passes.helpers import count, graph_text
 
 BASES = ("min_cut", "default")
+SPLIT = torch.ops.aten.split_with_sizes.default
 
 
 # -- a joint graph by hand -------------------------------------------------------------------------
@@ -127,6 +129,20 @@ def test_joint_program_through_run():
     assert all(map(torch.equal, after(*args), step(*args)))
 
 
+def test_each_half_has_its_own_split():
+    def step(x, w, t):
+        a, b = w.split([2, 3])
+        return x @ a.t(), t[:, :2] @ a, t[:, 2:] @ b
+
+    args = values(3, 4), values(5, 4), values(3, 5)
+    program = fz.trace(step, *args)
+    after = passes.run(program, "recompute_views{outputs=1}")
+    splits = [p.graph.find_nodes(op="call_function", target=SPLIT) for p in (program, after)]
+    assert [len(nodes) for nodes in splits] == [1, 2]
+    assert [len(node.users) for node in splits[1]] == [1, 2]
+    assert all(map(torch.equal, after(*args), step(*args)))
+
+
 def test_unknown_placeholder():
     message = r"no placeholder 'w'; there are primals_1, primals_2, primals_3, tangents_1"
     with pytest.raises(PassError, match=message):
@@ -169,6 +185,13 @@ class Split:
 def freed(x, w):
     """A linear layer that frees its weight when it is done."""
     out = (x @ w.t()).relu()
+    R(w, 0)
+    return out
+
+
+def freed_in_parts(x, w):
+    """The same by two matrices, parts of the weight."""
+    out = torch.cat([x @ part.t() for part in w.split([2, 3])], 1).relu()
     R(w, 0)
     return out
 
@@ -222,6 +245,20 @@ class _Empty:
 
     def __call__(self, *args):
         return self.call(*args)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_parameter_is_saved_not_its_parts(base):
+    split = Split(freed_in_parts, partitioner(base))
+    got = steps(split.call, leaf(5, 4, seed=2))
+    want = steps(freed_in_parts, leaf(5, 4, seed=2))
+    assert all(map(torch.equal, got, want))
+    assert all(
+        map(torch.equal, steps(fz.aot_function(freed_in_parts, nop), leaf(5, 4, seed=2)), want)
+    )
+    forward, backward = split.texts
+    assert forward.count("split_with_sizes.default") <= 1
+    assert backward.count("split_with_sizes.default") == 1
 
 
 @pytest.mark.parametrize("base", BASES)
