@@ -67,7 +67,7 @@ def said(timeline: Timeline) -> Counter[Any]:
 
 
 def bf16() -> Step:
-    """Casts, and products that take scratch for how their operands lie."""
+    """Casts, and ops that take scratch for their dtype."""
     torch.manual_seed(0)
     model, policy = Model(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
