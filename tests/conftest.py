@@ -7,6 +7,7 @@ the same ones every time.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.expect import OrphanCheck, Snapshots
-from tests.ranks import leftovers, restore
+from tests.leftovers import leftovers, restore
+from tests.ranks import close_pools
 
 _SNAPSHOTS = pytest.StashKey[Snapshots]()
 
@@ -40,6 +42,17 @@ def pytest_configure(config: pytest.Config) -> None:
     accept = bool(os.environ.get("EXPECTTEST_ACCEPT"))
     config.stash[_SNAPSHOTS] = snapshots = Snapshots(config.rootpath, accept)
     config.pluginmanager.register(OrphanCheck(config, snapshots), "orphan-snapshots")
+
+
+def pytest_collection_finish() -> None:
+    # Every full collection would visit the objects of torch and of the test modules, most of its time.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist; elsewhere `atexit` does it
+        close_pools()
 
 
 @pytest.fixture
