@@ -37,7 +37,7 @@ from tests.frontend.worlds import (
     train,
 )
 from tests.fsdp.twins import differences, state_of
-from tests.ranks import leftovers
+from tests.leftovers import leftovers
 
 # -- in the step -----------------------------------------------------------------------------------
 
