@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import functionalize as fz
 import passes
 from functionalize.program.program import Program
-from tests.core.eager import same_as_eager
+from tests.discharge.eager import same_as_eager
 from tests.laws.counting import SLACK, calls
 
 aten = torch.ops.aten
