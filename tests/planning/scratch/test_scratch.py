@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,10 +46,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def without_onednn() -> Iterator[None]:
-    enabled = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
-    yield
-    torch.backends.mkldnn.enabled = enabled
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `flags` asks for TF32, which a CPU build does not have
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 @pytest.mark.usefixtures("without_onednn")
