@@ -146,7 +146,7 @@ def reads_and_writes() -> Iterator[Any]:
             yield pytest.param(name, True, id=f"{name}-written")
 
 
-@pytest.mark.parametrize(("name", "write"), reads_and_writes())
+@pytest.mark.parametrize(("name", "write"), list(reads_and_writes()))
 def test_work_is_linear_in_the_parts(name: str, write: bool) -> None:
     counts = []
     for n in (25, 200):
