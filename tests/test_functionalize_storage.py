@@ -261,3 +261,30 @@ def test_an_error_of_the_function_passes_through() -> None:
         fz.functionalize_storage(fn)(p)
     assert p.untyped_storage().nbytes() == 0
     assert not {"nbytes", "size", "resize_"} & set(vars(torch.UntypedStorage))
+
+
+UNDECLARED_VIEWS: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "unsafe_split": lambda p: list(torch.ops.aten.unsafe_split.Tensor(p, 1)),
+    "unsafe_split_with_sizes": lambda p: list(
+        torch.ops.aten.unsafe_split_with_sizes.default(p, [1, 2])
+    ),
+    "unsafe_chunk": lambda p: list(torch.ops.aten.unsafe_chunk.default(p, 3)),
+    "_unsafe_view": lambda p: [torch.ops.aten._unsafe_view.default(p, [6])],
+}
+
+
+@pytest.mark.parametrize("name", UNDECLARED_VIEWS)
+def test_a_view_that_its_schema_denies_sees_a_later_write(name: str) -> None:
+    def fn(p: Tensor, x: Tensor) -> list[Tensor]:
+        R(p, x.untyped_storage().nbytes())
+        p.copy_(x)
+        parts = UNDECLARED_VIEWS[name](p)
+        p.add_(1)
+        out = [part * 2 for part in parts]
+        R(p, 0)
+        return out
+
+    x = torch.randn(3, 2)
+    with torch.no_grad():
+        want, actual = fn(z(3, 2), x), fz.functionalize_storage(fn)(z(3, 2), x)
+    assert all(torch.equal(a, w) for a, w in zip(actual, want, strict=True))

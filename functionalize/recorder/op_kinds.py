@@ -69,13 +69,23 @@ def more_than_strided(what: str) -> UnsupportedTensorError:
 @cache
 def only_looks(func: Any) -> bool:
     """Whether an op reads and writes no data: views, in-place views, sizes."""
-    if is_inplace_view(func) or func in SHAPE_ONLY:
+    if is_inplace_view(func) or func in SHAPE_ONLY or func in UNDECLARED_VIEWS:
         return True
     returns = func._schema.returns
     if is_mutating(func) or not returns:
         return False
     return all(r.alias_info is not None for r in returns)
 
+
+# Views whose schema declares no alias, so that autograd does not track writes through them.
+UNDECLARED_VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.unsafe_chunk.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+    }
+)
 
 # In-place views that make the storage fit the tensor.
 MAY_GROW = frozenset(
