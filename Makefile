@@ -1,6 +1,7 @@
 # Every target does its own set-up: a machine with Python 3.11 or newer needs nothing else.
 #
 #   make test ARGS="-k resize"            arguments for pytest
+#   make test WORKERS=2                   in two processes (pytest-xdist)
 #   make test TORCH=2.15.0                another torch, in an environment of its own: .venv-2.15.0
 #   make newest                           what CI runs on the newest torch
 #   make env PYTHON=python3.12            another interpreter   (after `make clean`)
@@ -13,6 +14,8 @@ NEWEST := 2.15.0
 TORCH ?= $(PINNED)
 VENV ?= .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 ARGS ?=
+# Processes that run tests, a file at a time; 0: this one. Tests on ranks start processes of their own beside them.
+WORKERS ?= 0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -23,11 +26,11 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder) $(ARGS)
 
 newest:
 	$(MAKE) demo TORCH=$(NEWEST)
-	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/core"
+	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder"
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -1,7 +1,7 @@
 """How true `planning.allocator` is: against torch's own caching allocator, run without a GPU.
 
     pip download torch==2.13.0 nvidia-cuda-runtime nvidia-cuda-crt --no-deps -d DIR     (the CUDA build: 0.5 GB)
-    python -m benchmarks.allocator_truth DIR [--runs N] [--record tests/planning/allocator_runs.json]
+    python -m benchmarks.allocator_truth DIR [--runs N] [--record tests/planning/allocator/allocator_runs.json]
 
 The allocator is in `libc10_cuda.so` of the CUDA build; `benchmarks/cuda_runtime` stands in for CUDA under it and counts
 bytes. Random requests go to both: bytes reserved and allocated after every event, releases of the cache, what does not

@@ -2,9 +2,9 @@
 
     python -m benchmarks.memory_truth [--only NAME ...] [--json]
 
-Training steps of a small Hugging Face Llama under FSDP2 on two gloo ranks, the third step, on rank 0; and of a
-convolutional and a recurrent model on one rank. Three equal models take the same step: one under `torch.profiler`, one
-captured with `memory=True`, one under `FSDPMemTracker`. Then the last two again, on fake tensors of two fake ranks.
+Training steps of a small Hugging Face Llama under FSDP2 on two gloo ranks, the third step, on rank 0; and of a ResNet,
+a U-Net and an LSTM on one rank. Three equal models take the same step: one under `torch.profiler`, one captured with
+`memory=True`, one under `FSDPMemTracker`. Then the last two again, on fake tensors of two fake ranks.
 
 The truth is every allocation and free of CPU memory on the thread that runs the step (autograd's is the same on the
 CPU), in order, in bytes, as c10 reports them, apart from gloo's: what its threads allocate is on no such list, and what
@@ -14,7 +14,8 @@ collective's tensors a moment after it is done, sometimes after they are gone in
 the lowest peak of five, and the recording the one of three.
 
     peak        the most bytes of the truth beyond those that were live when the step began
-    eager       how far the timeline's peak is from it; `scratch`: with what the table of ops knows, as in `step.memory`
+    eager       how far the timeline's peak is from it, without what ops hold inside themselves; `scratch`: with what
+                the table of ops knows, as in `step.memory`. The rest is what oneDNN allocates: see docs/plan.md
     anywhere    the two sequences of signed bytes, aligned as a diff does it: the greatest difference between the
                 running totals after any event that both have
     extra       events that the timeline has and the allocator has not

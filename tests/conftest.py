@@ -7,6 +7,7 @@ the same ones every time.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.expect import OrphanCheck, Snapshots
-from tests.ranks import leftovers, restore
+from tests.leftovers import leftovers, restore
+from tests.ranks import close_pools
 
 _SNAPSHOTS = pytest.StashKey[Snapshots]()
 
@@ -48,6 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     capability = torch.backends.cpu.get_cpu_capability()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, capability)
+
+
+def pytest_collection_finish() -> None:
+    # Every full collection would visit the objects of torch and of the test modules, most of its time.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist; elsewhere `atexit` does it
+        close_pools()
 
 
 @pytest.fixture

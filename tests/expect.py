@@ -22,8 +22,9 @@ A snapshot that no test asks for is a test that silently stopped running. ``Orph
 the session for it, but only where it can know: in the folder of a test module of which every
 test was collected, ran and passed. A deselected, skipped, xfailed or failed test might have been
 the one that asks. A folder without any test module is judged when the whole of ``tests/`` was
-collected. Under pytest-xdist nothing is judged, as no process sees all the tests. Under
-``EXPECTTEST_ACCEPT=1`` an orphan is deleted.
+collected. Under pytest-xdist every worker reports what it collected and what its tests asked for,
+and the controller judges; it judges nothing if a worker died. Under ``EXPECTTEST_ACCEPT=1`` an
+orphan is deleted.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import difflib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +189,7 @@ class OrphanCheck:
         self.partial: set[Path] = set()
         self.passed: set[str] = set()
         self.spoiled: set[str] = set()
+        self.lost = False  # a worker of pytest-xdist died, and with it what its tests asked for
         self.found: list[Path] = []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -215,9 +218,10 @@ class OrphanCheck:
             self.passed.add(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        distributed = hasattr(self.config, "workerinput")
-        distributed |= self.config.getoption("dist", "no") != "no"
-        if distributed or self.config.option.collectonly:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["orphans"] = self._report()
+            return
+        if self.lost or self.config.option.collectonly:
             return
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return
@@ -231,6 +235,27 @@ class OrphanCheck:
                 self.snapshots.delete(file)
         elif self.found and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _report(self) -> dict[str, object]:
+        """What the controller must know of this worker, in types that pytest-xdist transmits."""
+        return {
+            "asked": [str(file) for file in self.snapshots.asked],
+            "modules": {str(module): sorted(ids) for module, ids in self.modules.items()},
+            "collected": [str(path) for path in self.collected],
+            "partial": [str(path) for path in self.partial],
+        }
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """In the controller of pytest-xdist, which collects nothing itself: merge the report of a worker."""
+        report = getattr(node, "workeroutput", {}).get("orphans")
+        if report is None:
+            self.lost = True
+            return
+        self.snapshots.asked.update((Path(file), "") for file in report["asked"])
+        self.modules.update((Path(path), set(ids)) for path, ids in report["modules"].items())
+        self.collected.update(map(Path, report["collected"]))
+        self.partial.update(map(Path, report["partial"]))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.found:

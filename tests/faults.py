@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functionalize.recorder.live_scalars import is_live
-from tests.ranks import leftovers
+from tests.leftovers import leftovers
 
 Error = Callable[[], None]
 

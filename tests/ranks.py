@@ -14,7 +14,7 @@ What that means for the function:
   different collectives fail here and not in the next test;
 - caches (sharding propagation, dynamo) stay warm from call to call, as does a process group that
   the function makes;
-- it must leave torch as it found it: see ``leftovers``.
+- it must leave torch as it found it: see ``tests/leftovers.py``.
 
 A failure is raised again here, the first one to arrive, with its rank and remote traceback. It
 costs the pool, as the ranks are no longer known to be in step: an error that is *expected* is
@@ -27,12 +27,9 @@ Nothing here needs pytest.
 from __future__ import annotations
 
 import atexit
-import builtins
 import faulthandler
 import gc
 import importlib
-import inspect
-import json
 import multiprocessing
 import multiprocessing.connection
 import operator
@@ -48,20 +45,23 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo  # replaces `torch.manual_seed`, once
 import torch.distributed as dist
-from torch import overrides as function_modes
-from torch._dynamo import eval_frame as dynamo_frames
-from torch.nn.utils import clip_grad
-from torch.utils import _python_dispatch as dispatch_modes
+
+from tests.leftovers import accept_settings, leftovers
 
 T = TypeVar("T")
 
-START_SECONDS = 120.0  # importing torch in four processes on a busy machine takes a while
+PRELOADED = [
+    "tests.ranks",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "functionalize",
+    "passes",
+]
+START_SECONDS = 120.0  # importing torch on a busy machine takes a while
 GRACE_SECONDS = 1.0  # after a failure, for the others to report theirs
 
 
@@ -71,62 +71,6 @@ class RankError(RuntimeError):
 
 class RankTimeout(TimeoutError):
     """Some rank did not return in time."""
-
-
-# ---- what a test must leave as it was ------------------------------------------------------------
-
-_GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
-_CUDA_GENERATORS = (*_GENERATORS, "manual_seed_all", "seed_all")
-HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
-    (torch.UntypedStorage, "resize_"),
-    (torch.nn.Module, "__call__"),
-    (torch.TypedStorage, "resize_"),
-    (torch.TypedStorage, "_resize_"),
-    (dist.Work, "wait"),
-    (dynamo_frames, "_callback_from_stance"),
-    (torch.Tensor, "numpy"),
-    (torch.Tensor, "tolist"),
-    (torch.Tensor, "item"),
-    (torch.Tensor, "_wrapped_number"),
-    (torch, "tensor"),
-    (torch, "as_tensor"),
-    (json.JSONEncoder, "default"),
-    (builtins, "print"),
-    (clip_grad, "float"),
-    *((torch, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")),
-    *((module, name) for module in (torch, torch.random) for name in _GENERATORS),
-    *((module, name) for module in (torch.cuda, torch.cuda.random) for name in _CUDA_GENERATORS),
-)
-_PRISTINE = [inspect.getattr_static(owner, name, None) for owner, name in HOOK_POINTS]
-
-
-def leftovers() -> list[str]:
-    """Return what is not as it was when this module was imported, in words."""
-    found = [
-        f"{owner.__name__}.{name} is still patched"
-        for (owner, name), pristine in zip(HOOK_POINTS, _PRISTINE, strict=True)
-        if inspect.getattr_static(owner, name, None) is not pristine
-    ]
-    modes = [
-        *dispatch_modes._get_current_dispatch_mode_stack(),
-        *function_modes._get_current_function_mode_stack(),
-    ]
-    found += [f"{type(mode).__name__} is still on" for mode in modes]
-    if not torch.is_grad_enabled():
-        found.append("gradients are still off")
-    return found
-
-
-def restore() -> None:
-    """Undo what ``leftovers`` reports, so that the next test is not blamed for it."""
-    for (owner, name), pristine in zip(HOOK_POINTS, _PRISTINE, strict=True):
-        if inspect.getattr_static(owner, name, None) is not pristine:
-            setattr(owner, name, pristine)
-    while modes := dispatch_modes._get_current_dispatch_mode_stack():
-        modes[-1].__exit__(None, None, None)
-    while modes := function_modes._get_current_function_mode_stack():
-        modes[-1].__exit__(None, None, None)
-    torch.set_grad_enabled(True)
 
 
 # ---- in the ranks --------------------------------------------------------------------------------
@@ -180,6 +124,8 @@ def _join(rank: int, world: int, folder: str) -> None:
     # Without it gloo looks up the host name, which need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(1)
+    accept_settings()
+    gc.freeze()  # every full collection would visit the objects of torch
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10)
@@ -198,8 +144,9 @@ def _serve(answers: Connection, rank: int, world: int, folder: str) -> None:
                 message = answers.recv_bytes()
             except (EOFError, OSError):
                 break
-            answers.send_bytes(_attempt(rank, lambda: _call(message)))  # noqa: B023 - called at once
+            answer = _attempt(rank, lambda: _call(message))  # noqa: B023 - called at once
             gc.collect()  # models are cycles; they must not die in the middle of the next test
+            answers.send_bytes(answer)
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.disable()
@@ -218,8 +165,12 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._processes = []
         self._pipes: list[Connection] = []
-        context = multiprocessing.get_context("spawn")
+        # The server imports torch once; a fork of it takes milliseconds. Rank 0 is a process of its own, so that the
+        # ranks hash strings differently, as they do in a job: nothing that they must agree on may depend on it.
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(PRELOADED)
         for rank in range(world):
+            context: Any = server if rank else multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(theirs, rank, world, self._folder.name), daemon=True

@@ -18,7 +18,7 @@ import functionalize as fz
 from examples.compare import assert_inputs_equal, snapshot_args
 from examples.resize_program import values, z
 from functionalize import errors
-from tests.ranks import leftovers
+from tests.leftovers import leftovers
 
 R = torch.ops.inductor.resize_storage_bytes_
 OUTSIDE = torch.zeros(4)

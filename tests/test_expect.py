@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import settings
 
-from tests.expect import NEWEST, PINNED, Snapshots, normalise
+from tests.expect import NEWEST, PINNED, OrphanCheck, Snapshots, normalise
 
 pytest_plugins = ["pytester"]
 
-MODULE = "tests/core/test_resize.py"
+MODULE = "tests/discharge/test_resize.py"
 
 
 @pytest.fixture
 def snapshots(tmp_path: Path) -> Snapshots:
-    file = tmp_path / "expect/core/resize/grow.txt"
+    file = tmp_path / "expect/discharge/resize/grow.txt"
     file.parent.mkdir(parents=True)
     file.write_text("one\ntwo\n")
     (tmp_path / MODULE).parent.mkdir(parents=True)
@@ -49,9 +51,9 @@ def test_mismatch_is_a_diff(snapshots: Snapshots) -> None:
     assert_expected_inline(
         failure(snapshots, "grow", "one\nthree"),
         """\
-expect/core/resize/grow.txt: differs. \
-To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/core/test_resize.py
---- expect/core/resize/grow.txt
+expect/discharge/resize/grow.txt: differs. \
+To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/discharge/test_resize.py
+--- expect/discharge/resize/grow.txt
 +++ now
 @@ -1,2 +1,2 @@
  one
@@ -64,8 +66,8 @@ def test_missing_file_says_how_to_accept(snapshots: Snapshots) -> None:
     assert_expected_inline(
         failure(snapshots, "shrink", "one"),
         """\
-expect/core/resize/shrink.txt: no such snapshot. \
-To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/core/test_resize.py
+expect/discharge/resize/shrink.txt: no such snapshot. \
+To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/discharge/test_resize.py
 It would hold:
 one
 """,
@@ -107,7 +109,7 @@ def test_case_is_one_word(snapshots: Snapshots, case: str) -> None:
 def test_unstable_text_is_refused(snapshots: Snapshots, text: str, what: str) -> None:
     snapshots.accept = True
     message = failure(snapshots, "grow", f"x\n{text}\n")
-    assert message.startswith(f"expect/core/resize/grow.txt: the text holds {what}; print it")
+    assert message.startswith(f"expect/discharge/resize/grow.txt: the text holds {what}; print it")
     assert snapshots.folder(snapshots.tests / "core/test_resize.py").joinpath("grow.txt").exists()
 
 
@@ -276,6 +278,33 @@ def test_accept_deletes_orphans(project: Project, monkeypatch: pytest.MonkeyPatc
     assert (project.root / "expect/a/one.txt").exists()
 
 
+def test_the_controller_of_xdist_judges(project: Project) -> None:
+    """Each of the two tests runs in a worker of its own, which asks for one of the two snapshots."""
+    pytest.importorskip("xdist")
+    code, out = project.run("-n", "2", "--dist", "load")
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "2 passed" in out
+    assert [line for line in out.splitlines() if line.startswith("ORPHAN")] == [
+        "ORPHAN expect/a/three.txt"
+    ]
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_the_controller_judges_nothing_once_a_worker_died(tmp_path: Path, died: bool) -> None:
+    config: Any = SimpleNamespace(option=SimpleNamespace(collectonly=False))
+    check, session = OrphanCheck(config, Snapshots(tmp_path)), SimpleNamespace(exitstatus=0)
+    orphan = tmp_path / "expect/a/three.txt"
+    orphan.parent.mkdir(parents=True)
+    orphan.touch()
+    check.modules[tmp_path / "tests/test_a.py"] = {"tests/test_a.py::test_one"}
+    check.passed.add("tests/test_a.py::test_one")
+    check.pytest_testnodedown(SimpleNamespace(workeroutput={"orphans": check._report()}), None)
+    if died:
+        check.pytest_testnodedown(SimpleNamespace(), "crashed")
+    check.pytest_sessionfinish(session, pytest.ExitCode.OK)  # type: ignore[arg-type]
+    assert check.found == ([] if died else [orphan])
+
+
 # ---- conftest: nothing left behind ---------------------------------------------------------------
 
 
@@ -283,6 +312,20 @@ LEFT_BEHIND = {
     "torch.UntypedStorage.resize_ = lambda *a: None": "UntypedStorage.resize_ is still patched",
     "torch.TypedStorage.resize_ = lambda *a: None": "TypedStorage.resize_ is still patched",
     "torch.set_grad_enabled(False)": "gradients are still off",
+    "torch.set_num_threads(torch.get_num_threads() + 1)": "the number of threads: *, was *",
+    "torch.set_default_dtype(torch.float64)": "the default dtype: torch.float64, was torch.float32",
+    "torch.use_deterministic_algorithms(True, warn_only=True)": (
+        "(deterministic algorithms, warn only): (True, True), was (False, False)"
+    ),
+    "torch.set_float32_matmul_precision('medium')": "the float32 matmul precision: medium, was highest",
+    "torch.set_anomaly_enabled(True)": "anomaly detection: True, was False",
+    "torch.set_warn_always(True)": "`torch.set_warn_always`: True, was False",
+    "torch.set_autocast_enabled('cpu', True)": "autocast on CPUs: True, was False",
+    "torch.set_autocast_dtype('cpu', torch.float16)": (
+        "the dtype of autocast on CPUs: torch.float16, was torch.bfloat16"
+    ),
+    "gc.disable()": "the garbage collector's switch: False, was True",
+    "gc.set_threshold(7, 7, 7)": "the thresholds of the garbage collector: (7, 7, 7), was *",
     "FakeTensorMode().__enter__()": "FakeTensorMode is still on",
     "TorchDispatchMode().__enter__()": "TorchDispatchMode is still on",
     "BaseTorchFunctionMode().__enter__()": "BaseTorchFunctionMode is still on",
@@ -298,6 +341,7 @@ def test_left_behind_is_an_error_and_is_cleaned_up(
     )
     project.write(
         "tests/test_c.py",
+        "import gc\n"
         "import torch\n"
         "from torch._subclasses import FakeTensorMode\n"
         "from torch.overrides import BaseTorchFunctionMode\n"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import functionalize as fz
 from examples.resize_program import R, values, z
 from functionalize._compat.fakes import FakeTensorMode
-from tests.ranks import leftovers
+from tests.leftovers import leftovers
 
 
 def assert_replays(fn: Callable[..., Any], make_args: Callable[[], tuple[Any, ...]]) -> None:

@@ -144,8 +144,13 @@ def test_mlp() -> None:
     assert (first.warmups, first.replays) == (1, STEPS - 2)
 
 
-def test_through_the_default_pipeline() -> None:
-    check(run_on_ranks(mlp_twins_through_passes))
+@pytest.fixture(scope="module")
+def through_passes() -> list[Verdict]:
+    return run_on_ranks(mlp_twins_through_passes)
+
+
+def test_through_the_default_pipeline(through_passes: list[Verdict]) -> None:
+    check(through_passes)
 
 
 def test_llama() -> None:
@@ -173,5 +178,5 @@ def test_an_error_while_recording_leaves_the_model_as_eager_does(where: str, at:
         assert not patched
 
 
-def test_program_snapshot(expect: Any) -> None:
-    expect("mlp", run_on_ranks(mlp_twins_through_passes)[0].program)
+def test_program_snapshot(expect: Any, through_passes: list[Verdict]) -> None:
+    expect("mlp", through_passes[0].program)

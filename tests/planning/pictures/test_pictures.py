@@ -1,0 +1,316 @@
+"""Pictures show the numbers of their timelines, at every size, and are files of a reasonable one."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from pathlib import Path
+
+import pytest
+
+from functionalize.errors import PictureError
+from functionalize.planning.allocator.allocator import simulate
+from functionalize.planning.pictures import pictures
+from functionalize.planning.pictures.pictures import (
+    COLUMNS,
+    columns,
+    memory_picture,
+    schedule_picture,
+    tradeoff_picture,
+)
+from functionalize.planning.pictures.tradeoffs import Point, frontier, kind_of, points
+from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.report.rows import exposed, merged, rectangles, rows_of, total
+from functionalize.planning.report.spans import Span
+from functionalize.planning.timeline.timeline import Category, Timeline
+from tests.planning.timelines import Maker, large, real, schedule_of, step_of
+
+pytest.importorskip("matplotlib")
+GIB = 1 << 30
+
+
+def texts(path: Path) -> list[str]:
+    """The texts of an SVG: they stay text."""
+    found = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
+    return [text.strip() for text in found]
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_a_step_says_what_its_peak_is(tmp_path):
+    eager, program = step_of(4)
+    reserved = [nbytes + (8 << 20) for nbytes in eager.bytes]
+    path = tmp_path / "memory.svg"
+    memory_picture(
+        [eager, program], path, title="Four layers", reserved=reserved, limit=eager.peak + 5
+    )
+    said = texts(path)
+    assert "Four layers" in said
+    assert (
+        f"peak {human_bytes(eager.peak)}" in said and f"the peak: {human_bytes(eager.peak)}" in said
+    )
+    assert f"program: peak {human_bytes(program.peak)}" in said
+    assert f"reserved by the allocator, peak {human_bytes(max(reserved))}" in said
+    assert f"limit {human_bytes(eager.peak + 5)}" in said
+    assert {"forward", "backward", "recompute", "optimizer"} <= set(said)
+    assert eager.peak_op is not None and any(eager.peak_op.name in text for text in said)
+    for category, nbytes in eager.categories_at(eager.peak_at).items():
+        assert said[said.index(category.value) + 1] == human_bytes(nbytes)
+    assert "layers.*.w: exp_avg (×4)" in said
+
+
+def test_the_pictures_of_a_captured_step(tmp_path):
+    eager, program, time = real()
+    path = tmp_path / "memory.svg"
+    memory_picture([eager, program], path, reserved=simulate(eager).bytes)
+    said = texts(path)
+    assert f"peak {human_bytes(eager.peak)}" in said
+    assert f"program: peak {human_bytes(program.peak)}" in said
+    assert f"reserved by the allocator, peak {human_bytes(simulate(eager).peak)}" in said
+    assert {"forward", "backward", "recompute", "optimizer"} <= set(said)
+    schedule_picture(time.spans, path)
+    wait = f"compute waits {human_seconds(time.exposed)} for communication"
+    assert any(
+        text.startswith(f"{human_seconds(time.seconds)} in all; {wait}") for text in texts(path)
+    )
+    assert total(exposed(time.spans)) == pytest.approx(time.exposed)
+
+
+def test_a_limit_far_above_does_not_flatten_the_picture(tmp_path):
+    path = tmp_path / "memory.svg"
+    memory_picture(step_of(1)[:1], path, limit=80 * GIB)
+    assert "limit 80.0 GiB, far above" in texts(path)
+
+
+def test_a_step_with_100_000_events_is_a_small_file(tmp_path):
+    eager, _ = large()
+    assert len(eager.events) > 100_000
+    path = tmp_path / "memory.svg"
+    memory_picture([eager], path)
+    assert path.stat().st_size < 1 << 20
+    assert f"peak {human_bytes(eager.peak)}" in texts(path)
+
+
+def test_a_column_shows_its_event_with_the_most_bytes():
+    values = [(7 * i) % 1009 for i in range(5000)]
+    found = columns(values, 10, 5000)
+    assert len(found) == COLUMNS and found == sorted(set(found))
+    assert max(values[10:]) == max(values[i] for i in found)
+    assert columns(values, 10, 60) == list(range(10, 60))
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf", "PNG"])
+def test_the_name_says_what_kind_of_file(tmp_path, suffix):
+    path = tmp_path / f"memory.{suffix}"
+    memory_picture(step_of(1), path)
+    head = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix.lower()]
+    assert path.read_bytes().startswith(head)
+
+
+def test_the_same_plan_gives_the_same_file(tmp_path):
+    a, b = tmp_path / "a.svg", tmp_path / "b.svg"
+    for path in (a, b):
+        memory_picture(step_of(2), path)
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_drawing_leaves_the_settings_of_matplotlib_alone(tmp_path):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    memory_picture(step_of(1), tmp_path / "memory.png")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_one_allocation_with_an_odd_name(tmp_path):
+    maker = Maker()
+    maker.make(1 << 20, Category.INPUTS, "$x^{<&")
+    path = tmp_path / "memory.svg"
+    memory_picture([maker.timeline("$eager$")], path)
+    assert "at the peak of $eager$" in texts(path) and "$x^{&lt;&amp;" in texts(path)
+    assert "before the step" in texts(path)
+
+
+# -- schedule --------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_a_schedule_shows_what_waits(tmp_path):
+    path = tmp_path / "schedule.svg"
+    spans = [
+        Span("all-gather 0", "gather", 0.0, 0.004),
+        Span("compute", "mm", 0.002, 0.006, "forward"),
+        Span("reduce-scatter 0", "scatter", 0.006, 0.010),
+    ]
+    schedule_picture(spans, path)
+    said = texts(path)
+    assert {"compute  40%", "all-gather 0  40%", "reduce-scatter 0  40%", "compute waits"} <= set(
+        said
+    )
+    assert "10.0 ms in all; compute waits 6.00 ms for communication (60%)" in said
+
+
+def test_a_schedule_with_100_000_spans_is_a_small_file(tmp_path):
+    spans = schedule_of(126, small=400)
+    assert len(spans) > 100_000
+    path = tmp_path / "schedule.svg"
+    schedule_picture(spans, path)
+    assert path.stat().st_size < 1 << 20
+
+
+def test_a_schedule_that_takes_no_time(tmp_path):
+    path = tmp_path / "schedule.svg"
+    schedule_picture([Span("compute", "view", 0.0, 0.0)], path)
+    assert "0 s in all; compute waits 0 s for communication (0%)" in texts(path)
+
+
+def test_what_is_exposed_is_communication_without_compute():
+    spans = [
+        Span("all-gather 0", "a", 0, 10),
+        Span("all-gather 1", "b", 8, 12),
+        Span("compute", "c", 1, 2),
+        Span("compute", "d", 4, 9),
+        Span("compute", "e", 11, 30),
+        Span("reduce-scatter", "f", 20, 31),
+        Span("reduce-scatter", "g", 40, 41),
+    ]
+    found = exposed(reversed(spans))
+    assert found == [(0, 1), (2, 4), (9, 11), (30, 31), (40, 41)]
+    assert total(found) == 7
+    assert exposed(spans[2:5]) == [] and exposed(spans[:1]) == [(0, 10)]
+
+
+def test_exposed_agrees_with_looking_at_every_moment():
+    spans = [span for layers in (1, 6) for span in schedule_of(layers)]
+    found = exposed(spans)
+    for i in range(2000):
+        time = (i + 0.5) * max(span.end for span in spans) / 2000
+        at = {span.stream == "compute" for span in spans if span.start <= time < span.end}
+        assert any(a <= time < b for a, b in found) == (at == {False})
+
+
+def test_rows_are_compute_first_and_rectangles_cover_them():
+    rows = rows_of(schedule_of(3))
+    assert list(rows) == ["compute", "all-gather 0", "reduce-scatter 0"]
+    for row in rows.values():
+        fine, rough = rectangles(row, 0.0), rectangles(row, 2.0)
+        assert len(fine) == len(row) and len(rough) == 1
+        assert rough[0].start == row[0].start and rough[0].end == row[-1].end
+        covered = merged((r.start, r.end) for r in rectangles(row, 1e-4))
+        assert all(any(a <= s.start and s.end <= b for a, b in covered) for s in row)
+
+
+# -- sweeps ----------------------------------------------------------------------------------------
+
+ROWS = [
+    {"batch": 1, "reshard": True, "seconds": 1.0, "bytes": 10 * GIB, "model": "8B"},
+    {"batch": 1, "reshard": False, "seconds": 0.9, "bytes": 20 * GIB, "model": "8B"},
+    {"batch": 2, "reshard": True, "seconds": 2.0, "bytes": 15 * GIB, "model": "8B"},
+    {"batch": 2, "reshard": False, "seconds": 0.5, "bytes": 90 * GIB, "model": "8B"},
+    {"batch": 4, "reshard": False, "seconds": None, "bytes": None, "model": "8B"},
+]
+
+
+def test_the_frontier_is_what_no_row_beats():
+    found = points(ROWS, "seconds", "bytes", 40 * GIB)
+    assert [(p.name, p.feasible) for p in frontier(found)] == [
+        ("batch 2, reshard False", False),
+        ("batch 1, reshard False", True),
+        ("batch 1, reshard True", True),
+    ]
+    same = [Point(1, 1, "first", True), Point(1, 1, "second", True), Point(1, 2, "worse", True)]
+    assert [p.name for p in frontier(same)] == ["first"]
+
+
+def test_the_picture_of_a_sweep_lists_the_best_rows_that_fit(tmp_path):
+    path = tmp_path / "sweep.svg"
+    tradeoff_picture(ROWS, path, limit=40 * GIB)
+    said = texts(path)
+    assert "bytes against seconds, 4 configurations" in said
+    assert "2 of 3 that fit are not beaten in both" in said
+    assert said[said.index("batch 1, reshard False") - 1] == "900 ms, 20.0 GiB"
+    assert "batch 2, reshard False" not in said
+    assert "limit 40.0 GiB" in said and "1 more above, up to 90.0 GiB" in said
+    tradeoff_picture(ROWS, path, limit=GIB)
+    assert "3 of 4 (none fits) are not beaten in both" in texts(path)
+    tradeoff_picture(ROWS, path, x="batch", y="seconds")
+    assert "1, 900 ms" in texts(path)
+
+
+def test_as_many_points_as_have_room_are_listed(tmp_path):
+    rows = [{"batch": i, "seconds": i / 7, "bytes": GIB * (100 - i)} for i in range(100)]
+    path = tmp_path / "sweep.svg"
+    tradeoff_picture(rows, path)
+    said = texts(path)
+    assert "100 of 100 are not beaten in both" in said
+    assert "batch 0" in said and "batch 99" in said
+
+
+def test_names_of_columns_say_their_units():
+    assert [
+        kind_of(name) for name in ("bytes", "peak_bytes", "eager peak", "step seconds", "batch")
+    ] == [
+        "bytes",
+        "bytes",
+        "bytes",
+        "seconds",
+        "number",
+    ]
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_another_kind_of_file_is_refused(tmp_path):
+    with pytest.raises(
+        PictureError,
+        match=r"memory\.gif cannot be drawn: a picture is \.png, \.svg, \.pdf .*write_page",
+    ):
+        memory_picture(step_of(1), tmp_path / "memory.gif")
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(
+        PictureError, match=r"memory\.png cannot be drawn: .*pip install \"functionalize\[plots\]\""
+    ):
+        memory_picture(step_of(1), tmp_path / "memory.png")
+
+
+def test_only_drawing_imports_matplotlib():
+    for path in Path(pictures.__file__).parents[1].rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:  # at the top level, not in functions
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert "matplotlib" not in ast.unparse(node), path
+
+
+def test_nothing_to_draw_is_refused(tmp_path):
+    path = tmp_path / "x.png"
+    for none in ([], [Timeline("eager", [], [], [])]):
+        with pytest.raises(
+            PictureError, match=r"no event in the timeline. Was the step captured with memory=True"
+        ):
+            memory_picture(none, path)
+    with pytest.raises(
+        PictureError,
+        match=r"Reserved bytes of 1 moments were given for the [\d,]+ events of `eager`",
+    ):
+        memory_picture(step_of(1), path, reserved=[5])
+    with pytest.raises(PictureError, match="the schedule has no span"):
+        schedule_picture([], path)
+    with pytest.raises(
+        PictureError,
+        match=r"none of 5 rows has numbers for `x` and `bytes`\. The columns of the first row: `batch`, `reshard`",
+    ):
+        tradeoff_picture(ROWS, path, x="x")
+    with pytest.raises(PictureError, match=r"none of 0 rows .* The columns of the first row: none"):
+        tradeoff_picture([], path)
+    assert not path.exists()

@@ -1,0 +1,553 @@
+"""`capture(..., backward=True)` in one process: a forward whose backward is a program, too, equal to eager."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import functionalize as fz
+from functionalize.errors import GuardError, UncapturableError
+from functionalize.step_backward.captured_forward import CapturedForward
+from tests.step.twins import Model, batch, same_state
+
+Loss = Callable[..., Any]
+
+
+def loss_of(model: nn.Module) -> Loss:
+    return lambda x: model(x).square().mean()
+
+
+def output_of(model: nn.Module) -> Loss:
+    return lambda x: model(x)
+
+
+def twins(make: Callable[[nn.Module], Loss] = loss_of) -> list[tuple[Any, Any]]:
+    """An eager callable and a captured one, each with its own model from the same seed."""
+    found: list[tuple[Any, Any]] = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        fn = make(model)
+        found.append((model, fz.capture(fn, backward=True) if captured else fn))
+    return found
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.stride() == b.stride() and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def compare(
+    use: Callable[[Any, Loss, int], Any],
+    make: Callable[[nn.Module], Loss] = loss_of,
+    steps: int = 6,
+) -> CapturedForward:
+    """`use(model, forward, i)` for both twins: what it returns, gradients, state and generator are equal."""
+    (a, eager), (b, captured) = twins(make)
+    for i in range(steps):
+        torch.manual_seed(i)
+        expected, after = use(a, eager, i), torch.get_rng_state()
+        torch.manual_seed(i)
+        assert equal(use(b, captured, i), expected), i
+        assert torch.equal(torch.get_rng_state(), after)
+        assert equal(gradients(a), gradients(b)), i
+        assert same_state(a, b)
+        with torch.no_grad():
+            for model in (a, b):
+                for p in model.parameters():
+                    p -= 0.1 * p.grad if p.grad is not None else 0
+    return captured
+
+
+def train(model: nn.Module, forward: Loss, i: int) -> Any:
+    model.zero_grad()
+    loss = forward(batch(i))
+    loss.backward()
+    return loss.detach()
+
+
+def test_forward_and_backward_replay_bitwise_with_dropout_and_batch_norm() -> None:
+    captured = compare(train)
+    stats = captured.stats
+    assert (stats.captures, stats.reruns, stats.eager) == (1, 0, 0)
+    assert stats.replays == stats.backwards == 5
+
+
+def test_the_two_graphs(expect: Callable[[str, str], None]) -> None:
+    captured = compare(lambda model, forward, i: (train(model, forward, i), model.zero_grad())[0])
+    assert captured.stats.captures == 1
+    (backward,) = captured.backward_programs
+    expect("forward", captured.program.print_readable(print_output=False))
+    expect("backward", backward.print_readable(print_output=False))
+    inputs = {spec.name for spec in backward.inputs}
+    assert "m_b_weight" in {n.removeprefix("model_") for n in inputs} or "model_b_weight" in inputs
+
+
+def test_an_optimizer_outside_is_eager() -> None:
+    (a, eager), (b, captured) = twins()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (a, b)]
+    for i in range(6):
+        for (_m, forward), optimizer in zip(((a, eager), (b, captured)), optimizers, strict=True):
+            torch.manual_seed(i)
+            forward(batch(i)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_state(a, b)
+    left, right = (o.state_dict()["state"] for o in optimizers)
+    assert all(torch.equal(left[k][n], right[k][n]) for k in left for n in left[k])
+    assert captured.stats.backwards == 5
+
+
+def test_gradients_accumulate_outside() -> None:
+    def micro(model: nn.Module, forward: Loss, i: int) -> None:
+        if i % 3 == 0:
+            model.zero_grad()
+        forward(batch(i)).backward()
+
+    assert compare(micro, steps=9).stats.backwards >= 6
+
+
+# -- other ways to go backward ---------------------------------------------------------------------
+
+
+def test_autograd_grad_of_parameters_leaves_grad_alone() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        return torch.autograd.grad(forward(batch(i)), list(model.parameters()))
+
+    captured = compare(use)
+    assert captured.stats.backwards == 5
+    assert captured.stats.reruns == 0
+
+
+def test_gradients_flow_to_arguments_that_were_computed_outside() -> None:
+    outside = nn.Linear(6, 6)
+
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        outside.zero_grad()
+        model.zero_grad()
+        x = outside(batch(i))
+        forward(x).backward()
+        return [p.grad for p in outside.parameters()]
+
+    assert compare(use).stats.backwards >= 4
+
+
+def test_a_call_that_cannot_be_recorded_gives_gradients_to_computed_arguments() -> None:
+    layer = nn.Linear(4, 4)
+    captured = fz.capture(
+        lambda h, s: h.sum() + torch.sparse.mm(s, h).sum(), backward=True, on_uncapturable="eager"
+    )
+    for _ in range(2):  # the call that is refused, and one after it
+        layer.zero_grad()
+        captured(layer(torch.ones(4, 4)), torch.eye(4).to_sparse()).backward()
+        assert torch.equal(layer.weight.grad, torch.full((4, 4), 8.0))
+    assert captured.stats.eager == 2
+
+
+def test_only_the_gradient_of_the_input() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        x = batch(i).requires_grad_()
+        return torch.autograd.grad(forward(x), x)
+
+    captured = compare(use)
+    assert captured.stats.backwards == 5
+    (backward,) = captured.backward_programs
+    assert len(backward.outputs) == 1 + len(list(Model().parameters()))
+    assert sum("mm" in n.name for n in backward.graph.nodes if n.op == "call_function") == 2
+
+
+def test_two_backwards_through_a_retained_graph() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        x = batch(i).requires_grad_()
+        loss = forward(x)
+        (g,) = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+        return g, x.grad
+
+    captured = compare(use, steps=8)
+    stats = captured.stats
+    assert stats.reruns in (1, 2)  # each other way to go backward is recorded once, in a rerun
+    assert stats.backwards >= 15
+
+
+def test_a_second_backward_needs_a_retained_graph() -> None:
+    _, (_model, captured) = twins()
+    for i in range(4):
+        loss = captured(batch(i))
+        loss.backward()
+        with pytest.raises(RuntimeError, match="retain_graph=True"):
+            loss.backward()
+    assert captured.stats.backwards >= 2
+
+
+def test_double_backward_is_refused_by_name() -> None:
+    _, (model, captured) = twins()
+    for i in range(4):
+        loss = captured(batch(i))
+        with pytest.raises(UncapturableError, match="create_graph=True"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        loss.backward()
+
+
+def test_two_forwards_before_one_backward() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        loss = forward(batch(i)) + forward(batch(i + 100))
+        loss.backward()
+        return loss.detach()
+
+    captured = compare(use)
+    assert captured.stats.replays >= 8
+    assert captured.stats.reruns == 0
+
+
+def test_hooks_on_parameters_run_once_and_outside() -> None:
+    calls: list[list[Tensor]] = []
+
+    def make(model: nn.Module) -> Loss:
+        seen: list[Tensor] = []
+        calls.append(seen)
+        model.a.weight.register_hook(lambda g: seen.append(g.clone()) or 2 * g)
+        model.a.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        return loss_of(model)
+
+    assert compare(train, make).stats.backwards >= 3
+    assert len(calls[0]) == 12
+    assert equal(*calls)
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+    hidden: list[Tensor]
+    rows: int
+
+
+def structured(model: nn.Module) -> Loss:
+    def forward(x: Tensor) -> Output:
+        hidden = model.a(x)
+        logits = model.b(F.relu(model.norm(hidden)))
+        return Output(logits.square().mean(), logits, [hidden, hidden.detach()], len(x))
+
+    return forward
+
+
+@pytest.mark.parametrize("which", ["loss", "logits", "both", "hidden"])
+def test_only_some_outputs_are_gone_backward_from(which: str) -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        out = forward(batch(i))
+        assert not out.hidden[1].requires_grad
+        total = {
+            "loss": lambda: out.loss,
+            "logits": lambda: F.cross_entropy(out.logits, torch.tensor([0, 1, 0, 1, 1])),
+            "both": lambda: out.loss + out.logits.sum(),
+            "hidden": lambda: out.hidden[0].exp().sum(),
+        }[which]()
+        total.backward()
+        return total.detach(), out.logits.detach(), out.rows
+
+    captured = compare(use, structured)
+    assert captured.stats.backwards >= 4
+    assert captured.stats.reruns == 0
+
+
+def test_an_output_may_be_written_in_place() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        loss = forward(batch(i))
+        loss /= 4
+        loss.backward()
+        return loss.detach()
+
+    assert compare(use).stats.backwards >= 4
+
+
+def test_an_output_that_backward_needs_may_not_be_written() -> None:
+    """As eager says it, for a recorded forward and for a replayed one."""
+    for forward in (f for _, f in twins(lambda m: lambda x: m.a(x).exp())):
+        for i in range(4):
+            out = forward(batch(i))
+            if i != 2:
+                out.sum().backward()
+                continue
+            out.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+    first = fz.capture(lambda x: x.exp(), backward=True)
+    x = torch.ones(3, requires_grad=True)
+    out = first(x)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_parameter_may_not_be_written_between() -> None:
+    for i_bad in (0, 4):
+        for model, forward in twins():
+            for i in range(i_bad):
+                forward(batch(i)).backward()
+            loss = forward(batch(9))
+            with torch.no_grad():
+                model.b.weight.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_an_argument_that_is_returned_is_the_callers_own() -> None:
+    captured = fz.capture(lambda x, w: (x, (x * w).sum()), backward=True)
+    x, w = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
+    for _ in range(3):
+        same, loss = captured(x, w)
+        assert same is x
+        x.grad = None
+        loss.backward()
+        assert torch.equal(x.grad, w)
+    assert captured.stats.backwards >= 1
+
+
+def test_a_result_that_is_a_parameter_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    captured = fz.capture(lambda x: (model(x).sum(), model.weight), backward=True)
+    loss, _ = captured(torch.ones(1, 2))
+    loss.backward()
+    with pytest.raises(UncapturableError, match="returns a parameter"):
+        captured(torch.ones(1, 2))
+
+
+# -- a backward that was not recorded --------------------------------------------------------------
+
+
+def test_a_backward_of_another_kind_runs_the_forward_again_once() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        x = batch(i).requires_grad_()
+        loss = forward(x)
+        torch.rand(i)  # the generator has gone on
+        if i < 4 or i % 2:
+            loss.backward()
+            return loss.detach(), x.grad
+        return loss.detach(), torch.autograd.grad(loss, x)
+
+    captured = compare(use, steps=12)
+    assert captured.stats.reruns == 1
+    assert any("other gradients" in text for text in captured.stats.guard_failures)
+    assert len(captured.backward_programs) >= 2
+
+
+def test_a_rerun_begins_from_the_buffers_of_its_forward() -> None:
+    """Another forward, which moves the batch norm's buffers, ran in between."""
+
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        first, second = forward(batch(i)), forward(batch(i + 50))
+        if i > 2:
+            return torch.autograd.grad(first, list(model.parameters()))
+        first.backward()
+        return second.detach()
+
+    captured = compare(use, steps=6)
+    assert captured.stats.reruns == 1
+
+
+def test_a_rerun_is_refused_when_the_forward_would_be_another_one() -> None:
+    _, (model, captured) = twins()
+    for i in range(4):
+        captured(batch(i)).backward()
+    x = batch(4).requires_grad_()
+    captured(x).backward()
+    captured(x).backward()
+    loss = captured(x)
+    model.eval()
+    before = gradients(model)
+    with pytest.raises(GuardError, match=r"training = False.*Nothing was changed"):
+        torch.autograd.grad(loss, x)
+    assert equal(gradients(model), before)
+
+
+def test_tangents_of_another_layout_are_recorded_beside() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        out = forward(batch(i))
+        seed = torch.ones(5, 2) if i % 2 else torch.ones(2, 5).t()
+        out.backward(seed)
+        return out.detach()
+
+    captured = compare(use, output_of, steps=10)
+    assert captured.stats.reruns == 1
+
+
+# -- no backward -----------------------------------------------------------------------------------
+
+
+def test_without_gradients_it_is_an_ordinary_captured_step() -> None:
+    _, (model, captured) = twins()
+    eager = loss_of(model)
+    model.eval()
+    with torch.no_grad():
+        for i in range(4):
+            assert torch.equal(captured(batch(i)), eager(batch(i)))
+    assert captured.stats.replays == 3
+    assert captured.backward_programs == ()
+
+
+def test_saved_values_go_with_the_outputs() -> None:
+    _, (_model, captured) = twins(output_of)
+    for i in range(3):
+        captured(batch(i)).sum().backward()
+    out = captured(batch(5))
+    saved = [weakref.ref(t) for t in out.grad_fn.captured._saved]
+    assert len(saved) >= 3
+    assert captured.stats.replays >= 2
+    del out
+    gc.collect()
+    assert not any(ref() is not None for ref in saved)
+    out = captured(batch(6))
+    saved = [weakref.ref(t) for t in out.grad_fn.captured._saved]
+    out.sum().backward()
+    assert not any(ref() is not None for ref in saved)
+
+
+def test_a_forward_that_nobody_goes_backward_from(caplog: pytest.LogCaptureFixture) -> None:
+    (a, eager), (b, captured) = twins()
+    for i in range(12):
+        torch.manual_seed(i)
+        expected = eager(batch(i))
+        torch.manual_seed(i)
+        assert torch.equal(captured(batch(i)), expected)
+    assert same_state(a, b)
+    assert captured.stats.captures == 0
+    assert sum("no backward is called" in r.message for r in caplog.records) == 1
+    for i in range(12):
+        captured(batch(i)).backward()
+    assert captured.stats.backwards >= 4
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_draws_the_same_masks(reentrant: bool) -> None:
+    def make(model: nn.Module) -> Loss:
+        def forward(x: Tensor) -> Tensor:
+            h = checkpoint(lambda x: model.drop(model.a(x)), x, use_reentrant=reentrant)
+            return model.b(h).square().mean()
+
+        return forward
+
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        x = batch(i).requires_grad_()
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), x.grad
+
+    assert compare(use, make).stats.backwards >= 3
+
+
+def test_frozen_parameters_and_evaluation() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        model.a.requires_grad_(i < 4)
+        model.train(i % 4 < 2)
+        loss = forward(batch(i))
+        loss.backward()
+        return loss.detach()
+
+    captured = compare(use, steps=16)
+    assert captured.stats.backwards >= 6
+
+
+def test_a_gradient_inside_the_forward() -> None:
+    """A gradient penalty: the forward takes a derivative itself."""
+
+    def make(model: nn.Module) -> Loss:
+        def forward(x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            out = model.b(torch.tanh(model.a(x))).sum()
+            (g,) = torch.autograd.grad(out, x, create_graph=True)
+            return out + g.square().sum()
+
+        return forward
+
+    assert compare(train, make).stats.backwards >= 3
+
+
+def test_shapes_live_side_by_side() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        loss = forward(batch(i, rows=5 + i % 2))
+        loss.backward()
+        return loss.detach()
+
+    captured = compare(use, steps=10)
+    assert captured.stats.backwards >= 6
+    assert "replays" in captured.explain()
+
+
+def test_a_number_that_python_read_is_saved() -> None:
+    """The scale is another number at every call; the backward multiplies by it, too."""
+
+    def make(model: nn.Module) -> Loss:
+        def forward(x: Tensor) -> Tensor:
+            scale = x.abs().max().item()
+            return (model(x) * scale).square().mean() / (1 + scale)
+
+        return forward
+
+    captured = compare(train, make, steps=8)
+    assert captured.stats.reruns == 0
+    assert captured.stats.backwards >= 5
+    (backward,) = captured.backward_programs
+    assert "a number" in backward.print_readable(print_output=False)
+    assert backward.graph_module.code  # its fake values can be made
+
+
+def test_a_number_that_decides_is_a_guard_of_the_forward() -> None:
+    def make(model: nn.Module) -> Loss:
+        def forward(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            return loss * 2 if x.sum().item() > 0 else loss
+
+        return forward
+
+    captured = compare(train, make, steps=12)
+    assert captured.stats.backwards >= 6
+
+
+def test_passes_run_on_both_programs() -> None:
+    (a, eager), (b, _) = twins()
+    captured = fz.capture(loss_of(b), backward=True, passes="default")
+    for i in range(5):
+        results = []
+        for model, forward in ((a, eager), (b, captured)):
+            torch.manual_seed(i)
+            model.zero_grad()
+            forward(batch(i)).backward()
+            results.append(gradients(model))
+        assert equal(*results)
+    assert captured.program.history
+    assert captured.backward_programs[0].history
+    assert captured.stats.backwards >= 3
