@@ -5,7 +5,7 @@
 Starts two gloo processes. Each builds the same model twice (random weights), wraps both layer by layer with
 `fully_shard`, trains one twin eagerly and the other through `functionalize.capture`, and compares losses,
 parameters and optimizer states bit by bit after every step. No line of FSDP2 or of the model is changed.
-Then a few rows of the README's table of features are run the same way, with the code of their tests.
+Then a few features of `docs/features.md` are run the same way, with the code of their tests.
 """
 
 from __future__ import annotations

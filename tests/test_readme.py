@@ -1,44 +1,145 @@
-"""README and docs tell the truth: examples print what they say, links lead somewhere, every error is told of."""
+"""README and docs are true: their code runs and prints what they say, and every link, file and error exists."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import functionalize as fz
 from functionalize import errors
+from tests.cli.entry import Command, command
 from tests.fsdp.table import written
 
+__all__ = ["command"]  # a fixture
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
-def test_the_example_prints_what_the_readme_says() -> None:
-    part = README.partition("<!-- example: begin")[2].partition("<!-- example: end -->")[0]
-    code, output = re.findall(r"```(?:python)?\n(.*?)```", part, re.DOTALL)
-    assert len(code.splitlines()) <= 20
+def printed_by(code: str, names: dict[str, object], source: str = "README.md") -> str:
+    """What a block of code prints; it reads and defines `names`."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), {})
-    assert printed.getvalue().strip() == output.strip()
+        exec(compile(code, source, "exec"), names)
+    return printed.getvalue().strip()
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def test_every_block_of_code_is_run_by_a_test_here() -> None:
+    assert re.findall(r"^```(\w*)$", README, re.MULTILINE) == [
+        *("", ""),  # before and after
+        *("python", "", "", ""),  # the example and its output; "" closes a block, too
+        *("python", ""),  # `capture`
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*deprecated:FutureWarning")
+def test_the_layer_before_and_after() -> None:
+    head, *lines = README.partition("```\n")[2].partition("```")[0].splitlines()
+    column = head.index("the program")
+    eager = [line[:column].rstrip() for line in lines]
+    after = [line[column:] for line in lines if line[column:]]
+    names: dict[str, Any] = {"fz": fz, "dist": dist}
+    printed_by("\n    ".join(["def layer(p, shard, x, dy):", *eager]), names)
+    with fz.world(2, target="cpu"):
+        p, shard, x, dy = (torch.ones(rows, 4) for rows in (4, 2, 3, 3))
+        p.untyped_storage().resize_(0)
+        program = fz.trace(names["layer"], p, shard, x, dy)
+    body = printed_by("program.print_readable()", {"program": program}).partition("):\n")[2]
+    for left_out in ("aten.", "_c10d_functional.", ".default"):
+        body = body.replace(left_out, "")
+    assert [line.strip() for line in body.splitlines()] == after
+
+
+def test_the_example_prints_what_the_readme_says() -> None:
+    code, output = re.findall(r"```python\n(.*?)```\n```\n(.*?)```", README, re.DOTALL)[0]
+    assert len(code.splitlines()) <= 20
+    assert printed_by(code, {}) == output.strip()
+
+
+def test_the_lines_about_capture_record_replay_and_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "capture(" in c)
+    assert len(code.splitlines()) == 6
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    names: dict[str, Any] = {"fz": fz, "train_step": train_step}
+    names["batches"] = [torch.randn(2, 4) for _ in range(6)]
+    monkeypatch.chdir(tmp_path)
+    assert "program(" in printed_by(code, names)
+    assert names["step"].stats.replays > 0
+    assert (tmp_path / "step.fzp").exists()
+
+
+def test_the_command_of_the_plan_draws_its_picture(tmp_path: Path, command: Command) -> None:
+    pytest.importorskip("matplotlib")
+    (line,) = re.findall(r"^    functionalize (memory .*)$", README, re.MULTILINE)
+    assert f"]({line.split()[-1]})" in README
+    picture = tmp_path / "picture.png"
+    ran = command(*line.split()[:-1], picture, "--set", "layers=1")  # 32 take ten times as long
+    assert ran.code == 0
+    assert picture.exists()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_relative_link_exists(page: Path) -> None:
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+ROOTS = "functionalize|passes|tests|docs|examples|benchmarks|expect"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_and_module_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    for path in re.findall(rf"`((?:{ROOTS})/[\w./-]*)", text):
+        assert (ROOT / path).exists(), path
+    for name in re.findall(r"`((?:functionalize|passes|benchmarks|tests)\.[\w.]+)", text):
+        module, _, rest = name.rpartition(".")
+        found = importlib.util.find_spec(module) if rest else None
+        assert found is not None, name
+        known = hasattr(importlib.import_module(module), rest)
+        assert known or importlib.util.find_spec(name) is not None, name
 
 
 def test_every_error_has_a_line_on_its_page() -> None:
-    told = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    described = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
+    )
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
-    bases = {"FunctionalizeError", "StorageError", "InvariantError"}  # told of in words
-    assert sorted(told) == sorted(kinds - bases)
+    bases = {"FunctionalizeError", "StorageError", "InvariantError"}  # described in prose
+    assert sorted(described) == sorted(kinds - bases)
 
 
 def test_the_functions_print_what_their_page_says() -> None:
@@ -47,11 +148,9 @@ def test_the_functions_print_what_their_page_says() -> None:
     assert len(parts) == text.count("```python")
     names: dict[str, object] = {}
     for code, output in parts:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "docs/functions.md", "exec"), names)
-        assert printed.getvalue().strip() == output.strip()
+        assert printed_by(code, names, "docs/functions.md") == output.strip()
 
 
-def test_the_table_of_features_is_that_of_the_tests() -> None:
-    assert written(README) == README, "python -m tests.fsdp.table --write"
+def test_the_list_of_features_is_that_of_the_tests() -> None:
+    text = (ROOT / "docs" / "features.md").read_text()
+    assert written(text) == text, "python -m tests.fsdp.table --write"

@@ -37,7 +37,13 @@ def test_the_bounds_of_the_package() -> None:
     assert torch == f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
 
 
-def test_the_tables_for_readers() -> None:
-    for name in ("README.md", "docs/limits.md"):
-        rows = re.findall(r"^\| (2\.[\d., ]+) \|", text(name), re.MULTILINE)
-        assert sorted(v for row in rows for v in row.split(", ")) == sorted(TESTED), name
+def test_the_table_for_readers() -> None:
+    rows = re.findall(r"^\| (2\.[\d., ]+) \|", text("docs/limits.md"), re.MULTILINE)
+    assert sorted(v for row in rows for v in row.split(", ")) == sorted(TESTED)
+
+
+def test_the_line_of_the_readme() -> None:
+    (row,) = re.findall(r"^\| torch (2\.[\d., ]+) \|", text("README.md"), re.MULTILINE)
+    assert tuple(row.split(", ")) == TESTED
+    (torch,) = tomllib.loads(text("pyproject.toml"))["project"]["dependencies"]
+    assert torch in text("README.md")

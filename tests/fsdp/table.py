@@ -1,9 +1,9 @@
-"""The README's table of features, made from the tables that the tests are parametrised with.
+"""The list of features in `docs/features.md`, made from the tables that the tests are parametrised with.
 
     python -m tests.fsdp.table            prints it
-    python -m tests.fsdp.table --write    puts it into README.md; `tests/test_readme.py` fails if it is not there
+    python -m tests.fsdp.table --write    writes it into docs/features.md; `tests/test_readme.py` fails if it differs
 
-A title is here because a test of that title is; a mark says what the test asserts: ✓ replayed bit for bit, ✗ eager
+Every entry is the title of a test. Its mark says what the test asserts: ✓ replayed bit for bit, ✗ eager
 cannot run it on gloo, and the test shows eager's error.
 """
 
@@ -23,7 +23,7 @@ from tests.fsdp import (
 )
 from tests.fsdp.huggingface import CASES
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 BEGIN = "<!-- features: begin (written by `python -m tests.fsdp.table --write`) -->"
 END = "<!-- features: end -->"
 Row = tuple[str, list[str], str]
@@ -92,20 +92,23 @@ def _model(key: str) -> str:
 
 
 def table() -> str:
-    """The rows as Markdown."""
-    lines = ["| | `fz.capture` | tested in `tests/fsdp/` |", "| --- | --- | --- |"]
-    lines += [f"| {group} | {'; '.join(titles)} | `{file}` |" for group, titles, file in rows()]
-    return "\n".join(lines)
+    """The rows as Markdown: a heading and a list for each group, with a link to the file of its tests."""
+    sections = []
+    for group, titles, file in rows():
+        heading = f"### {group[0].upper()}{group[1:]}"
+        link = f"[`{file}`](../tests/fsdp/{file})"
+        sections.append("\n".join([heading, "", f"Tests: {link}", "", *(f"- {t}" for t in titles)]))
+    return "\n\n".join(sections)
 
 
 def written(text: str) -> str:
-    """A README with the table in its place."""
+    """The text of `docs/features.md` with the current list in its place."""
     before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        README.write_text(written(README.read_text()))
+        PAGE.write_text(written(PAGE.read_text()))
     else:
         print(table())
