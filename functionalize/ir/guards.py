@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.ops import geometry_of
-from functionalize.ir.scalars import Given, evaluated, expression_text
+from functionalize.ir.scalars import ScalarInput, evaluated, expression_text
 from functionalize.util.structure import holds_tensors
 
 
@@ -150,7 +150,7 @@ class NumberGuard:
     where: str
 
     def failure(self, call: Call) -> str | None:
-        def number(leaf: Given) -> Any:
+        def number(leaf: ScalarInput) -> Any:
             return leaf.source.resolve(call).item()
 
         try:

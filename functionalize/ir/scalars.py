@@ -1,8 +1,8 @@
 """Numbers that change from call to call: what Python did with them, as an expression.
 
     step = state["step"].item()              Read(record of _local_scalar_dense)
-    lr = group["lr"]                         Given(source, "optimizer.lr_0", 0.1)
-    lr / (1 - 0.9**step)                     Applied(truediv, (Given, Applied(sub, (1, Applied(pow, ...)))))
+    lr = group["lr"]                         ScalarInput(source, "optimizer.lr_0", 0.1)
+    lr / (1 - 0.9**step)                     Applied(truediv, (ScalarInput, Applied(sub, (1, Applied(pow, ...)))))
 
 An op that was given such a number has a `LiveNumber` in its record; the program computes it with the same
 Python functions in the same order, so it is the same number bit for bit.
@@ -34,7 +34,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Given:
+class ScalarInput:
     """A number that Python kept and that every call looks up again, as a tensor of one element.
 
     hint: its value while the step was recorded.
@@ -62,11 +62,11 @@ class Applied:
     @staticmethod
     def of(function: Callable[..., Any], *args: Any) -> Applied:
         """`function` of expressions and constants."""
-        return Applied(function, args, all(is_given(a) for a in args))
+        return Applied(function, args, all(is_known_before_run(a) for a in args))
 
 
-Expression = Read | Given | Applied
-_KINDS = (Read, Given, Applied)
+Expression = Read | ScalarInput | Applied
+_KINDS = (Read, ScalarInput, Applied)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ def is_expression(value: Any) -> bool:
     return isinstance(value, _KINDS)
 
 
-def is_given(value: Any) -> bool:
+def is_known_before_run(value: Any) -> bool:
     """Whether a value is known before the graph runs."""
     return not isinstance(value, Read) and getattr(value, "given", True)
 
@@ -168,7 +168,7 @@ def expression_text(expression: Any) -> str:
             called = f"{part.function.__name__}({', '.join(args)})"
             done[part] = applied_text(part.function, args) or called
         else:
-            done[part] = part.name if isinstance(part, Given) else "item"
+            done[part] = part.name if isinstance(part, ScalarInput) else "item"
         if len(done[part]) > _LONGEST:
             done[part] = "..."
     return done[expression] if is_expression(expression) else repr(expression)

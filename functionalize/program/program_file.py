@@ -66,7 +66,7 @@ FORMS: tuple[Form, ...] = (
             inputs.Argument,
             inputs.InputSpec,
             inputs.WholeStorage,
-            numbers.Given,
+            numbers.ScalarInput,
             ops.Geometry,
             outputs.Constant,
             outputs.InputView,

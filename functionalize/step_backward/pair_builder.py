@@ -26,7 +26,7 @@ from functionalize.ir.guards import Guard, NumberGuard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec, Source
 from functionalize.ir.ops import Geometry
 from functionalize.ir.outputs import OutputRole
-from functionalize.ir.scalars import Given, evaluated
+from functionalize.ir.scalars import ScalarInput, evaluated
 from functionalize.planning.timeline.timeline import Category
 from functionalize.program.printer import node_text
 from functionalize.program.program import Program
@@ -146,7 +146,7 @@ class PairBuilder(Builder):
                     self._geometry.setdefault(view.value, found)
             if serial in self._home and serial not in deferred:
                 self._new_input(serial, storage)
-            elif not storage.parts and storage.views[storage.root].version == storage.version:
+            elif not storage.pending and storage.views[storage.root].version == storage.version:
                 for view in storage.views.values():
                     if view.geometry != storage.root:
                         view.version = -1
@@ -184,4 +184,4 @@ class PairBuilder(Builder):
 
 def _hint(leaf: Any) -> Any:
     """The value of a number at recording."""
-    return leaf.hint if isinstance(leaf, Given) else leaf.record.meta["hint"]
+    return leaf.hint if isinstance(leaf, ScalarInput) else leaf.record.meta["hint"]

@@ -26,7 +26,7 @@ from functionalize.discharge.layout import output_geometry
 from functionalize.discharge.rules.mutations import functional_form
 from functionalize.discharge.rules.registry import Engine, rule
 from functionalize.discharge.rules.views import step_of
-from functionalize.discharge.values import Call
+from functionalize.discharge.values import ViewCall
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
 
@@ -101,7 +101,7 @@ def _turned(engine: Engine, ref: TensorRef) -> TensorRef:
     """The transpose of a matrix; anything of fewer dimensions itself."""
     g: Geometry = ref.geometry
     turned = g._replace(size=g.size[::-1], stride=g.stride[::-1])
-    step = step_of(Call(aten.t.default, ()), g, turned)
+    step = step_of(ViewCall(aten.t.default, ()), g, turned)
     if step is not None:
         engine.storage(ref.storage).add_view(g, turned, step)
     return TensorRef(ref.storage, turned)
