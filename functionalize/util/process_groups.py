@@ -1,4 +1,4 @@
-"""Process groups as the dispatcher gets them: boxed in a script object."""
+"""Process groups as arguments of dispatched ops: boxed in a `torch.ScriptObject`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def is_group(value: Any) -> bool:
 
 
 def group_name(value: Any) -> str:
-    """The name by which functional collectives know a process group."""
+    """The name of a process group, which functional collectives take in its place."""
     group = value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
     return str(group.group_name)

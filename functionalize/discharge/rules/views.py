@@ -3,10 +3,10 @@
     a[1:3].mul_(2)        slice = aten.slice(a, 0, 1, 3); mul = aten.mul(slice, 2)
                           slice_scatter = aten.slice_scatter(a, mul, 0, 1, 3)
 
-Every view op that torch's functionalization knows has a step here (composite ones arrive as these). An op
-that is not listed, or a geometry no op was seen to make, goes straight from the root by `as_strided`.
+Every view op of torch's functionalization has a step here (composite ones are dispatched as these). The output of an
+op that is not listed, or a geometry that no recorded op made, is derived from the root by `as_strided`.
 
-Invariant: `inverse(forward(x)) == x`, and `inverse` does not ask for the old parent when the child covers it.
+Invariant: `inverse(forward(x)) == x`, and `inverse` does not read the old parent when the child covers it.
 Refusal: none here; overlapping writes are refused by `FunctionalStorage.check_writable`.
 """
 
@@ -27,7 +27,7 @@ OldParent = Callable[[], Value]
 
 @dataclass(frozen=True, slots=True)
 class ReshapeStep(ViewStep):
-    """Both sides hold the same elements in the same order: `view` there and back."""
+    """Parent and child have the same elements in the same order: the inverse is `view`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -42,7 +42,7 @@ class ReshapeStep(ViewStep):
 
 @dataclass(frozen=True, slots=True)
 class BijectiveStep(ViewStep):
-    """An op whose inverse is another op: `permute`, `view.dtype`, `view_as_real`, `_conj`."""
+    """An op with an inverse op (`back`): `permute`, `view.dtype`, `view_as_real`, `_conj`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -58,7 +58,10 @@ class BijectiveStep(ViewStep):
 
 @dataclass(frozen=True, slots=True)
 class SubviewStep(ViewStep):
-    """A part of the parent: `slice`, `select`, `diagonal`; back by the matching `*_scatter`."""
+    """A part of the parent: `slice`, `select`, `diagonal`; the inverse is the matching `*_scatter`.
+
+    covers: whether the child is the whole parent.
+    """
 
     call: ViewCall
     scatter: Any
@@ -83,8 +86,8 @@ class OutputStep(SubviewStep):
     """A part of the parent that is one output of a multi-output op: `split`, `unbind`.
 
     Note [One call for all outputs]
-    N outputs that are read of one value of the parent share one call: one each would make N times N values. The
-    parent's view keeps the call's value for as long as its own.
+    All outputs that are read from one value of the parent share one call; a call for each would compute N outputs N
+    times. The parent's `View` keeps the result of the call as long as its own value.
     """
 
     index: int
@@ -101,11 +104,11 @@ class OutputStep(SubviewStep):
 
 @dataclass(frozen=True, slots=True)
 class StridedStep(ViewStep):
-    """From a dense geometry to any other of the same dtype inside it, whatever ops led there.
+    """From a dense geometry to any other geometry of the same dtype inside it, whatever ops made that.
 
     Note [Positions are relative]
-    Where a value lies in its own memory is not known: `slice_scatter` keeps the storage offset of what it was
-    given. So positions count from the value's first element, and `as_strided` is given no offset.
+    The storage offset of a value is not known while a graph is built: `slice_scatter` keeps the offset of its argument.
+    So positions count from the value's first element, and `as_strided` is emitted without a storage offset.
     """
 
     parent: Geometry
@@ -113,7 +116,7 @@ class StridedStep(ViewStep):
 
     @property
     def _window(self) -> tuple[int, int]:
-        """The elements of the flattened parent that the child reaches over."""
+        """[start, end) of the child in the elements of the flattened parent."""
         p, c = self.parent, self.child
         return c.offset - p.offset, c.end // c.dtype.itemsize - p.offset
 
@@ -146,7 +149,10 @@ class StridedStep(ViewStep):
 
 
 def _with_layout(emit: Emitter, value: Value, have: Geometry, want: Geometry) -> Value:
-    """The memory of `value` in another size and stride; without `as_strided` where it is a permutation."""
+    """The memory of `value` (geometry `have`) viewed with the size and stride of `want`.
+
+    By `permute` and `view` where both are dense, which passes and compilers handle better than `as_strided`.
+    """
     if have.size == want.size and have.stride == want.stride:
         return value
     before, after = _by_stride(have), _by_stride(want)
@@ -171,7 +177,7 @@ def _by_stride(geometry: Geometry) -> list[int]:
 
 
 def _flattened(emit: Emitter, value: Value, have: Geometry) -> Value:
-    """A dense value in the order of its memory."""
+    """A dense value as one dimension, in the order of its memory."""
     return _with_layout(
         emit, value, have, contiguous_geometry((have.numel,), have.dtype, have.offset)
     )
@@ -183,7 +189,7 @@ def _sliced(emit: Emitter, flat: Value, numel: int, start: int, end: int) -> Val
 
 @dataclass(frozen=True, slots=True)
 class ChainedSteps(ViewStep):
-    """Several steps one after the other; `middles` are the geometries between them."""
+    """Several steps, applied one after the other."""
 
     steps: tuple[ViewStep, ...]
 
@@ -209,13 +215,13 @@ class ChainedSteps(ViewStep):
         return self._back(emit, value, parent, at - 1)
 
 
-# Back by the op that computes: a base must have no lazy bit of its own, which many ops refuse.
+# The inverses materialise: a base must not have a conjugate or negative bit, which many ops refuse.
 _CONJUGATED = BijectiveStep(aten._conj.default, (), aten._conj_physical.default, ())
 _NEGATED = BijectiveStep(aten._neg_view.default, (), aten.neg.default, ())
 
 
 def straight(parent: Geometry, child: Geometry) -> ViewStep:
-    """The step from a root to a geometry that no op was seen to make."""
+    """The step from a root to a geometry that no recorded op made."""
     steps: list[ViewStep] = []
     if child.neg:
         steps.append(_NEGATED)
@@ -223,10 +229,10 @@ def straight(parent: Geometry, child: Geometry) -> ViewStep:
         steps.append(_CONJUGATED)
     child = child._replace(conj=False, neg=False)
     if parent.neg or parent.conj:
-        undo = _CONJUGATED if parent.conj else _NEGATED
+        own_inverse = _CONJUGATED if parent.conj else _NEGATED
         return ChainedSteps(
             (
-                undo,
+                own_inverse,
                 straight(parent._replace(conj=False, neg=False), child),
                 *reversed(steps),
             )
@@ -236,7 +242,11 @@ def straight(parent: Geometry, child: Geometry) -> ViewStep:
 
 
 def _between_dtypes(parent: Geometry, child: Geometry) -> list[ViewStep]:
-    """Through the smallest run of whole elements of both dtypes that holds the child."""
+    """Steps from a parent to a child of any dtype.
+
+    A child of another element size is taken from the smallest contiguous run that contains it and is a whole number of
+    elements of both dtypes.
+    """
     old, new = parent.dtype, child.dtype
     if old == new:
         return [StridedStep(parent, child)]
@@ -259,9 +269,9 @@ def _between_dtypes(parent: Geometry, child: Geometry) -> list[ViewStep]:
 def step_of(
     call: ViewCall, parent: Geometry, child: Geometry, index: int | None = None
 ) -> ViewStep | None:
-    """The step that `call` takes from `parent` to `child`, its output `index` (None: the only one).
+    """The step of the view op `call` from `parent` to `child`, its output `index` (None: its only output).
 
-    None: go straight from the root.
+    None for an op that is not listed: its output is derived from the root (`straight`).
     """
     make = _STEPS.get(call.target)
     return None if make is None else make(call, parent, child, index)
@@ -272,7 +282,7 @@ def _reshape(call: ViewCall, parent: Geometry, child: Geometry, index: int | Non
 
 
 def _expand(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
-    # written only where nothing was expanded: then `view` goes back
+    # Only a view in which no dimension was expanded is ever written; its inverse is `view`.
     return ReshapeStep(call.target, call.args, parent)
 
 
