@@ -69,7 +69,7 @@ class GraphEmitter(Emitter):
         kind = self._kinds.get(target) or self._kind(target)
         if kind.takes_generator and _has_generator(args, kwargs):
             raise UnsupportedOpError(
-                "draws from a torch.Generator it was given, which a graph cannot hold: use the default "
+                "draws from a torch.Generator argument, which a graph cannot hold: use the default "
                 "generator (torch.manual_seed), which replay draws from as eager does"
             )
         return self._node(kind, target, args, kwargs)

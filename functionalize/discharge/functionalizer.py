@@ -323,8 +323,8 @@ class Functionalizer:
             return self.emit.call(aten.copy.default, empty, value)
         if have is UNKNOWN or not expands(have.size, want.size):
             raise UnsupportedOpError(
-                f"gives what fits no `out` of size {list(want.size)}, which eager resizes and torch's fake "
-                "kernel does not: give it an `out` of the right size"
+                f"returns a result that fits no `out` of size {list(want.size)}, which eager resizes and torch's "
+                "fake kernel does not: give it an `out` of the right size"
             )
         if have.dtype != want.dtype:
             value = self.emit.call(aten._to_copy.default, value, dtype=want.dtype)

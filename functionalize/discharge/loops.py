@@ -112,8 +112,8 @@ def copied_argument(
             if fits and eager == loop(size, [result.stride, *inputs]):
                 return Copied(at, own, result)
     raise UnsupportedOpError(
-        f"computes into {want} by a loop over the elements that no functional op takes, and may round "
-        "otherwise: compute without out=, then copy_()"
+        f"computes into {want} by a loop over the elements that no functional op runs, and may round "
+        "differently: compute without out=, then copy_()"
     )
 
 

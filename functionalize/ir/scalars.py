@@ -50,11 +50,11 @@ class ScalarInput:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Applied:
-    """A Python function applied to numbers. given: whether no leaf is a `Read`, so that it can be computed early."""
+    """A Python function applied to numbers. known_before_run: whether no leaf is a `Read`."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    given: bool
+    known_before_run: bool
 
     def __repr__(self) -> str:
         return expression_text(self)
@@ -84,7 +84,7 @@ def is_expression(value: Any) -> bool:
 
 def is_known_before_run(value: Any) -> bool:
     """Whether the value of an expression can be computed before the graph runs."""
-    return not isinstance(value, Read) and getattr(value, "given", True)
+    return not isinstance(value, Read) and getattr(value, "known_before_run", True)
 
 
 def bottom_up(expression: Any, done: Mapping[Any, Any]) -> Iterator[Any]:

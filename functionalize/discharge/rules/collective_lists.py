@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from functionalize.discharge.rules.collectives import (
     FUNCTIONAL,
-    name_of,
     ranks_of,
     received,
     reduction,
@@ -29,6 +28,7 @@ from functionalize.discharge.rules.collectives import (
 from functionalize.discharge.rules.registry import Engine, rule
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.ops import OpRecord, TensorRef
+from functionalize.util.process_groups import group_name
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def allgather_(engine: Engine, record: OpRecord) -> Any:
                 "collective does: pad them to one size"
             )
         value = engine.emit.call(
-            FUNCTIONAL.all_gather_into_tensor.default, sent(engine, shard), ranks, name_of(group)
+            FUNCTIONAL.all_gather_into_tensor.default, sent(engine, shard), ranks, group_name(group)
         )
         whole = wait(engine, value)
         if rows(g.size, ranks) != (ranks, *g.size):
@@ -67,7 +67,7 @@ def alltoall_(engine: Engine, record: OpRecord) -> Any:
         engine.emit.call(aten.cat.default, flat),
         sizes,
         [t.geometry.numel for t in inputs],
-        name_of(group),
+        group_name(group),
     )
     parts = engine.emit.call(aten.split_with_sizes.default, wait(engine, value), sizes)
     for i, target in enumerate(outputs):
@@ -83,7 +83,7 @@ def allgather_into_tensor_coalesced_(engine: Engine, record: OpRecord) -> None:
         FUNCTIONAL.all_gather_into_tensor_coalesced.default,
         [sent(engine, t) for t in inputs],
         ranks,
-        name_of(group),
+        group_name(group),
     )
     _received_all(engine, values, [rows(t.geometry.size, ranks) for t in inputs], outputs)
 
@@ -97,7 +97,7 @@ def reduce_scatter_tensor_coalesced_(engine: Engine, record: OpRecord) -> None:
         [sent(engine, t) for t in inputs],
         reduction(op),
         ranks,
-        name_of(group),
+        group_name(group),
     )
     have = [(t.geometry.size[0] // ranks, *t.geometry.size[1:]) for t in inputs]
     _received_all(engine, values, have, outputs)
@@ -110,7 +110,7 @@ def allreduce_coalesced_(engine: Engine, record: OpRecord) -> None:
         FUNCTIONAL.all_reduce_coalesced.default,
         [sent(engine, t) for t in tensors],
         reduction(op),
-        name_of(group),
+        group_name(group),
     )
     have = [t.geometry.size or (1,) for t in tensors]
     _received_all(engine, values, have, tensors)

@@ -8,8 +8,7 @@
     fsdp.record_grad_output_stream       ->  nothing: it orders a free after a read, and values are not freed
 
 Their schemas do not say what they write or alias, so each has a rule here, or in `collective_lists.py` if it
-takes lists of tensors. A rank sends the same messages as in eager, so ranks that replay and ranks that run eagerly
-work together.
+takes lists of tensors. A rank sends the same messages as in eager, so replaying and eager ranks work together.
 Refusal: any other op of `c10d`, `fsdp` or `_c10d_functional`, by name. `unlisted_ops` finds the ops of the installed
 torch that are not named in this file.
 """
@@ -30,6 +29,7 @@ from functionalize.discharge.rules.registry import RULES, Engine, rule
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import OpRecord, TensorRef, contiguous_geometry
+from functionalize.util.process_groups import group_name
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional
@@ -48,11 +48,6 @@ _REDUCTIONS = {
 
 def _unboxed(group: Any) -> Any:
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-
-
-def name_of(group: Any) -> str:
-    """The name of a process group, which functional collectives take in its place."""
-    return str(_unboxed(group).group_name)
 
 
 def ranks_of(group: Any) -> int:
@@ -154,7 +149,7 @@ def allgather_base_(engine: Engine, record: OpRecord) -> Any:
     output, shard, group = record.args[:3]
     ranks = ranks_of(group)
     value = engine.emit.call(
-        FUNCTIONAL.all_gather_into_tensor.default, sent(engine, shard), ranks, name_of(group)
+        FUNCTIONAL.all_gather_into_tensor.default, sent(engine, shard), ranks, group_name(group)
     )
     received(engine, wait(engine, value), rows(shard.geometry.size, ranks), output)
     return [None, None]
@@ -169,7 +164,7 @@ def reduce_scatter_base_(engine: Engine, record: OpRecord) -> Any:
         sent(engine, whole),
         reduction(op),
         ranks,
-        name_of(group),
+        group_name(group),
     )
     received(engine, wait(engine, value), (g.size[0] // ranks, *g.size[1:]), output)
     return [None, None]
@@ -178,7 +173,7 @@ def reduce_scatter_base_(engine: Engine, record: OpRecord) -> Any:
 def allreduce_(engine: Engine, record: OpRecord) -> Any:
     """`allreduce_(tensors, process_group, reduce_op, ...) -> (Tensor[], Work)`."""
     tensors, group, op = record.args[:3]
-    op, name = reduction(op), name_of(group)
+    op, name = reduction(op), group_name(group)
     for t in tensors:
         reduced(engine, t, lambda v: engine.emit.call(FUNCTIONAL.all_reduce.default, v, op, name))
     return [None, None]
@@ -194,7 +189,7 @@ def broadcast_(engine: Engine, record: OpRecord) -> Any:
     if not storage.valid.spans and _unboxed(group).rank() != root:
         # Only the root's contents are sent: on other ranks the tensor may be undefined.
         engine.write(target, engine.emit.empty(g, storage.device))
-    name = name_of(group)
+    name = group_name(group)
     reduced(engine, target, lambda v: engine.emit.call(FUNCTIONAL.broadcast.default, v, root, name))
     return [None, None]
 
@@ -214,7 +209,7 @@ def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
         value,
         list(out_splits) or [want[0] // ranks] * ranks,
         list(in_splits) or [have[0] // ranks] * ranks,
-        name_of(group),
+        group_name(group),
     )
     received(engine, wait(engine, value), want, output)
     return None
@@ -222,7 +217,7 @@ def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
 
 def barrier(engine: Engine, record: OpRecord) -> None:
     """`barrier(tensor, process_group, device_ids, ...)`; the tensor only selects the backend."""
-    engine.emit.call(BARRIER, name_of(record.args[1]), list(record.args[2]))
+    engine.emit.call(BARRIER, group_name(record.args[1]), list(record.args[2]))
 
 
 def all_gather_copy_in(engine: Engine, record: OpRecord) -> Any:
@@ -317,12 +312,10 @@ _NO_COUNTERPART = {
 }
 
 
-_REFUSED = {
-    "check_for_nan": (
-        "raises where a tensor holds NaN, by a kernel that a replay would run without an error to name: unset "
-        "TORCH_NCCL_NAN_CHECK, or assert torch.isfinite(x).all() in the step"
-    ),
-}
+_NAN_CHECK = (
+    "raises where a tensor holds NaN, by a kernel that a replay would run without an error to name: unset "
+    "TORCH_NCCL_NAN_CHECK, or assert torch.isfinite(x).all() in the step"
+)
 
 
 @cache
@@ -338,7 +331,7 @@ def refusal_of_collective(target: Any) -> str | None:
             "has no functional counterpart with the same messages: use "
             f"dist.{_NO_COUNTERPART[name]}, or keep it out of the step"
         )
-    return _REFUSED.get(name) or _NO_RULE
+    return _NAN_CHECK if name == "check_for_nan" else _NO_RULE
 
 
 _NO_RULE = "is a communication op without a rule: its schema does not say what it writes"
