@@ -137,6 +137,8 @@ class FunctionalStorage:
         """
         self._flush(emit)
         window = self.views[self.root]
+        # Two sources of the new base: the storage as on entry, and the old base, pasted over it if it has been written
+        # (or if there is no entry to read). Either may be missing.
         has_entry = bool(self.external and self.original_nbytes and not self.entry_lost)
         has_base = window.version == self.version and (self.written or not has_entry)
         has_base = has_base and self.root.numel > 0
@@ -144,7 +146,7 @@ class FunctionalStorage:
         dtype = self.root.dtype
         unit = max(itemsize, *(g.dtype.itemsize for g in self.views))
         uneven = end % unit != 0 or (has_entry and self.original_nbytes % unit != 0)
-        if uneven:
+        if uneven:  # a root of bytes, of a length that is a multiple of every item size
             dtype = torch.uint8
             end += -end % 16
         flat = contiguous_geometry((end // dtype.itemsize,), dtype)
@@ -219,6 +221,7 @@ class FunctionalStorage:
         return not self.pending.newer(window.start, window.end, view.version)
 
     def _regenerate(self, view: View, emit: Emitter) -> Value:
+        # Walk up to the nearest ancestor that is current, then replay the steps down to the view.
         chain: list[tuple[View, ViewStep]] = []
         window = view.geometry
         while not self._is_current(view, window):
@@ -234,6 +237,7 @@ class FunctionalStorage:
             chain.append((view, step))
             view = parent
         version = view.version
+        # An ancestor may be current in the bytes of `view` only: the views below it get its version, not the latest.
         for child, step in reversed(chain):
             child.hold(step.regenerate(emit, view), version)
             view = child

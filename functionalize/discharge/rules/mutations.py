@@ -191,6 +191,7 @@ def _form(
     returns = target._schema.returns
     theirs = candidate._schema.returns
     plain = [i for i, r in enumerate(returns) if r.alias_info is None]
+    # The counterpart of an op that returns other tensors too returns these first, then the new contents.
     first = 0 if dropped else len(theirs) - len(written)
     if first < 0 or (not dropped and len(plain) != first):
         first = 0
