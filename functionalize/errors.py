@@ -33,7 +33,7 @@ class ResizeError(StorageError):
 
 
 class ForeignStorageError(StorageError):
-    """A resize or mutation of a storage that no tensor of the program brought in."""
+    """A resize or mutation of a storage that belongs to no tensor of the program."""
 
 
 class OverlappingMutationError(FunctionalizeError):
@@ -53,7 +53,7 @@ class UncapturableError(FunctionalizeError):
 
 
 class TargetError(FunctionalizeError):
-    """A plan does not know what its target device would do, or would have to assume what nobody asked for."""
+    """A plan lacks a property of its target device, or would have to assume one that was not passed."""
 
 
 class EagerError(FunctionalizeError):
@@ -85,15 +85,15 @@ class AllocatorSettingsError(FunctionalizeError):
 
 
 class PlannedOutOfMemoryError(FunctionalizeError):
-    """The simulated allocator cannot reserve what a step asks for within its limit; says what, when and why."""
+    """The simulated allocator cannot reserve the memory of an allocation within its limit; says what, when and why."""
 
 
 class PlanError(FunctionalizeError):
-    """A plan asks for something that its functions, grid or model do not offer."""
+    """A plan requests something that its functions, grid or model do not offer."""
 
 
 class SaveError(FunctionalizeError):
-    """A program holds something that another process could not find again by a name."""
+    """A program refers to an object that another process could not find again by a name."""
 
 
 class LoadError(FunctionalizeError):
@@ -101,7 +101,7 @@ class LoadError(FunctionalizeError):
 
 
 class MemoryReportError(FunctionalizeError):
-    """A memory report is asked for a timeline, or for the constants of a device, that it does not have."""
+    """A timeline, or the constants of a device, were requested of a memory report that does not have them."""
 
 
 class PictureError(FunctionalizeError):
@@ -109,7 +109,7 @@ class PictureError(FunctionalizeError):
 
 
 class UsageError(FunctionalizeError):
-    """The command line was given something that it cannot read, find or do; nothing has run."""
+    """An argument of the command line that cannot be read, found or done; nothing has run."""
 
 
 class InvariantError(AssertionError):

@@ -14,7 +14,7 @@ from functionalize._compat.fakes import FakeTensorMode
 
 
 def load_dynamo() -> None:
-    """Import Dynamo, which every optimizer and checkpoint does sooner or later."""
+    """Import Dynamo, which every optimizer and checkpoint imports at its first use."""
     importlib.import_module("torch._dynamo")
 
 
@@ -28,14 +28,14 @@ def dynamo_frames() -> Any:
 
 
 def aot_autograd(**options: Any) -> Any:
-    """A Dynamo backend out of compilers; `torch.compile` has no public way to put one together."""
+    """A Dynamo backend made of a forward and a backward compiler; there is no public function for that."""
     from torch._dynamo.backends.common import aot_autograd
 
     return aot_autograd(**options)
 
 
 def inductor(gm: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
-    """Inductor as a backend that takes a graph; publicly it is a name only. Slow to import."""
+    """Inductor as a function of a graph; the public API has it as a backend name only. Slow to import."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, example_inputs, **options)
@@ -44,10 +44,10 @@ def inductor(gm: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> A
 def inductor_region(
     graph: fx.Graph, like: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> Any:
-    """A pure graph of tensors through Inductor: `f(inputs)` empties the list and returns the results.
+    """Compile a pure graph of tensors by Inductor: the result `f(inputs)` empties the list and returns the results.
 
-    like, results: what is given and what must come out, by size, stride, dtype and device. Publicly Inductor takes
-    what Dynamo or AOTAutograd made, and wraps it in code of theirs, which costs time at every call.
+    like, results: tensors with the size, stride, dtype and device of the inputs and of the results. The public API of
+    Inductor compiles graphs of Dynamo or AOTAutograd only, and adds their wrappers, which cost time at every call.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -61,20 +61,20 @@ def inductor_region(
         return [_with_strides(t, r) for t, r in zip(module(*inputs), results, strict=True)]
 
     with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode, torch.no_grad():
-        given = [
+        inputs = [
             torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in like
         ]
-        traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*given)
+        traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*inputs)
     (end,) = traced.graph.find_nodes(op="output")
     end.meta["user_visible_output_idxs"] = list(range(len(results)))
     options = {"size_asserts": False, "alignment_asserts": False, "triton.cudagraphs": False}
     with torch._guards.tracing(context(mode)), config.patch(options):
-        compiled = compile_fx_inner(traced, given, is_inference=True)
-    return getattr(compiled, "current_callable")  # noqa: B009 - without the frame that records runs for debugging
+        compiled = compile_fx_inner(traced, inputs, is_inference=True)
+    return getattr(compiled, "current_callable")  # noqa: B009 - skips the wrapper that records runs for debugging
 
 
 def _with_strides(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`t` with the strides of `like`: some decompositions lay out their results in their own way."""
+    """`t` with the strides of `like`: some decompositions return other strides than the op."""
     if _same_strides(t, like):
         return t
     order = sorted(range(t.dim()), key=like.stride, reverse=True)
@@ -92,7 +92,7 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def register_backend(name: str, backend: Any) -> None:
-    """Make `torch.compile(backend=name)` known, unless an entry point has: that registers on first use."""
+    """Register `torch.compile(backend=name)`, unless an entry point declares it: torch then loads it on first use."""
     from torch._dynamo.backends.registry import _BACKENDS, register_backend
 
     if name not in _BACKENDS:
@@ -100,7 +100,7 @@ def register_backend(name: str, backend: Any) -> None:
 
 
 def script_builtins() -> Any:
-    """The module where `torch.jit.script` looks up which function of torch's is which op (2.11 to 2.15)."""
+    """The module with the table by which `torch.jit.script` maps functions of torch to ops (2.11 to 2.15)."""
     from torch.jit import _builtins
 
     return _builtins

@@ -12,10 +12,10 @@ from torch._higher_order_ops.auto_functionalize import (  # custom ops that only
     auto_functionalized,
     can_auto_functionalize,
 )
-from torch.utils._mode_utils import (  # to change a wrapper, not what it wraps
+from torch.utils._mode_utils import (  # to change a wrapper subclass and not its inner tensors
     no_dispatch,
 )
-from torch.utils._python_dispatch import (  # the only hook below autograd
+from torch.utils._python_dispatch import (  # the only interception of ops below autograd
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
@@ -67,7 +67,7 @@ def load_resize_op() -> None:
 
 
 def plain_kernels(mode: FakeTensorMode) -> AbstractContextManager[Any]:
-    """Inside, ops on fake tensors run on the meta tensors that they are (2.11 to 2.13)."""
+    """A context: ops on fake tensors run on the underlying meta tensors, without the fake mode (2.11 to 2.13)."""
     from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
     return in_kernel_invocation_manager(mode)
@@ -76,14 +76,14 @@ def plain_kernels(mode: FakeTensorMode) -> AbstractContextManager[Any]:
 def op_overrides(namespace: str) -> AbstractContextManager[Any]:
     """A library whose `impl` replaces kernels of existing ops until the context ends.
 
-    A public `Library` gives its kernels back only when it is collected.
+    A public `Library` removes its kernels only when it is garbage-collected.
     """
     return torch.library._scoped_library(namespace, "IMPL")
 
 
 @contextmanager
 def composite_override(op: Any, kernel: Any) -> Iterator[None]:
-    """`kernel` in place of what a composite op is made of, where a mode or the fake mode takes it apart."""
+    """A context: `kernel` replaces the decomposition of a composite op where a mode or the fake mode decomposes it."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     before = op.py_kernels.get(key)
     op.py_kernels[key] = kernel
@@ -96,22 +96,22 @@ def composite_override(op: Any, kernel: Any) -> Iterator[None]:
 
 
 def composite_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run what a composite op is made of: torch's own, whatever overrides it."""
+    """Run torch's own decomposition of a composite op, even if it is overridden."""
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def kernel_of(op: Any, key: str) -> Any:
-    """The kernel that an op has for a dispatch key now; `call_boxed(keys, *args)` runs it."""
-    return torch.library.get_kernel(op, key)  # public, but the type that it gives is not
+    """The current kernel of an op for a dispatch key; its method `call_boxed(keys, *args)` runs it."""
+    return torch.library.get_kernel(op, key)  # public, but the type that it returns is not
 
 
 def redispatch_below(op: Any, keys: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-    """Go on with an op as if it had no kernel for `key`. keys: what the kernel was called with."""
+    """Dispatch an op to the next key after `key`. keys: the dispatch key set that the kernel was called with."""
     return op.redispatch(keys - torch._C.DispatchKeySet(_key(key)), *args, **kwargs)
 
 
 def excluded(key: str) -> AbstractContextManager[Any]:
-    """No kernel of this dispatch key runs in this thread."""
+    """A context: no kernel of this dispatch key runs in this thread."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_key(key)))
 
 
@@ -120,23 +120,23 @@ def _key(name: str) -> Any:
 
 
 def sdpa_order() -> list[int]:
-    """The order in which `sdpa_kernel(..., set_priority=True)` has attention kernels tried."""
+    """The order of attention backends, as set by `sdpa_kernel(..., set_priority=True)`."""
     return list(torch._C._get_sdp_priority_order())
 
 
 def entry_of(op: Any) -> Any:
-    """What an `OpOverload` calls, without its own frame; other ops as they are (torch 2.0 to 2.13)."""
+    """The function under `OpOverload.__call__`, to save a Python frame; other callables unchanged (2.0 to 2.13)."""
     return getattr(op, "_op", op)
 
 
 def no_python_dispatch() -> AbstractContextManager[None]:
-    """Inside, ops are dispatched as if no mode were on the stack (torch 2.0 to 2.13)."""
+    """A context: ops are dispatched as if no mode were active (torch 2.0 to 2.13)."""
     guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return guard
 
 
 def function_modes() -> list[Any]:
-    """The `TorchFunctionMode`s that are on, the innermost last (torch 2.11 to 2.13)."""
+    """The active `TorchFunctionMode`s, the innermost last (torch 2.11 to 2.13)."""
     from torch.overrides import _get_current_function_mode_stack
 
     return list(_get_current_function_mode_stack())

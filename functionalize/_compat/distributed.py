@@ -13,14 +13,14 @@ import torch
 
 
 def group_of_name(name: str) -> Any:
-    """The process group that a functional collective names."""
+    """The process group of a name, as it occurs in functional collectives."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def backend_of_group(name: str, device: str) -> str | None:
-    """The backend by which a process group communicates tensors of a type of device; None where it has none."""
+    """The name of the backend of a process group for a device type; None if it has none."""
     try:
         return str(group_of_name(name)._get_backend(torch.device(device)).name())
     except (RuntimeError, ValueError, LookupError):
@@ -47,12 +47,12 @@ def work_class() -> type | None:
 
 
 def sequence_number(group: Any) -> int:
-    """How many collectives a process group has issued; the same on all of its ranks between two of them."""
+    """How many collectives a process group has issued; equal on all of its ranks between two collectives."""
     return int(group._get_sequence_number_for_group())  # no public name in 2.11 to 2.13
 
 
 def store_of_group(group: Any) -> Any:
-    """The store through which the ranks of a group met, None for a fake group; it has no public name."""
+    """The rendezvous store of a process group; None for a fake group. It has no public name."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_process_group_store
 
@@ -74,7 +74,9 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # every group puts one more `[rank0]:` before a traceback's lines
+    hook = (
+        sys.excepthook
+    )  # `init_process_group` replaces it by one that adds `[rank0]:` to a traceback's lines
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -84,19 +86,19 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
 
 def fake_work_ids() -> tuple[Any, str]:
-    """The function that numbers the works of fake collectives, where it is called (2.11 to 2.13)."""
+    """(module, name) of the function that numbers the `Work`s of fake collectives (2.11 to 2.13)."""
     return importlib.import_module("torch.distributed._meta_registrations"), "generate_unique_id"
 
 
 def sharding_propagation() -> tuple[type, str]:
-    """The method by which DTensor finds the global shape of an op's result, on fake tensors (2.11 to 2.13)."""
+    """(class, name) of the method by which DTensor computes an op's global shape on fake tensors (2.11 to 2.13)."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     return ShardingPropagator, "_propagate_tensor_meta_non_cached"
 
 
 def forget_shardings() -> None:
-    """Empty DTensor's caches of propagated shardings: they hold meshes, equal ones of other process groups too."""
+    """Clear DTensor's sharding caches: they hold meshes, and an equal mesh may have other process groups."""
     import torch.distributed.tensor.debug as debug
     from torch.distributed.tensor._redistribute import _gen_transform_infos
 
@@ -109,7 +111,7 @@ def forget_shardings() -> None:
 
 
 def mesh_methods() -> list[tuple[Any, str]]:
-    """Methods of a mesh that compute on its tensor of ranks (2.11 to 2.13)."""
+    """(class, name) of the methods of a device mesh that compute on its tensor of ranks (2.11 to 2.13)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     names = ("__init__", "__getitem__", "mesh", "get_coordinate", "_flatten", "_unflatten")
@@ -118,7 +120,7 @@ def mesh_methods() -> list[tuple[Any, str]]:
 
 
 def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:
-    """The records in a DTensor's spec; the kinds of placements, each with what it is made from."""
+    """The dataclasses in a DTensor's spec; the placement classes, each with the attributes that it is made from."""
     try:
         from torch.distributed.tensor import Partial, Replicate, Shard
         from torch.distributed.tensor import _dtensor_spec as spec

@@ -23,7 +23,7 @@ __all__ = [
 
 
 def fakes_module() -> Any:
-    """The module whose `FakeTensor` a library asks for, to find out whether it is traced (torch 2.11 to 2.13)."""
+    """The module from which libraries import `FakeTensor` to test whether they are traced (torch 2.11 to 2.13)."""
     return importlib.import_module("torch._subclasses")
 
 
@@ -35,20 +35,20 @@ def is_fake(value: Any) -> bool:
 
 
 def flex_devices() -> tuple[Any, str]:
-    """Where flex attention refuses devices: its module and the name (torch 2.11 to 2.13)."""
+    """(module, name) of the function by which flex attention refuses devices (torch 2.11 to 2.13)."""
     return importlib.import_module("torch.nn.attention.flex_attention"), "_validate_device"
 
 
 def swap_fakes(a: torch.Tensor, b: torch.Tensor) -> None:
-    """`torch.utils.swap_tensors` for fakes, which does not mind who else looks at them."""
+    """`torch.utils.swap_tensors` for fakes, without its checks for other references to the tensors."""
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     torch._C._swap_tensor_impl(a, b)
 
 
 def values_unread(mode: FakeTensorMode) -> AbstractContextManager[Any]:
-    """Inside, a fake made by a mode without a ShapeEnv does not remember the number in a 0-dimensional tensor.
+    """A context: a mode without a ShapeEnv makes fakes that do not remember the number in a 0-dimensional tensor.
 
-    Torch 2.14 and 2.15 read it, unless a compiler is tracing; 2.11 to 2.13 do not.
+    Torch 2.14 and 2.15 read the number, unless a compiler is tracing; 2.11 to 2.13 do not.
     """
     context: AbstractContextManager[Any] = torch._guards.tracing(torch._guards.TracingContext(mode))
     return context

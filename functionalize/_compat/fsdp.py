@@ -9,7 +9,7 @@ from typing import Any
 
 
 def load_fsdp_ops() -> None:
-    """Register the `fsdp::*` and `c10d::*` ops; a build without distributed has neither."""
+    """Register the `fsdp::*` and `c10d::*` ops; does nothing in a build without distributed."""
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 
@@ -30,7 +30,7 @@ def _fsdp_state_finder() -> Any:
 
 
 def fsdp_classes() -> list[type]:
-    """The classes in which FSDP2 keeps state, and the one whose methods its users call (2.11 to 2.15)."""
+    """The classes in which FSDP2 keeps state, and `FSDPModule`, whose methods users call (2.11 to 2.15)."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
     except ImportError:
@@ -43,12 +43,12 @@ def fsdp_classes() -> list[type]:
 
 
 def fsdp_lazy_init(state: Any) -> None:
-    """What the first forward of a root does before all else: has no public name but the forward itself."""
+    """Run the lazy initialisation, which otherwise the first forward of a root module runs; it has no public name."""
     state._lazy_init()
 
 
 def fully_sharded_chunks() -> list[tuple[Any, str]]:
-    """The function by which FSDP2 cuts a parameter into a chunk per rank, where it is called (2.11 to 2.13)."""
+    """(module, name) of the function by which FSDP2 splits a parameter into a chunk per rank (2.11 to 2.13)."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     return [(_fsdp_param, "_chunk_with_empty")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import (  # what AOTAutograd runs a function on
+from torch._subclasses.functional_tensor import (  # AOTAutograd passes these to the function that it traces
     FunctionalTensor,
 )
 
@@ -30,25 +30,25 @@ def functional_was_written(tensor: Any) -> bool:
 
 
 def functional_put_inside(tensor: Any, inside: torch.Tensor) -> None:
-    """Replace the tensor inside, as if nothing had been written since."""
+    """Replace the tensor inside, and drop pending writes."""
     torch._functionalize_replace(tensor.elem, inside)
     torch._functionalize_commit_update(tensor.elem)
     torch._functionalize_sync(tensor.elem)
 
 
-_VIEWS_OF_NOTHING = {"view_ViewMeta", "detach_ViewMeta", "alias_ViewMeta"}
+_WITHOUT_BOUNDS_CHECK = {"view_ViewMeta", "detach_ViewMeta", "alias_ViewMeta"}
 
 
 def functional_needs_storage(view: Any) -> bool:
-    """Whether a view can be taken of a full storage only: most view ops check its bounds."""
+    """Whether a view can only be computed on a storage that is not empty: most view ops check its bounds."""
     from torch._C import _functionalization
 
     steps = _functionalization.get_view_meta_sequence(view.elem)
-    return any(type(step).__name__ not in _VIEWS_OF_NOTHING for step in steps)
+    return any(type(step).__name__ not in _WITHOUT_BOUNDS_CHECK for step in steps)
 
 
 def functional_remake(view: Any, base: torch.Tensor) -> None:
-    """Put inside a view what its view ops, run now, make of `base`, the tensor inside its base."""
+    """Replace the tensor inside a view by the result of its view ops on `base`, the tensor inside its base."""
     from torch._C import _functionalization
 
     steps = _functionalization.get_view_meta_sequence(view.elem)

@@ -20,10 +20,10 @@ __all__ = [
 
 
 class NodeWriter:
-    """Appends nodes to a graph in half of the time of `graph.create_node`: a third of a discharge is making nodes.
+    """Appends nodes to a graph in half of the time of `graph.create_node`; a third of a discharge is creating nodes.
 
-    Leaves out the walk over the arguments for symbolic leaves; matches a name only the first time, and looks up once
-    where the graph keeps the nodes of an op.
+    It does not walk the arguments for symbolic leaves, matches a name against the naming pattern only the first time,
+    and looks up the graph's table of an op's nodes once per op.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -38,7 +38,7 @@ class NodeWriter:
         self._tables = graph._find_nodes_lookup_table.table
 
     def nodes_of(self, target: Any) -> dict[fx.Node, None]:
-        """Where the graph keeps the calls of `target`."""
+        """The graph's own table of the nodes that call `target`."""
         return self._tables["call_function", target]
 
     def call(
@@ -49,7 +49,7 @@ class NodeWriter:
         base: str,
         nodes: dict[fx.Node, None],
     ) -> fx.Node:
-        """A call at the end of the graph, named `base` with a number. nodes: those of `target`."""
+        """Append a call, named `base` with a number. nodes: the table `nodes_of(target)`."""
         count = self._counts.get(base)
         name = base if count is None else f"{base}_{count + 1}"
         if count is None or name in self._used:
@@ -60,7 +60,7 @@ class NodeWriter:
         return self._append(name, "call_function", target, args, kwargs, nodes)
 
     def placeholder(self, name: str) -> fx.Node:
-        """A placeholder at the end of the graph."""
+        """Append a placeholder."""
         unique = self._create_name(name, None)
         return self._append(unique, "placeholder", name, (), {}, self._tables["placeholder", None])
 
@@ -82,14 +82,14 @@ class NodeWriter:
 
 
 def proxy_mode() -> object | None:
-    """The tracer that is recording in this thread, if any."""
+    """The `make_fx` mode that is active in this thread, or None."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode()
 
 
 def last_traced() -> torch.fx.Node:
-    """The node that the tracer of this thread made last."""
+    """The last node of the graph that `make_fx` is tracing in this thread."""
     graph: torch.fx.Graph = proxy_mode().tracer.graph  # type: ignore[attr-defined]
     return next(iter(reversed(graph.nodes)))
 
@@ -103,15 +103,15 @@ def _without_mode(key: Any) -> Iterator[None]:
 
 
 def untraced() -> AbstractContextManager[None]:
-    """Ops inside are not recorded by `make_fx`."""
+    """A context: ops inside are not recorded by `make_fx`."""
     return _without_mode(torch._C._TorchDispatchModeKey.PROXY)
 
 
 @contextmanager
 def below_functionalization() -> Iterator[None]:
-    """Ops inside reach the tracer as they are, and do not stand for the tensors that they write.
+    """A context: mutating ops inside are recorded as they are, and do not become the values of the tensors they write.
 
-    As AOTAutograd itself does for the input mutations that it keeps in the graph.
+    AOTAutograd does the same for the input mutations that it keeps in the graph.
     """
     from torch.fx.experimental.proxy_tensor import _proxy_tensor_disable_update_tensor_tracker
 

@@ -23,18 +23,18 @@ def checkpoint_module(module: torch.nn.Module) -> None:
 
 
 def foreach_owners() -> list[Any]:
-    """The modules that keep where and for which tensors optimizers and clipping take foreach by default."""
+    """The modules with the rules for which devices and tensors optimizers and clipping use foreach by default."""
     names = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.optim.swa_utils")
     return [importlib.import_module(name) for name in names]
 
 
 def own_call(module: torch.nn.Module) -> Any:
-    """What runs instead of a call of this module, if `Module.compile` has set something (torch 2.1 to 2.13)."""
+    """The function that `Module.compile` has set to run in place of the module's call, or None (torch 2.1 to 2.13)."""
     return vars(module).get("_compiled_call_impl")
 
 
 def set_own_call(module: torch.nn.Module, run: Any) -> None:
-    """Set that, or (None) leave it to the class again."""
+    """Set the function that runs in place of the module's call; None: remove it from the instance."""
     if run is None:
         vars(module).pop("_compiled_call_impl", None)
     else:
@@ -42,7 +42,7 @@ def set_own_call(module: torch.nn.Module, run: Any) -> None:
 
 
 def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Hooks on all modules and all optimizers, by their numbers, which are never given twice (torch 2.11 to 2.13)."""
+    """(description, ids) of the global hooks of modules and optimizers; ids are never reused (torch 2.11 to 2.13)."""
     from torch.nn.modules import module
     from torch.optim import optimizer
 
@@ -58,7 +58,7 @@ def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def _not_ours(table: dict[int, Any]) -> Iterator[int]:
-    """Leaves out what a recording hangs there for its own time."""
+    """The ids of the hooks that this library has not registered itself, as it does during a recording."""
     for number, hook in table.items():
         if not str(getattr(hook, "__module__", "")).startswith("functionalize."):
             yield number

@@ -1,14 +1,14 @@
-"""Python stacks of recorded ops."""
+"""Python stacks of recorded ops, captured cheaply."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
-from torch._C._profiler import (  # what CapturedTraceback holds
+from torch._C._profiler import (  # makes the content of a CapturedTraceback
     gather_traceback as _gather,
 )
-from torch.utils._traceback import (  # lazily symbolised stack
+from torch.utils._traceback import (  # a stack that is symbolised lazily
     CapturedTraceback,
 )
 
@@ -16,7 +16,9 @@ __all__ = [
     "CapturedTraceback",
 ]  # names of torch that are used elsewhere
 
-_ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__  # all that calls the engine
+_ENGINE_CODE = (
+    torch.autograd.graph._engine_run_backward.__code__
+)  # the only caller of autograd's engine
 
 
 def stack_here() -> CapturedTraceback:
@@ -25,9 +27,10 @@ def stack_here() -> CapturedTraceback:
 
 
 class Stacks:
-    """`stack_here()` for the ops of a recording; those that one backward runs without a hook share one: half of a step.
+    """`stack_here()` for the ops of a recording; the ops of one backward outside of hooks share one: half of a step.
 
-    While a backward runs, what called autograd's engine waits where it is, so nothing below the op has changed.
+    While a backward runs, the Python function that called autograd's engine does not advance: the ops of C++ nodes all
+    have the same Python stack.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class Stacks:
         self._stack: CapturedTraceback | None = None
 
     def here(self) -> CapturedTraceback:
-        """The stack, for the handler that asks."""
+        """The stack of the op that is being dispatched, for the mode's handler that calls this."""
         frame = sys._getframe(1).f_back
         if frame is None or frame.f_code is not _ENGINE_CODE:
             return stack_here()

@@ -1,10 +1,10 @@
-"""Which values of a graph may share memory, and whose memory it is. Not a pass: what passes ask.
+"""Which values of a graph may share memory. Not a pass: an analysis that passes query.
 
     t = aten.t(w); mm = aten.mm(x, t)        of(t) == of(w): a view; of(mm) is a group of its own
 
-Two sources are united, since each alone misses some: the storages of the fake values in
-`node.meta["val"]` (which know `_unsafe_view`, an alias that its schema denies) and the schemas
-(`wait_tensor` gives back the very tensor it was given, its fake kernel a new one). Linear in
+Two sources are combined, since each alone misses aliases: the storages of the fake values in
+`node.meta["val"]` (`_unsafe_view` aliases its argument, which its schema does not say) and the ops
+(`wait_tensor` returns its argument itself, but its fake kernel returns a new tensor). Linear in
 nodes and edges.
 
 Invariant: nodes of different groups never share memory; nodes of one group may.
@@ -29,8 +29,8 @@ from functionalize.program.executable import Executable
 
 aten = torch.ops.aten
 
-# Ops that give back an argument although their schema says they do not.
-_GIVES_BACK = frozenset([WAIT] if WAIT is not None else [])
+# Ops that return an argument although their schema does not say so.
+_RETURNS_ARGUMENT = frozenset([WAIT] if WAIT is not None else [])
 
 
 def is_view(node: fx.Node) -> bool:
@@ -44,9 +44,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
-    """(argument name, node) of everything that a node writes to or resizes.
+    """(argument name, node) of every argument that a node writes to or resizes.
 
-    A fused optimizer's schema says that it writes the gradients: it does if it is to unscale them.
+    The gradients of a fused optimizer are left out unless it unscales them, although its schema marks them as written.
     """
     target: Any = node.target
     if node.op != "call_function" or not hasattr(target, "_schema"):
@@ -64,18 +64,18 @@ def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
 
 
 def leaves_gradients(node: fx.Node) -> bool:
-    """Whether a node is a fused optimizer step that is not told to unscale the gradients."""
+    """Whether a node is a fused optimizer step that does not unscale, and so does not write, the gradients."""
     return node.op == "call_function" and mutations.leaves_gradients(node.target, node.kwargs)
 
 
 def results(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a graph returns, flat: the node (or constant) of every slot."""
+    """The results of a graph, flat: the node (or constant) of every slot."""
     (output,) = graph.find_nodes(op="output")
     return tuple(_leaves(output.args[0]))
 
 
 def results_of(role: OutputRole) -> Iterator[Result]:
-    """The results of the graph that an output is, or is wrapped around."""
+    """The results of the graph that an output consists of: itself, or those inside a wrapper subclass."""
     if isinstance(role, Result):
         yield role
     elif isinstance(role, Wrapped):
@@ -86,7 +86,7 @@ def results_of(role: OutputRole) -> Iterator[Result]:
 def storage_classes(program: Executable) -> tuple[int, ...]:
     """A number per input, equal for inputs that may be on one storage.
 
-    Without an `AliasGuard` nothing is known, so all inputs are taken for aliases of each other.
+    Without an `AliasGuard` any inputs may share a storage: all have the same number.
     """
     for guard in program.guards:
         if isinstance(guard, AliasGuard) and len(guard.groups) == len(program.inputs):
@@ -104,11 +104,11 @@ class Aliases:
             value = node.meta.get("val")
             if isinstance(value, Tensor) and (key := storage_key(value)) is not None:
                 self.unite(first.setdefault(key, node), node)
-            if node.op == "call_function" and (is_view(node) or node.target in _GIVES_BACK):
+            if node.op == "call_function" and (is_view(node) or node.target in _RETURNS_ARGUMENT):
                 self.unite(node.all_input_nodes[0], node)
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The node that stands for the group of `node`."""
+        """The representative node of the group of `node`."""
         root = node
         while (above := self._parent.get(root, root)) is not root:
             root = above
@@ -117,14 +117,14 @@ class Aliases:
         return root
 
     def unite(self, kept: fx.Node, joins: fx.Node) -> None:
-        """Make one group of two; the root of `kept` stands for it."""
+        """Merge two groups; the representative of `kept` becomes that of both."""
         kept, joins = self.of(kept), self.of(joins)
         if kept is not joins:
             self._parent[joins] = kept
 
 
 def storage_key(value: Any) -> int | None:
-    """What is equal for tensors on one storage; of several tensors, the first one's; else None."""
+    """A key that is equal for tensors on one storage; for a list, that of its first tensor; None for other values."""
     if isinstance(value, (list, tuple)) and value:
         return storage_key(value[0])
     if not isinstance(value, Tensor):

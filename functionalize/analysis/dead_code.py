@@ -1,9 +1,9 @@
-"""Which nodes of a graph may go: those whose value nobody uses and that do nothing else.
+"""Which nodes of a graph may be removed: those without users that have no side effect.
 
 Invariant: a random op stays, so that replay consumes the generator as eager does; a collective
-stays, so that every rank issues the same ones; so does what writes (at stage INPLACE). The state of a
-generator that nobody reads may go.
-`fx.Graph.eliminate_dead_code` lints the whole graph first, thirty times the work of the sweep, at every capture.
+stays, so that every rank issues the same ones; so does an op that writes (at stage INPLACE). A read of a generator's
+state without users may be removed.
+Not by `fx.Graph.eliminate_dead_code`: it lints the whole graph first, which costs thirty times as much as the sweep.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from functionalize.ir.barrier import BARRIER
 from functionalize.ir.commit import is_commit
 from functionalize.ir.generators import GET_STATE, is_random
 
-_TALKING = ("_c10d_functional", "_dtensor")
+_COMMUNICATING = ("_c10d_functional", "_dtensor")  # namespaces
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Whether a node does more than make its value: draws random numbers, sets a generator, talks to
-    other ranks, writes."""
+    """Whether a node has a side effect: it draws random numbers, sets a generator, communicates, or writes."""
     if is_random(node) and node.target is not GET_STATE:
         return True
-    if getattr(node.target, "namespace", "") in _TALKING or node.target is BARRIER:
+    if getattr(node.target, "namespace", "") in _COMMUNICATING or node.target is BARRIER:
         return True
     return is_commit(node) or bool(written_nodes(node))
 
@@ -42,7 +41,7 @@ def drop_dead_code(graph: fx.Graph, stays: Callable[[fx.Node], bool] = is_impure
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a node's value is a number for Python, whose making may fail (`1 / 0`)."""
+    """Whether a node computes a number for Python, which may raise (`1 / 0`)."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     return not isinstance(node.meta.get("val"), (Tensor, list, tuple, type(None)))

@@ -1,13 +1,13 @@
-"""What the ops of a pure graph would write if they were done in place. Not a pass: what `reinplace` asks.
+"""The tensors that the ops of a pure graph would write in their in-place forms. An analysis for the pass `reinplace`.
 
     lerp = aten.lerp.Scalar(m, g, 0.1)       Write(old=m, new=[lerp])
     add = aten._foreach_add.List([a, b], c)  Write(old=a, new=[getitem]), Write(old=b, new=[getitem_1])
     getitem, getitem_1 = add[0], add[1]
 
-The in-place form of an op is the one whose functional form it is (`rules/mutations.py`), or its `out=` form where
-eager called that. It is known to give the same bits where each element is made of the elements of the arguments in
-its place: by torch's tag, for the lists (foreach, fused), and for copies.
-Refusals: random ops; lists that are read otherwise than by their elements.
+The in-place form of an op is the mutating op of which it is the functional form (`rules/mutations.py`), or its `out=`
+form where eager called that. The two are known to compute the same bits where each element depends only on the elements
+of the arguments at the same index: ops with torch's tag `pointwise`, lists (foreach, fused), and copies.
+Refusals: random ops; lists of results that are read other than by `getitem`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ _EXACT = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor)  # nothing to r
 class Write:
     """One tensor that an op would write in place.
 
-    at: which argument, and which element of it (None: all). old: what it is now. new: the nodes that are its new
-    contents, which are like `value`. spared: the kernel leaves it as it is.
+    at: the argument (position or name), and the index in it if that is a list, else None.
+    old: the node that is that argument now.
+    new: the nodes of its new contents. value: a fake tensor of the geometry of these.
+    spared: whether the kernel leaves it unchanged although the schema marks it as written.
     """
 
     op: fx.Node
@@ -57,7 +59,7 @@ class Write:
 
 
 def form_of(node: fx.Node) -> tuple[Any, FunctionalForm] | None:
-    """The in-place form of a node's op, if it is known to give the same bits."""
+    """The in-place form of a node's op, if it is known to compute the same bits; else None."""
     target: Any = node.target
     if node.op != "call_function" or not hasattr(target, "_schema"):
         return None
@@ -70,7 +72,7 @@ def form_of(node: fx.Node) -> tuple[Any, FunctionalForm] | None:
 
 
 def _out_of(node: fx.Node) -> Any:
-    """The overload that writes to an `out`, if eager called that, with its first argument (`maximum(a, b, out=a)`)."""
+    """The `out=` overload, if eager called that (`maximum(a, b, out=a)`): it can write to the node's first argument."""
     recorded = node.meta.get("original_aten")
     if recorded is None or not hasattr(recorded, "_schema") or not is_mutating(recorded):
         return None
@@ -81,7 +83,7 @@ def _out_of(node: fx.Node) -> Any:
 
 
 def writes_of(node: fx.Node) -> list[Write] | None:
-    """What a node would write in place; None if it has no in-place form, or is read otherwise than by its parts."""
+    """The tensors that a node would write in place; None if it has no in-place form or a refusal applies."""
     found = form_of(node)
     if found is None:
         return None
@@ -103,13 +105,13 @@ def writes_of(node: fx.Node) -> list[Write] | None:
             continue
         parts = [parts_of(each) for each in new]
         for i, each in enumerate(old or ()):
-            its = [n for p in parts for n in p.get(i, [])]
-            writes.append(Write(node, (place, i), each, its, like[i], spared))
+            contents = [n for p in parts for n in p.get(i, [])]
+            writes.append(Write(node, (place, i), each, contents, like[i], spared))
     return writes or None
 
 
 def parts_of(node: fx.Node) -> dict[Any, list[fx.Node]]:
-    """The nodes that are parts of a tuple or list, by index."""
+    """The `getitem` nodes of a node whose value is a tuple or list, by index."""
     found: dict[Any, list[fx.Node]] = {}
     for user in node.users:
         if user.target is operator.getitem:
@@ -118,7 +120,7 @@ def parts_of(node: fx.Node) -> dict[Any, list[fx.Node]]:
 
 
 def fits(write: Write) -> bool:
-    """Whether the new contents fit where the old ones are: same layout, and no element twice."""
+    """Whether the new contents fit into the old tensor: same geometry and device, no overlapping elements."""
     old, new = write.old.meta["val"], write.value
     if not isinstance(old, Tensor) or old.layout is not torch.strided:
         return False

@@ -1,13 +1,13 @@
-"""A joint graph, cut in two: what runs before the boundary, what runs after it, and the values in between.
+"""A joint graph, split at a boundary into a forward and a backward graph, and the values saved in between.
 
     joint      a, w, g -> h = mm(a, w); out = relu(h) | d = threshold_backward(g, h); mm(t(a), d)
     forward    a, w -> h, out; returns out, h
     backward   a, g, h -> d, ...
 
-A value made before the boundary and used after it is saved: the forward returns it, under its own name, and it
-is a placeholder of the backward. Inputs and constants are not saved: the backward is given them again.
+A value made before the boundary and used after it is saved: the forward returns it, and the backward has a placeholder
+of the same name. Inputs and constants are not saved: the backward has placeholders for the inputs too.
 Invariant: no node but `getitem` changes sides, and each side keeps its order; both graphs have a placeholder
-for every input of the joint one, so that an input has one number on both sides until the unused ones go.
+for every input of the joint one, so that an input has the same position in both until unused ones are removed.
 Linear in nodes and edges.
 """
 
@@ -27,9 +27,10 @@ _Copies = dict[fx.Node, fx.Node]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The two graphs. saved: what the forward returns after its results, as nodes of the joint graph.
+    """The two graphs.
 
-    used: those of them that the backward reads, its last placeholders.
+    saved: the values that the forward returns after its results, as nodes of the joint graph.
+    used: those of `saved` that the backward reads: its last placeholders.
     """
 
     forward: fx.Graph
@@ -46,15 +47,15 @@ def split(
     keep: Collection[str] = (),
     names: Mapping[fx.Node, str] | None = None,
 ) -> Split:
-    """Cut `joint`, which has no output node, after the ops `early`.
+    """Split `joint`, which has no output node: the ops `early` make the forward.
 
-    results, late_results: what each side returns. keep: names of values that the forward must return besides
-    (another backward of the same forward uses them). names: what the backward calls inputs, if not as they are.
+    results, late_results: the results of the forward and of the backward.
+    keep: names of further values that the forward must return (another backward of the same forward uses them).
+    names: the names of inputs in the backward, where they differ from those in `joint`.
     """
     before = dict.fromkeys(early)
-    for (
-        node
-    ) in joint.nodes:  # one part of several that an early op made: save the part, not all of them
+    # An output of an early multi-output op is moved to the forward, which then saves this output and not all of them.
+    for node in joint.nodes:
         if node.target is operator.getitem and node.args[0] in before:
             before[node] = None
     backward, used = _backward(joint, before, late_results, names or {})

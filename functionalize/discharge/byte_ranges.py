@@ -1,4 +1,4 @@
-"""Sets of bytes of a storage, and which tensors may be looked at and written.
+"""Sets of bytes of a storage, and the checks on which tensors may be read and written.
 
     extent = Extent((0, 8))     extent.add(12, 16)     extent.covers(4, 13)   -> False
 
@@ -14,7 +14,7 @@ from functionalize.ir.ops import Geometry
 
 
 class Extent:
-    """The bytes of a storage that hold something, as disjoint ascending [start, end) intervals."""
+    """The bytes of a storage with defined contents, as disjoint ascending [start, end) intervals."""
 
     __slots__ = ("spans",)
 
@@ -25,7 +25,7 @@ class Extent:
                 self.spans.append(span)
 
     def add(self, start: int, end: int) -> None:
-        """Mark [start, end), merging what it touches; O(log n) to find, O(n) to shift at worst."""
+        """Mark [start, end), merging adjacent intervals; the look-up is O(log n), the insertion at worst O(n)."""
         if start >= end:
             return
         spans = self.spans
@@ -40,17 +40,17 @@ class Extent:
         spans[lo:hi] = [(start, end)]
 
     def truncate(self, end: int) -> None:
-        """Forget everything from `end` on."""
+        """Unmark every byte from `end` on."""
         self.spans = [(s, min(e, end)) for s, e in self.spans if s < end]
 
     def add_view(self, geometry: Geometry) -> None:
-        """Mark the bytes of a geometry, gaps left out."""
+        """Mark the bytes of a geometry's elements, without the gaps between them."""
         if not self.covers(geometry.start, geometry.end):
             for start, end in geometry.runs():
                 self.add(start, end)
 
     def covers_view(self, geometry: Geometry) -> bool:
-        """Whether every byte of a geometry is marked, whatever is in its gaps."""
+        """Whether the bytes of all elements of a geometry are marked; gaps need not be."""
         return self.covers(geometry.start, geometry.end) or all(
             self.covers(start, end) for start, end in geometry.runs()
         )

@@ -1,6 +1,6 @@
-"""The two emitters: a value is a graph node, or a tensor.
+"""The two emitters: values are graph nodes, or tensors.
 
-`GraphEmitter` writes `fx.Graph` nodes; nothing is executed. `TensorEmitter` executes each op on values.
+`GraphEmitter` appends nodes to an `fx.Graph`; nothing is executed. `TensorEmitter` executes each op on tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from functionalize.errors import InvariantError, UnsupportedOpError
 from functionalize.ir.ops import Geometry
 from functionalize.ir.scalars import (
     Applied,
-    Given,
     LiveNumber,
+    ScalarInput,
     bottom_up,
     is_expression,
     map_numbers,
@@ -30,52 +30,58 @@ aten = torch.ops.aten
 
 
 class _Kind(NamedTuple):
-    """What a call of an op is named, whether it may be given a generator, where the graph keeps such calls."""
+    """Facts about an op that every node of it needs, looked up once.
+
+    name: the base of the nodes' names.
+    takes_generator: whether the op has a parameter for a `torch.Generator`.
+    nodes: the graph's own table of the nodes that call the op.
+    """
 
     name: str
-    draws: bool
+    takes_generator: bool
     nodes: dict[fx.Node, None]
 
 
 class GraphEmitter(Emitter):
     """Builds graph nodes directly (no tracing).
 
-    numbers: the nodes of the live numbers computed so far. given: makes the placeholder of a number that
-    every call looks up.
+    whole: makes the placeholder of an input's whole storage.
+    scalar_placeholder: makes the placeholder of a Python number that is an input of the program.
+    numbers: the node of every live number computed so far, by expression.
     """
 
     def __init__(
         self,
         whole: Callable[[int, Geometry], fx.Node],
-        given: Callable[[Given], fx.Node] | None = None,
+        scalar_placeholder: Callable[[ScalarInput], fx.Node] | None = None,
     ) -> None:
         self.graph = fx.Graph()
         self.nodes = NodeWriter(self.graph)
         self.numbers: dict[Any, fx.Node] = {}
         self._kinds: dict[Any, _Kind] = {}
         self._getitem = self._kind(operator.getitem)
-        self._whole, self._given = whole, given
+        self._whole, self._scalar_placeholder = whole, scalar_placeholder
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node; its meta keeps the record it was made for until somebody asks for the graph module."""
-        if self.now is not None and self.now.live:
+        """A node that calls `target`; `meta["record"]` holds its op record until the graph module is built."""
+        if self.record is not None and self.record.live:
             args, kwargs = map_numbers(self._live, args), map_numbers(self._live, kwargs)
         kind = self._kinds.get(target) or self._kind(target)
-        if kind.draws and _given_generator(args, kwargs):
+        if kind.takes_generator and _has_generator(args, kwargs):
             raise UnsupportedOpError(
-                "draws from a torch.Generator it was given, which a graph cannot hold: use the default "
+                "draws from a torch.Generator argument, which a graph cannot hold: use the default "
                 "generator (torch.manual_seed), which replay draws from as eager does"
             )
         return self._node(kind, target, args, kwargs)
 
     def part(self, values: fx.Node, index: int) -> fx.Node:
-        """`operator.getitem`; many of them come of one fused op."""
+        """A node that calls `operator.getitem`; a fused op has hundreds of these."""
         return self._node(self._getitem, operator.getitem, (values, index), {})
 
     def _node(self, kind: _Kind, target: Any, args: Any, kwargs: Any) -> fx.Node:
         node = self.nodes.call(target, args, kwargs, kind.name, kind.nodes)
-        if self.now is not None:
-            node.meta["record"] = self.now
+        if self.record is not None:
+            node.meta["record"] = self.record
         return node
 
     def _kind(self, target: Any) -> _Kind:
@@ -86,20 +92,20 @@ class GraphEmitter(Emitter):
         return self.number(argument.expression)
 
     def number(self, expression: Any) -> fx.Node:
-        """The node of a live number: the same Python functions in the same order, each once."""
-        known = self.numbers
-        for part in bottom_up(expression, known):
+        """The node of a live number: it calls the same Python functions in the same order, each once."""
+        nodes = self.numbers
+        for part in bottom_up(expression, nodes):
             if isinstance(part, Applied):
-                args = tuple(known[a] if is_expression(a) else a for a in part.args)
-                known[part] = self._node(self._kind(part.function), part.function, args, {})
-            elif isinstance(part, Given) and self._given is not None:
-                tensor = self._given(part)
+                args = tuple(nodes[a] if is_expression(a) else a for a in part.args)
+                nodes[part] = self._node(self._kind(part.function), part.function, args, {})
+            elif isinstance(part, ScalarInput) and self._scalar_placeholder is not None:
+                tensor = self._scalar_placeholder(part)
                 read = aten._local_scalar_dense.default
-                known[part] = self._node(self._kind(read), read, (tensor,), {})
-                known[part].meta["hint"] = part.hint
+                nodes[part] = self._node(self._kind(read), read, (tensor,), {})
+                nodes[part].meta["hint"] = part.hint
             else:
-                raise InvariantError("a number is used before the op that gave it to Python")
-        return known[expression]
+                raise InvariantError("a number is used before the op that returned it to Python")
+        return nodes[expression]
 
     def empty(self, geometry: Geometry, device: torch.device) -> fx.Node:
         """`aten.empty_strided`."""
@@ -117,7 +123,7 @@ class GraphEmitter(Emitter):
 
 
 class TensorEmitter(Emitter):
-    """Executes ops on values; `original(serial)` is any tensor on an input's own storage."""
+    """Executes ops on tensors. original: returns a tensor on the input storage of a serial."""
 
     def __init__(self, original: Callable[[int], Tensor]) -> None:
         self._original = original
@@ -127,7 +133,7 @@ class TensorEmitter(Emitter):
         return target(*args, **kwargs)
 
     def part(self, values: Sequence[Value], index: int) -> Value:
-        """One of them."""
+        """Output `index` of an op with several outputs."""
         return values[index]
 
     def empty(self, geometry: Geometry, device: torch.device) -> Tensor:
@@ -143,13 +149,13 @@ class TensorEmitter(Emitter):
 
 @cache
 def _traits(target: Any) -> tuple[str, bool]:
-    """What a node of `target` is called, and whether it may be given a generator."""
+    """The base name of nodes that call `target`, and whether it has a parameter for a generator."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return str(target.__name__), False
-    draws = any("Generator" in str(a.type) for a in schema.arguments)
-    return schema.name.split("::")[-1], draws
+    takes_generator = any("Generator" in str(a.type) for a in schema.arguments)
+    return schema.name.split("::")[-1], takes_generator
 
 
-def _given_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values()))

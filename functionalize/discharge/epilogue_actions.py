@@ -1,4 +1,4 @@
-"""Which actions of the epilogue an input storage needs at exit.
+"""Which actions of the epilogue an input storage needs at exit, from its record.
 
 Per input storage (`w`: contents differ from entry):
 
@@ -10,7 +10,7 @@ Per input storage (`w`: contents differ from entry):
     > 0       other > 0  Resize(x, n), Copy(x) if w
 
 One resize per storage, however many inputs alias it. An input tensor that ends on another storage or with another
-geometry (`set_`, `resize_`, `t_`) gets a `Set` besides, after the copies.
+geometry (`set_`, `resize_`, `t_`) also gets a `Set`, after the copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from functionalize.ir.ops import Geometry, contiguous_geometry
 def actions_of(
     storage: FunctionalStorage, input: int, emit: Emitter, slot_of: Callable[[Value], int]
 ) -> list[Action]:
-    """The actions of one input storage. `input`: one on it; `slot_of`: returns a value from the graph."""
+    """The actions of one input storage.
+
+    input: the index of an input on that storage.
+    slot_of: makes a value a result of the graph, and returns its slot.
+    """
     actions: list[Action] = []
     if storage.nbytes != storage.original_nbytes:
         actions.append(Resize(input, storage.nbytes))
@@ -36,7 +40,7 @@ def actions_of(
         geometry = _window_to_copy(storage)
         if geometry is None:
             return actions
-        # Also for a part that was never written: else it would be a view of the input itself.
+        # Computed even where only `geometry` is copied: a part that was never written would be a view of the input.
         value = storage.whole(emit)
         if geometry != storage.root:
             value = storage.peek(geometry, emit)
@@ -45,7 +49,7 @@ def actions_of(
 
 
 def _window_to_copy(storage: FunctionalStorage) -> Geometry | None:
-    """What is copied: the base, or its beginning if the storage or what is defined of it ends before."""
+    """The geometry to copy: the root, or its prefix if the storage or its defined bytes end inside; None: nothing."""
     root = storage.root
     end, size = min(storage.nbytes, storage.valid.spans[-1][1]), root.dtype.itemsize
     if root.end <= end or (not root.is_dense and root.end <= storage.nbytes):

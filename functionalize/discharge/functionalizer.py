@@ -2,8 +2,8 @@
 
 For each op the engine does one of:
 
-    rule       the op has a meaning of its own (resize, copies, collectives, random): see `rules/`
-    view       its output shares a storage with an input: remember the step, emit nothing
+    rule       its schema does not say what it does (resize, copies, collectives, random): see `rules/`
+    view       its output shares a storage with an input: record the step, emit nothing
     mutation   emit the functional counterpart, write the result through the view
     pure       read every tensor argument, emit the op, bind the outputs
 
@@ -35,7 +35,7 @@ from functionalize.discharge.rules.mutations import (
 )
 from functionalize.discharge.rules.views import step_of, straight
 from functionalize.discharge.storage import FunctionalStorage
-from functionalize.discharge.values import Call, Emitter, Value
+from functionalize.discharge.values import Emitter, Value, ViewCall
 from functionalize.errors import (
     ForeignStorageError,
     FunctionalizeError,
@@ -49,12 +49,16 @@ aten = torch.ops.aten
 
 
 class Functionalizer:
-    """Storage SSA over one op stream; what rules know as `Engine`. `emit` decides what a value is."""
+    """Storage SSA over one op stream; rules see it as the protocol `Engine`.
+
+    emit: makes values, as graph nodes or as tensors.
+    storages: the records of all storages seen so far, by serial.
+    """
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
         self.storages: dict[int, FunctionalStorage] = {}
-        self._ways: dict[Any, Callable[[Functionalizer, OpRecord], Any]] = {}
+        self._handlers: dict[Any, Callable[[Functionalizer, OpRecord], Any]] = {}
 
     # -- storages ------------------------------------------------------------------------------
 
@@ -67,7 +71,10 @@ class Functionalizer:
         name: str,
         external: bool = False,
     ) -> FunctionalStorage:
-        """Bring in a storage whose contents are `value`, first seen as `ref`."""
+        """Add the record of a storage of `nbytes` bytes, of which `value` is the contents of the tensor `ref`.
+
+        external: whether the storage is an input's.
+        """
         record = FunctionalStorage(
             ref.storage, ref.geometry, device, value, nbytes, name, straight, external
         )
@@ -84,7 +91,7 @@ class Functionalizer:
         return found
 
     def read(self, ref: TensorRef) -> Value:
-        """The value of a tensor now."""
+        """The current value of a tensor."""
         storage = self.storages.get(ref.storage) or self.storage(ref.storage)
         return storage.read(ref.geometry, self.emit)
 
@@ -93,23 +100,23 @@ class Functionalizer:
         self.storage(ref.storage).write(ref.geometry, value, self.emit)
 
     def resize(self, serial: int, nbytes: Any) -> None:
-        """The resize rule on one storage."""
+        """Apply the resize rule to one storage."""
         storage = self.storage(serial)
         resize(storage, checked_nbytes(nbytes, storage.name))
 
     def device_of(self, ref: TensorRef) -> torch.device:
-        """Where a tensor lives."""
+        """The device of a tensor's storage."""
         return self.storage(ref.storage).device
 
     # -- the loop ------------------------------------------------------------------------------
 
     def run(self, record: OpRecord) -> None:
-        """Discharge one recorded op and bind what it returned."""
+        """Discharge one recorded op and bind its outputs."""
         with self.emit.made_for(record):
             self._bind(record, record.outputs, self._discharged(record))
 
     def step(self, record: OpRecord) -> Any:
-        """Discharge one op; returns the values of its outputs, None for a tensor it was given."""
+        """Discharge one op; returns the values of its outputs, None for an output that is one of its arguments."""
         with self.emit.made_for(record):
             return self._discharged(record)
 
@@ -117,16 +124,16 @@ class Functionalizer:
         try:
             for serial, nbytes in record.resized:
                 self.resize(serial, nbytes)
-            way = self._ways.get(record.target) or self._way(record.target)
-            return way(self, record)
+            handler = self._handlers.get(record.target) or self._handler(record.target)
+            return handler(self, record)
         except FunctionalizeError as error:
             raise located(error, record) from error.__cause__
 
-    def _way(self, target: Any) -> Callable[[Functionalizer, OpRecord], Any]:
-        """What is done for an op, apart from whether it makes a view, which its record tells; looked up once."""
-        other = Functionalizer.mutated if is_mutating(target) else Functionalizer._view_or_pure
-        way = self._ways[target] = RULES.get(target, other)
-        return way
+    def _handler(self, target: Any) -> Callable[[Functionalizer, OpRecord], Any]:
+        """Handler of an op, cached per overload; whether it aliases an input is decided per record."""
+        by_schema = Functionalizer.mutated if is_mutating(target) else Functionalizer._view_or_pure
+        handler = self._handlers[target] = RULES.get(target, by_schema)
+        return handler
 
     def _view_or_pure(self, record: OpRecord) -> Value:
         out = record.outputs
@@ -136,7 +143,7 @@ class Functionalizer:
         parent = _aliased(record, out) if known is not None else None
         if known is None or parent is None:
             return self.pure(record)
-        self._look(known, record, parent, out)
+        self._record_view(known, record, parent, out)
         return None
 
     def pure(self, record: OpRecord) -> Value:
@@ -148,29 +155,29 @@ class Functionalizer:
     def _bind(self, record: OpRecord, outputs: Any, values: Value) -> None:
         if type(outputs) is TensorRef:
             if outputs.storage not in self.storages:
-                self.born(record, outputs, values)
+                self.declare_output(record, outputs, values)
         elif isinstance(outputs, (list, tuple)):
             for i, out in enumerate(outputs):
                 if any(ref.storage not in self.storages for ref in refs_in(out)):
                     self._bind(record, out, self.part(values, i))
 
-    def born(self, record: OpRecord, ref: TensorRef, value: Value) -> None:
-        """Declare a storage that the current op made."""
+    def declare_output(self, record: OpRecord, ref: TensorRef, value: Value) -> None:
+        """Add the record of a storage that the current op made; `value` is that of its first output on it."""
         if value is None:
-            raise InvariantError(f"{record.target} gave no value for its output {ref}")
+            raise InvariantError(f"{record.target} returned no value for its output {ref}")
         nbytes, device = record.meta["born"][ref.storage]
         self.declare(ref, nbytes, device, value, _output_of(record.target))
 
     # -- views ---------------------------------------------------------------------------------
 
     def _are_views(self, record: OpRecord) -> bool:
-        given = {ref.storage for ref in refs_in(record.args)}
-        return any(ref.storage in given for ref in refs_in(record.outputs))
+        inputs = {ref.storage for ref in refs_in(record.args)}
+        return any(ref.storage in inputs for ref in refs_in(record.outputs))
 
     def views(self, record: OpRecord) -> None:
-        """Remember how the outputs of a view op are reached from the arguments that they alias."""
+        """Record the steps from the arguments of a view op to the outputs that alias them."""
         single = type(record.outputs) is TensorRef
-        call = Call(record.target, record.args[1:])
+        call = ViewCall(record.target, record.args[1:])
         for i, out in enumerate([record.outputs] if single else record.outputs):
             if type(out) is not TensorRef:
                 continue
@@ -180,21 +187,21 @@ class Functionalizer:
                     f"{record.target} returns {out}, which aliases none of its arguments"
                 )
             index = None if single else i
-            self._look(self.storage(out.storage), record, parent, out, index, call)
+            self._record_view(self.storage(out.storage), record, parent, out, index, call)
 
-    def _look(
+    def _record_view(
         self,
         storage: FunctionalStorage,
         record: OpRecord,
         parent: TensorRef,
         out: TensorRef,
         index: int | None = None,
-        call: Call | None = None,
+        call: ViewCall | None = None,
     ) -> None:
         if out.geometry in storage.views:
-            return  # most are: a forward and its backward take the same views
+            return  # the usual case: a forward and its backward make the same views
         if record.args[0] == parent:
-            call = call or Call(record.target, record.args[1:])
+            call = call or ViewCall(record.target, record.args[1:])
             step = step_of(call, parent.geometry, out.geometry, index)
             if step is not None:
                 storage.add_view(parent.geometry, out.geometry, step)
@@ -206,15 +213,15 @@ class Functionalizer:
         if needs_wrapper(record.target):
             return wrapped(self, record)
         form = functional_form(record.target)
-        parts = one_by_one(record.target, record.args, record.kwargs, *_WHERE)
-        if parts is not None:
-            for args, kwargs in parts:
+        elements = one_by_one(record.target, record.args, record.kwargs, *_PLACEMENT)
+        if elements is not None:
+            for args, kwargs in elements:
                 self.mutated(replace(record, args=args, kwargs=kwargs))
             return None
-        left = "grads" if leaves_gradients(record.target, record.kwargs) else None
+        unwritten = "grads" if leaves_gradients(record.target, record.kwargs) else None
         written = [
             None
-            if name == left
+            if name == unwritten
             else record.kwargs.get(name)
             if at is None or at >= len(record.args)
             else record.args[at]
@@ -244,7 +251,7 @@ class Functionalizer:
         return returned[0] if single else returned
 
     def _as_eager(self, value: Value, have: Any, out: Any) -> Value:
-        """A returned value in the strides that eager gave it (`rrelu_with_noise` makes rows of columns)."""
+        """A returned value with the strides of eager's output (`rrelu_with_noise` returns a contiguous tensor)."""
         known = type(out) is TensorRef and have and have is not UNKNOWN
         if known and out.geometry.is_contiguous and not have.is_contiguous:
             return self.emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
@@ -262,8 +269,8 @@ class Functionalizer:
         if not form.dropped:
             return form.complete(record.args), record.kwargs
         names = {name for _, name in form.written}
-        places = {at for at, _ in form.written if at is not None}
-        args = form.complete(tuple(a for i, a in enumerate(record.args) if i not in places))
+        positions = {at for at, _ in form.written if at is not None}
+        args = form.complete(tuple(a for i, a in enumerate(record.args) if i not in positions))
         kwargs = {k: v for k, v in record.kwargs.items() if k not in names}
         first = refs_in(written)[0]
         if form.fills_dtype and kwargs.get("dtype") is None:
@@ -283,7 +290,10 @@ class Functionalizer:
             self._write_result(ref, self.part(value, i), each)
 
     def put(self, target: TensorRef, value: Value, have: Geometry | None) -> None:
-        """Write `value` cast, and broadcast and laid out as `target` if nothing on the way does that."""
+        """Cast `value` and write it; broadcast and re-stride only if no scatter on the way would.
+
+        have: the geometry of `value`; None if it is that of `target`, UNKNOWN if the op has no usable meta kernel.
+        """
         storage, want = self.storage(target.storage), target.geometry
         if (
             have is None
@@ -301,7 +311,10 @@ class Functionalizer:
         storage.write(want, value, self.emit, exact=False)
 
     def fit(self, value: Value, have: Geometry | None, target: TensorRef) -> Value:
-        """`value` broadcast, cast and laid out as `target`; `have`: its geometry now, None if it fits."""
+        """`value`, broadcast, cast and re-strided to the geometry of `target`.
+
+        have: the geometry of `value`; None if it is that of `target`, UNKNOWN if the op has no usable meta kernel.
+        """
         want = target.geometry
         if have is None:
             return value
@@ -310,8 +323,8 @@ class Functionalizer:
             return self.emit.call(aten.copy.default, empty, value)
         if have is UNKNOWN or not expands(have.size, want.size):
             raise UnsupportedOpError(
-                f"gives what fits no `out` of size {list(want.size)}, which eager resizes and torch's fake "
-                "kernel does not: give it an `out` of the right size"
+                f"returns a result that fits no `out` of size {list(want.size)}, which eager resizes and torch's "
+                "fake kernel does not: give it an `out` of the right size"
             )
         if have.dtype != want.dtype:
             value = self.emit.call(aten._to_copy.default, value, dtype=want.dtype)
@@ -336,7 +349,7 @@ def _output_of(target: Any) -> str:
 
 
 def _aliased(record: OpRecord, out: TensorRef) -> TensorRef | None:
-    """The first argument on the storage of `out`."""
+    """The first argument on the storage of `out`, or None."""
     for arg in record.args:
         if type(arg) is TensorRef:
             if arg.storage == out.storage:
@@ -356,9 +369,9 @@ def _span_of(ref: TensorRef) -> tuple[int, int]:
     return ref.geometry.start, ref.geometry.end
 
 
-def _number(ref: TensorRef, at: int) -> TensorRef:
+def _element(ref: TensorRef, at: int) -> TensorRef:
     g = ref.geometry
     return ref._replace(geometry=g._replace(size=(1,), offset=g.offset + at * g.stride[0]))
 
 
-_WHERE = (_storage_of, _span_of, _number)
+_PLACEMENT = (_storage_of, _span_of, _element)  # the last three arguments of `one_by_one`

@@ -1,8 +1,8 @@
 """Which size, strides and dtype the functional counterpart of a mutating op will produce.
 
-In-place and `out=` ops keep the layout of the tensor they write; their counterparts choose one from all
-their arguments. The engine needs to know when the two differ, to emit a copy there and nowhere else. The
-answer comes from the op's own meta kernel and is remembered per signature, so identical layers ask once.
+In-place and `out=` ops keep the layout of the tensor they write; their counterparts derive one from all
+their arguments. Where the two differ, and only there, the engine emits a copy. The layout of the result comes from the
+op's meta kernel and is cached per signature, so identical layers run it once.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from functionalize.discharge.rules.mutations import FunctionalForm
 from functionalize.ir.ops import Geometry, TensorRef, map_refs, refs_in
 from functionalize.ir.scalars import LiveNumber, with_hints
 
-# The layout of a result that has no meta kernel: it is laid out anew, whatever it is.
+# The geometry of a result of an op without a usable meta kernel: it is always copied to the layout it needs.
 UNKNOWN = Geometry((), (), -1, torch.float32)
 
 
 def result_geometries(
     form: FunctionalForm, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
 ) -> list[Any] | None:
-    """The geometry of every output of `form.target(*args, **kwargs)`; None when all fit what is written."""
+    """The geometry of every output of `form.target(*args, **kwargs)`; None if each is that of the tensor written."""
     if torch.Tag.pointwise in form.target.tags and _all_alike(args, kwargs, written):
         return None
     return output_geometries(form.target, args, kwargs)
 
 
 def output_geometry(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Geometry:
-    """The geometry of the one tensor that `target(*args, **kwargs)` makes."""
+    """The geometry of the one tensor that `target(*args, **kwargs)` returns."""
     geometry: Geometry = output_geometries(target, args, kwargs)[0]
     return geometry
 
@@ -71,7 +71,10 @@ def _freeze(arg: Any) -> Any:
 
 
 class _Key:
-    """A call that compares by its signature and can be run, until it was: the cache must not keep its arguments."""
+    """A call of an op, equal to calls of the same signature.
+
+    The cache keeps its keys, so `_by_meta_kernel` drops the arguments once the op has run: they must not stay alive.
+    """
 
     __slots__ = ("args", "frozen", "kwargs", "target")
 
@@ -90,11 +93,11 @@ class _Key:
 @lru_cache(maxsize=4096)
 def _by_meta_kernel(key: _Key) -> list[Any]:
     found = _run(key.target, key.args, key.kwargs)
-    key.args, key.kwargs = (), {}  # a live number leads to the optimizer, and so to the model
+    key.args, key.kwargs = (), {}  # a live number refers to the optimizer, and so to the model
     return found
 
 
-# Their meta kernels do not know the strides that LAPACK, the FFT libraries and others leave.
+# Ops whose meta kernels return other strides than the kernels by LAPACK, the FFT libraries and others.
 _UNTRUSTED = (
     *("_fft", "fft_", "_linalg", "linalg_", "_cholesky", "cholesky", "_lu_", "lu_", "geqrf"),
     *("orgqr", "ormqr", "triangular_solve", "rrelu_with_noise"),
@@ -111,11 +114,11 @@ def _run(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
     try:
         with torch.no_grad():
             out = target(*map_refs(meta, with_hints(args)), **map_refs(meta, with_hints(kwargs)))
-    except Exception:  # no meta kernel, or one that needs data: assume nothing about the layout
+    except Exception:  # no meta kernel, or one that reads data: assume nothing about the layout
         return [UNKNOWN] * returns
     trusted = not target._schema.name.removeprefix("aten::").startswith(_UNTRUSTED)
     found = _geometries(out, trusted)
-    return found if returns > 1 else [found]  # one output is a tensor, or one list of them
+    return found if returns > 1 else [found]  # a single output may itself be a list of tensors
 
 
 def _geometries(out: Any, trusted: bool) -> Any:

@@ -1,15 +1,15 @@
-"""Element-wise ops with `out=`: the loop over the elements that eager's CPU kernel takes.
+"""Element-wise ops with `out=`: the loop over the elements that eager's CPU kernel runs.
 
     torch.sigmoid(x, out=o[::2])  ->  x' = aten.copy(aten.empty_strided([4], [2]), x)
                                       o' = aten.sigmoid(x')
 
 A CPU kernel computes a run of adjacent elements by vector instructions, and the rest of a run, or elements with gaps
-between them, by a scalar function, whose last bit may differ. The strides of all operands decide which element is
-computed by which. `out` is an operand of eager's op and not of the functional op: where the loops differ, the program
-copies an argument to strides that lead to eager's loop.
+between them, by a scalar function, whose last bit may differ. The strides of all operands decide which elements are
+computed in which way. `out` is an operand of eager's op and not of the functional op: where the loops differ, the
+program copies an argument to strides with which the functional op runs eager's loop.
 
 Invariant: nothing is copied where the two loops are the same.
-Refusal: no copy of one argument leads to eager's loop.
+Refusal: an op for which no copy of a single argument yields eager's loop.
 Source: `at::TensorIterator` (`reorder_dimensions`, `coalesce_dimensions`, `compute_types`), `VectorizedLoop2d`.
 """
 
@@ -29,7 +29,7 @@ from functionalize.ir.ops import Geometry, TensorRef, contiguous_geometry, map_r
 Strides = tuple[int, ...]
 
 aten = torch.ops.aten
-_EXACT = {  # of real numbers: at most one rounding, which IEEE 754 defines
+_EXACT = {  # on real numbers these round at most once, as IEEE 754 defines: every kernel returns the same bits
     *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self),
     *(aten.neg.default, aten.abs.default, aten.maximum.default, aten.minimum.default),
     *(aten.masked_fill.Scalar, aten.masked_fill.Tensor),
@@ -37,14 +37,17 @@ _EXACT = {  # of real numbers: at most one rounding, which IEEE 754 defines
 
 
 class Loop(NamedTuple):
-    """A loop by vector instructions: elements in a run, and dimensions from the innermost to the outermost."""
+    """A loop by vector instructions.
+
+    run: the number of adjacent elements. order: the dimensions, from the innermost to the outermost.
+    """
 
     run: int
     order: tuple[int, ...]
 
 
 class Copied(NamedTuple):
-    """Argument `at` is copied to `geometry`; `have` is then the geometry of the result."""
+    """The argument to copy: its position `at`, the geometry of the copy, and the geometry `have` of the op's result."""
 
     at: int
     geometry: Geometry
@@ -59,9 +62,9 @@ def operands_of(
     written: list[Any],
     have: list[Any] | None,
 ) -> tuple[Any, list[Any] | None]:
-    """The values of `args`, one of them copied if eager's loop into `written` needs that; the results' geometries.
+    """The values of `args`, one of them copied if eager's loop into `written` needs that, and the results' geometries.
 
-    have: the geometries of what `target(*args, **kwargs)` returns; None if they are those of `written`.
+    have: the geometries of the results of `target(*args, **kwargs)`; None if they are those of `written`.
     """
     values = map_refs(engine.read, args)
     out = written[0]
@@ -80,7 +83,10 @@ def operands_of(
 def copied_argument(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], want: Geometry, have: Geometry
 ) -> Copied | None:
-    """Which argument is copied so that `target` takes eager's loop into a tensor of layout `want`; None: none is."""
+    """The argument to copy so that `target` runs the loop that eager runs into an `out` of layout `want`.
+
+    have: the geometry of the functional op's result. None: no copy is needed.
+    """
     refs = refs_in([args, kwargs])
     if have is UNKNOWN or have.size != want.size or _is_exact(target, refs, kwargs, have.dtype):
         return None
@@ -89,7 +95,7 @@ def copied_argument(
         return None
     size, dtype = have.size, have.dtype
     inputs = [_operand(ref, have) for ref in refs]
-    # what is of another type is computed into a temporary tensor, which is cast
+    # For an `out` of another dtype, eager computes into a contiguous temporary tensor, and casts that.
     into = want if want.dtype == dtype else contiguous_geometry(size, dtype)
     eager = loop(size, [into.stride, *inputs])
     if eager == loop(size, [have.stride, *inputs]):
@@ -106,34 +112,34 @@ def copied_argument(
             if fits and eager == loop(size, [result.stride, *inputs]):
                 return Copied(at, own, result)
     raise UnsupportedOpError(
-        f"computes into {want} by a loop over the elements that no functional op takes, and may round "
-        "otherwise: compute without out=, then copy_()"
+        f"computes into {want} by a loop over the elements that no functional op runs, and may round "
+        "differently: compute without out=, then copy_()"
     )
 
 
 def _is_exact(
     target: Any, refs: list[TensorRef], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> bool:
-    """Whether every kernel gives the same bits."""
+    """Whether every kernel of the op returns the same bits."""
     if any(g.is_complex for g in (dtype, *(ref.geometry.dtype for ref in refs))):
         return False
     return not dtype.is_floating_point or (target in _EXACT and "alpha" not in kwargs)
 
 
 def _operand(ref: TensorRef, have: Geometry) -> Strides:
-    """The strides by which the kernel reads an argument: 0 where it is broadcast; of its copy if it is cast first."""
-    given = ref.geometry
-    cast = given.dtype != have.dtype and not given.dtype.is_complex
-    if cast or given.conj or given.neg:
-        dtype = have.dtype if cast else given.dtype
-        given = output_geometry(aten._to_copy.default, (ref,), {"dtype": dtype})
-    missing = len(have.size) - len(given.size)
-    pairs = zip(given.size, given.stride, have.size[missing:], strict=True)
+    """The strides with which the kernel reads an argument: 0 in broadcast dimensions; of the copy if it is cast."""
+    g = ref.geometry
+    cast = g.dtype != have.dtype and not g.dtype.is_complex
+    if cast or g.conj or g.neg:
+        dtype = have.dtype if cast else g.dtype
+        g = output_geometry(aten._to_copy.default, (ref,), {"dtype": dtype})
+    missing = len(have.size) - len(g.size)
+    pairs = zip(g.size, g.stride, have.size[missing:], strict=True)
     return (0,) * missing + tuple(0 if s == 1 != full else st for s, st, full in pairs)
 
 
 def loop(size: Sequence[int], operands: Sequence[Strides]) -> Loop | None:
-    """The loop over operands of one size, the written one first; None: one element at a time."""
+    """The loop over operands of one size. operands: their strides, the output's first. None: a scalar loop."""
     order = [d for d in _order(size, operands) if size[d] != 1]
     if not order:
         return None
@@ -149,7 +155,7 @@ def loop(size: Sequence[int], operands: Sequence[Strides]) -> Loop | None:
 
 
 def _strides(wanted: Loop | None, size: Sequence[int]) -> Strides:
-    """Strides of a tensor that leads to a loop: a gap after every run, or after every element."""
+    """Strides of a copy that yields a loop: a gap after every run; after every element for the scalar loop."""
     order = wanted.order if wanted else reversed(range(len(size)))
     stride, step, run = [1] * len(size), 1, wanted.run if wanted else 1
     for d in order:
@@ -159,7 +165,7 @@ def _strides(wanted: Loop | None, size: Sequence[int]) -> Strides:
 
 
 def _order(size: Sequence[int], operands: Sequence[Strides]) -> list[int]:
-    """The dimensions from the innermost to the outermost, by torch's insertion sort, whose order of ties matters."""
+    """The dimensions from the innermost to the outermost, by torch's insertion sort (the order of ties matters)."""
     order = list(reversed(range(len(size))))
     for i in range(1, len(order)):
         at = i

@@ -1,15 +1,15 @@
 """The resize rule: what `resize_storage_bytes_(t, n)` does to the record of t's storage. It emits nothing.
 
-`o` original bytes, `c` bytes now, `n` bytes asked for:
+`o`: bytes on entry, `c`: bytes before the resize, `n`: bytes after it:
 
     n == c           nothing
-    n == 0           contents gone; if o == 0 the base goes back to the original base
+    n == 0           contents dropped; if o == 0 the base is the original base again
     0 == c < n       contents undefined until written
     0 < n < c        the first n bytes survive
     0 < c < n        the first c bytes survive, the rest is undefined until written
 
-The case o == n == 0 is why a parameter of FSDP2 leaves no trace: what autograd saved is the original
-zero-byte tensor again, not "version 2" of it, and no view of it has a value that could be kept.
+The case o == n == 0 is why a parameter of FSDP2 leaves no trace in the program: the tensor that autograd saved is the
+original zero-byte tensor again, not "version 2" of it, and no view of it holds a value.
 """
 
 from __future__ import annotations

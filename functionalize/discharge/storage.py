@@ -1,13 +1,13 @@
-"""The memory model: what each storage holds now, as a value. Knows no ops.
+"""The memory model: the current contents of each storage, as a value. Independent of ops.
 
     FunctionalStorage                         View (one per geometry seen)
-    root ───── geometry of the base           parent ── the geometry it was taken from
-    base ───── the value of the root          step ──── how to get there, and back
-    parts ──── what was written since         value, version ── kept until these bytes change
-    version ── counts changes of contents
+    root ───── geometry of the base           parent ── the geometry it is a view of
+    base ───── the value of the root          step ──── the view op between them, and its inverse
+    pending ── writes not in the base yet     value, version ── valid until these bytes change
+    version ── counts writes
 
 Reading a view whose version is old regenerates it from the base through its chain of steps; writing a
-view goes the other way, by each step's inverse. See Notes [Reading a stale view] and [Parts to come].
+view applies the inverses of these steps to get a new base. See Notes [Reading a stale view] and [Pending writes].
 
 Invariant: a value has exactly the size, stride and dtype of the geometry it is bound to.
 """
@@ -21,8 +21,8 @@ from functools import partial
 import torch
 
 from functionalize.discharge.byte_ranges import Extent, check_bounds, check_overlap
-from functionalize.discharge.pending_writes import Part, Parts, joined
-from functionalize.discharge.values import Emitter, Step, Value, View
+from functionalize.discharge.pending_writes import PendingWrite, PendingWrites, joined
+from functionalize.discharge.values import Emitter, Value, View, ViewStep
 from functionalize.errors import (
     InvariantError,
     UndefinedContentsError,
@@ -34,13 +34,19 @@ from functionalize.ir.ops import Geometry, contiguous_geometry
 class FunctionalStorage:
     """The record of one storage; sizes in bytes.
 
-    original_base, original_nbytes: as on entry (of a storage born inside: as at birth).
-    external: an input's storage, whose bytes around the root can be asked for.
-    parts: what was written and is not in the base yet, if anything; floor: the version of the base without them.
-    valid: which bytes may be read. written: whether the contents differ from entry.
-    lost: whether the contents of entry were given up.
-    intact: neither resized nor widened, and the root lies in it: every value may be read, without a look at `valid`.
-    widened: the root is the whole storage, see Note [Widening the base].
+    serial: the number of the storage in the recording. name: names it in messages.
+    root, base: a geometry of the storage, and the value of that geometry without the `pending` writes.
+    original_base, original_nbytes: base and size on entry; of a storage made by the program: at its creation.
+    make_step: returns the step between two geometries that no recorded view op connects.
+    external: whether it is an input's storage, so that `emit.whole` can read its bytes outside of the root.
+    version: the number of writes so far.
+    pending: writes that are not in the base yet, or None; base_version: the version of the base without them.
+    valid: the bytes with defined contents.
+    written: whether the contents may differ from those on entry.
+    entry_lost: whether the contents of entry were dropped (by a resize to 0 bytes).
+    intact: never resized nor widened, and the root lies inside: every byte is valid, and reads skip that check.
+    widened: whether the root is the whole storage, see Note [Widening the base].
+    views: every geometry seen so far.
     """
 
     serial: int
@@ -49,18 +55,18 @@ class FunctionalStorage:
     original_base: Value
     original_nbytes: int
     name: str
-    make_step: Callable[[Geometry, Geometry], Step]
+    make_step: Callable[[Geometry, Geometry], ViewStep]
     external: bool = False
     base: Value = None
     nbytes: int = 0
     version: int = 0
-    floor: int = 0
+    base_version: int = 0
     written: bool = False
-    lost: bool = False
+    entry_lost: bool = False
     widened: bool = False
     valid: Extent = field(init=False)
     intact: bool = field(init=False)
-    parts: Parts | None = None
+    pending: PendingWrites | None = None
     views: dict[Geometry, View] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,36 +79,37 @@ class FunctionalStorage:
 
     # -- views ---------------------------------------------------------------------------------
 
-    def add_view(self, parent: Geometry, child: Geometry, step: Step) -> None:
-        """Remember that `child` is reached from `parent` by `step`; the first way seen stays."""
+    def add_view(self, parent: Geometry, child: Geometry, step: ViewStep) -> None:
+        """Record that `step` derives `child` from `parent`; of several steps to one geometry the first is kept."""
         if child not in self.views and parent != child:
             if parent not in self.views:
                 self.views[parent] = View(parent)
             self.views[child] = View(child, parent, step)
 
-    def _link(self, view: View) -> tuple[View, Step]:
-        """The view that `view` comes from, and the step between them."""
+    def _parent_of(self, view: View) -> tuple[View, ViewStep]:
+        """The view that `view` is derived from (the root if no op was recorded), and the step between them."""
         if view.step is not None and view.parent is not None:
             return self.views[view.parent], view.step
         return self.views[self.root], self.make_step(self.root, view.geometry)
 
-    def _reach(self, geometry: Geometry, emit: Emitter) -> View:
-        """The view of `geometry`, with a root that holds it."""
+    def _reachable_view(self, geometry: Geometry, emit: Emitter) -> View:
+        """The view of `geometry`, derived from the root; widens the root if it does not contain the geometry."""
         found = self.views.get(geometry)
-        if found is not None and self._holds(found):
+        if found is not None and self._is_reachable(found):
             return found
         is_whole = self.widened and self.root.end >= self.nbytes
-        if not is_whole and (found is not None or not self._holds(View(geometry))):
+        if not is_whole and (found is not None or not self._is_reachable(View(geometry))):
             self._widen(emit, geometry.dtype.itemsize)
             found = self.views.get(geometry)
         if found is None:
             found = self.views[geometry] = View(geometry)
-        if not self._holds(found):  # seen through a view that reaches past the end: go straight
+        # Its parents reach past the end of the storage: derive it from the root.
+        if not self._is_reachable(found):
             found.parent = found.step = None
         return found
 
-    def _holds(self, view: View) -> bool:
-        """Whether the way back from a view ends at the root, or at a window inside the root's memory."""
+    def _is_reachable(self, view: View) -> bool:
+        """Whether the chain of a view's parents ends at the root, or at a geometry inside the root's memory."""
         if self._is_uneven(view.geometry):
             return False
         while view.step is not None and view.parent is not None:
@@ -114,7 +121,7 @@ class FunctionalStorage:
         return inside and root.start % max(g.dtype.itemsize, root.dtype.itemsize) == 0
 
     def _is_uneven(self, geometry: Geometry) -> bool:
-        """Whether a storage of entry is no whole number of elements: torch's `*_scatter` refuse that."""
+        """Whether an input's storage is no whole number of elements: torch's `*_scatter` ops refuse that."""
         if self.widened or not self.external or geometry == self.root:
             return False
         sizes = (geometry.dtype.itemsize, self.root.dtype.itemsize)
@@ -123,21 +130,23 @@ class FunctionalStorage:
     def _widen(self, emit: Emitter, itemsize: int) -> None:
         """Note [Widening the base]
 
-        A storage's first root is the tensor it was first seen through, which may be a window on a larger
-        storage, have gaps, or be too short since the storage grew. A view past that window makes the whole
-        storage the root. The bytes around the window are as on entry: every write so far went through it.
-        The root may be a little longer than the storage, to be a whole number of elements of any dtype.
+        A storage's first root is the geometry of the first tensor seen on it, which may be a window on a larger
+        storage, have gaps, or be too short since the storage grew. A view that reaches out of that window makes the
+        whole storage the root. The bytes outside of the window are as on entry, since every write so far was inside.
+        The new root may be a few bytes longer than the storage, to be a whole number of elements of every dtype seen.
         """
-        self._settle(emit)
+        self._flush(emit)
         window = self.views[self.root]
-        has_entry = bool(self.external and self.original_nbytes and not self.lost)
+        # Two sources of the new base: the storage as on entry, and the old base, pasted over it if it has been written
+        # (or if there is no entry to read). Either may be missing.
+        has_entry = bool(self.external and self.original_nbytes and not self.entry_lost)
         has_base = window.version == self.version and (self.written or not has_entry)
         has_base = has_base and self.root.numel > 0
         end = max(self.nbytes, self.root.end if has_base else 0, has_entry * self.original_nbytes)
         dtype = self.root.dtype
         unit = max(itemsize, *(g.dtype.itemsize for g in self.views))
         uneven = end % unit != 0 or (has_entry and self.original_nbytes % unit != 0)
-        if uneven:
+        if uneven:  # a root of bytes, of a length that is a multiple of every item size
             dtype = torch.uint8
             end += -end % 16
         flat = contiguous_geometry((end // dtype.itemsize,), dtype)
@@ -169,13 +178,13 @@ class FunctionalStorage:
     # -- reads ---------------------------------------------------------------------------------
 
     def read(self, geometry: Geometry, emit: Emitter) -> Value:
-        """The value of a view now.
+        """The current value of a view.
 
         Note [Reading a stale view]
-        A view's value is kept with the version it was read at. If the storage changed since, the value is
-        regenerated by replaying the steps from the nearest ancestor that is current where the view is: parts
-        written elsewhere can wait. This is all FSDP needs: the weight that autograd saved in forward is a view
-        of a storage, and when backward reads it the storage holds the second all-gather.
+        A view's value is kept with the version it was read at. If its bytes were written since, the value is
+        regenerated: the steps are replayed from the nearest ancestor whose value is current in the bytes of this view;
+        pending writes of other bytes stay pending. This is all FSDP needs: the weight that autograd saved in forward is
+        a view of a storage, and when backward reads it the storage holds the second all-gather.
         """
         found = self.views.get(geometry)
         if (
@@ -195,38 +204,40 @@ class FunctionalStorage:
         return self.peek(geometry, emit)
 
     def peek(self, geometry: Geometry, emit: Emitter) -> Value:
-        """The value of a view, bytes with undefined contents included."""
-        return self._regenerate(self._reach(geometry, emit), emit)
+        """The value of a view, some bytes of which may be undefined: `read` without its checks."""
+        return self._regenerate(self._reachable_view(geometry, emit), emit)
 
     def whole(self, emit: Emitter) -> Value:
-        """The base, with all that was written."""
-        self._settle(emit)
+        """The base, with every pending write applied."""
+        self._flush(emit)
         return self.base
 
     def _is_current(self, view: View, window: Geometry) -> bool:
-        """Whether a view's value is right in `window`, a part of the view: no write since has met that."""
+        """Whether a view's value is current in the bytes of `window`, a part of it: no later write overlaps these."""
         if view.version == self.version:
             return True
-        if not self.parts or view.version < self.floor:
+        if not self.pending or view.version < self.base_version:
             return False
-        return not self.parts.newer(window.start, window.end, view.version)
+        return not self.pending.newer(window.start, window.end, view.version)
 
     def _regenerate(self, view: View, emit: Emitter) -> Value:
-        chain: list[tuple[View, Step]] = []
+        # Walk up to the nearest ancestor that is current, then replay the steps down to the view.
+        chain: list[tuple[View, ViewStep]] = []
         window = view.geometry
         while not self._is_current(view, window):
             if view.geometry == self.root:
-                if self.parts:
-                    self._settle(emit)
+                if self.pending:
+                    self._flush(emit)
                     continue
                 if self.valid.spans:
                     raise InvariantError(f"`{self.name}`: the base is older than the storage")
                 view.hold(emit.empty(self.root, self.device), self.version)
                 break
-            parent, step = self._link(view)
+            parent, step = self._parent_of(view)
             chain.append((view, step))
             view = parent
         version = view.version
+        # An ancestor may be current in the bytes of `view` only: the views below it get its version, not the latest.
         for child, step in reversed(chain):
             child.hold(step.regenerate(emit, view), version)
             view = child
@@ -236,71 +247,74 @@ class FunctionalStorage:
     # -- writes --------------------------------------------------------------------------------
 
     def check_writable(self, geometry: Geometry) -> None:
-        """Raise unless a write of `geometry` is well defined."""
+        """Raise if `geometry` overlaps itself or reaches past the end of the storage."""
         check_overlap(self.name, geometry)
         check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "writes")
 
     def scatters(self, geometry: Geometry) -> bool:
-        """Whether a write of `geometry` is copied into its parent, so that it may have any strides."""
+        """Whether a write of `geometry` is emitted as a scatter into its parent: its value may have any strides."""
         view = self.views.get(geometry)
         if view is None or view.step is None or not view.step.scatters:
             return False
-        return self._holds(view) and not self._passes_overlap(view)
+        return self._is_reachable(view) and not self._passes_overlap(view)
 
     def write(self, geometry: Geometry, value: Value, emit: Emitter, exact: bool = True) -> None:
-        """Make `value` what `geometry` holds; the base becomes the inverse of the chain of views.
+        """Make `value` the contents of `geometry`; the inverses of the view's steps make the new base of it.
 
         A write that covers the base never reads the old one. A partial write of undefined contents starts
-        from `empty`. exact: whether `value` has the strides of `geometry`; needed unless that `scatters`.
+        from `empty`. exact: whether `value` has the strides of `geometry`; required unless `scatters(geometry)`.
 
-        Note [Parts to come]
-        A write of a part makes a new base by a copy of all of it: to write N parts one by one would copy N
-        times. So a part waits until something needs the base (see `_settle`); that is often never, or when
-        the parts make up the whole. Until then a view is current if no part that came after it meets its
-        bytes. The parts share no byte; one that runs into another, without covering it, makes the base.
+        Note [Pending writes]
+        A partial write makes a new base by copying all of it: N partial writes one by one would copy it N times. So a
+        partial write is kept pending until an op needs the base (see `_flush`), often never, or not before the
+        writes make up the whole. Until then a view is current if no later pending write overlaps its bytes. Pending
+        writes are disjoint; a write that overlaps one of them without covering it flushes all of them first.
         """
         self.check_writable(geometry)
         if not geometry.numel:
             return
-        if exact and geometry == self.root:  # what follows comes to this
-            self.parts = None
+        if (
+            exact and geometry == self.root
+        ):  # a shortcut: the general case below has the same effect
+            self.pending = None
             self._rebase(value)
             self.written = True
             if not self.intact:
                 self.valid.add_view(geometry)
             return
-        view = self._reach(geometry, emit)
-        if self._passes_overlap(view):  # no way back through a view that shows an element twice
+        view = self._reachable_view(geometry, emit)
+        if self._passes_overlap(view):
+            # A parent that shows an element twice (`expand`) has no inverse.
             view.parent = view.step = None
-            view = self._reach(geometry, emit)
+            view = self._reachable_view(geometry, emit)
         if geometry.nbytes == self.root.nbytes:
-            self.parts = None
+            self.pending = None
             self._apply(view, value, emit, exact)
         elif exact:
             self._postpone(view, value, emit)
-        else:  # a value of any strides may be a view of anything
-            self._settle(emit)
+        else:  # a value of other strides may be a view of another tensor: copy it now
+            self._flush(emit)
             self._apply(view, value, emit, exact)
         self.written = True
         self.valid.add_view(geometry)
 
     def _postpone(self, view: View, value: Value, emit: Emitter) -> None:
-        part = Part(view, value, self.version + 1, emit.now)
-        self.parts = self.parts or Parts()
-        if not self.parts.put(part):
-            self._settle(emit)
-            part.version = self.version + 1
-            self.parts = Parts()
-            self.parts.put(part)
+        write = PendingWrite(view, value, self.version + 1, emit.record)
+        self.pending = self.pending or PendingWrites()
+        if not self.pending.put(write):
+            self._flush(emit)
+            write.version = self.version + 1
+            self.pending = PendingWrites()
+            self.pending.put(write)
         self.version += 1
         view.hold(value, self.version)
 
     def _apply(self, view: View, new: Value, emit: Emitter, exact: bool = True) -> None:
-        """The base after a write of `view`, by the inverses of its chain."""
+        """Write `new` to `view`: the inverses of the steps from the root to `view` make the new base of it."""
         passed = [(view, new)] if exact else []
         while view.geometry != self.root:
-            view, step = self._link(view)
-            new = step.inverse(emit, new, partial(self._old, view, emit))
+            view, step = self._parent_of(view)
+            new = step.inverse(emit, new, partial(self._old_value, view, emit))
             passed.append((view, new))
         self._rebase(new)
         for view, new in passed:
@@ -308,37 +322,36 @@ class FunctionalStorage:
 
     def _rebase(self, base: Value) -> None:
         self.version += 1
-        self.floor = self.version
+        self.base_version = self.version
         self.base = base
         self.views[self.root].hold(base, self.version)
 
-    def _settle(self, emit: Emitter) -> None:
-        """Put what was written in parts into the base: several that lie side by side by one `cat`."""
-        if not self.parts:
+    def _flush(self, emit: Emitter) -> None:
+        """Apply the pending writes to the base: by one `cat` where they are adjacent, else one after the other."""
+        if not self.pending:
             return
-        parts, self.parts = self.parts, None
-        order = sorted(parts, key=lambda part: part.version)
-        before, self.version = self.floor, self.version + 1
-        self.floor = self.version
-        view: View | None = order[
-            0
-        ].view  # its ancestors hold what was there before, which `joined` needs
-        while view is not None:
-            if view is not order[0].view and view.version >= before:
+        writes, self.pending = self.pending, None
+        order = sorted(writes, key=lambda write: write.version)
+        before, self.version = self.base_version, self.version + 1
+        self.base_version = self.version
+        # Ancestors of the first write still hold the contents from before these writes, which `joined` and the first
+        # inverse read: mark them as current.
+        view = order[0].view
+        while view.geometry != self.root:
+            view = self._parent_of(view)[0]
+            if view.version >= before:
                 view.version = self.version
-            is_root = view.geometry == self.root
-            view = None if is_root else self._link(view)[0]
         with emit.made_for(order[-1].record):
-            old = partial(self._old, self.views[self.root], emit)
-            base = joined(emit, self.root, list(parts), old)
+            old = partial(self._old_value, self.views[self.root], emit)
+            base = joined(emit, self.root, list(writes), old)
         if base is not None:
             self._rebase(base)
         else:
-            for part in order:
-                with emit.made_for(part.record):
-                    self._apply(part.view, part.value, emit)
-        for part in order:
-            part.view.hold(part.value, self.version)
+            for write in order:
+                with emit.made_for(write.record):
+                    self._apply(write.view, write.value, emit)
+        for write in order:
+            write.view.hold(write.value, self.version)
 
     def _passes_overlap(self, view: View) -> bool:
         while view.step is not None and view.parent is not None:
@@ -347,40 +360,40 @@ class FunctionalStorage:
             view = self.views[view.parent]
         return False
 
-    def _old(self, view: View, emit: Emitter) -> Value:
-        if self.views[self.root].version >= self.floor:
+    def _old_value(self, view: View, emit: Emitter) -> Value:
+        if self.views[self.root].version >= self.base_version:
             return self._regenerate(view, emit)
         return emit.empty(view.geometry, self.device)
 
-    # -- contents that go and come ---------------------------------------------------------------
+    # -- contents dropped by a resize ------------------------------------------------------------
 
     def retake_views(self) -> None:
-        """Every view is taken of the base again on its next read, unless the base lacks what was written since."""
+        """Make every view stale, so that its next read starts from the base; not if the base lacks a pending write."""
         root = self.views[self.root]
-        if self.parts or root.version != self.version:
+        if self.pending or root.version != self.version:
             return
-        root.lists = {}
+        root.output_lists = {}
         for view in self.views.values():
             if view is not root:
                 view.version = -1
 
     def forget(self) -> None:
-        """The contents are gone: no view has a value, no byte may be read."""
+        """Drop the contents: no view has a current value, no byte is valid."""
         self.version += 1
-        self.floor = self.version
-        self.parts = None
+        self.base_version = self.version
+        self.pending = None
         self.valid, self.intact = Extent(), False
-        self.lost = True
+        self.entry_lost = True
 
     def keep_prefix(self, nbytes: int) -> None:
-        """Only the first `nbytes` bytes remain valid; the base's value is still right for those."""
+        """Only the first `nbytes` bytes remain valid; the base's value is still current for those."""
         self.valid.truncate(nbytes)
         self.intact = False
-        if self.parts:
+        if self.pending:
             return
         root = self.views[self.root]
         is_current = root.version == self.version
         self.version += 1
-        self.floor = self.version
+        self.base_version = self.version
         if is_current:
             root.version = self.version

@@ -1,8 +1,8 @@
-"""What storages, view ops and emitters share: values, the views that hold them, the steps between views.
+"""Types shared by storages, view rules and emitters: values, the views that hold them, the steps between views.
 
-    emit.call(aten.sin.default, value)              a node of a graph, or a tensor: the emitter decides
-    View(child, parent, step)                       `step.regenerate(emit, view of parent)` is the child's value
-    with emit.made_for(record): ...                 what is emitted inside is attributed to `record`
+    emit.call(aten.sin.default, value)              a graph node or a tensor, depending on the emitter
+    View(child, parent, step)                       `step.regenerate(emit, view of parent)` returns the child's value
+    with emit.made_for(record): ...                 ops emitted inside are attributed to `record`
 
 Invariant: a value has exactly the size, stride and dtype of the geometry it is bound to.
 """
@@ -25,19 +25,19 @@ Value = Any  # an fx.Node while a graph is built, a torch.Tensor while substitut
 class Emitter(ABC):
     """Turns an op on values into a value: a node of a graph, or the op's result.
 
-    now: the record that values are made for; only `made_for` changes it.
+    record: the op record that emitted values are attributed to; set by `made_for` only.
     """
 
-    now: OpRecord | None = None
+    record: OpRecord | None = None
 
     @contextmanager
     def made_for(self, record: OpRecord | None) -> Iterator[None]:
-        """What is emitted inside is made for `record`; what was made for another before, is again after it."""
-        before, self.now = self.now, record
+        """A context: ops emitted inside are attributed to `record`; on exit the previous record is restored."""
+        before, self.record = self.record, record
         try:
             yield
         finally:
-            self.now = before
+            self.record = before
 
     @abstractmethod
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
@@ -45,7 +45,7 @@ class Emitter(ABC):
 
     @abstractmethod
     def part(self, values: Value, index: int) -> Value:
-        """One of the several values that an op made."""
+        """Output `index` of an op with several outputs."""
 
     @abstractmethod
     def empty(self, geometry: Geometry, device: torch.device) -> Value:
@@ -53,13 +53,13 @@ class Emitter(ABC):
 
     @abstractmethod
     def whole(self, serial: int, flat: Geometry) -> Value:
-        """What an input's whole storage held on entry, as the one-dimensional `flat`."""
+        """The contents on entry of an input's whole storage, as a tensor of the one-dimensional geometry `flat`."""
 
 
-class Step(ABC):
+class ViewStep(ABC):
     """One view op between a parent and a child geometry.
 
-    scatters: whether `inverse` copies the child, whatever its strides.
+    scatters: whether `inverse` copies the child into the parent, so that the child may have any strides.
     """
 
     __slots__ = ()
@@ -74,16 +74,19 @@ class Step(ABC):
 
     @abstractmethod
     def inverse(self, emit: Emitter, child: Value, parent: Callable[[], Value]) -> Value:
-        """The parent after `child` was written; asks for the old `parent` only if part of it survives."""
+        """The parent's value after a write of `child`.
+
+        parent: returns the parent's old value; called only if part of that survives the write.
+        """
 
     def regenerate(self, emit: Emitter, parent: View) -> Value:
-        """The child's value, from the view of the parent."""
+        """The child's value, computed from the parent's view, whose value must be current."""
         return self.forward(emit, parent.value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """One call of a view op: what is called, with which arguments after the parent."""
+class ViewCall:
+    """One call of a view op: the op, and its arguments after the parent."""
 
     target: Any
     args: tuple[Any, ...]
@@ -95,21 +98,24 @@ class Call:
 
 @dataclass(slots=True)
 class View:
-    """One geometry of a storage: how it is reached (`step` None: straight from the root), and its value.
+    """One geometry of a storage, with the step that derives it and its last value.
 
-    lists: the values of multi-output ops (`split`, `unbind`) on `value`, by call, so that all outputs that are read
-    share one. They are views of `value`, so they keep no more memory in use than it does, and go when it goes.
+    parent, step: the geometry it is a view of, and the view op between them; both None: derived from the root by
+        `as_strided`.
+    value, version: the last value, and the version of the storage at which that was current.
+    output_lists: the results of multi-output ops (`split`, `unbind`) on `value`, by call, so that all outputs that
+        are read share one node. They are views of `value`: they keep no further memory alive, and are dropped with it.
     """
 
     geometry: Geometry
     parent: Geometry | None = None
-    step: Step | None = None
+    step: ViewStep | None = None
     value: Value = None
     version: int = -1
-    lists: dict[Call, Value] = field(default_factory=dict)
+    output_lists: dict[ViewCall, Value] = field(default_factory=dict)
 
     def hold(self, value: Value, version: int) -> None:
-        """Bind `value`, which is what the view holds as of `version`."""
+        """Bind `value`, the contents of the view as of `version`."""
         if value is not self.value:
-            self.value, self.lists = value, {}
+            self.value, self.output_lists = value, {}
         self.version = version

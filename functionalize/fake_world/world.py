@@ -59,7 +59,7 @@ from functionalize.errors import WorldError
 from functionalize.fake_world import fake_queries as fake_asks
 from functionalize.fake_world.cuda_api import is_cuda
 from functionalize.fake_world.target import Choices, Target, target_named
-from functionalize.ir.fakes import Repeats
+from functionalize.ir.fakes import FakeResultCache
 from functionalize.util.patching import Patch, Patches
 from functionalize.util.user_stack import line_of
 
@@ -119,7 +119,7 @@ class WorldMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.target = target
         self.assumed: Counter[str] = Counter()
-        self._repeats = Repeats(self)
+        self._fake_results = FakeResultCache(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
@@ -134,7 +134,7 @@ class WorldMode(FakeTensorMode):
             return func(*args, **kwargs)
         op = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
         try:
-            out = self._repeats.run(func, args, kwargs or {}, op)
+            out = self._fake_results.run(func, args, kwargs or {}, op)
             if func in _ASSUMED and type(out) is FakeTensor and out.numel() == 1:
                 out.assumed = _ASSUMED[func](*args)  # type: ignore[attr-defined]
             return out

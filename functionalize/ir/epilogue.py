@@ -1,4 +1,4 @@
-"""The epilogue: the mutations of its inputs that a caller still sees, as data, and how a replay runs them.
+"""The epilogue: the mutations of inputs that the caller must see after a replay, as data, and their execution.
 
     Resize(0, 64)    resize_storage_bytes_(x, 64)          Copy(0, geometry, 2)    x.copy_(result 2)
     Set(1, g, 0)     x.set_(storage of input 0, g)
@@ -8,8 +8,8 @@ Which actions a storage needs is decided in `epilogue_actions.py`.
 One resize per storage, however many inputs alias it. An input tensor that ends on another storage or with
 another geometry (`set_`, `resize_`, `t_`) gets a `Set`, after the copies.
 
-Invariants: actions run only after every guard has passed. What may fail, the allocation of storages that grow,
-is done first, and undone if it fails: until then the caller's data is as it was.
+Invariants: actions run only after every guard has passed. The allocation of storages that grow, which may fail, comes
+first, and is undone if it fails: until it has succeeded, the caller's data is unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`copy_` of the graph's result at `slot` into the input's storage, seen as `geometry`."""
+    """`copy_` of the graph's result at `slot` into the window `geometry` of the input's storage."""
 
     input: int
     geometry: Geometry
@@ -46,9 +46,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """The input tensor becomes `geometry` of another input's storage, or of the result at `slot`.
+    """`set_` of the input tensor to `geometry` on the storage of another input, or of the result at `slot`.
 
-    In a result, `geometry` counts from the first element.
+    Exactly one of `other` and `slot` is not None. For a result, `geometry.offset` counts from its first element.
     """
 
     input: int
@@ -61,12 +61,12 @@ Action = Resize | Copy | Set
 
 
 def window(tensor: Tensor, geometry: Geometry) -> Tensor:
-    """`tensor`'s storage seen as `geometry`; `tensor` itself if that is how it looks already."""
+    """A tensor of `geometry` on `tensor`'s storage; `tensor` itself if that is its geometry."""
     return tensor if geometry == geometry_of(tensor) else alias(tensor, geometry)
 
 
 def alias(tensor: Tensor, geometry: Geometry) -> Tensor:
-    """A new tensor on `tensor`'s storage, even where that is too small to hold it (freed meanwhile)."""
+    """A new tensor of `geometry` on `tensor`'s storage, even if that is too small now (freed meanwhile)."""
     g, storage = geometry, tensor.untyped_storage()
     special = g.conj or g.neg or tensor.is_conj() or tensor.is_neg()
     nbytes = storage.nbytes()
@@ -84,7 +84,8 @@ def alias(tensor: Tensor, geometry: Geometry) -> Tensor:
 def apply_epilogue(
     actions: Sequence[Action], inputs: Sequence[Tensor], results: Sequence[Any]
 ) -> Sequence[Tensor]:
-    """Pay every action, in order (under `no_grad`); returns a tensor on each input's storage of entry."""
+    """Run every action, in order (under `no_grad`); returns, per input, a tensor on the storage it had on entry."""
+    # A `Set` moves the input tensor itself: an alias keeps the storage of entry for the other actions.
     homes = inputs
     moved = {a.input for a in actions if isinstance(a, Set)}
     if moved:
@@ -97,7 +98,7 @@ def apply_epilogue(
         for action in group:
             if isinstance(action, Resize):
                 storage = homes[action.input].untyped_storage()
-                if storage.nbytes() != action.nbytes:  # else it has grown already
+                if storage.nbytes() != action.nbytes:  # `_grow` has already resized those that grow
                     storage.resize_(action.nbytes)
                 continue
             assert isinstance(action, Set)
@@ -110,7 +111,7 @@ def apply_epilogue(
 
 
 def _grow(resizes: Sequence[Resize], homes: Sequence[Tensor]) -> None:
-    """Grow the storages that end larger than they are: all of them, or none."""
+    """Grow every storage that an action makes larger; if one allocation fails, undo the others."""
     sizes: list[tuple[torch.UntypedStorage, int]] = []
     try:
         for action in resizes:
@@ -125,25 +126,27 @@ def _grow(resizes: Sequence[Resize], homes: Sequence[Tensor]) -> None:
 
 
 def _copy_all(copies: Sequence[Copy], homes: Sequence[Tensor], results: Sequence[Any]) -> None:
-    """Several copies in one call: a step writes hundreds of parameters and states."""
+    """Run several copies by one foreach call: a step writes hundreds of parameters and optimizer states."""
     targets = [window(homes[c.input], c.geometry) for c in copies]
     torch._foreach_copy_(targets, [results[c.slot] for c in copies])
 
 
 def placed(whole: Tensor, geometry: Geometry) -> Geometry:
-    """`geometry`, which counts from the first element of `whole`, as it counts in the storage."""
+    """`geometry`, whose offset counts from the first element of `whole`, with an offset from the storage's start."""
     at = whole.storage_offset() * whole.dtype.itemsize // geometry.dtype.itemsize
     return geometry._replace(offset=geometry.offset + at)
 
 
 def _move(target: Tensor, source: Tensor, geometry: Geometry) -> None:
-    """Make `target` what `geometry` is on `source`'s storage, whose size stays."""
+    """Move `target` to `geometry` on `source`'s storage, whose size stays as it is."""
     g, storage = geometry, source.untyped_storage()
     if g.dtype != target.dtype or g.conj or g.neg or target.is_conj() or target.is_neg():
         target.data = alias(source, g)  # `set_` changes none of these
         return
     nbytes = storage.nbytes()
-    if g.end > nbytes:  # freed since: `set_` would refuse, or grow it
+    if (
+        g.end > nbytes
+    ):  # freed meanwhile: grow it for the bounds check of `set_`, and shrink it again below
         storage.resize_(g.end)
     target.set_(storage, g.offset, g.size, g.stride)
     if storage.nbytes() != nbytes:

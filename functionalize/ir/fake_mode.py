@@ -1,19 +1,19 @@
-"""The fake mode of `trace` and of `node.meta`: torch's, without what depends on data, and with right kernels.
+"""The fake mode of `trace` and of `node.meta`: torch's, without values in fakes, and with corrected kernels.
 
     mode = fake_mode(allow_non_fake_inputs=True)
     fake = fake_like(mode, tensor)        a fake of a tensor, without its value
 
 Note [Values of fakes]
 ~~~~~~~~~~~~~~~~~~~~~~
-From torch 2.14 on, a fake of a 0-dimensional integer or float64 tensor remembers the number in it, and gives it to
-`item()`: a program would depend on a value that its function was never shown, and an empty tensor, which has none,
-would have no fake. Nor does the number come with every dtype, nor after a write. `fake_like` leaves it out: on every
-release `item()` of a fake is refused.
+From torch 2.14 on, a fake of a 0-dimensional integer or float64 tensor remembers its number, and `item()` returns that:
+a program would depend on a value without a guard, and a tensor with an empty storage, which has no value, could have no
+fake. The number is also missing for other dtypes, and after a write. `fake_like` leaves it out: on every release
+`item()` of a fake is refused.
 
 Note [Wrong fake kernels]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-What eager runs must not fail, or look otherwise, because of the fake of an older release. `_MENDED` has the kernels
-that do, each for the releases that need it.
+A program that eager runs must not fail, or get another layout, because of a wrong fake kernel of an older release.
+`_CORRECTED` has replacements for such kernels, on the releases that need them.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ aten = torch.ops.aten
 def fake_mode(**options: Any) -> FakeTensorMode:
     """A `FakeTensorMode` with these options and without wrong kernels."""
     mode = FakeTensorMode(**options)
-    if _MENDED:
-        mode.dispatch = _mending(weakref.ref(mode))  # type: ignore[method-assign]
+    if _CORRECTED:
+        mode.dispatch = _corrected_dispatch(weakref.ref(mode))  # type: ignore[method-assign]
     return mode
 
 
 def fake_like(mode: FakeTensorMode, tensor: Tensor) -> Any:
-    """A fake of a tensor, with the bytes under it that it reaches, and without its value."""
+    """A fake of a tensor, with a storage of the same size, and without its value."""
     with values_unread(mode):
         return mode.from_tensor(tensor, static_shapes=True)
 
 
-def _mending(mode: weakref.ref[FakeTensorMode]) -> Callable[..., Any]:
-    """What runs an op in a mode. No subclass of `FakeTensorMode`: torch has tables of modes by their exact type."""
+def _corrected_dispatch(mode: weakref.ref[FakeTensorMode]) -> Callable[..., Any]:
+    """A `dispatch` method for one mode. No subclass of `FakeTensorMode`: torch looks modes up by their exact type."""
 
     def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        this, mended, kwargs = mode(), _MENDED.get(func), kwargs or {}
-        assert this is not None  # it runs this
-        if mended is not None:
+        this, corrected, kwargs = mode(), _CORRECTED.get(func), kwargs or {}
+        assert this is not None  # the mode is what calls this function
+        if corrected is not None:
             with this:
-                out = mended(*args, **kwargs)
+                out = corrected(*args, **kwargs)
             if out is not None:
                 return out
         return FakeTensorMode.dispatch(this, func, types, args, kwargs)
@@ -63,7 +63,7 @@ def _mending(mode: weakref.ref[FakeTensorMode]) -> Callable[..., Any]:
 
 
 def _split(self: Tensor, split_size: int, dim: int = 0) -> list[Tensor] | None:
-    """`split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0)` of no elements gives one part of none."""
+    """`split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0)`: an empty dimension has one, empty, part."""
     if split_size == 0 or self.dim() == 0 or self.size(dim):
         return None
     return [aten.slice.Tensor(self, dim, 0, 0)]
@@ -87,7 +87,7 @@ def _fft_c2c(self: Tensor, dim: list[int], normalization: int, forward: bool) ->
 
 
 def _fft_c2r(self: Tensor, dim: list[int], normalization: int, last_dim: int) -> Tensor | None:
-    """`_fft_c2r(Tensor self, int[] dim, int normalization, SymInt last_dim_size)`: `_fft_c2c` of all but one first."""
+    """`_fft_c2r(Tensor self, int[] dim, int normalization, SymInt last_dim)`: `_fft_c2c` of all dims but one first."""
     if not self.dtype.is_complex:
         return None
     if len(dim) > 1:
@@ -104,7 +104,10 @@ def _outer_first(tensor: Tensor, dims: Sequence[int]) -> list[int]:
 def _transformed(
     tensor: Tensor, dims: list[int], size: list[int], dtype: torch.dtype | None = None
 ) -> Tensor | None:
-    """What the MKL makes: the batch goes outside, in the order of its strides, what is transformed inside."""
+    """A result in the layout that MKL returns: batch dimensions outermost, by stride; transformed ones innermost.
+
+    None where MKL is not used: torch's own fake kernel is then right.
+    """
     if tensor.device.type != "cpu" or not torch.backends.mkl.is_available():
         return None
     order = [*_outer_first(tensor, [d for d in range(tensor.dim()) if d not in dims]), *dims]
@@ -115,19 +118,19 @@ def _transformed(
     return tensor.new_empty_strided(size, strides, dtype=dtype or tensor.dtype.to_complex())
 
 
-def _mended() -> dict[Any, Callable[..., Any]]:
-    """The kernels that the installed torch needs."""
+def _corrected() -> dict[Any, Callable[..., Any]]:
+    """The replacements that the installed torch needs."""
     found: dict[Any, Callable[..., Any]] = {}
     release = minor_of(torch.__version__)
     if release < (2, 13):
-        # torch's own writes to the last part, of which there is none
+        # torch's kernel indexes the last part, and fails where there is none
         found[aten.split.Tensor] = _split
     if release < (2, 12):
-        # torch's own take the dimensions in another order than the MKL, and fail for some
+        # torch's kernels order the dimensions differently from MKL, and fail for some
         found[aten._fft_r2c.default] = _fft_r2c
         found[aten._fft_c2c.default] = _fft_c2c
         found[aten._fft_c2r.default] = _fft_c2r
     return found
 
 
-_MENDED: Mapping[Any, Callable[..., Any]] = MappingProxyType(_mended())
+_CORRECTED: Mapping[Any, Callable[..., Any]] = MappingProxyType(_corrected())

@@ -1,14 +1,14 @@
-"""Ops on fake tensors, where one that looks like an earlier one is not run again: layers of a model repeat.
+"""Ops on fake tensors, with a cache of results by op and geometries: the layers of a model repeat.
 
     fakes = Fakes()
     with disable_current_modes(), torch.no_grad():
-        out = fakes.run(aten.mm.default, (x, w), {})       fake tensors, as the op itself makes them
-        out = fakes.run(aten.mm.default, (y, v), {})       of the same geometries: made from what the first one gave
+        out = fakes.run(aten.mm.default, (x, w), {})       runs the op's fake kernel
+        out = fakes.run(aten.mm.default, (y, v), {})       same geometries: made as the first result was
 
-FakeTensorMode has such a cache; looking in it costs several times what making the result does, as it must mind modes,
-symbolic sizes and constants that a finished graph does not have.
-Invariant: a result has the geometry, device and storage size that the op gives, a storage of its own where the op
-makes one, and that of the same argument where it makes a view. What does not fit such a description is run each time.
+FakeTensorMode has a cache too, but a look-up there costs several times as much as making the result, since it handles
+modes, symbolic sizes and constants, which a finished graph does not have.
+Invariant: a cached result has the geometry, device and storage size of the op's own; its storage is a new one, or
+that of the same argument where the op returns a view. An op whose result has no such description is run each time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functionalize.ir.ops import Geometry, geometry_of
 
 aten = torch.ops.aten
 _OVERLOAD = type(aten.mm.default)
-_PLAIN = (
+_CONSTANTS = (
     int,
     float,
     bool,
@@ -39,54 +39,57 @@ _PLAIN = (
 )
 
 
-class _Unlike(Exception):
-    """Two calls with such an argument cannot be told to be alike."""
+class _Uncacheable(Exception):
+    """An argument or a result that the cache has no key or description for."""
 
 
-class _Made(NamedTuple):
-    """How one tensor of a result is made. of: the argument whose storage it views, None for one of its own."""
+class _TensorRecipe(NamedTuple):
+    """The description of one tensor of a result. base: the argument whose storage it is on; None: a new storage."""
 
     geometry: Geometry
     device: torch.device
-    of: int | None
+    base: int | None
 
 
-class Repeats:
-    """What ops gave in one fake mode, and the same again for calls that look the same."""
+class FakeResultCache:
+    """The results of ops in one fake mode, made again without running the op for calls with the same key."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._known: dict[Any, Any] = {}
-        self._never: set[Any] = set()  # ops whose results cannot be described
+        self._recipes: dict[Any, Any] = {}
+        self._uncacheable: set[Any] = set()  # ops whose results have no description
 
     def run(self, target: Any, args: Any, kwargs: Any, op: Callable[[], Any]) -> Any:
-        """What `target` gives for these arguments: by `op`, or as it did before. Gradients are off, or below us."""
-        if target in self._never or not isinstance(target, _OVERLOAD):
+        """The result of `target` for these arguments: from the cache, or by calling `op`.
+
+        Autograd must not see the call: gradients are off, or the caller is below autograd.
+        """
+        if target in self._uncacheable or not isinstance(target, _OVERLOAD):
             return op()
         if target._schema.is_mutable:
-            self._never.add(target)
+            self._uncacheable.add(target)
             return op()
-        given: list[Tensor] = []
+        tensors: list[Tensor] = []
         try:
-            key = (target, _key(args, given), _key(tuple(kwargs.items()), given), _default())
-        except _Unlike:
+            key = (target, _key(args, tensors), _key(tuple(kwargs.items()), tensors), _default())
+        except _Uncacheable:
             return op()
-        recipe = self._known.get(key)
+        recipe = self._recipes.get(key)
         if recipe is not None:
-            return self._made(recipe, given)
+            return self._made(recipe, tensors)
         out = op()
         try:
-            self._known[key] = _recipe(out, given)
-        except _Unlike:
-            if not _is_described(out):
-                self._never.add(target)
+            self._recipes[key] = _recipe(out, tensors)
+        except _Uncacheable:
+            if not _is_all_fake(out):
+                self._uncacheable.add(target)
         return out
 
-    def _made(self, recipe: Any, given: list[Tensor]) -> Any:
-        if not isinstance(recipe, _Made):
-            return type(recipe)(self._made(each, given) for each in recipe)
+    def _made(self, recipe: Any, tensors: list[Tensor]) -> Any:
+        if not isinstance(recipe, _TensorRecipe):
+            return type(recipe)(self._made(each, tensors) for each in recipe)
         size, stride, offset, dtype = recipe.geometry[:4]
-        storage = None if recipe.of is None else given[recipe.of].untyped_storage()
+        storage = None if recipe.base is None else tensors[recipe.base].untyped_storage()
         with plain_kernels(self._mode):
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
             if storage is not None:
@@ -95,14 +98,14 @@ class Repeats:
 
 
 class Fakes:
-    """A fake mode of its own, to run the ops of a graph in. Used with no mode active and gradients off."""
+    """A new fake mode with a cache, to run the ops of a graph in. For use with no mode active and gradients off."""
 
     def __init__(self) -> None:
         self.mode = fake_mode(allow_non_fake_inputs=True)
-        self._repeats = Repeats(self.mode)
+        self._cache = FakeResultCache(self.mode)
 
     def like(self, geometry: Geometry, nbytes: int, device: torch.device) -> Any:
-        """A tensor that looks so, on a storage of its own; an empty one if `nbytes` is 0."""
+        """A fake tensor of `geometry` on a new storage; that is empty if `nbytes` is 0."""
         size, stride, offset, dtype = geometry[:4]
         meta = torch.empty(geometry.end // dtype.itemsize, dtype=dtype, device="meta")
         value = meta.as_strided(size, stride, offset)
@@ -113,7 +116,7 @@ class Fakes:
         return FakeTensor(self.mode, value, device)
 
     def run(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a call gives."""
+        """The result of one call."""
 
         def op() -> Any:
             with self.mode:
@@ -121,7 +124,7 @@ class Fakes:
                     return _grouped_mm(*args, **kwargs)
                 return target(*args, **kwargs)
 
-        return self._repeats.run(target, args, kwargs, op)
+        return self._cache.run(target, args, kwargs, op)
 
 
 def _grouped_mm(
@@ -131,7 +134,10 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As the CPU has it (torch 2.11 to 2.13): any dtype, rows of 16 bytes. The meta kernel is of CUDA, in bfloat16."""
+    """`_grouped_mm` on a CPU (torch 2.11 to 2.13): any dtype, rows padded to 16 bytes.
+
+    torch's meta kernel describes CUDA's, which accepts bfloat16 only.
+    """
     dtype = a.dtype if out_dtype is None else out_dtype
     rows, columns = a.size(-2), b.size(-1)
     each = 16 // dtype.itemsize
@@ -144,52 +150,54 @@ def _grouped_mm(
 
 
 def _default() -> Any:
-    """What results depend on besides the arguments: factories take these."""
+    """The global state that results depend on: factory functions read the default dtype."""
     return torch.get_default_dtype()
 
 
-def _key(arg: Any, given: list[Tensor]) -> Any:
-    """What tells arguments apart; `given`: the tensors among them, in order."""
+def _key(arg: Any, tensors: list[Tensor]) -> Any:
+    """A key of `arg`, equal for arguments with the same result; appends the tensors in it to `tensors`."""
     if isinstance(arg, Tensor):
         if type(arg) is not FakeTensor or arg.constant is not None:
-            raise _Unlike
-        given.append(arg)
+            raise _Uncacheable
+        tensors.append(arg)
         return geometry_of(arg), arg.fake_device, arg.untyped_storage().nbytes()
     if isinstance(arg, (list, tuple)):
-        return (type(arg) is list, *[_key(each, given) for each in arg])
-    if isinstance(arg, _PLAIN):
+        return (type(arg) is list, *[_key(each, tensors) for each in arg])
+    if isinstance(arg, _CONSTANTS):
         return type(arg), arg
-    raise _Unlike
+    raise _Uncacheable
 
 
-def _recipe(out: Any, given: list[Tensor]) -> Any:
-    """How to make such a result again."""
-    storages: dict[int, int] = {}
-    for i, tensor in enumerate(given):
-        storages.setdefault(tensor.untyped_storage()._cdata, i)
-    return _described(out, {id(tensor) for tensor in given}, storages, set())
+def _recipe(out: Any, tensors: list[Tensor]) -> Any:
+    """The description of a result: a recipe per tensor, in the same lists and tuples. tensors: the arguments."""
+    by_storage: dict[int, int] = {}
+    for i, tensor in enumerate(tensors):
+        by_storage.setdefault(tensor.untyped_storage()._cdata, i)
+    return _described(out, {id(tensor) for tensor in tensors}, by_storage, set())
 
 
-def _is_described(out: Any) -> bool:
-    """Whether a result is made of fake tensors alone."""
+def _is_all_fake(out: Any) -> bool:
+    """Whether a result consists of fake tensors only."""
     leaves = out if type(out) in (list, tuple) else [out]
     return all(type(leaf) is FakeTensor for leaf in leaves)
 
 
-def _described(out: Any, given: set[int], storages: dict[int, int], own: set[int]) -> Any:
-    """given: ids of the arguments. storages: theirs. own: those of the results before."""
+def _described(out: Any, arguments: set[int], by_storage: dict[int, int], new: set[int]) -> Any:
+    """The recipe of one result, or of a list of them.
+
+    arguments: ids of the argument tensors. by_storage: the index of an argument, by its storage. new: the storages of
+    the results described before, which are no argument's.
+    """
     if type(out) in (list, tuple):
-        return type(out)(_described(each, given, storages, own) for each in out)
-    if type(out) is not FakeTensor or out.constant is not None or id(out) in given:
-        raise _Unlike
+        return type(out)(_described(each, arguments, by_storage, new) for each in out)
+    if type(out) is not FakeTensor or out.constant is not None or id(out) in arguments:
+        raise _Uncacheable
     geometry, storage = geometry_of(out), out.untyped_storage()
-    of = storages.get(storage._cdata)
+    base = by_storage.get(storage._cdata)
     whole = geometry.offset == 0 and storage.nbytes() == geometry.end
-    if geometry.conj or geometry.neg or (of is None and (not whole or storage._cdata in own)):
-        raise _Unlike
-    if (
-        of is not None and storage.nbytes() < geometry.end
-    ):  # putting it there would grow the storage
-        raise _Unlike
-    own.add(storage._cdata)
-    return _Made(geometry, out.fake_device, of)
+    if geometry.conj or geometry.neg or (base is None and (not whole or storage._cdata in new)):
+        raise _Uncacheable
+    if base is not None and storage.nbytes() < geometry.end:
+        raise _Uncacheable  # `set_` in `_made` would grow the argument's storage
+    new.add(storage._cdata)
+    return _TensorRecipe(geometry, out.fake_device, base)

@@ -1,16 +1,16 @@
-"""Random number generators: the ops of a program that read and set them; a replay that fails restores them.
+"""Random number generators: ops of programs that read and set their states, and restoring them after an error.
 
     torch.get_rng_state()       functionalize.get_rng_state(device('cpu'))         -> the state, a value
     torch.set_rng_state(s)      functionalize.set_rng_state(s, device('cpu'))
     torch.manual_seed(3)        functionalize.manual_seed(3)                       every generator
     torch.cuda.manual_seed(3)   functionalize.manual_seed(3, device('cuda:0'))     `cuda`: all of them
 
-A generator is set by plain Python calls, which no dispatcher sees: while a recorder is active they are made
-through these ops (see `recorder/rng_patches.py`), so that a state saved in forward and restored for its
-recomputation is a value of the program, and a seed is set again at every replay.
+Python code sets a generator by calls that do not dispatch. While a recorder is active, these calls are patched to run
+the ops above (see `recorder/rng_patches.py`), so that a state saved in forward and restored for its recomputation is a
+value of the program, and a seed is set again at every replay.
 
-Invariant: these ops are tagged as random ones are, so that whoever keeps random ops in order keeps these.
-A state that nobody reads may go: reading it changes nothing.
+Invariant: these ops have the tag of random ops, so that a pass that keeps the order of random ops keeps theirs.
+A `get_rng_state` without users may be removed: reading a state changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import has_side_effect
 
-_LIBRARY = torch.library.Library("functionalize", "FRAGMENT")  # while it lives, so do they
+_LIBRARY = torch.library.Library(
+    "functionalize", "FRAGMENT"
+)  # the ops exist as long as this object
 for _schema in (
     "get_rng_state(Device device) -> Tensor",
     "set_rng_state(Tensor state, Device device) -> ()",
@@ -77,7 +79,7 @@ def _set_no_rng_state(state: Tensor, device: torch.device) -> None:
 
 @torch.library.register_fake("functionalize::manual_seed", lib=_LIBRARY)
 def _seed_nothing(seed: int, device: torch.device | None = None) -> None:
-    """As above."""
+    """Fake tensors draw no numbers: the generators stay as they are, as above."""
 
 
 def is_random(node: fx.Node) -> bool:
@@ -88,14 +90,14 @@ def is_random(node: fx.Node) -> bool:
 def generator_states() -> tuple[Tensor, ...]:
     """The states of the default generators: CPU, and every CUDA device if CUDA is in use.
 
-    Read past `torch.get_rng_state`, so that no recorder takes it for a part of its program.
+    Not by `torch.get_rng_state`, which a recorder may have patched to record the call.
     """
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return tuple(generator.get_state() for generator in (torch.default_generator, *cuda))
 
 
 def set_generators(states: Sequence[Tensor]) -> None:
-    """Put the default generators in these states, which `generator_states` gave."""
+    """Set the default generators to states that `generator_states` returned."""
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     for generator, state in zip((torch.default_generator, *cuda), states, strict=False):
         generator.set_state(state)
@@ -103,9 +105,9 @@ def set_generators(states: Sequence[Tensor]) -> None:
 
 @contextmanager
 def generators_restored_on_error() -> Iterator[None]:
-    """Put the default generators (CPU, and CUDA if it is in use) back if the body raises.
+    """Restore the default generators (CPU, and CUDA if it is in use) if the body raises.
 
-    By torch's functions: a recorder outside, which sees what the body draws, must see this, too.
+    By torch's functions: an enclosing recorder, which records the random ops of the body, must record this too.
     """
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

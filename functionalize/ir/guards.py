@@ -1,4 +1,4 @@
-"""Facts a program relies on, checked at every call before anything is changed."""
+"""Guards: facts that the capture relied on, checked at every call before any input is changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.ops import geometry_of
-from functionalize.ir.scalars import Given, evaluated, expression_text
+from functionalize.ir.scalars import ScalarInput, evaluated, expression_text
 from functionalize.util.structure import holds_tensors
 
 
@@ -46,7 +46,7 @@ class TensorGuard:
         return None
 
     def _holds(self, t: Any) -> bool:
-        """The same in half the time, which a step with hundreds of inputs feels; may say no too often."""
+        """A faster check for the usual case (steps have hundreds of inputs); False may also mean undecided."""
         spec = self.spec
         size, stride, offset, dtype, conj, neg = spec.geometry
         return (
@@ -63,7 +63,7 @@ class TensorGuard:
 
 @dataclass(frozen=True, slots=True)
 class AliasGuard:
-    """Inputs share storages exactly as they did; `groups`: the storage each input was on."""
+    """Inputs share storages exactly as they did. groups: for each input a number, equal for inputs on one storage."""
 
     groups: tuple[int, ...]
     names: tuple[str, ...]
@@ -80,7 +80,7 @@ class AliasGuard:
 
 
 def same_constant(now: Any, was: Any) -> bool:
-    """Whether two values that are no tensors are the same: -0.0 is not 0.0, an array is what it holds."""
+    """Whether two values that are no tensors are the same: -0.0 is not 0.0; arrays are compared by their bytes."""
     if type(now) is not type(was):
         return False
     if isinstance(now, (float, complex)):
@@ -88,7 +88,7 @@ def same_constant(now: Any, was: Any) -> bool:
     if _is_array(now):
         same = now.dtype == was.dtype and now.shape == was.shape
         return same and bool(now.tobytes() == was.tobytes())
-    # An object may call itself equal to another one and hold other tensors.
+    # `==` of two objects may be true although they hold different tensors.
     return now is was or (not holds_tensors(now) and bool(now == was))
 
 
@@ -124,9 +124,10 @@ class ConstantGuard:
 
 @dataclass(frozen=True, slots=True)
 class ValueGuard:
-    """What Python learned of a tensor's value (`.item()`) still holds; known only after the graph ran.
+    """A number that Python read from a tensor (`.item()`), or a comparison or text of it, is as it was.
 
-    what: the number, a comparison, a text made of it.
+    Checked when the graph has computed it. slot: which result of the graph it is. where: the user's line that read it.
+    what: describes it in messages.
     """
 
     slot: int
@@ -143,14 +144,14 @@ class ValueGuard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberGuard:
-    """What Python learned of numbers that it keeps (`if lr > 0.1`) holds; known before the graph runs."""
+    """An expression of Python's own numbers (`if lr > 0.1`) has the value it had; checked before the graph runs."""
 
     expression: Any
     value: Any
     where: str
 
     def failure(self, call: Call) -> str | None:
-        def number(leaf: Given) -> Any:
+        def number(leaf: ScalarInput) -> Any:
             return leaf.source.resolve(call).item()
 
         try:

@@ -13,10 +13,10 @@ from functionalize.ir.ops import Geometry
 
 
 class Source(Protocol):
-    """Where an input's tensor is found at every call."""
+    """Where an input's value is found at every call."""
 
     def resolve(self, call: Call) -> Any:
-        """The tensor (or constant) now; raises `LookupError` if it is gone."""
+        """The current tensor (or constant); raises `LookupError` if it is not there any more."""
         ...
 
 
@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A leaf of `(args, kwargs)`; `attributes` lead into a wrapper subclass (DTensor)."""
+    """A leaf of `(args, kwargs)`, or an inner tensor of a wrapper subclass (DTensor), at the path `attributes`."""
 
     leaf: int
     attributes: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class WholeStorage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A tensor or object that the callable found by itself, held by the program."""
+    """A tensor or object that the callable read from elsewhere than its arguments; the program keeps a reference."""
 
     value: Any
 
@@ -65,7 +65,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One placeholder. `nbytes`: bytes of its storage on entry."""
+    """One placeholder of the graph. nbytes: the size of its storage on entry."""
 
     name: str
     geometry: Geometry

@@ -1,10 +1,10 @@
-"""What the engine sees: tensors as (storage, geometry), ops as `OpRecord`.
+"""The engine's input: tensors as (storage, geometry), ops as `OpRecord`.
 
 Before:  `aten.mul.Tensor(<tensor>, <tensor>)`, two Python objects that may alias
 After:   `OpRecord(aten.mul.Tensor, (TensorRef(s0, f32[4]@0), TensorRef(s0, f32[2, 2]@0)))`
 
 Invariant: two tensors with equal `TensorRef` have the same value, whatever Python objects they are.
-No tensor is kept alive by a record (see Note [Hold tensors weakly]).
+A record keeps no tensor alive (see Note [Hold tensors weakly]).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from functionalize._compat.stacks import CapturedTraceback
 
 
 class Geometry(NamedTuple):
-    """How a tensor looks at its storage. `offset` and `stride` count elements of `dtype`."""
+    """The window of a tensor on its storage. `offset` and `stride` count elements of `dtype`.
+
+    conj, neg: the tensor's lazy conjugate and negative bits.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -44,7 +47,7 @@ class Geometry(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Bytes from the start of the storage to past the last element; 0 when there is none."""
+        """Bytes from the start of the storage to the end of the last element; 0 if there are no elements."""
         return _layout(self).end
 
     @property
@@ -71,7 +74,7 @@ class Geometry(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Covers `end - start` bytes with no gap and no overlap, in any order of dimensions."""
+        """Whether the elements cover the bytes [start, end) without gap or overlap, in any order of dimensions."""
         layout = _layout(self)
         return not layout.overlaps and layout.span == layout.numel
 
@@ -91,7 +94,7 @@ class Geometry(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What follows from a geometry; counts elements, and bytes to the `end`."""
+    """Facts derived from a geometry. span: elements from the first to the last in memory. end: in bytes."""
 
     numel: int
     span: int
@@ -118,7 +121,7 @@ def _layout(geometry: Geometry) -> _Layout:
 
 
 def _overlap(dims: list[tuple[int, int]], numel: int, span: int) -> bool:
-    """Whether two indices reach the same element. Exact for what is small, else may say yes too often."""
+    """Whether two indices address the same element. Exact up to `_ENUMERATED` elements, else conservative (True)."""
     reach, nested = 0, True
     for st, s in sorted(dims):
         nested = nested and st > reach
@@ -138,12 +141,12 @@ _NO_NEG = frozenset({torch.bool, torch.int64, torch.int32, torch.int16, torch.in
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """The geometry of a strided tensor; asks for conjugate and negative bits where a dtype can have them."""
+    """The geometry of a strided tensor; reads the conjugate and negative bits only of dtypes that can have them."""
     dtype = tensor.dtype
     neg = dtype not in _NO_NEG and tensor.is_neg()
     conj = dtype.is_complex and tensor.is_conj()
     values = (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, conj, neg)
-    return tuple.__new__(Geometry, values)  # half the time of calling the class
+    return tuple.__new__(Geometry, values)  # takes half as long as calling the class
 
 
 def contiguous_geometry(size: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Geometry:
@@ -157,7 +160,7 @@ def contiguous_geometry(size: tuple[int, ...], dtype: torch.dtype, offset: int =
 
 
 class TensorRef(NamedTuple):
-    """A tensor as the engine knows it: which storage, and how it looks at it."""
+    """A tensor in a record: the serial of its storage, and its geometry."""
 
     storage: int
     geometry: Geometry
@@ -211,9 +214,13 @@ def _collect(arg: Any, found: list[TensorRef]) -> None:
 class OpRecord:
     """One dispatched op (below autograd), or one storage resize.
 
-    `nbytes` of every storage the op wrote is known to the recorder only; what can change it besides a
-    resize (`out=` growing its tensor, `aten.resize_`) is told in `resized`: (storage, bytes) after the op.
-    `live`: it may have been given a `LiveNumber` (see `scalars.py`). `phase`: if it ran inside a backward.
+    target, args, kwargs, outputs: the call, with a `TensorRef` for every tensor.
+    resized: (serial, bytes) of storages that the op resized as a side effect (`out=`, `aten.resize_`).
+    traceback: the Python stack of the call.
+    seq_nr, autograd_node: the sequence number of the autograd node of the op, and its name if that node ran the op.
+    phase: "backward" or "recompute" for an op that ran inside a backward, else None.
+    meta: "born": {serial: (bytes, device)} of the storages that the op made; further entries of single rules.
+    live: whether an argument may be a `LiveNumber` (see `scalars.py`).
     """
 
     target: Any

@@ -1,8 +1,8 @@
-"""What a callable returns, as a replay makes it again: one role for each leaf of its result.
+"""How a replay rebuilds the outputs of the callable: one role for each leaf of its result.
 
-Result(0)            the first value of the graph          LeafItself(2)    an argument, the same object
-InputView(1, g)      a view of an input's storage          SameAs(0)        the object that an earlier output is
-Wrapped(DTensor, …)  a wrapper subclass around outputs     Constant(0.1)    no tensor
+Result(0)            the first result of the graph         LeafItself(2)    an argument, the same object
+InputView(1, g)      a view of an input's storage          SameAs(0)        the same object as output 0
+Wrapped(DTensor, …)  a wrapper subclass around outputs     Constant(0.1)    a value that is no tensor
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functionalize.ir.ops import Geometry, geometry_of
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the graph returns at `slot`, as it is, or as `geometry`, which counts from its first element."""
+    """The graph's result at `slot`; or a view of it of `geometry`, whose offset counts from its first element."""
 
     slot: int
     geometry: Geometry | None = None
@@ -37,21 +37,21 @@ class InputView:
 
 @dataclass(frozen=True, slots=True)
 class LeafItself:
-    """The object the caller passed as that leaf."""
+    """The object that the caller passed as leaf number `leaf` of the arguments."""
 
     leaf: int
 
 
 @dataclass(frozen=True, slots=True)
 class SameAs:
-    """The very object that an earlier output is."""
+    """The same object as the earlier output number `output`."""
 
     output: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """An output that is no tensor. made: by the program, which gives out a copy of its own at every replay."""
+    """An output that is no tensor. made: whether the callable created it; every replay then returns a new copy."""
 
     value: Any
     made: bool = False
@@ -59,7 +59,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wrapped:
-    """A wrapper subclass around inner outputs."""
+    """A wrapper subclass around inner outputs: the arguments of its `__tensor_unflatten__`."""
 
     kind: type
     inner: dict[str, Any]
@@ -76,15 +76,19 @@ def output_of(
     call: Call,
     homes: Sequence[Tensor],
     results: Sequence[Any],
-    given: set[int],
+    returned: set[int],
 ) -> Any:
-    """One output of a replay, an object of its own; `given`: slots that were given out as they are."""
+    """One output of a replay; different outputs are different tensor objects, except by `SameAs`.
+
+    homes: for each input a tensor on its storage of entry. results: the graph's results.
+    returned: slots whose tensor object is an output already; this call may add one.
+    """
     if isinstance(role, Constant):
         return copy.deepcopy(role.value) if role.made else role.value
     if isinstance(role, LeafItself):
         return call.leaves[role.leaf]
     if isinstance(role, Wrapped):
-        inner = {k: output_of(r, call, homes, results, given) for k, r in role.inner.items()}
+        inner = {k: output_of(r, call, homes, results, returned) for k, r in role.inner.items()}
         rebuild: Any = role.kind
         return rebuild.__tensor_unflatten__(inner, role.context, role.size, role.stride)
     if isinstance(role, InputView):
@@ -95,7 +99,7 @@ def output_of(
         geometry = placed(whole, role.geometry)
         if geometry != geometry_of(whole):
             return alias(whole, geometry)
-    if role.slot in given and isinstance(whole, Tensor):
+    if role.slot in returned and isinstance(whole, Tensor):
         return whole.detach()
-    given.add(role.slot)
+    returned.add(role.slot)
     return whole

@@ -5,13 +5,13 @@
     addmm, relu (run again by activation checkpointing)     recompute
     _foreach_norm, _fused_adamw                             optimizer
 
-Several microbatches alternate: forward, backward, forward, backward, optimizer. What runs in a backward (autograd's
-nodes, the hooks of tensors and of FSDP2, the callbacks at its end) was told so by the recorder. Of the rest, what
-`torch.optim` runs is the optimizer's, with all that lies between it and the backward before it (clipping, scaling);
-so is what no backward comes after. All else is forward.
+With several microbatches: forward, backward, forward, backward, optimizer. The recorder marks the ops that run in a
+backward (autograd's nodes, the hooks of tensors and of FSDP2, the callbacks at its end). Of the other ops, those that
+`torch.optim` runs are in phase optimizer, and so are the ops between these and the preceding backward (clipping,
+scaling), and all ops after the last backward. The rest are forward.
 
-A pass copies the meta of the node it replaces, the phase included, and so a node that was moved keeps its phase.
-Invariant: every op of a captured program has a phase; a graph that nobody recorded has none. Linear in nodes.
+A pass copies the meta of the node it replaces, the phase included, so a node that was moved keeps its phase.
+Invariant: every op of a captured program has a phase; a graph that was not recorded has none. Linear in nodes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FORWARD, OPTIMIZER = "forward", "optimizer"
 
 
 def phase_of(node: fx.Node) -> str | None:
-    """`forward`, `backward`, `recompute` or `optimizer`; None for what is no recorded op."""
+    """`forward`, `backward`, `recompute` or `optimizer`; None for a node that is no recorded op."""
     return node.meta.get("phase")
 
 
 def in_backward(node: fx.Node) -> bool:
-    """Whether a node runs inside a backward, be it recomputation."""
+    """Whether a node runs inside a backward, recomputation included."""
     return phase_of(node) in (BACKWARD, RECOMPUTE)
 
 
@@ -42,13 +42,13 @@ def first_of(phase: str, graph: fx.Graph) -> fx.Node | None:
 
 
 def set_phases(graph: fx.Graph, updates: Iterable[fx.Node]) -> None:
-    """Fill `meta["phase"]` of every recorded op that has none. updates: those that `torch.optim` ran itself.
+    """Fill `meta["phase"]` of every recorded op that has none. updates: the nodes that `torch.optim` itself ran.
 
-    The graph is in the order of the recording but for the waits, which were moved: they go with their collective.
+    The graph is in the order of the recording, except for waits, which were moved: they get their collective's phase.
     """
     updates = set(updates)
     part: list[fx.Node] = []  # the nodes since the last backward
-    update = 0  # how many of them lie before the last update
+    update = 0  # how many of them there are up to the last update
     had_backward = False
     for node in graph.nodes:
         record = node.meta.get("record")

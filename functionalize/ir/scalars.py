@@ -1,14 +1,14 @@
-"""Numbers that change from call to call: what Python did with them, as an expression.
+"""Numbers that change from call to call: the Python computation on them, recorded as an expression.
 
     step = state["step"].item()              Read(record of _local_scalar_dense)
-    lr = group["lr"]                         Given(source, "optimizer.lr_0", 0.1)
-    lr / (1 - 0.9**step)                     Applied(truediv, (Given, Applied(sub, (1, Applied(pow, ...)))))
+    lr = group["lr"]                         ScalarInput(source, "optimizer.lr_0", 0.1)
+    lr / (1 - 0.9**step)                     Applied(truediv, (ScalarInput, Applied(sub, (1, Applied(pow, ...)))))
 
-An op that was given such a number has a `LiveNumber` in its record; the program computes it with the same
+The record of an op with such an argument holds a `LiveNumber`; the program computes the number with the same
 Python functions in the same order, so it is the same number bit for bit.
 
-Invariant: the type of an expression's value depends on the types of its leaves alone (what would not, such as
-`2**n`, is guarded when it is recorded). Expressions are shared, never copied: identity is equality.
+Invariant: the type of an expression's value depends on the types of its leaves alone (an expression such as `2**n`,
+for which that is not so, is guarded when it is recorded). Expressions are shared, never copied: identity is equality.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Read:
-    """The number that an op gave Python (`tensor.item()`)."""
+    """The number that an op returned to Python (`tensor.item()`)."""
 
     record: OpRecord
 
@@ -34,10 +34,10 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Given:
-    """A number that Python kept and that every call looks up again, as a tensor of one element.
+class ScalarInput:
+    """A number that Python code holds (a learning rate): an input of the program, as a tensor of one element.
 
-    hint: its value while the step was recorded.
+    source: where every call looks it up. hint: its value while the step was recorded.
     """
 
     source: Source
@@ -50,11 +50,11 @@ class Given:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Applied:
-    """A Python function of numbers. given: whether no leaf is a `Read`: known before the graph runs."""
+    """A Python function applied to numbers. known_before_run: whether no leaf is a `Read`."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    given: bool
+    known_before_run: bool
 
     def __repr__(self) -> str:
         return expression_text(self)
@@ -62,35 +62,35 @@ class Applied:
     @staticmethod
     def of(function: Callable[..., Any], *args: Any) -> Applied:
         """`function` of expressions and constants."""
-        return Applied(function, args, all(is_given(a) for a in args))
+        return Applied(function, args, all(is_known_before_run(a) for a in args))
 
 
-Expression = Read | Given | Applied
-_KINDS = (Read, Given, Applied)
+Expression = Read | ScalarInput | Applied
+_KINDS = (Read, ScalarInput, Applied)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveNumber:
-    """An argument of an op. hint: its value while the step was recorded, for what depends on its type."""
+    """An argument of an op that is computed at every call. hint: its value while the step was recorded."""
 
     expression: Expression
     hint: Any
 
 
 def is_expression(value: Any) -> bool:
-    """Whether a value is computed at every call; all others are constants."""
+    """Whether a value is an expression, computed at every call; all others are constants."""
     return isinstance(value, _KINDS)
 
 
-def is_given(value: Any) -> bool:
-    """Whether a value is known before the graph runs."""
-    return not isinstance(value, Read) and getattr(value, "given", True)
+def is_known_before_run(value: Any) -> bool:
+    """Whether the value of an expression can be computed before the graph runs."""
+    return not isinstance(value, Read) and getattr(value, "known_before_run", True)
 
 
 def bottom_up(expression: Any, done: Mapping[Any, Any]) -> Iterator[Any]:
-    """Every part of `expression` that is not in `done`, parts first; whoever asks puts each there.
+    """The subexpressions of `expression` that are not in `done`, in post-order; the caller adds each to `done`.
 
-    Without recursion: a sum over many numbers is as deep as it is long.
+    Not recursive: a sum over many numbers is as deep as it is long.
     """
     todo = [expression] if is_expression(expression) else []
     while todo:
@@ -106,7 +106,10 @@ def bottom_up(expression: Any, done: Mapping[Any, Any]) -> Iterator[Any]:
 
 
 def evaluated(expression: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The value of an expression now; raises what Python raises (`ZeroDivisionError`)."""
+    """The current value of an expression; raises the error of its functions (`ZeroDivisionError`).
+
+    leaf: returns the current value of a `Read` or a `ScalarInput`.
+    """
     done: dict[Any, Any] = {}
     for part in bottom_up(expression, done):
         if isinstance(part, Applied):
@@ -117,7 +120,7 @@ def evaluated(expression: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def with_hints(arg: Any) -> Any:
-    """`arg` with the hint of every live number in its place."""
+    """`arg` with every live number replaced by its hint."""
     kind = type(arg)
     if kind is LiveNumber:
         return arg.hint
@@ -160,7 +163,7 @@ _INFIX: Mapping[Any, str] = {
 
 
 def expression_text(expression: Any) -> str:
-    """An expression in Python's words; a number that was read from a tensor is `item`."""
+    """An expression as Python source; a number that was read from a tensor is `item`."""
     done: dict[Any, str] = {}
     for part in bottom_up(expression, done):
         if isinstance(part, Applied):
@@ -168,7 +171,7 @@ def expression_text(expression: Any) -> str:
             called = f"{part.function.__name__}({', '.join(args)})"
             done[part] = applied_text(part.function, args) or called
         else:
-            done[part] = part.name if isinstance(part, Given) else "item"
+            done[part] = part.name if isinstance(part, ScalarInput) else "item"
         if len(done[part]) > _LONGEST:
             done[part] = "..."
     return done[expression] if is_expression(expression) else repr(expression)
@@ -183,7 +186,7 @@ def _in_brackets(part: Any, texts: Mapping[Any, str]) -> str:
 
 
 def applied_text(function: Any, args: list[str]) -> str | None:
-    """`a / b` or `round(a, 2)`; None if `function` is not one that numbers are given to."""
+    """`a / b` or `round(a, 2)`; None for a function that is no operator and not from `math` or `builtins`."""
     if function in _INFIX and len(args) == 2:
         return f"{args[0]} {_INFIX[function]} {args[1]}"
     if function is operator.neg:

@@ -2,9 +2,9 @@
 
     all_gather; wait; mm; view(wait)    ->    all_gather; mm; wait; view(wait)
 
-The engine emits a wait with its collective, since c10d's own `Work.wait` does not dispatch. Eager waits late,
-so that communication overlaps with what is between; so does the program. The order of the collectives, which
-every rank must share, stays. Linear in nodes and edges.
+The engine emits a wait directly after its collective, since c10d's own `Work.wait` does not dispatch. Eager waits
+late, so that communication overlaps with the ops in between; so does the program. The order of the collectives, which
+must be the same on every rank, stays. Linear in nodes and edges.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_av
 
 
 def sink_waits(graph: fx.Graph, latest: Mapping[fx.Node, fx.Node] | None = None) -> int:
-    """Move every wait before its first user; returns how many moved. Waits for one user keep their starts' order.
+    """Move every wait to before its first user; returns how many moved.
 
-    latest: waits that go no further down than this node, whatever reads them.
+    Waits with the same first user are in the order of their collectives.
+    latest: for some waits, a node that they must stay before even if no user is.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     latest = latest or {}
-    settled: dict[fx.Node, fx.Node] = {}  # a node -> the first of the waits that stand before it
+    placed: dict[
+        fx.Node, fx.Node
+    ] = {}  # a node -> the first of the waits placed directly before it
     moved = 0
     waits = graph.find_nodes(op="call_function", target=WAIT) if WAIT is not None else []
     waits.sort(key=lambda wait: place[wait.all_input_nodes[0]])
@@ -32,9 +35,9 @@ def sink_waits(graph: fx.Graph, latest: Mapping[fx.Node, fx.Node] | None = None)
         if wait.users:
             ends = [*wait.users, latest[wait]] if wait in latest else wait.users
             end = min(ends, key=place.__getitem__)
-            before = settled.get(end, end)
+            before = placed.get(end, end)
             if wait.next is not before:
                 before.prepend(wait)
                 moved += 1
-            settled[end] = wait
+            placed[end] = wait
     return moved

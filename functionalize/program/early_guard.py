@@ -26,7 +26,7 @@ from functionalize.discharge.rules.mutations import is_mutating
 from functionalize.ir.guards import TensorGuard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.ops import OpRecord, refs_in
-from functionalize.ir.scalars import Given, LiveNumber, Read, bottom_up
+from functionalize.ir.scalars import LiveNumber, Read, ScalarInput, bottom_up
 from functionalize.program.executable import Executable
 from functionalize.program.prune_unused import drop_unused_inputs
 
@@ -54,7 +54,9 @@ def is_early(expression: Any, early: Container[int]) -> bool:
     """Whether an expression is made from numbers that early records gave Python, and from constants."""
     done: dict[Any, None] = {}
     for part in bottom_up(expression, done):
-        if isinstance(part, Given) or (isinstance(part, Read) and id(part.record) not in early):
+        if isinstance(part, ScalarInput) or (
+            isinstance(part, Read) and id(part.record) not in early
+        ):
             return False
         done[part] = None
     return True

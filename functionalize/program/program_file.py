@@ -43,10 +43,10 @@ def _parts(expression: Any) -> Iterable[Any]:
         yield part
 
 
-def _applied(function: Any, args: Any, given: bool) -> numbers.Applied:
+def _applied(function: Any, args: Any, known_before_run: bool) -> numbers.Applied:
     if not is_target(function):
         raise LoadError(f"calls {function!r}, which is no function of numbers: damaged")
-    return numbers.Applied(function, args, given)
+    return numbers.Applied(function, args, known_before_run)
 
 
 _SHAPE, _BESIDE = structure.PARTS_OF_SPECS
@@ -66,7 +66,7 @@ FORMS: tuple[Form, ...] = (
             inputs.Argument,
             inputs.InputSpec,
             inputs.WholeStorage,
-            numbers.Given,
+            numbers.ScalarInput,
             ops.Geometry,
             outputs.Constant,
             outputs.InputView,

@@ -43,7 +43,7 @@ from functionalize.ir.outputs import (
     SameAs,
     Wrapped,
 )
-from functionalize.ir.scalars import Applied, Given, expression_text, is_given
+from functionalize.ir.scalars import Applied, ScalarInput, expression_text, is_known_before_run
 from functionalize.ir.waits import sink_waits
 from functionalize.program.early_guard import EarlyGuard, is_early
 from functionalize.program.program import Program
@@ -70,7 +70,7 @@ class Builder:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.emit = GraphEmitter(self._whole_storage, self._given_number)
+        self.emit = GraphEmitter(self._whole_storage, self._scalar_placeholder)
         self.engine = Functionalizer(self.emit)
         self.inputs: list[InputSpec] = []
         self.storage_of_input: list[int] = []
@@ -134,7 +134,7 @@ class Builder:
         self.storage_of_input.append(serial)
         return node
 
-    def _given_number(self, number: Given) -> fx.Node:
+    def _scalar_placeholder(self, number: ScalarInput) -> fx.Node:
         """A placeholder for a number that every call reads from its source; it has a storage of its own."""
         dtype = torch.float64 if type(number.hint) is float else torch.int64
         geometry, cpu = contiguous_geometry((), dtype), torch.device("cpu")
@@ -202,7 +202,7 @@ class Builder:
     def _guard(self, fact: Fact) -> None:
         """A fact is checked before the graph runs where it depends on arguments alone, else after."""
         expression, where = fact.expression, line_of(fact.traceback)
-        if is_given(expression):
+        if is_known_before_run(expression):
             self._number_guards.append(NumberGuard(expression, fact.value, where))
             return
         node = self.emit.number(expression)

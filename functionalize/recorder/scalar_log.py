@@ -20,7 +20,7 @@ from typing import Any
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.inputs import Source
 from functionalize.ir.ops import OpRecord
-from functionalize.ir.scalars import Applied, Given, Read, is_expression
+from functionalize.ir.scalars import Applied, Read, ScalarInput, is_expression
 
 FOREIGN_NUMBER = "a number that another recording reads is used in this one"
 
@@ -66,7 +66,7 @@ class ScalarLog:
 
     def given(self, source: Source, name: str, value: float) -> Number:
         """A number that Python keeps at `source`, and that every call reads there again."""
-        return Number(Given(source, name, value), value, self)
+        return Number(ScalarInput(source, name, value), value, self)
 
     def learn(self, expression: Any, value: Any) -> None:
         """Note a fact: from here on the step relies on `expression` being `value`."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from functionalize._compat.distributed import group_of_name
 from functionalize.errors import UncapturableError
 from functionalize.ir.ops import refs_in
-from functionalize.ir.scalars import is_given
+from functionalize.ir.scalars import is_known_before_run
 from functionalize.program.collective_order import groups_of
 from functionalize.program.early_guard import is_early
 from functionalize.program.program import Program
@@ -155,5 +155,5 @@ def reads_numbers(recorder: Recorder) -> bool:
     learned = log.facts.values() if log is not None else ()
     if any(id(scalar.record) not in early for scalar in recorder.scalars):
         return True
-    late = (f.expression for f in learned if not is_given(f.expression))
+    late = (f.expression for f in learned if not is_known_before_run(f.expression))
     return any(not is_early(expression, early) for expression in late)

@@ -26,7 +26,7 @@ from functionalize.ir.guards import Guard, NumberGuard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec, Source
 from functionalize.ir.ops import Geometry
 from functionalize.ir.outputs import OutputRole
-from functionalize.ir.scalars import Given, evaluated
+from functionalize.ir.scalars import ScalarInput, evaluated
 from functionalize.planning.timeline.timeline import Category
 from functionalize.program.printer import node_text
 from functionalize.program.program import Program
@@ -146,10 +146,8 @@ class PairBuilder(Builder):
                     self._geometry.setdefault(view.value, found)
             if serial in self._home and serial not in deferred:
                 self._new_input(serial, storage)
-            elif not storage.parts and storage.views[storage.root].version == storage.version:
-                for view in storage.views.values():
-                    if view.geometry != storage.root:
-                        view.version = -1
+            else:
+                storage.retake_views()
 
     def _new_input(self, serial: int, storage: FunctionalStorage) -> None:
         """The placeholder and record of an input's storage as the backward finds it."""
@@ -184,4 +182,4 @@ class PairBuilder(Builder):
 
 def _hint(leaf: Any) -> Any:
     """The value of a number at recording."""
-    return leaf.hint if isinstance(leaf, Given) else leaf.record.meta["hint"]
+    return leaf.hint if isinstance(leaf, ScalarInput) else leaf.record.meta["hint"]

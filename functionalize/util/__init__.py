@@ -1,1 +1,1 @@
-"""What any folder may use: stacks of the user's code, structures, text, and how attributes are replaced for a time."""
+"""Helpers for every folder: the user's stack, argument structures, text, temporary patches, the garbage collector."""

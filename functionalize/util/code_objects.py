@@ -1,4 +1,4 @@
-"""What Python compiled a function to, as values that are equal where the code does the same."""
+"""Code objects as values that can be compared: equal for functions that were compiled to the same instructions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def compiled(code: types.CodeType) -> tuple[Any, ...]:
-    """What Python compiled a function to, without lines and comments."""
+    """The compiled form of a function, nested functions included, without file names and line numbers."""
     return (
         code.co_code,
         code.co_names,

@@ -1,12 +1,12 @@
-"""Keep Python's garbage collector to young objects while a capture runs, passes do, or a graph is described.
+"""Restrict Python's garbage collector to the youngest generation while a capture or passes run or a graph is described.
 
 A recording makes many objects that live until it is discharged, so the collector promotes them, runs older
 generations, and each full collection walks every object of the process: half the time of a capture. Garbage
-that the step makes is still collected while it is young; the rest is when the capture has ended.
+that the step makes is still collected while it is young; older garbage is collected after the capture.
 
-Invariant: when the last of the captures that run at the same time (in other threads, or one inside another) has
-ended, the thresholds are what they were before the first; also if Ctrl-C came between two lines of this file: a
-block that was left without its end is ended when it is collected.
+Invariant: when the last of the captures that run at the same time (in other threads, or nested) has ended, the
+thresholds are as before the first; also after a Ctrl-C between two lines of this file: a context that was entered and
+not left restores the thresholds when it is itself collected (`__del__`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NEVER = 2**30
 
 
 class _Thresholds:
-    """Those of the process: there is one collector, whatever thread captures. What is done twice is done once."""
+    """GC thresholds are process-wide; captures that overlap are counted, so they are raised and restored once."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.RLock(), set[int]()

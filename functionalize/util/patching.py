@@ -1,4 +1,4 @@
-"""`Patches`: attributes of classes and modules that are replaced for a time, and put back whatever happens."""
+"""`Patches`: attributes of classes and modules that are replaced temporarily, and always restored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Patch = tuple[Owner, str, Any]
 
 
 class Patches:
-    """Replacements that are made once, however many use them, and undone when the last one has left."""
+    """Replacements that the first `install` makes and the last `remove` undoes; thread-safe.
+
+    patches: yields (owner, attribute name, replacement).
+    """
 
     def __init__(self, patches: Callable[[], Iterator[Patch]]) -> None:
         self._patches = patches
@@ -21,7 +24,7 @@ class Patches:
         self._saved: list[tuple[Owner, str, Any, bool]] = []
 
     def install(self) -> None:
-        """Replace what is to be replaced, once."""
+        """Add a user; the first one makes the replacements."""
         with self._lock:
             self._users += 1
             if self._users > 1:
@@ -35,7 +38,7 @@ class Patches:
                 raise
 
     def remove(self) -> None:
-        """Put everything back when the last user leaves."""
+        """Remove a user; the last one restores the attributes."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
@@ -56,5 +59,5 @@ class Patches:
                     delattr(owner, name)
                 self._saved.pop()
         finally:
-            if self._saved:  # Ctrl-C came in between
+            if self._saved:  # interrupted by Ctrl-C: restore the rest
                 self._restore()

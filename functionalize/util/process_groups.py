@@ -18,7 +18,7 @@ def is_group(value: Any) -> bool:
 
 
 def group_name(value: Any) -> str:
-    """The name by which functional collectives know a process group."""
+    """The name of a process group, which functional collectives take in its place."""
     return str(unboxed(value).group_name)
 
 
@@ -45,7 +45,7 @@ _REDUCTIONS = {
 
 
 def reduction(boxed: Any) -> str:
-    """What functional collectives call a reduce op."""
+    """The name of a reduce op in functional collectives."""
     op = boxed.op() if hasattr(boxed, "op") else boxed
     for known, name in _REDUCTIONS.items():
         if op == known:

@@ -1,19 +1,19 @@
-"""What a call is given or returns, as flat leaves and a structure that compares by value.
+"""Arguments and results of calls, as flat leaves and a structure that compares by value.
 
     leaves, spec = flatten((args, kwargs))       Batch(x=t0, y=[t1, 3])  ->  [t0, t1, 3], Batch(x=*, y=[*, *])
     unflatten(leaves, spec)                      an object of the same type with other leaves
     paths(spec), sketch(spec)                    .x, .y[0], .y[1]; Batch(x=*, y=[*, *]) to print
 
-pytree opens lists, dicts, named tuples and what is registered with it. Of the objects it takes for leaves,
-these are opened here, too, by their attributes and items, and without registering their types:
+pytree opens lists, dicts, named tuples and registered types. Of the objects that are leaves for pytree, this module
+also opens the following into their attributes and items, without registering their types:
 
 - subclasses of dict and of Mapping (`BatchEncoding`), dataclasses, `SimpleNamespace`;
-- other objects that hold tensors: as an argument if they hold nothing but tensors and numbers (a batch), as a
-  result whatever else they hold (a cache).
+- other objects that hold tensors: as an argument if they hold only tensors and numbers (a batch), as a result also
+  with other contents (a cache).
 
-What holds a module or an optimizer, or has a part written in C, stays a leaf; so does a result without
-tensors, which is returned as it is. Beside its items, what a dict or a `UserDict` keeps that is neither
-tensor nor number counts by its type alone: a tokenizer leaves its own objects there.
+An object that holds a module or an optimizer, or whose class has a part written in C, stays a leaf; so does a result
+without tensors, which is returned as it is. Attributes of a dict or a `UserDict` that are neither tensors nor numbers
+are compared by their type only: tokenizers keep such objects beside the items.
 Invariant: a spec is an ordinary `TreeSpec`; equal specs mean the same types, names, keys and lengths.
 """
 
@@ -35,14 +35,19 @@ from functionalize._compat.graphs import pytree
 _NUMBERS = (bool, int, float, complex, str, bytes, NoneType)
 _ATOMS = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _CLOSED = frozenset({Tensor, nn.Parameter, *_ATOMS})
-_ACTORS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-_BASES = (OrderedDict, dict, SimpleNamespace, object)  # what a class in Python may build on
+_STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_BASES = (
+    OrderedDict,
+    dict,
+    SimpleNamespace,
+    object,
+)  # C-implemented bases that a class written in Python may have
 
 
 def flatten(tree: Any, *, result: bool = False) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of `tree` and its structure.
 
-    result: it is what a step returned; see above for what that changes.
+    result: whether `tree` is the result of a step and not its arguments; more objects are then opened, see above.
     """
     leaves, spec = pytree.tree_flatten(tree)
     if all(type(leaf) in _CLOSED for leaf in leaves):
@@ -54,17 +59,17 @@ def flatten(tree: Any, *, result: bool = False) -> tuple[list[Any], pytree.TreeS
 
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """The inverse: opened objects are made anew, without a call of their `__init__`."""
+    """The inverse of `flatten`: opened objects are created without calling their `__init__`."""
     return pytree.tree_unflatten(leaves, spec)
 
 
 def paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:
-    """Where each leaf is, as pytree's keys from the root."""
+    """The path of each leaf, as pytree's keys from the root."""
     return list(_paths(spec, ()))
 
 
 def sketch(spec: pytree.TreeSpec) -> Any:
-    """An object of that structure to print, `"*"` for each leaf."""
+    """An object with the structure of `spec`, for messages: every leaf is `"*"`."""
     if spec.is_leaf():
         return "*"
     children = [sketch(child) for child in spec.children()]
@@ -74,8 +79,8 @@ def sketch(spec: pytree.TreeSpec) -> Any:
 
 
 def holds_tensors(leaf: Any) -> bool:
-    """Whether an object that is a leaf has tensors inside that nobody can tell from its structure."""
-    if type(leaf) in _CLOSED or isinstance(leaf, (Tensor, type, *_ACTORS)):
+    """Whether an object that is a leaf of the structure holds tensors."""
+    if type(leaf) in _CLOSED or isinstance(leaf, (Tensor, type, *_STATEFUL)):
         return False
     return any(isinstance(x, Tensor) for x in _inside(leaf))
 
@@ -84,7 +89,7 @@ def holds_tensors(leaf: Any) -> bool:
 
 
 class _Beside:
-    """What a mapping keeps beside its items; equal to anything of the same type."""
+    """An attribute of a mapping that is compared by its type only: equal to any other of the same type."""
 
     __slots__ = ("value",)
 
@@ -102,7 +107,11 @@ class _Beside:
 
 
 class _Shape(NamedTuple):
-    """The type of an opened object, its keys if it is a dict, its attributes, what else it keeps."""
+    """The structure of an opened object.
+
+    keys: those of a dict's items. names: the attributes that are children. beside: attributes of a mapping that are
+    compared by their type only.
+    """
 
     kind: type
     keys: tuple[Any, ...]
@@ -111,7 +120,7 @@ class _Shape(NamedTuple):
 
 
 class _Opened:
-    """An object taken apart: the one type of this library that pytree knows."""
+    """An object split into its structure and its children: the only type that this library registers with pytree."""
 
     __slots__ = ("children", "shape")
 
@@ -141,7 +150,7 @@ def _rebuilt(children: Any, shape: _Shape) -> Any:
     return value
 
 
-PARTS_OF_SPECS = (_Shape, _Beside)  # the classes of ours that a spec is made of
+PARTS_OF_SPECS = (_Shape, _Beside)  # the classes of this module that occur in a spec, for saving it
 
 pytree.register_pytree_node(
     _Opened,
@@ -187,7 +196,7 @@ def _opened_inside(value: Any, result: bool, above: frozenset[int]) -> Any:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether there is nothing to open: the usual case, without a walk by pytree."""
+    """Whether a value contains no object to open: decided for the usual values without a walk by pytree."""
     kind = type(value)
     if kind is dict:
         return all(type(v) in _CLOSED for v in value.values())
@@ -202,7 +211,7 @@ def _is_data(kind: type, children: list[Any], result: bool) -> bool:
     if known and not result and all(map(_is_flat, children)):
         return True
     leaves = pytree.tree_leaves(children)
-    if any(isinstance(leaf, _ACTORS) for leaf in leaves):
+    if any(isinstance(leaf, _STATEFUL) for leaf in leaves):
         return False
     if known and not result:
         return True
@@ -219,7 +228,7 @@ def _is_known(kind: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    """Whether what a mapping keeps beside its items is told apart by more than its type."""
+    """Whether an attribute of a mapping is compared by value, as a child, and not by its type only."""
     if _is_flat(value):
         return True
     leaves = pytree.tree_leaves(value)
@@ -230,8 +239,8 @@ def _counts(value: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_transparent(kind: Any) -> bool:
-    """Whether an object of this class is its attributes and items, and can be made from them."""
-    if issubclass(kind, (type, Tensor, enum.Enum, *_ACTORS)) or hasattr(kind, "__del__"):
+    """Whether objects of this class consist of their attributes and items, and can be rebuilt from them."""
+    if issubclass(kind, (type, Tensor, enum.Enum, *_STATEFUL)) or hasattr(kind, "__del__"):
         return False
     if kind in _BASES and kind is not SimpleNamespace:
         return False
@@ -284,8 +293,8 @@ def _slots(kind: Any) -> tuple[str, ...]:
 
 
 def _inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
-    """What an object holds, as far as Python can tell; not what a module or a function's globals hold."""
-    if isinstance(leaf, (*_ACTORS, type, *_ATOMS)) or depth == 0:
+    """The objects that an object refers to: items, attributes, closure cells; not those of modules or globals."""
+    if isinstance(leaf, (*_STATEFUL, type, *_ATOMS)) or depth == 0:
         return
     cells = getattr(leaf, "__closure__", None) or ()
     held: list[Any] = [c.cell_contents for c in cells if _is_full(c)]
@@ -319,7 +328,7 @@ def _paths(spec: pytree.TreeSpec, above: tuple[Any, ...]) -> Iterator[tuple[Any,
 
 
 def _keys_of(spec: pytree.TreeSpec, count: int) -> list[Any]:
-    """The keys of one node, from a node made for that; its place where its type tells none."""
+    """pytree's keys of the children of one node; their positions if its type has no keys."""
     if spec.type is _Opened:
         return _keys(spec.context)
     node = pytree.SUPPORTED_NODES[spec.type]

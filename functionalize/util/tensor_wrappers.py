@@ -3,7 +3,7 @@
     plain_tensors(value)             a tensor -> [itself];  DTensor -> [its local tensor];  3 -> []
     plain_tensors_by_path(value)     the same, each with its attributes: DTensor -> (("_local_tensor",), local)
 
-The order is that of `__tensor_flatten__`, depth first. What it names beside tensors (a device mesh) is left out.
+The order is that of `__tensor_flatten__`, depth first. Attributes that are no tensors (a device mesh) are left out.
 Invariant: what is yielded is a tensor and no wrapper subclass; `getattr` along its attributes leads to it.
 """
 
@@ -25,7 +25,7 @@ def plain_tensors(value: Any) -> list[Tensor]:
 def plain_tensors_by_path(
     value: Any, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Each plain tensor inside a value with the attributes that lead to it. above: those that lead to `value`."""
+    """Each plain tensor inside a value with its path of attributes. above: the path of `value` itself."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from plain_tensors_by_path(getattr(value, name), (*above, name))

@@ -1,4 +1,4 @@
-"""Numbers in what people read.
+"""Numbers in messages.
 
     counted(1, "program")     1 program
     counted(0, "program")     0 programs
@@ -10,5 +10,5 @@ from __future__ import annotations
 
 
 def counted(count: int, what: str) -> str:
-    """How many of a thing there are."""
+    """`count` and the noun `what`, in the plural unless `count` is 1."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -1,4 +1,4 @@
-"""Where in the user's code an op came from: a traceback taken cheaply, read only when somebody asks.
+"""The user's line that ran an op: the stack is captured cheaply, and formatted only for a message.
 
 located(error, record)   'aten.sin.default reads `a` ...'  +  'at train.py:12, in step: out = a.sin()'
 """
@@ -19,12 +19,12 @@ from functionalize._compat.stacks import CapturedTraceback
 from functionalize.errors import FunctionalizeError
 
 _ROOT = Path(__file__).resolve().parents[2]
-_UPDATES = str(Path(torch.__file__).parent / "optim") + os.sep
+_OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
 _FOLDERS = (Path(torch.__file__).parent, _ROOT / "functionalize", _ROOT / "passes")
 _INTERNAL = (
     *(f"{folder}{os.sep}" for folder in _FOLDERS),
     "<frozen",
-    "<functionalize",  # what runs a program
+    "<functionalize",  # generated runners of programs
     "<string>",
 )
 
@@ -44,9 +44,9 @@ def trace_and_update(captured: CapturedTraceback | None) -> tuple[str | None, bo
     all_frames = list(captured.summary())
     frames = user_frames(all_frames)
     inner = (f.filename for f in reversed(all_frames))
-    last = next((f for f in inner if f.startswith(_UPDATES) or not f.startswith(_INTERNAL)), "")
+    last = next((f for f in inner if f.startswith(_OPTIMIZERS) or not f.startswith(_INTERNAL)), "")
     text = "".join(traceback.StackSummary.from_list(frames).format()) if frames else None
-    return text, last.startswith(_UPDATES)
+    return text, last.startswith(_OPTIMIZERS)
 
 
 def line_of(captured: CapturedTraceback | None) -> str:
@@ -77,13 +77,13 @@ def _text(f: traceback.FrameSummary) -> str:
 
 
 class UserLine(NamedTuple):
-    """Where code of the user's stood when it ran, by the instruction: leads to what a `CapturedTraceback` does."""
+    """A line of the user's code by its instruction offset: stands in for a `CapturedTraceback` of one frame."""
 
     code: CodeType
     instruction: int
 
     def summary(self) -> traceback.StackSummary:
-        """The one frame there is."""
+        """A summary of the one frame."""
         lines = (n for start, end, n in self.code.co_lines() if start <= self.instruction < end)
         line = next(lines, None) or self.code.co_firstlineno
         frame = traceback.FrameSummary(self.code.co_filename, line, self.code.co_name)
@@ -92,12 +92,12 @@ class UserLine(NamedTuple):
 
 @cache
 def is_internal(filename: str) -> bool:
-    """Whether a file is torch's or this library's, and not the user's."""
+    """Whether a file belongs to torch or to this library, and not to the user."""
     return filename.startswith(_INTERNAL)
 
 
 class LocatedOp(Protocol):
-    """An op that ran, and the stack that it ran on."""
+    """An op with the Python stack of its call."""
 
     @property
     def target(self) -> Any: ...

@@ -151,5 +151,5 @@ def test_errors_name_the_op() -> None:
 
 def test_an_alias_of_nothing_is_a_bug() -> None:
     engine, (a, _) = engine_with(("a", floats(4), 16), ("b", floats(4), 16))
-    with pytest.raises(InvariantError, match="gave no value for its output s2"):
+    with pytest.raises(InvariantError, match="returned no value for its output s2"):
         engine.run(OpRecord(aten.sin_.default, (a,), {}, TensorRef(2, floats(4))))

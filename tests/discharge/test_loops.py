@@ -123,6 +123,6 @@ def test_no_loop_of_eager() -> None:
     with pytest.raises(UnsupportedOpError) as error:  # no positional argument that could be copied
         copied_argument(aten.sigmoid.default, (), {"self": ref}, gaps, ref.geometry)
     assert str(error.value) == (
-        "computes into float32[3, 4] stride [8, 2] by a loop over the elements that no functional op takes, "
-        "and may round otherwise: compute without out=, then copy_()"
+        "computes into float32[3, 4] stride [8, 2] by a loop over the elements that no functional op runs, "
+        "and may round differently: compute without out=, then copy_()"
     )

@@ -13,7 +13,7 @@ import functionalize as fz
 from functionalize.discharge.emitters import TensorEmitter
 from functionalize.discharge.rules.views import step_of, straight
 from functionalize.discharge.storage import FunctionalStorage
-from functionalize.discharge.values import Call
+from functionalize.discharge.values import ViewCall
 from functionalize.errors import UndefinedContentsError
 from functionalize.ir.ops import Geometry
 from tests.discharge.eager import same_as_eager
@@ -25,7 +25,7 @@ ROWS = [floats(2, offset=2 * i) for i in range(4)]
 
 
 def row(storage: FunctionalStorage, i: int) -> Geometry:
-    step = step_of(Call(aten.select.int, (0, i)), ROOT, ROWS[i])
+    step = step_of(ViewCall(aten.select.int, (0, i)), ROOT, ROWS[i])
     assert step is not None
     storage.add_view(ROOT, ROWS[i], step)
     return ROWS[i]
@@ -101,7 +101,7 @@ def test_a_view_of_a_part() -> None:
     storage, emit = storage_of(ROOT), Words()
     row(storage, 1)
     column = floats(2, 1, offset=2)
-    step = step_of(Call(aten.unsqueeze.default, (1,)), ROWS[1], column)
+    step = step_of(ViewCall(aten.unsqueeze.default, (1,)), ROWS[1], column)
     assert step is not None
     storage.add_view(ROWS[1], column, step)
     storage.write(ROWS[1], "b", emit)
@@ -109,7 +109,7 @@ def test_a_view_of_a_part() -> None:
 
 
 def test_outputs_of_one_call() -> None:
-    storage, emit, call = storage_of(ROOT), Words(), Call(aten.unbind.int, (0,))
+    storage, emit, call = storage_of(ROOT), Words(), ViewCall(aten.unbind.int, (0,))
     for i, g in enumerate(ROWS):
         step = step_of(call, ROOT, g, i)
         assert step is not None
@@ -131,7 +131,7 @@ def test_outputs_of_one_call() -> None:
 
 
 def test_outputs_of_one_call_go_with_the_base() -> None:
-    storage, call = storage_of(ROOT), Call(aten.unbind.int, (0,))
+    storage, call = storage_of(ROOT), ViewCall(aten.unbind.int, (0,))
     emit = TensorEmitter(lambda _: torch.zeros(8))
     for i, g in enumerate(ROWS):
         step = step_of(call, ROOT, g, i)

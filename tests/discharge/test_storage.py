@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from functionalize.discharge.byte_ranges import Extent, check_bounds
 from functionalize.discharge.rules.views import step_of
-from functionalize.discharge.values import Call
+from functionalize.discharge.values import ViewCall
 from functionalize.errors import (
     EmptyStorageError,
     InvariantError,
@@ -26,7 +26,7 @@ ROWS = floats(2, 6, offset=6)
 
 
 def rows_of(storage: object) -> None:
-    step = step_of(Call(aten.slice.Tensor, (0, 1, 3)), ROOT, ROWS)
+    step = step_of(ViewCall(aten.slice.Tensor, (0, 1, 3)), ROOT, ROWS)
     storage.add_view(ROOT, ROWS, step)  # type: ignore[attr-defined]
 
 
@@ -65,9 +65,9 @@ def test_a_write_through_a_view() -> None:
 def test_the_first_way_to_a_view_stays() -> None:
     storage, emit = storage_of(ROOT), Words()
     rows_of(storage)
-    other = step_of(Call(aten.narrow.default, (0, 1, 2)), ROOT, ROWS)
+    other = step_of(ViewCall(aten.narrow.default, (0, 1, 2)), ROOT, ROWS)
     assert other is None  # composite: torch makes it a slice
-    storage.add_view(ROOT, ROWS, step_of(Call(aten.view.default, ([2, 6],)), ROOT, ROWS))
+    storage.add_view(ROOT, ROWS, step_of(ViewCall(aten.view.default, ([2, 6],)), ROOT, ROWS))
     assert storage.read(ROWS, emit) == "slice(a, 0, 1, 3)"
 
 

@@ -1,6 +1,6 @@
 """What each op means to storages: one file per op family, and the registry from `OpOverload` to rule.
 
-An op without a rule is understood by its schema: it makes a view if its output shares a storage with an
+An op without a rule is handled by its schema: it makes a view if its output shares a storage with an
 input, it mutates what its schema marks as written, else it is pure (see `functionalizer.py`).
 """
 

@@ -4,8 +4,8 @@
     c10d.alltoall_([a, b], [x, y], pg)     ->  cat; all_to_all_single; wait_tensor; split_with_sizes
     c10d.allreduce_coalesced_([a, b], pg)  ->  all_reduce_coalesced([a, b], "sum", "pg"); wait_tensor
 
-The last kind is what torch makes of several collectives in a coalescing manager.
-Refusal: `all_gather` of tensors that differ in size or type, which backends take apart in ways of their own.
+torch's coalescing manager turns several collectives into one of the last kind.
+Refusal: `all_gather` of tensors that differ in size or type, which each backend splits up in its own way.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def allgather_(engine: Engine, record: OpRecord) -> Any:
     """`allgather_(Tensor[][] outputs, Tensor[] inputs, process_group, ...) -> (Tensor[][], Work)`."""
     lists, inputs, group = record.args[:3]
     ranks = ranks_of(group)
-    for outputs, given in zip(lists, inputs, strict=True):
-        g = given.geometry
+    for outputs, shard in zip(lists, inputs, strict=True):
+        g = shard.geometry
         if any((t.geometry.size, t.geometry.dtype) != (g.size, g.dtype) for t in outputs):
             raise UnsupportedOpError(
                 "gathers tensors that differ in size or type from rank to rank, which no functional "
                 "collective does: pad them to one size"
             )
         value = engine.emit.call(
-            FUNCTIONAL.all_gather_into_tensor.default, sent(engine, given), ranks, group_name(group)
+            FUNCTIONAL.all_gather_into_tensor.default, sent(engine, shard), ranks, group_name(group)
         )
         whole = wait(engine, value)
         if rows(g.size, ranks) != (ranks, *g.size):

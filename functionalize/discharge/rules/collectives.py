@@ -7,10 +7,10 @@
     fsdp.chunk_cat_mixed_dtype(out=)     ->  the same; tensors of several dtypes are cast before
     fsdp.record_grad_output_stream       ->  nothing: it orders a free after a read, and values are not freed
 
-Their schemas do not tell what they write or alias, so each has a rule here, or in `collective_lists.py` if it
-takes lists of tensors. A rank sends what eager sends: one that replays works with one that runs eagerly.
-Refusal: any other op of `c10d`, `fsdp` or `_c10d_functional`, by name. `unlisted_ops` finds those that the torch
-at hand has, and that are named nowhere here.
+Their schemas do not say what they write or alias, so each has a rule here, or in `collective_lists.py` if it
+takes lists of tensors. A rank sends the same messages as in eager, so replaying and eager ranks work together.
+Refusal: any other op of `c10d`, `fsdp` or `_c10d_functional`, by name. `unlisted_ops` finds the ops of the installed
+torch that are not named in this file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FUNCTIONAL = torch.ops._c10d_functional
 
 
 def sent(engine: Engine, ref: TensorRef) -> Any:
-    """The value of a tensor that is sent; its bytes travel in the order of its indices."""
+    """The value of a tensor that is sent; refuses one that is not contiguous."""
     if not ref.geometry.is_contiguous:
         raise UnsupportedOpError(
             f"sends a tensor that is not contiguous ({ref.geometry}), of which backends send the memory as "
@@ -78,12 +78,12 @@ def wait(engine: Engine, value: Any) -> Any:
 
 
 def rows(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The size of what all ranks' tensors of `size` make, one after the other."""
+    """The size of the concatenation of all ranks' tensors of `size`."""
     return (size[0] * ranks, *size[1:]) if size else (ranks,)
 
 
 def wait_tensor(engine: Engine, record: OpRecord) -> Any:
-    """Returns the tensor it was given, now complete; its fake kernel returns another one."""
+    """Returns its argument, now complete; its fake kernel returns a new tensor, to which the value is then bound."""
     (target,) = record.args
     value = wait(engine, engine.read(target))
     engine.write(target, value)
@@ -99,12 +99,12 @@ def wait_tensors(engine: Engine, record: OpRecord) -> Any:
     return [None] * len(record.args[0])
 
 
-def into_given(engine: Engine, record: OpRecord) -> Any:
+def collective_into_out(engine: Engine, record: OpRecord) -> Any:
     """`all_gather_into_tensor_out`, `reduce_scatter_tensor_out`: they return `out`, complete or not."""
     name = record.target._schema.name.split("::")[1].removesuffix("_out")
-    target, (given, *rest) = record.kwargs["out"], record.args
+    target, (source, *rest) = record.kwargs["out"], record.args
     functional = getattr(FUNCTIONAL, name).default
-    value = wait(engine, engine.emit.call(functional, sent(engine, given), *rest))
+    value = wait(engine, engine.emit.call(functional, sent(engine, source), *rest))
     engine.put(target, value, contiguous_geometry(target.geometry.size, target.geometry.dtype))
     return value
 
@@ -152,9 +152,8 @@ def broadcast_(engine: Engine, record: OpRecord) -> Any:
     (target,) = tensors
     storage, g = engine.storage(target.storage), target.geometry
     if not storage.valid.spans and unboxed(group).rank() != root:
-        engine.write(
-            target, engine.emit.empty(g, storage.device)
-        )  # only the root's contents matter
+        # Only the root's contents are sent: on other ranks the tensor may be undefined.
+        engine.write(target, engine.emit.empty(g, storage.device))
     name = group_name(group)
     reduced(engine, target, lambda v: engine.emit.call(FUNCTIONAL.broadcast.default, v, root, name))
     return [None, None]
@@ -162,14 +161,14 @@ def broadcast_(engine: Engine, record: OpRecord) -> Any:
 
 def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
     """`alltoall_base_(output, input, process_group, output_split_sizes, input_split_sizes, ...)`, in rows."""
-    output, given, group, out_splits, in_splits = record.args[:5]
-    ranks, value = ranks_of(group), sent(engine, given)
-    have, want = given.geometry.size or (1,), output.geometry.size or (1,)
-    if have[1:] != want[1:]:  # rows of two kinds: count elements
-        value = engine.emit.call(aten.view.default, value, [given.geometry.numel])
+    output, source, group, out_splits, in_splits = record.args[:5]
+    ranks, value = ranks_of(group), sent(engine, source)
+    have, want = source.geometry.size or (1,), output.geometry.size or (1,)
+    if have[1:] != want[1:]:  # rows of different sizes: split by elements
+        value = engine.emit.call(aten.view.default, value, [source.geometry.numel])
         in_splits = [n * math.prod(have[1:]) for n in in_splits]
         out_splits = [n * math.prod(want[1:]) for n in out_splits]
-        have, want = (given.geometry.numel,), (output.geometry.numel,)
+        have, want = (source.geometry.numel,), (output.geometry.numel,)
     value = engine.emit.call(
         FUNCTIONAL.all_to_all_single.default,
         value,
@@ -182,7 +181,7 @@ def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
 
 
 def barrier(engine: Engine, record: OpRecord) -> None:
-    """`barrier(tensor, process_group, device_ids, ...)`; the tensor says which backend is meant."""
+    """`barrier(tensor, process_group, device_ids, ...)`; the tensor only selects the backend."""
     engine.emit.call(BARRIER, group_name(record.args[1]), list(record.args[2]))
 
 
@@ -216,7 +215,7 @@ def split_with_sizes_copy(engine: Engine, record: OpRecord) -> None:
 
 
 def chunk_cat(engine: Engine, record: OpRecord) -> None:
-    """`(tensors, dim, num_chunks, *, out)`; a pure copy, so one cast after it serves tensors of one dtype."""
+    """`(tensors, dim, num_chunks, *, out)`; it only copies, so tensors of one dtype are cast together after it."""
     tensors, dim, chunks = record.args
     target = record.kwargs["out"]
     values, source = [engine.read(t) for t in tensors], tensors[0]
@@ -228,13 +227,13 @@ def chunk_cat(engine: Engine, record: OpRecord) -> None:
 
 
 def copy_(engine: Engine, record: OpRecord) -> None:
-    """`fsdp::copy_(tensor, data)`, both of one size: what FSDP2 calls under a compiler."""
+    """`fsdp::copy_(tensor, data)`, both of one size: FSDP2 calls it under a compiler."""
     target, source = record.args
     engine.write(target, _cast(engine, engine.read(source), source, target))
 
 
 def record_grad_output_stream(engine: Engine, record: OpRecord) -> None:
-    """`(buffer, stream_id, device_index, device_type)`: tells an allocator who reads the buffer; no value changes."""
+    """`(buffer, stream_id, device_index, device_type)`: informs the CUDA allocator of a read; no value changes."""
 
 
 def _cast(engine: Engine, value: Any, source: TensorRef, target: TensorRef) -> Any:
@@ -246,7 +245,7 @@ def _cast(engine: Engine, value: Any, source: TensorRef, target: TensorRef) -> A
 # -- what is refused -------------------------------------------------------------------------------
 
 
-# Functional collectives that are values already: their schemas say all that they do.
+# Functional collectives without a rule: their schemas say all that they do.
 _PURE = frozenset(
     {
         "_wrap_tensor_autograd",
@@ -278,12 +277,10 @@ _NO_COUNTERPART = {
 }
 
 
-_REFUSED = {
-    "check_for_nan": (
-        "raises where a tensor holds NaN, by a kernel that a replay would run without an error to name: unset "
-        "TORCH_NCCL_NAN_CHECK, or assert torch.isfinite(x).all() in the step"
-    ),
-}
+_NAN_CHECK = (
+    "raises where a tensor holds NaN, by a kernel that a replay would run without an error to name: unset "
+    "TORCH_NCCL_NAN_CHECK, or assert torch.isfinite(x).all() in the step"
+)
 
 
 @cache
@@ -299,21 +296,21 @@ def refusal_of_collective(target: Any) -> str | None:
             "has no functional counterpart with the same messages: use "
             f"dist.{_NO_COUNTERPART[name]}, or keep it out of the step"
         )
-    return _REFUSED.get(name) or _NO_RULE
+    return _NAN_CHECK if name == "check_for_nan" else _NO_RULE
 
 
-_NO_RULE = "is a communication op without a rule: its schema does not tell what it writes"
+_NO_RULE = "is a communication op without a rule: its schema does not say what it writes"
 
 
 def check_known_collective(target: Any) -> None:
-    """Raise for an op that communicates and has no rule: what it writes is not in its schema."""
+    """Raise for an op that communicates and has no rule: its schema does not say what it writes."""
     refused = refusal_of_collective(target)
     if refused is not None:
         raise UnsupportedOpError(refused)
 
 
 def unlisted_ops() -> Iterator[str]:
-    """Ops of the torch at hand that communicate, and have neither a rule nor a refusal with a reason of its own."""
+    """Ops of the installed torch that communicate, and have neither a rule nor a refusal with a reason of its own."""
     for full in all_op_names():
         namespace, _, rest = full.partition("::")
         if namespace not in _NAMESPACES:
@@ -325,7 +322,7 @@ def unlisted_ops() -> Iterator[str]:
 
 
 def point_to_point(engine: Engine, record: OpRecord) -> Any:
-    """`isend`, `irecv`, `batch_p2p_ops`: they write and return what they were given; no schema says so."""
+    """`isend`, `irecv`, `batch_p2p_ops`: they write and return their arguments, which their schemas do not say."""
     raise UnsupportedOpError(
         "sends to one rank or receives from it, which is not a value: use a collective, or keep it out of "
         "the step"
@@ -335,8 +332,8 @@ def point_to_point(engine: Engine, record: OpRecord) -> Any:
 _BY_NAME: dict[str, Callable[[Engine, OpRecord], Any]] = {
     "_c10d_functional::wait_tensor": wait_tensor,
     "_c10d_functional::wait_tensors": wait_tensors,
-    "_c10d_functional::all_gather_into_tensor_out": into_given,
-    "_c10d_functional::reduce_scatter_tensor_out": into_given,
+    "_c10d_functional::all_gather_into_tensor_out": collective_into_out,
+    "_c10d_functional::reduce_scatter_tensor_out": collective_into_out,
     "_c10d_functional::isend": point_to_point,
     "_c10d_functional::irecv": point_to_point,
     "_c10d_functional::batch_p2p_ops": point_to_point,

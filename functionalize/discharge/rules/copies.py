@@ -1,10 +1,10 @@
-"""Ops that overwrite a tensor without looking at what it held: `copy_`, `fill_`, `zero_` and their lists.
+"""Ops that overwrite a tensor without reading it: `copy_`, `fill_`, `zero_` and their foreach forms.
 
-    a.copy_(b)   ->  a' = aten.clone(b)                   (expanded and cast to what `a` is)
+    a.copy_(b)   ->  a' = aten.clone(b)                   (expanded and cast to the size and dtype of `a`)
     a.zero_()    ->  a' = aten.full(size, 0)
 
 Invariant: the old contents are never read, not even for their shape: `a` may be an empty input.
-The clone keeps every base a tensor of its own; `passes.elide_copies` removes it where that is not needed.
+The clone gives every base memory of its own; `passes.elide_copies` removes it where that is not needed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fill_with(engine: Engine, target: TensorRef, number: Any) -> None:
 
 
 def _scattered(engine: Engine, target: TensorRef, value: Any) -> bool:
-    """Write `value`, of any strides, if `target` is a part with gaps, which is copied into its parent."""
+    """Write `value`, of any strides, if `target` has gaps and a write of it is a scatter; returns whether it did."""
     storage, want = engine.storage(target.storage), target.geometry
     if want.is_contiguous or not storage.scatters(want):
         return False
@@ -68,7 +68,7 @@ def _scattered(engine: Engine, target: TensorRef, value: Any) -> bool:
 
 
 def filled(engine: Engine, want: Geometry, device: torch.device, number: Any) -> Any:
-    """A new value of that size, stride and dtype, every element of it `number`."""
+    """A new value of geometry `want`, every element of which is `number`."""
     if want.is_contiguous:
         return engine.emit.call(
             aten.full.default, list(want.size), number, dtype=want.dtype, device=device

@@ -1,9 +1,9 @@
-"""Mutating ops of `torch.library` that nobody gave a functional form: torch's own wrapper makes one.
+"""Mutating ops of `torch.library` without a functional form: torch's own wrapper makes one.
 
     mylib.scale_(x, 2.0)     ->  _, x' = auto_functionalized(mylib.scale_.default, x=x, factor=2.0)
 
-The wrapper clones what the op writes, calls the op, and returns its outputs, then the clones. Inductor knows
-how to run it without the clones where nobody needs the old contents.
+The wrapper clones the arguments that the op writes, calls the op, and returns its outputs, then the clones. Inductor
+runs it without the clones where the old contents are not used again.
 Refusal: what `can_auto_functionalize` refuses, such as an op that returns an alias of an argument.
 """
 
@@ -21,7 +21,7 @@ from functionalize.ir.ops import OpRecord, TensorRef, map_refs, refs_in
 
 @cache
 def needs_wrapper(target: Any) -> bool:
-    """Whether a mutating op has no functional form, and torch's wrapper takes it."""
+    """Whether a mutating op has no functional form, and torch's wrapper accepts it."""
     if not can_auto_functionalize(target):
         return False
     try:
@@ -32,18 +32,20 @@ def needs_wrapper(target: Any) -> bool:
 
 
 def wrapped(engine: Engine, record: OpRecord) -> Any:
-    """Emit the wrapper around a mutating custom op and write what it returns."""
+    """Emit the wrapper around a mutating custom op and write the clones that it returns to the op's arguments."""
     schema = record.target._schema
-    places = [a.name for a in schema.arguments]
-    given = {**dict(zip(places, record.args, strict=False)), **record.kwargs}
+    parameters = [a.name for a in schema.arguments]
+    arguments = {**dict(zip(parameters, record.args, strict=False)), **record.kwargs}
     for a in schema.arguments:
-        if a.name not in given:
-            given[a.name] = a.default_value
+        if a.name not in arguments:
+            arguments[a.name] = a.default_value
     names = [name for _, name in written_arguments(record.target)]
-    written = [given[name] for name in names]
+    written = [arguments[name] for name in names]
     for ref in refs_in(written):
         engine.storage(ref.storage).check_writable(ref.geometry)
-    _check_apart([(ref, name in names) for name, arg in given.items() for ref in refs_in(arg)])
+    _check_disjoint(
+        [(ref, name in names) for name, arg in arguments.items() for ref in refs_in(arg)]
+    )
 
     def value_of(ref: TensorRef) -> Any:
         storage = engine.storage(ref.storage)
@@ -53,7 +55,7 @@ def wrapped(engine: Engine, record: OpRecord) -> Any:
 
     values = {
         name: map_refs(value_of if name in names else engine.read, arg)
-        for name, arg in given.items()
+        for name, arg in arguments.items()
     }
     out = engine.emit.call(auto_functionalized, record.target, **values)
     returned = max(len(schema.returns), 1)
@@ -70,8 +72,8 @@ def wrapped(engine: Engine, record: OpRecord) -> Any:
     return values_out[0] if len(values_out) == 1 else values_out
 
 
-def _check_apart(refs: list[tuple[TensorRef, bool]]) -> None:
-    """Each argument is given on a copy of its own, so a write (True) through one must not show in another."""
+def _check_disjoint(refs: list[tuple[TensorRef, bool]]) -> None:
+    """Raise if a written argument (True) overlaps another one: the wrapper passes the op a separate clone of it."""
     for at, (ref, is_written) in enumerate(refs):
         g = ref.geometry
         for i, (other, _) in enumerate(refs if is_written else ()):

@@ -3,8 +3,8 @@
     b = torch.zeros_like(a)      ->  b = aten.full(size, 0)
     b = torch.empty_like(a.t())  ->  b = aten.empty_strided(size, stride)
 
-Invariant: what the tensor holds is not read: its storage may be empty, or grown and never written, as eager
-allows. Random ones draw the same numbers into the same layout.
+Invariant: the contents of the argument are not read: its storage may be empty, or grown and never written, as in
+eager. Random ops draw the same numbers into the same layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functionalize.ir.ops import Geometry, OpRecord, TensorRef
 aten = torch.ops.aten
 
 _EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default)
-_FILLED: dict[Any, int | None] = {  # None: the last argument
+_FILLED: dict[Any, int | None] = {  # the value of every element; None: the op's last argument
     aten.zeros_like.default: 0,
     aten.ones_like.default: 1,
     aten.full_like.default: None,
@@ -29,7 +29,7 @@ _FILLED: dict[Any, int | None] = {  # None: the last argument
     aten.new_ones.default: 1,
     aten.new_full.default: None,
 }
-_RANDOM: dict[Any, Any] = {  # the op that makes the same from a size
+_RANDOM: dict[Any, Any] = {  # the op that draws the same numbers from a size; None: there is none
     aten.rand_like.default: aten.rand.default,
     aten.randn_like.default: aten.randn.default,
     aten.randint_like.default: None,
@@ -39,14 +39,14 @@ SHAPE_ONLY = frozenset({*_EMPTY, *_FILLED, *_RANDOM})
 
 
 def _made(engine: Engine, record: OpRecord) -> tuple[Geometry, torch.device]:
-    """What the op makes, from the record if it ran, else from its meta kernel."""
-    out, given = record.outputs, record.args[0]
+    """The geometry and device of the output, from the record if the op has run, else from its meta kernel."""
+    out, like = record.outputs, record.args[0]
     if type(out) is not TensorRef:
         geometry = output_geometry(record.target, record.args, record.kwargs)
         device = record.kwargs.get("device")
-        return geometry, torch.device(device) if device else engine.device_of(given)
+        return geometry, torch.device(device) if device else engine.device_of(like)
     born = record.meta.get("born", {}).get(out.storage)
-    return out.geometry, born[1] if born else engine.device_of(given)
+    return out.geometry, born[1] if born else engine.device_of(like)
 
 
 @rule(*_EMPTY)
@@ -59,7 +59,7 @@ def empty(engine: Engine, record: OpRecord) -> Any:
 
 @rule(*_FILLED)
 def full(engine: Engine, record: OpRecord) -> Any:
-    """`full_like(Tensor self, Scalar fill_value, *, ...)` and those that know their number."""
+    """`full_like(Tensor self, Scalar fill_value, *, ...)`, and `zeros_like` and others with a fixed value."""
     if record.kwargs.get("pin_memory"):
         return engine.pure(record)
     number = _FILLED[record.target]
@@ -68,11 +68,11 @@ def full(engine: Engine, record: OpRecord) -> Any:
 
 @rule(*_RANDOM)
 def random(engine: Engine, record: OpRecord) -> Any:
-    """`rand_like(Tensor self, *, ...)`; another layout than row-major is filled in the order of memory."""
+    """`rand_like(Tensor self, *, ...)`; a layout that is not row-major is filled in the order of its memory."""
     geometry, device = _made(engine, record)
     from_size = _RANDOM[record.target]
     if from_size is not None and geometry.is_contiguous and not record.kwargs.get("pin_memory"):
         return engine.emit.call(from_size, list(geometry.size), dtype=geometry.dtype, device=device)
-    given = record.args[0]
-    shape = engine.emit.empty(given.geometry, engine.device_of(given))
-    return engine.emit.call(record.target, shape, *record.args[1:], **record.kwargs)
+    like = record.args[0]
+    empty_like = engine.emit.empty(like.geometry, engine.device_of(like))
+    return engine.emit.call(record.target, empty_like, *record.args[1:], **record.kwargs)

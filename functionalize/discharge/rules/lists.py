@@ -1,10 +1,10 @@
-"""Foreach and fused ops whose lists share memory: eager goes one element after the other.
+"""Foreach and fused ops whose lists share memory: eager computes one list element after the other.
 
     _foreach_add_([a, b], [b, a])   ->   _foreach_add_([a], [b]); _foreach_add_([b], [a])
-    _foreach_add_([a, b], [c, d])        as it is: no element sees what another has written
+    _foreach_add_([a, b], [c, d])        unchanged: no element reads what another has written
 
-Invariant: an op is taken apart if and only if the bytes between the first and last of a written tensor reach
-into those of another element; O(n) in the tensors, plus a sort of those that share a storage.
+Invariant: an op is split up if and only if the byte range of a tensor that one element writes overlaps that of a
+tensor of another element; O(n) in the tensors, plus a sort of those that share a storage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ _Span = tuple[int, int]
 
 @cache
 def _lists(target: Any) -> tuple[tuple[int, str, str, bool], ...]:
-    """(position, name, kind, written) of the arguments that hold tensors or one number for each element."""
+    """(position, name, kind, written) of the arguments of an op that loops over lists; empty for other ops.
+
+    kind: "list", a list with a tensor or number per element; "packed", one tensor with a number per element; "shared",
+    one tensor that every element reads.
+    """
     name = target._schema.name.removeprefix("aten::")
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return ()
@@ -26,7 +30,7 @@ def _lists(target: Any) -> tuple[tuple[int, str, str, bool], ...]:
     for i, a in enumerate(target._schema.arguments):
         written = a.alias_info is not None and a.alias_info.is_write
         if a.kwarg_only and written:
-            return ()  # `out=` is copied to when all is computed
+            return ()  # eager copies to `out=` after all elements are computed
         if str(a.type).startswith(("List[Tensor", "List[Optional[Tensor", "List[number")):
             found.append((i, a.name, "list", written))
         elif str(a.type) == "Tensor" and a.name == "scalars":
@@ -44,24 +48,25 @@ def one_by_one(
     span_of: Callable[[Any], _Span],
     narrow: Callable[[Any, int], Any],
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-    """The arguments for each element in turn, if the order matters; None if all can be done at once.
+    """The arguments of one call per list element, in order; None if one call for all elements has the same effect.
 
-    storage_of, span_of: where a tensor lies (None: nowhere), and its bytes there, asked only if needed.
+    storage_of: a key of a tensor's storage; None for what is no tensor.
+    span_of: the byte range of a tensor in its storage; called only for tensors that share one.
     narrow: element `i` of a tensor of numbers.
     """
     lists = _lists(target)
     if not lists:
         return None
-    given = [args[i] if i < len(args) else kwargs.get(name) for i, name, _, _ in lists]
-    pairs = zip(given, lists, strict=True)
-    first: Any = next(g for g, (*_, kind, written) in pairs if written and kind == "list")
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name, _, _ in lists]
+    pairs = zip(values, lists, strict=True)
+    first: Any = next(v for v, (*_, kind, written) in pairs if written and kind == "list")
     length = len(first)
-    if length < 2 or not _meet(lists, given, storage_of, span_of):
+    if length < 2 or not _elements_overlap(lists, values, storage_of, span_of):
         return None
 
     def element(at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         new, named = list(args), dict(kwargs)
-        for (i, name, kind, _), value in zip(lists, given, strict=True):
+        for (i, name, kind, _), value in zip(lists, values, strict=True):
             if kind == "shared" or value is None or (kind == "list" and len(value) != length):
                 continue
             one = narrow(value, at) if kind == "packed" else [value[at]]
@@ -74,12 +79,12 @@ def one_by_one(
     return map(element, range(length))
 
 
-def _meet(
-    lists: Any, given: Any, storage_of: Callable[[Any], Any], span_of: Callable[[Any], _Span]
+def _elements_overlap(
+    lists: Any, values: Any, storage_of: Callable[[Any], Any], span_of: Callable[[Any], _Span]
 ) -> bool:
-    """Whether an element writes to bytes of another."""
-    places: dict[Any, list[tuple[int, bool, Any]]] = {}
-    for (_, _, kind, written), value in zip(lists, given, strict=True):
+    """Whether an element writes to bytes that another element reads or writes."""
+    places: dict[Any, list[tuple[int, bool, Any]]] = {}  # (element, written, tensor) by storage
+    for (_, _, kind, written), value in zip(lists, values, strict=True):
         if kind == "packed" or value is None:
             continue
         for at, each in enumerate(value) if kind == "list" else [(-1, value)]:
@@ -95,7 +100,8 @@ def _meet(
 
 def _overlap(on: list[tuple[int, bool, Any]], span_of: Callable[[Any], _Span]) -> bool:
     spans = sorted((*span_of(each), at, written) for at, written, each in on)
-    # the two elements that reach furthest so far, among all and among the written
+    # Sweep over the spans by start. For each kind (all spans, written spans) keep the two elements whose spans end
+    # furthest: one of the two is another element than the current one.
     reached: dict[int, int] = {}
     reached_written: dict[int, int] = {}
     for start, end, at, written in spans:

@@ -4,8 +4,8 @@
     aten.mm.out(x, y, out=o)          ->  o' = aten.mm.default(x, y)
     aten._fused_adamw_(...)           ->  p', g', ... = aten._fused_adamw.default(...)
 
-Invariant: the result is cast and laid out as the tensor it is written to, exactly as eager rounds.
-Refusal: an op that has no functional form among the overloads of its own and the `_functional` packet.
+Invariant: the result is cast to the dtype and strides of the tensor that it is written to, and rounded as in eager.
+Refusal: an op without a functional form among the overloads of its own, the `_functional` and the `_copy` packets.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from functionalize.errors import UnsupportedOpError
 class FunctionalForm:
     """How to call an op's functional counterpart.
 
+    target: the counterpart.
     written: (position or None, name) of every argument the op writes, in schema order.
-    dropped: whether the written arguments are not passed on (`out=`).
-    results: index in the counterpart's returns of each written argument's new contents.
-    order: where each positional argument of the counterpart stands in the op, if elsewhere (`polygamma_`).
-    defaults: (position, value) of arguments that only the op has a default for (`bernoulli_`).
-    fills_dtype / fills_device: the counterpart must be told what `out` decided.
+    dropped: whether the written arguments are not passed to the counterpart (`out=`).
+    returned: for each return of the op, its index in the counterpart's returns; None if it is a written argument.
+    results: for each written argument, the index of its new contents in the counterpart's returns.
+    single: whether the counterpart returns one tensor (or list).
+    order: for each positional argument of the counterpart, its position in the op; () if all are the same.
+    defaults: (position, value) of arguments for which only the op has a default (`bernoulli_`).
+    fills_dtype, fills_device: whether the counterpart needs the dtype or device of `out` as an argument.
     """
 
     target: Any
@@ -44,7 +47,7 @@ class FunctionalForm:
     fills_device: bool
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Positional arguments of the op, as its counterpart takes them."""
+        """The positional arguments of the op, as those of its counterpart."""
         for at, value in self.defaults:
             if len(args) == at:
                 args = (*args, value)
@@ -72,7 +75,10 @@ def written_arguments(target: Any) -> tuple[tuple[int | None, str], ...]:
 
 
 def leaves_gradients(target: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this is a fused optimizer step that is not told to unscale the gradients, and so does not write them."""
+    """Whether this is a fused optimizer step without `grad_scale`: it leaves the gradients as they are.
+
+    Its schema says that it writes them, which it does only to unscale them.
+    """
     return _may_unscale(target) and kwargs.get("grad_scale") is None
 
 
@@ -80,7 +86,8 @@ def leaves_gradients(target: Any, kwargs: Mapping[str, Any]) -> bool:
 def _may_unscale(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     if schema is None or not schema.name.startswith("aten::_fused_"):
-        return False  # `_fused_rms_norm` is no optimizer
+        return False
+    # `_fused_rms_norm` and others are no optimizers.
     return any(argument.name == "grad_scale" for argument in schema.arguments)
 
 
@@ -101,6 +108,7 @@ def _is_write(argument: Any) -> bool:
 
 
 def _packets(target: Any) -> list[Any]:
+    """The op packets that may hold a counterpart: `add_` -> `add_`, `add`, `add_functional`, `add_copy`, ..."""
     namespace, name = target._schema.name.split("::")
     ops = getattr(torch.ops, namespace)
     names = [name]
@@ -113,6 +121,7 @@ def _packets(target: Any) -> list[Any]:
 
 
 def _overloads(target: Any) -> list[Any]:
+    """The functional overloads of these packets, those with the overload name of `target` first."""
     same = target._overloadname
     found = [getattr(p, o) for p in _packets(target) for o in p.overloads()]
     found.sort(key=lambda o: o._overloadname != same)
@@ -144,7 +153,7 @@ def functional_form(target: Any) -> FunctionalForm:
 
 @cache
 def inplace_form(target: Any) -> tuple[Any, FunctionalForm] | None:
-    """The op that writes what `target` returns to an argument of its own, and its form; None: there is none."""
+    """The op that writes the result of `target` to one of its arguments, with its functional form; None: no such op."""
     namespace, name = target._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     found = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
@@ -154,7 +163,7 @@ def inplace_form(target: Any) -> tuple[Any, FunctionalForm] | None:
             form = functional_form(candidate)
         except UnsupportedOpError:
             continue
-        alone = all(at is None for at in form.returned)  # it returns nothing but what it wrote
+        alone = all(at is None for at in form.returned)  # it returns only the tensors that it wrote
         if form.target is target and alone and not (form.dropped or form.order or form.defaults):
             return candidate, form
     return None
@@ -163,7 +172,7 @@ def inplace_form(target: Any) -> tuple[Any, FunctionalForm] | None:
 def _only_factory_arguments(
     theirs: list[tuple[str, str, bool]], kept: list[tuple[str, str, bool]]
 ) -> tuple[str, ...] | None:
-    """The names by which `theirs` exceeds `kept`, if those are only what a factory function adds."""
+    """The names of the arguments in `theirs` beside `kept`, if a factory function adds all of them; else None."""
     added = [a for a in theirs if a not in kept]
     if [a for a in theirs if a in kept] != kept:
         return None
@@ -182,6 +191,7 @@ def _form(
     returns = target._schema.returns
     theirs = candidate._schema.returns
     plain = [i for i, r in enumerate(returns) if r.alias_info is None]
+    # The counterpart of an op that returns other tensors too returns these first, then the new contents.
     first = 0 if dropped else len(theirs) - len(written)
     if first < 0 or (not dropped and len(plain) != first):
         first = 0

@@ -7,11 +7,11 @@
 
 With gradients on, the kernel of `mkldnn_rnn_layer` calls oneDNN's training primitive and returns the workspace that
 backward needs; with gradients off it calls the inference primitive and returns none. A program runs with gradients off,
-so what was recorded with gradients on becomes an op of our own, whose kernel is aten's with gradients on (below
-autograd: nothing is remembered for a backward). What was recorded with them off stays aten's.
+so a call that was recorded with gradients on becomes a call of an op of this library, whose kernel runs aten's with
+gradients on (below autograd, which saves nothing). A call that was recorded with gradients off stays aten's.
 
-Refusal: batch norm with `out=` on a CPU where not all is contiguous: eager's kernel rounds otherwise, or leaves the
-saved statistics unwritten.
+Refusal: batch norm with `out=` on a CPU with an input or output that is not contiguous: eager's kernel rounds
+differently, or leaves the saved statistics unwritten.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def native_batch_norm(engine: Engine, record: OpRecord) -> Any:
 
 @rule(aten.native_batch_norm.out, aten._native_batch_norm_legit.out)
 def native_batch_norm_out(engine: Engine, record: OpRecord) -> Any:
-    """The same into `out`, `save_mean` and `save_invstd`."""
+    """The same, with the results written to `out`, `save_mean` and `save_invstd`."""
     x, weight, bias, mean, var, training, momentum, eps = record.args
     outs = [record.kwargs[name] for name in ("out", "save_mean", "save_invstd")]
     for ref in outs:
@@ -62,7 +62,7 @@ def native_batch_norm_out(engine: Engine, record: OpRecord) -> Any:
             f"takes another formula where the input ({x.geometry}) or `out` ({outs[0].geometry}) is not "
             "contiguous: compute without out=, then copy_()"
         )
-    if not training:  # the others are then empty on some devices
+    if not training:  # the saved statistics are then empty on some devices
         have = [have[0], UNKNOWN, UNKNOWN]
     values = [None if t is None else engine.read(t) for t in (x, weight, bias, mean, var)]
     result = engine.emit.call(target, *values, training, momentum, eps)
@@ -87,14 +87,16 @@ def vendor_batch_norm(engine: Engine, record: OpRecord) -> Any:
 
 @rule(aten.record_stream.default)
 def record_stream(engine: Engine, record: OpRecord) -> None:
-    """`record_stream(Tensor(a!) self, Stream s)` tells the allocator; it writes nothing."""
+    """`record_stream(Tensor(a!) self, Stream s)` informs the CUDA allocator; it writes nothing."""
 
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
-# The ops of which a record must say whether gradients were on, as `meta["gradients"]`.
+# The ops whose records have `meta["gradients"]`: whether gradients were on when the op ran.
 READS_GRAD_MODE = frozenset({_LAYER})
 
-_LIBRARY = torch.library.Library("functionalize", "FRAGMENT")  # while it lives, so does the op
+_LIBRARY = torch.library.Library(
+    "functionalize", "FRAGMENT"
+)  # the op exists as long as this object
 _LIBRARY.define(str(_LAYER._schema).removeprefix("aten::"))
 
 
@@ -111,7 +113,7 @@ def _fake_layer(*args: Any) -> Any:
 
 @rule(_LAYER)
 def layer(engine: Engine, record: OpRecord) -> Any:
-    """Run live, an op sees the gradient mode of its caller, and a record says nothing of it."""
+    """In a substituted call the op runs in the gradient mode of the caller, and the record has no `gradients`."""
     if not record.meta.get("gradients"):
         return engine.pure(record)
     trained = torch.ops.functionalize.mkldnn_rnn_layer.default

@@ -1,15 +1,15 @@
-"""Ops with `out=` that eager computes otherwise than the functional op does: products and reductions.
+"""Ops with `out=` that eager computes differently from the functional op: products and reductions.
 
     torch.mm(a, b, out=o.t())                   ->  o' = aten.mm(b.t(), a.t())
     torch.nn.functional.linear(x, w, b, out=o)  ->  o' = aten.matmul(x, w.t()) + b     (`x` is no matrix)
     torch.std(a, out=o)                         ->  o' = aten.std.correction(aten._to_copy(a, dtype=o.dtype))
     torch.logsumexp(a, out=o)                   ->  exp in a's type, sum and log in o's
 
-A product into columns is another call of the BLAS than one into rows, and may round differently. The functional ops
-make rows; their product of the transposes makes the same call as eager does. `linear` folds `x` to a matrix and calls
-`addmm`, which rounds once; `linear.out` rounds the product, and then the sum. The `out` of a reduction decides in which
-type it computes, with no `dtype=` to say so, and in which order it adds; where the types are equal, the plain
-functional form is taken.
+For a column-major `out`, eager's product is another BLAS call than for a row-major one, and may round differently. The
+functional ops return row-major results; the product of the transposes is the BLAS call that eager makes. `linear` folds
+`x` to a matrix and calls `addmm`, which rounds once; `linear.out` rounds the product, and then the sum. The `out` of a
+reduction determines the dtype in which it computes, even without `dtype=`, and the order in which it adds; where the
+dtypes are equal, the plain functional form is used.
 
 Refusals: `std` and `var` of all elements, which have a kernel of their own; on a CPU, sums into an `out` whose
 dimensions are in another order in memory than those of the result (`out=o.t()`).
@@ -26,7 +26,7 @@ from functionalize.discharge.layout import output_geometry
 from functionalize.discharge.rules.mutations import functional_form
 from functionalize.discharge.rules.registry import Engine, rule
 from functionalize.discharge.rules.views import step_of
-from functionalize.discharge.values import Call
+from functionalize.discharge.values import ViewCall
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
 
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def _by_rows(g: Geometry) -> bool:
-    """Whether ATen's `addmm` asks the BLAS for the transpose of this result."""
+    """Whether ATen's `addmm` has the (column-major) BLAS compute the transpose of a result of this geometry."""
     (m, n), (down, right) = g.size, g.stride
     if down == 1 and (n == 1 or right >= max(1, m)):
         return False
@@ -57,7 +57,7 @@ def matrix_product(engine: Engine, record: OpRecord) -> Any:
         return engine.mutated(record)
     engine.storage(out.storage).check_writable(want)
 
-    def turned(ref: TensorRef) -> Any:
+    def transposed(ref: TensorRef) -> Any:
         value = engine.read(ref)
         if len(ref.geometry.size) < 2:
             value = engine.emit.call(aten.expand.default, value, list(want.size))
@@ -66,7 +66,8 @@ def matrix_product(engine: Engine, record: OpRecord) -> Any:
     *added, left, right = record.args
     target = functional_form(record.target).target
     scales = {k: v for k, v in record.kwargs.items() if k != "out"}
-    product = engine.emit.call(target, *(turned(ref) for ref in (*added, right, left)), **scales)
+    operands = (transposed(ref) for ref in (*added, right, left))
+    product = engine.emit.call(target, *operands, **scales)
     value = engine.emit.call(aten.t.default, product)
     have = contiguous_geometry((want.size[1], want.size[0]), left.geometry.dtype)
     have = have._replace(size=want.size, stride=have.stride[::-1])
@@ -76,35 +77,36 @@ def matrix_product(engine: Engine, record: OpRecord) -> Any:
 
 @rule(aten.linear.out)
 def linear_out(engine: Engine, record: OpRecord) -> Any:
-    """`linear.out(Tensor input, Tensor weight, Tensor? bias=None, *, out)`, as ATen's kernel goes."""
+    """`linear.out(Tensor input, Tensor weight, Tensor? bias=None, *, out)`, by the steps of ATen's kernel."""
     (source, weight), bias = record.args[:2], (record.args[2:] or (None,))[0]
-    out, turned = record.kwargs["out"], _turned(engine, weight)
+    out, transposed = record.kwargs["out"], _transposed(engine, weight)
     matrices = len(source.geometry.size) == len(weight.geometry.size) == 2
     if matrices and bias is not None:
         return matrix_product(
-            engine, replace(record, target=aten.addmm.out, args=(bias, source, turned))
+            engine, replace(record, target=aten.addmm.out, args=(bias, source, transposed))
         )
     if matrices:
-        return matrix_product(engine, replace(record, target=aten.mm.out, args=(source, turned)))
+        product = replace(record, target=aten.mm.out, args=(source, transposed))
+        return matrix_product(engine, product)
     engine.storage(out.storage).check_writable(out.geometry)
-    # `matmul` asks whether the weight wants a gradient; with `out=` it does not
-    columns = engine.emit.call(aten.detach.default, engine.read(turned))
+    # `matmul` runs another kernel for a weight that requires grad; with `out=` none does, so detach.
+    columns = engine.emit.call(aten.detach.default, engine.read(transposed))
     value = engine.emit.call(aten.matmul.default, engine.read(source), columns)
-    have = output_geometry(aten.matmul.default, (source, turned), {})
+    have = output_geometry(aten.matmul.default, (source, transposed), {})
     engine.write(out, engine.fit(value, have, out))
     if bias is not None:
         engine.mutated(replace(record, target=aten.add_.Tensor, args=(out, bias), kwargs={}))
     return None
 
 
-def _turned(engine: Engine, ref: TensorRef) -> TensorRef:
-    """The transpose of a matrix; anything of fewer dimensions itself."""
+def _transposed(engine: Engine, ref: TensorRef) -> TensorRef:
+    """The transpose of a matrix; a tensor of fewer dimensions itself."""
     g: Geometry = ref.geometry
-    turned = g._replace(size=g.size[::-1], stride=g.stride[::-1])
-    step = step_of(Call(aten.t.default, ()), g, turned)
+    transposed = g._replace(size=g.size[::-1], stride=g.stride[::-1])
+    step = step_of(ViewCall(aten.t.default, ()), g, transposed)
     if step is not None:
-        engine.storage(ref.storage).add_view(g, turned, step)
-    return TensorRef(ref.storage, turned)
+        engine.storage(ref.storage).add_view(g, transposed, step)
+    return TensorRef(ref.storage, transposed)
 
 
 @rule(aten.std.out, aten.std.correction_out, aten.var.out, aten.var.correction_out)
@@ -140,6 +142,7 @@ def sum_out(engine: Engine, record: OpRecord) -> Any:
 
 
 def _check_order(engine: Engine, out: TensorRef, have: Geometry) -> None:
+    """Raise if a CPU kernel would add in another order into `out` than into a result of geometry `have`."""
     want, exact = out.geometry, not (have.dtype.is_floating_point or have.dtype.is_complex)
     if exact or want.size != have.size or engine.device_of(out).type != "cpu":
         return
@@ -154,7 +157,7 @@ def _check_order(engine: Engine, out: TensorRef, have: Geometry) -> None:
 
 @rule(aten.logsumexp.out)
 def logsumexp_out(engine: Engine, record: OpRecord) -> Any:
-    """`logsumexp.out(Tensor self, int[1] dim, bool keepdim=False, *, out)`, as ATen's kernel goes."""
+    """`logsumexp.out(Tensor self, int[1] dim, bool keepdim=False, *, out)`, by the steps of ATen's kernel."""
     (source, dims), keep, out = record.args[:2], record.args[2:] == (True,), record.kwargs["out"]
     _check_order(engine, out, output_geometry(aten.logsumexp.default, record.args, {}))
     inside, want = source.geometry.dtype, out.geometry.dtype

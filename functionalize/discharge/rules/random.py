@@ -7,7 +7,7 @@ Invariant: the same numbers are drawn from the generator into the same elements.
 order of its memory, so a tensor that is not row-major is drawn with its dimensions in that order.
 Out-of-place random ops (`rand`, `native_dropout`) need no rule. A dead random node is kept in the program:
 replay consumes the generator exactly as eager does.
-Refusals: `normal_` of a tensor with gaps on the CPU; a generator that is given (see `emitters.py`).
+Refusals: `normal_` of a tensor with gaps on the CPU; a `generator=` argument (see `emitters.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _permuted(engine: Engine, value: Any, order: list[int]) -> Any:
     aten.log_normal_.default,
 )
 def overwrite_with_random(engine: Engine, record: OpRecord) -> None:
-    """`op_(Tensor(a!) self, ..., Generator? generator=None)`; what `self` held is not read."""
+    """`op_(Tensor(a!) self, ..., Generator? generator=None)`; the old contents of `self` are not read."""
     target = record.args[0]
     want: Geometry = target.geometry
     engine.storage(target.storage).check_writable(want)
@@ -80,7 +80,10 @@ def normal_(engine: Engine, record: OpRecord) -> None:
 
 
 def _normal(engine: Engine, target: TensorRef, mean: Any, std: Any, kwargs: dict[str, Any]) -> Any:
-    """Normal numbers, dense; the CPU draws 16 or more in another way into a contiguous tensor."""
+    """Normally distributed numbers in a dense layout.
+
+    On a CPU, 16 or more numbers are drawn by another algorithm into a contiguous tensor than into one with gaps.
+    """
     want: Geometry = target.geometry
     engine.storage(target.storage).check_writable(want)
     device, order = engine.device_of(target), _memory_order(want)
@@ -109,9 +112,9 @@ def normal_out(engine: Engine, record: OpRecord) -> Any:
     call, out = engine.emit.call, record.kwargs["out"]
     kwargs = {k: v for k, v in record.kwargs.items() if k == "generator"}
     mean, std = (*record.args, 1.0)[:2]
-    of_mean, of_std = type(mean) is TensorRef, type(std) is TensorRef
-    scale = 1.0 if of_std else std
-    value = _normal(engine, out, 0.0 if of_mean or of_std else mean, scale, kwargs)
+    tensor_mean, tensor_std = type(mean) is TensorRef, type(std) is TensorRef
+    scale = 1.0 if tensor_std else std
+    value = _normal(engine, out, 0.0 if tensor_mean or tensor_std else mean, scale, kwargs)
 
     def rounded(value: Any, other: TensorRef) -> Any:
         dtype = out.geometry.dtype
@@ -119,12 +122,12 @@ def normal_out(engine: Engine, record: OpRecord) -> Any:
             return value
         return call(aten._to_copy.default, value, dtype=dtype)
 
-    if of_std:
+    if tensor_std:
         value = rounded(call(aten.mul.Tensor, value, engine.read(std)), std)
-    if of_mean:
+    if tensor_mean:
         value = rounded(call(aten.add.Tensor, value, engine.read(mean)), mean)
-    elif of_std:
+    elif tensor_std:
         value = call(aten.add.Tensor, value, mean)
-    fits = out.geometry.is_dense and not of_std and not of_mean
+    fits = out.geometry.is_dense and not tensor_std and not tensor_mean
     engine.write(out, value if fits else engine.laid_out(value, out))
     return None

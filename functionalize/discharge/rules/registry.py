@@ -4,8 +4,8 @@
     def zero_(engine: Engine, record: OpRecord) -> None:
         engine.write(record.args[0], engine.emit.call(aten.full.default, ...))
 
-A rule returns the values of the outputs in the structure of `record.outputs`, None where the output is a tensor
-that the op was given. It may also pass the record on: to `engine.pure` or `engine.mutated`.
+A rule returns the values of the outputs in the structure of `record.outputs`, None where the output is one of the
+op's arguments. It may also pass the record on to `engine.pure` or `engine.mutated`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from functionalize.ir.ops import Geometry, OpRecord, TensorRef
 
 
 class Engine(Protocol):
-    """What a rule may ask of the engine that discharges its op (`discharge.Functionalizer`).
+    """What a rule may use of the engine that discharges its op (`discharge.Functionalizer`).
 
-    Errors are `FunctionalizeError`s without a place: the engine adds the op and the user's line.
+    A rule raises a `FunctionalizeError` that names neither op nor line: the engine adds the op and the user's line.
     """
 
     @property
     def emit(self) -> Emitter:
         """Makes values: `emit.call(op, *values)` for an op, `emit.empty(geometry, device)` for undefined contents.
 
-        Every rule that computes uses it; nothing that it makes is the contents of a tensor before `write` or `put`.
+        For every rule that computes. A value becomes the contents of a tensor only by `write` or `put`.
         """
         ...
 
@@ -38,23 +38,23 @@ class Engine(Protocol):
     def storages(self) -> Mapping[int, FunctionalStorage]:
         """The records of all storages that the program has, by serial.
 
-        For a rule that must know whether a storage is known yet (an op that may return its argument or a new tensor).
+        For a rule that must find out whether a storage is new (an op that may return its argument or a new tensor).
         """
         ...
 
     def storage(self, serial: int) -> FunctionalStorage:
         """The record of storage `serial`; raises `ForeignStorageError` if the program has none.
 
-        For checks before a write (`check_writable`), and for rules that ask which bytes are defined or resized.
+        For checks before a write (`check_writable`), and for rules that depend on which bytes are defined.
         """
         ...
 
     def device_of(self, ref: TensorRef) -> torch.device:
-        """The device of `ref`'s storage: for ops that make a tensor like one they are given."""
+        """The device of `ref`'s storage: for ops that make a tensor like one of their arguments."""
         ...
 
     def read(self, ref: TensorRef) -> Value:
-        """The value of `ref` now, of exactly its geometry; a stale view is regenerated.
+        """The current value of `ref`, of exactly its geometry; a stale view is regenerated.
 
         For every argument whose contents the op reads. Raises if its storage is empty or its bytes undefined.
         """
@@ -84,9 +84,9 @@ class Engine(Protocol):
         ...
 
     def laid_out(self, value: Value, target: TensorRef) -> Value:
-        """A copy of `value`, which has the size and dtype of `target`, in the strides of `target`.
+        """A copy of `value`, which has the size and dtype of `target`, with the strides of `target`.
 
-        For values that share memory with another (an expanded or permuted one), which a write must not take over.
+        For values that share memory with another one (expanded or permuted): a base must have memory of its own.
         """
         ...
 
@@ -95,16 +95,16 @@ class Engine(Protocol):
         ...
 
     def pure(self, record: OpRecord) -> Value:
-        """Discharge `record` as an op that writes nothing: read its tensors, emit it; the value of its outputs.
+        """Discharge `record` as an op that writes nothing: read its tensors, emit it; returns the value of its outputs.
 
-        For a rule that has nothing to say about this call, or a record that a rule has rewritten.
+        For calls that need no rule of their own, and for records that a rule has rewritten.
         """
         ...
 
     def mutated(self, record: OpRecord) -> Any:
-        """Discharge `record` as an op that writes what its schema says; the values of its outputs.
+        """Discharge `record` as an op that writes what its schema says; returns the values of its outputs.
 
-        As `pure`: for calls that need no rule, and for rewritten records.
+        As `pure`: for calls that need no rule of their own, and for records that a rule has rewritten.
         """
         ...
 
@@ -122,7 +122,7 @@ RuleT = TypeVar("RuleT", bound="Callable[..., Any]")
 
 
 def rule(*targets: Any) -> Callable[[RuleT], RuleT]:
-    """Register a rule for each of `targets` (an `OpOverload`, or a sentinel of ours)."""
+    """Register a rule for each of `targets` (`OpOverload`s)."""
 
     def register(fn: RuleT) -> RuleT:
         for target in targets:

@@ -1,7 +1,7 @@
-"""Ops that change which bytes a tensor has: storage resizes, `aten.resize_`, `set_`, in-place views.
+"""Ops that change which bytes a tensor refers to: storage resizes, `aten.resize_`, `set_`, in-place views.
 
-None of them emits anything. A resize goes to the storage's record; `set_` and the in-place views move a
-tensor to another storage or geometry, which the next record simply shows, since tensors are known by
+None of them emits anything. A resize changes the storage's record. `set_` and the in-place views move a
+tensor to another storage or geometry; later records refer to it by that, since a record identifies a tensor by
 (storage, geometry) and not by the Python object.
 """
 
@@ -29,7 +29,7 @@ def resize_storage_bytes_(engine: Engine, record: OpRecord) -> None:
 
 
 def is_inplace_view(target: object) -> bool:
-    """Whether an op changes only how a tensor looks at its storage (`t_`, `set_`, `resize_`, ...)."""
+    """Whether an op changes only the geometry or storage of a tensor object (`t_`, `set_`, `resize_`, ...)."""
     return torch.Tag.inplace_view in getattr(target, "tags", ())
 
 
@@ -46,7 +46,7 @@ def _inplace_views() -> list[object]:
 
 @rule(*_inplace_views())
 def inplace_view(engine: Engine, record: OpRecord) -> Any:
-    """The tensor's next record carries its new storage and geometry; storage growth is in `resized`."""
+    """Later records refer to the tensor by its new storage and geometry; a storage that grew is in `resized`."""
     out = record.outputs
     if type(out) is not TensorRef or out.storage in engine.storages:
         return None

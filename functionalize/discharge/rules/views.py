@@ -3,10 +3,10 @@
     a[1:3].mul_(2)        slice = aten.slice(a, 0, 1, 3); mul = aten.mul(slice, 2)
                           slice_scatter = aten.slice_scatter(a, mul, 0, 1, 3)
 
-Every view op that torch's functionalization knows has a step here (composite ones arrive as these). An op
-that is not listed, or a geometry no op was seen to make, goes straight from the root by `as_strided`.
+Every view op of torch's functionalization has a step here (composite ones are dispatched as these). The output of an
+op that is not listed, or a geometry that no recorded op made, is derived from the root by `as_strided`.
 
-Invariant: `inverse(forward(x)) == x`, and `inverse` does not ask for the old parent when the child covers it.
+Invariant: `inverse(forward(x)) == x`, and `inverse` does not read the old parent when the child covers it.
 Refusal: none here; overlapping writes are refused by `FunctionalStorage.check_writable`.
 """
 
@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from functionalize.discharge.values import Call, Emitter, Step, Value, View
+from functionalize.discharge.values import Emitter, Value, View, ViewCall, ViewStep
 from functionalize.ir.ops import Geometry, contiguous_geometry
 
 aten = torch.ops.aten
-Old = Callable[[], Value]
+OldParent = Callable[[], Value]
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape(Step):
-    """Both sides hold the same elements in the same order: `view` there and back."""
+class ReshapeStep(ViewStep):
+    """Parent and child have the same elements in the same order: the inverse is `view`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -36,13 +36,13 @@ class Reshape(Step):
     def forward(self, emit: Emitter, parent: Value) -> Value:
         return emit.call(self.target, parent, *self.args)
 
-    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+    def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
         return emit.call(aten.view.default, child, list(self.parent.size))
 
 
 @dataclass(frozen=True, slots=True)
-class Bijection(Step):
-    """An op whose inverse is another op: `permute`, `view.dtype`, `view_as_real`, `_conj`."""
+class BijectiveStep(ViewStep):
+    """An op with an inverse op (`back`): `permute`, `view.dtype`, `view_as_real`, `_conj`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -52,15 +52,18 @@ class Bijection(Step):
     def forward(self, emit: Emitter, parent: Value) -> Value:
         return emit.call(self.target, parent, *self.args)
 
-    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+    def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
         return emit.call(self.back, child, *self.back_args)
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Step):
-    """A part of the parent: `slice`, `select`, `diagonal`; back by the matching `*_scatter`."""
+class SubviewStep(ViewStep):
+    """A part of the parent: `slice`, `select`, `diagonal`; the inverse is the matching `*_scatter`.
 
-    call: Call
+    covers: whether the child is the whole parent.
+    """
+
+    call: ViewCall
     scatter: Any
     scatter_args: tuple[Any, ...]
     covers: bool
@@ -72,19 +75,19 @@ class Part(Step):
     def forward(self, emit: Emitter, parent: Value) -> Value:
         return self.call.on(emit, parent)
 
-    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+    def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
         if self.covers:
             return child
         return emit.call(self.scatter, parent(), child, *self.scatter_args)
 
 
 @dataclass(frozen=True, slots=True)
-class Output(Part):
+class OutputStep(SubviewStep):
     """A part of the parent that is one output of a multi-output op: `split`, `unbind`.
 
     Note [One call for all outputs]
-    N outputs that are read of one value of the parent share one call: one each would make N times N values. The
-    parent's view keeps the call's value for as long as its own.
+    All outputs that are read from one value of the parent share one call; a call for each would compute N outputs N
+    times. The parent's `View` keeps the result of the call as long as its own value.
     """
 
     index: int
@@ -93,19 +96,19 @@ class Output(Part):
         return emit.part(self.call.on(emit, parent), self.index)
 
     def regenerate(self, emit: Emitter, parent: View) -> Value:
-        values = parent.lists.get(self.call)
+        values = parent.output_lists.get(self.call)
         if values is None:
-            values = parent.lists[self.call] = self.call.on(emit, parent.value)
+            values = parent.output_lists[self.call] = self.call.on(emit, parent.value)
         return emit.part(values, self.index)
 
 
 @dataclass(frozen=True, slots=True)
-class Strided(Step):
-    """From a dense geometry to any other of the same dtype inside it, whatever ops led there.
+class StridedStep(ViewStep):
+    """From a dense geometry to any other geometry of the same dtype inside it, whatever ops made that.
 
     Note [Positions are relative]
-    Where a value lies in its own memory is not known: `slice_scatter` keeps the storage offset of what it was
-    given. So positions count from the value's first element, and `as_strided` is given no offset.
+    The storage offset of a value is not known while a graph is built: `slice_scatter` keeps the offset of its argument.
+    So positions count from the value's first element, and `as_strided` is emitted without a storage offset.
     """
 
     parent: Geometry
@@ -113,7 +116,7 @@ class Strided(Step):
 
     @property
     def _window(self) -> tuple[int, int]:
-        """The elements of the flattened parent that the child reaches over."""
+        """[start, end) of the child in the elements of the flattened parent."""
         p, c = self.parent, self.child
         return c.offset - p.offset, c.end // c.dtype.itemsize - p.offset
 
@@ -124,29 +127,32 @@ class Strided(Step):
     def forward(self, emit: Emitter, parent: Value) -> Value:
         p, c = self.parent, self.child
         if self._same_elements:
-            return _laid(emit, parent, p, c)
+            return _with_layout(emit, parent, p, c)
         start, end = self._window
-        part = _sliced(emit, _flat(emit, parent, p), p.numel, start, end)
-        return _laid(emit, part, contiguous_geometry((end - start,), c.dtype, c.offset), c)
+        part = _sliced(emit, _flattened(emit, parent, p), p.numel, start, end)
+        return _with_layout(emit, part, contiguous_geometry((end - start,), c.dtype, c.offset), c)
 
-    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+    def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
         p, c = self.parent, self.child
         if self._same_elements:
-            return _laid(emit, child, c, p)
-        flat, (start, end) = _flat(emit, parent(), p), self._window
+            return _with_layout(emit, child, c, p)
+        flat, (start, end) = _flattened(emit, parent(), p), self._window
         if c.is_dense:
-            part = _flat(emit, child, c)
+            part = _flattened(emit, child, c)
         else:
             part = _sliced(emit, flat, p.numel, start, end)
             to = (list(c.size), list(c.stride))
             part = emit.call(aten.as_strided_scatter.default, part, child, *to)
         if end - start != p.numel:
             part = emit.call(aten.slice_scatter.default, flat, part, 0, start, end)
-        return _laid(emit, part, contiguous_geometry((p.numel,), p.dtype, p.offset), p)
+        return _with_layout(emit, part, contiguous_geometry((p.numel,), p.dtype, p.offset), p)
 
 
-def _laid(emit: Emitter, value: Value, have: Geometry, want: Geometry) -> Value:
-    """The memory of `value` in another size and stride; without `as_strided` where it is a permutation."""
+def _with_layout(emit: Emitter, value: Value, have: Geometry, want: Geometry) -> Value:
+    """The memory of `value` (geometry `have`) viewed with the size and stride of `want`.
+
+    By `permute` and `view` where both are dense, which passes and compilers handle better than `as_strided`.
+    """
     if have.size == want.size and have.stride == want.stride:
         return value
     before, after = _by_stride(have), _by_stride(want)
@@ -170,9 +176,11 @@ def _by_stride(geometry: Geometry) -> list[int]:
     return sorted(range(len(geometry.size)), key=lambda d: -geometry.stride[d])
 
 
-def _flat(emit: Emitter, value: Value, have: Geometry) -> Value:
-    """A dense value in the order of its memory."""
-    return _laid(emit, value, have, contiguous_geometry((have.numel,), have.dtype, have.offset))
+def _flattened(emit: Emitter, value: Value, have: Geometry) -> Value:
+    """A dense value as one dimension, in the order of its memory."""
+    return _with_layout(
+        emit, value, have, contiguous_geometry((have.numel,), have.dtype, have.offset)
+    )
 
 
 def _sliced(emit: Emitter, flat: Value, numel: int, start: int, end: int) -> Value:
@@ -180,20 +188,20 @@ def _sliced(emit: Emitter, flat: Value, numel: int, start: int, end: int) -> Val
 
 
 @dataclass(frozen=True, slots=True)
-class Chain(Step):
-    """Several steps one after the other; `middles` are the geometries between them."""
+class ChainedSteps(ViewStep):
+    """Several steps, applied one after the other."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ViewStep, ...]
 
     def forward(self, emit: Emitter, parent: Value) -> Value:
         for step in self.steps:
             parent = step.forward(emit, parent)
         return parent
 
-    def inverse(self, emit: Emitter, child: Value, parent: Old) -> Value:
+    def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
         return self._back(emit, child, parent, len(self.steps) - 1)
 
-    def _back(self, emit: Emitter, child: Value, parent: Old, at: int) -> Value:
+    def _back(self, emit: Emitter, child: Value, parent: OldParent, at: int) -> Value:
         if at < 0:
             return child
 
@@ -207,123 +215,131 @@ class Chain(Step):
         return self._back(emit, value, parent, at - 1)
 
 
-# Back by the op that computes: a base must have no lazy bit of its own, which many ops refuse.
-_CONJUGATED = Bijection(aten._conj.default, (), aten._conj_physical.default, ())
-_NEGATED = Bijection(aten._neg_view.default, (), aten.neg.default, ())
+# The inverses materialise: a base must not have a conjugate or negative bit, which many ops refuse.
+_CONJUGATED = BijectiveStep(aten._conj.default, (), aten._conj_physical.default, ())
+_NEGATED = BijectiveStep(aten._neg_view.default, (), aten.neg.default, ())
 
 
-def straight(parent: Geometry, child: Geometry) -> Step:
-    """The step from a root to a geometry that no op was seen to make."""
-    steps: list[Step] = []
+def straight(parent: Geometry, child: Geometry) -> ViewStep:
+    """The step from a root to a geometry that no recorded op made."""
+    steps: list[ViewStep] = []
     if child.neg:
         steps.append(_NEGATED)
     if child.conj:
         steps.append(_CONJUGATED)
     child = child._replace(conj=False, neg=False)
     if parent.neg or parent.conj:
-        undo = _CONJUGATED if parent.conj else _NEGATED
-        return Chain(
+        own_inverse = _CONJUGATED if parent.conj else _NEGATED
+        return ChainedSteps(
             (
-                undo,
+                own_inverse,
                 straight(parent._replace(conj=False, neg=False), child),
                 *reversed(steps),
             )
         )
     steps = [*_between_dtypes(parent, child), *reversed(steps)]
-    return steps[0] if len(steps) == 1 else Chain(tuple(steps))
+    return steps[0] if len(steps) == 1 else ChainedSteps(tuple(steps))
 
 
-def _between_dtypes(parent: Geometry, child: Geometry) -> list[Step]:
-    """Through the smallest run of whole elements of both dtypes that holds the child."""
+def _between_dtypes(parent: Geometry, child: Geometry) -> list[ViewStep]:
+    """Steps from a parent to a child of any dtype.
+
+    A child of another element size is taken from the smallest contiguous run that contains it and is a whole number of
+    elements of both dtypes.
+    """
     old, new = parent.dtype, child.dtype
     if old == new:
-        return [Strided(parent, child)]
-    cast = Bijection(aten.view.dtype, (new,), aten.view.dtype, (old,))
+        return [StridedStep(parent, child)]
+    cast = BijectiveStep(aten.view.dtype, (new,), aten.view.dtype, (old,))
     if old.itemsize == new.itemsize:
         same = parent._replace(dtype=new)
-        return [cast] if same == child else [cast, Strided(same, child)]
+        return [cast] if same == child else [cast, StridedStep(same, child)]
     unit = max(old.itemsize, new.itemsize)
     start, end = child.start // unit * unit, -(-child.end // unit) * unit
     before = contiguous_geometry(((end - start) // old.itemsize,), old, start // old.itemsize)
     after = contiguous_geometry(((end - start) // new.itemsize,), new, start // new.itemsize)
-    first: list[Step] = [] if before == parent else [Strided(parent, before)]
-    last: list[Step] = [] if after == child else [Strided(after, child)]
+    first: list[ViewStep] = [] if before == parent else [StridedStep(parent, before)]
+    last: list[ViewStep] = [] if after == child else [StridedStep(after, child)]
     return [*first, cast, *last]
 
 
 # -- from ops ------------------------------------------------------------------------------------
 
 
-def step_of(call: Call, parent: Geometry, child: Geometry, index: int | None = None) -> Step | None:
-    """The step that `call` takes from `parent` to `child`, its output `index` (None: the only one).
+def step_of(
+    call: ViewCall, parent: Geometry, child: Geometry, index: int | None = None
+) -> ViewStep | None:
+    """The step of the view op `call` from `parent` to `child`, its output `index` (None: its only output).
 
-    None: go straight from the root.
+    None for an op that is not listed: its output is derived from the root (`straight`).
     """
     make = _STEPS.get(call.target)
     return None if make is None else make(call, parent, child, index)
 
 
-def _reshape(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-    return Reshape(call.target, call.args, p)
+def _reshape(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
+    return ReshapeStep(call.target, call.args, parent)
 
 
-def _expand(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-    # written only where nothing was expanded: then `view` goes back
-    return Reshape(call.target, call.args, p)
+def _expand(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
+    # Only a view in which no dimension was expanded is ever written; its inverse is `view`.
+    return ReshapeStep(call.target, call.args, parent)
 
 
-def _dim(dim: int, p: Geometry) -> int:
-    return dim % max(len(p.size), 1)
+def _dim(dim: int, geometry: Geometry) -> int:
+    return dim % max(len(geometry.size), 1)
 
 
-def _permute(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-    order = [_dim(d, p) for d in call.args[0]]
+def _permute(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
+    order = [_dim(d, parent) for d in call.args[0]]
     back = [order.index(d) for d in range(len(order))]
-    return Bijection(call.target, call.args, aten.permute.default, (back,))
+    return BijectiveStep(call.target, call.args, aten.permute.default, (back,))
 
 
-def _own_inverse(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-    return Bijection(call.target, call.args, call.target, call.args)
+def _own_inverse(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
+    return BijectiveStep(call.target, call.args, call.target, call.args)
 
 
-def _view_dtype(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-    return Bijection(call.target, call.args, call.target, (p.dtype,))
+def _view_dtype(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
+    return BijectiveStep(call.target, call.args, call.target, (parent.dtype,))
 
 
-def _view_as_real(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-    return Bijection(call.target, call.args, aten.view_as_complex.default, ())
+def _view_as_real(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
+    return BijectiveStep(call.target, call.args, aten.view_as_complex.default, ())
 
 
-def _view_as_complex(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-    return Bijection(call.target, call.args, aten.view_as_real.default, ())
+def _view_as_complex(
+    call: ViewCall, parent: Geometry, child: Geometry, index: int | None
+) -> ViewStep:
+    return BijectiveStep(call.target, call.args, aten.view_as_real.default, ())
 
 
-def _part(scatter: Any) -> Callable[..., Step]:
-    def make(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-        return Part(call, scatter, call.args, c.size == p.size)
+def _part(scatter: Any) -> Callable[..., ViewStep]:
+    def make(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
+        return SubviewStep(call, scatter, call.args, child.size == parent.size)
 
     return make
 
 
-def _split(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-    assert i is not None
-    dim = _dim(call.args[1] if len(call.args) > 1 else 0, p)
-    stride = p.stride[dim]  # 0: an expanded dimension, which is never written
-    start = (c.offset - p.offset) // stride if stride else 0
-    where = (dim, start, start + c.size[dim], 1)
-    return Output(call, aten.slice_scatter.default, where, c.size == p.size, i)
+def _split(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
+    assert index is not None
+    dim = _dim(call.args[1] if len(call.args) > 1 else 0, parent)
+    stride = parent.stride[dim]  # 0: an expanded dimension, which is never written
+    start = (child.offset - parent.offset) // stride if stride else 0
+    where = (dim, start, start + child.size[dim], 1)
+    return OutputStep(call, aten.slice_scatter.default, where, child.size == parent.size, index)
 
 
-def _unbind(call: Call, p: Geometry, c: Geometry, i: int | None) -> Step:
-    assert i is not None
-    dim = _dim(call.args[0] if call.args else 0, p)
-    return Output(call, aten.select_scatter.default, (dim, i), False, i)
+def _unbind(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
+    assert index is not None
+    dim = _dim(call.args[0] if call.args else 0, parent)
+    return OutputStep(call, aten.select_scatter.default, (dim, index), False, index)
 
 
-_STEPS: dict[Any, Callable[..., Step]] = {
+_STEPS: dict[Any, Callable[..., ViewStep]] = {
     aten.view.default: _reshape,
-    aten._reshape_alias.default: lambda call, p, c, i: Reshape(
-        aten.view.default, (call.args[0],), p
+    aten._reshape_alias.default: lambda call, parent, child, index: ReshapeStep(
+        aten.view.default, (call.args[0],), parent
     ),
     aten.unsqueeze.default: _reshape,
     aten.squeeze.default: _reshape,
@@ -333,8 +349,8 @@ _STEPS: dict[Any, Callable[..., Step]] = {
     aten.permute.default: _permute,
     aten.transpose.int: _own_inverse,
     aten.t.default: _own_inverse,
-    aten._conj.default: lambda call, p, c, i: _CONJUGATED,
-    aten._neg_view.default: lambda call, p, c, i: _NEGATED,
+    aten._conj.default: lambda call, parent, child, index: _CONJUGATED,
+    aten._neg_view.default: lambda call, parent, child, index: _NEGATED,
     aten.view.dtype: _view_dtype,
     aten.view_as_real.default: _view_as_real,
     aten.view_as_complex.default: _view_as_complex,
