@@ -6,7 +6,8 @@
                                            resize(p, 0)           nothing runs; the value is dropped
 
 A storage is substituted only if it is empty on entry, is resized, or has functional tensors of several dtypes. Ops
-on other storages are passed unchanged to the modes below. Autograd runs above this mode, so it saves the parameter itself, as in eager.
+on other storages are passed unchanged to the modes below. Autograd runs above this mode, so it saves the parameter
+itself, as in eager.
 
 Invariant: before `apply_epilogue` no storage is resized and no tensor on a substituted storage is written. Every
 patch of torch is removed when the mode exits.
