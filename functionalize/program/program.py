@@ -34,7 +34,7 @@ class Program(Executable):
         return replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
 
     def print_readable(self, print_output: bool = True) -> str:
-        """The graph, then the epilogue, as text; printed, too, unless the arguments say otherwise."""
+        """The graph, then the epilogue, as text. print_output: also print it."""
         text = program_text(self)
         if print_output:
             print(text)
