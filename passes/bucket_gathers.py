@@ -8,21 +8,21 @@
     getitem = split_with_sizes_copy[0]                      (`cat` holds the small pieces, as before)
 
 FSDP2 copies every shard into one buffer, and every parameter out of it again. A coalesced all-gather is one
-collective with an output per shard, each the whole parameter: large pieces travel on their own, without a copy on
-either side; small ones share a buffer as before, since each output has a price of its own. Memory: while a group is
+collective with an output per shard, each the whole parameter. Large pieces are sent separately, without a copy on
+either side; small ones share a buffer as before, since each output has a fixed cost. Memory: while a group is
 unpacked, its parameters exist once and not twice.
 
-With `mb`, neighbours that nothing but shards (inputs of the program) flow into are started together, up to that
-size; with `split`, one that is larger is started in several parts, between pieces.
+With `mb`, neighbouring gathers that depend on shards (inputs of the program) only are started together, up to that
+size; with `split`, a larger one is started in several parts, divided between pieces.
 
-Invariant: every part has the same elements in the same order, fresh and aligned as before, so all bits stay. What is
-decided depends only on sizes, groups and dtypes of collectives and on where shards come from, which all ranks
-share, so that the order of collectives stays equal on all of them; never on who reads a part. A wait stays where it
-was, before its first reader; of merged gathers, only the small pieces wait where the first of them is read. Each
+Invariant: every part has the same elements in the same order, in fresh memory, aligned as before, so all bits stay.
+Decisions depend only on sizes, groups and dtypes of collectives and on the origin of shards, which are equal on all
+ranks, never on the readers of a part; so the order of collectives stays equal on all ranks. A wait stays where it
+was, before its first reader; of merged gathers, the small pieces are waited for where the first of them is read. Each
 process group holds at most `mb` MiB more at any moment than without `mb`. Linear in nodes and edges.
 
 Refuses a gather
-- that does not look as drawn in `patterns.py`, or that is coalesced already;
+- that does not match the pattern in `patterns.py`, or that is coalesced already;
 - of a piece without elements, or that is not contiguous;
 - to merge: whose shards are computed, or gathered in the bucket already (`reshard` keeps them), of another group,
   dtype or device than its neighbour, or with another collective between the two (`across=true`: other than a
@@ -65,9 +65,9 @@ _VIEWS = (aten.view.default, aten.reshape.default)
 class BucketGathers(Pass):
     """Merge and split all-gathers by size, and drop the copies around them.
 
-    mb: MiB of gathered bytes up to which neighbours are merged; none: each stays on its own. split: whether one
-    that is larger is divided. across: whether neighbours may have reductions between them. apart_kb: KiB of gathered
-    bytes from which a piece travels on its own; none: all pieces share one buffer.
+    mb: the largest merged gather, in MiB of gathered bytes; none: gathers are not merged.
+    split: whether a larger gather is divided. across: whether neighbours may have reductions between them.
+    apart_kb: the least size, in KiB of gathered bytes, of a piece that is sent separately; none: all share one buffer.
     """
 
     name: ClassVar[str] = "bucket_gathers"
@@ -85,11 +85,11 @@ class BucketGathers(Pass):
         return len(changed)
 
     def _buckets(self, graph: fx.Graph) -> list[Bucket]:
-        """What is started together, in order."""
+        """The buckets, each of pieces that are started together, in order."""
         limit = None if self.mb is None else self.mb * _MIB
         known = {each.start: each for each in gathers(graph) if _is_plain(each)}
         found: list[Bucket] = []
-        last: Bucket | None = None  # the bucket that may still grow
+        last: Bucket | None = None  # the bucket that the next gather may join
         for collective in collectives(graph):
             gather = known.get(collective.node)
             if gather is None:
@@ -109,7 +109,7 @@ class BucketGathers(Pass):
         return [[item] for item in items] if self.split and self.mb is not None else [items]
 
     def _differs(self, bucket: Bucket) -> bool:
-        """Whether a bucket is not what its only gather is already."""
+        """Whether a bucket differs from a single existing gather."""
         gather, *others = bucket.gathers
         if others or len(bucket.items) != len(gather.pieces):
             return True
@@ -178,7 +178,7 @@ class Bucket:
 
     @property
     def apart(self) -> list[Item]:
-        """The pieces that travel on their own."""
+        """The pieces that are sent separately."""
         packed = {id(item) for item in self.packed}
         return [item for item in self.items if id(item) not in packed]
 
@@ -202,7 +202,7 @@ class Bucket:
 
 
 def _is_plain(gather: Gather) -> bool:
-    """Whether the pieces of a gather may travel in another way."""
+    """Whether the pieces of a gather may be merged, split or sent separately."""
     if gather.start.target is not GATHER:
         return False
     values = [piece.meta["val"] for piece in gather.pieces]
@@ -229,7 +229,7 @@ def _rewrite(graph: fx.Graph, buckets: list[Bucket]) -> None:
 
 
 def _start(graph: fx.Graph, bucket: Bucket, place: dict[fx.Node, int]) -> list[fx.Node]:
-    """Start one collective where the first of the bucket was; its results, the shared buffer last."""
+    """Start one collective at the first of the bucket; returns its results, the shared buffer last."""
     first = bucket.gathers[0]
     anchor = first.start
     for gather in bucket.gathers:
@@ -250,7 +250,7 @@ def _start(graph: fx.Graph, bucket: Bucket, place: dict[fx.Node, int]) -> list[f
 def _finish(
     graph: fx.Graph, bucket: Bucket, sent: list[fx.Node], place: dict[fx.Node, int]
 ) -> None:
-    """Wait for every result where it was waited for, and give it to its readers."""
+    """Wait for every result where it was waited for, and let its readers read it."""
     for item, result in zip(bucket.apart, sent, strict=False):
         make = Maker(graph, item.gather.waits[0])
         wait = make(WAIT, result)
@@ -290,7 +290,7 @@ def _give(make: Maker, item: Item, value: fx.Node) -> None:
 
 
 def _erase(graph: fx.Graph, gather: Gather) -> None:
-    """Erase what made the parts; nobody reads them any more."""
+    """Erase the nodes that made the parts, which have no readers any more."""
     for node in (*reversed(gather.unpack), gather.start, gather.pack):
         if node is not None and not node.users:
             graph.erase_node(node)

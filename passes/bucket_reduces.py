@@ -12,7 +12,7 @@
     view(_chunk_cat([dv], 0, 2), [32])    ->     view(dv, [32])     one gradient whose rows divide by the ranks
 
 With `mb`, neighbours are merged up to that size; without it, only copies are dropped. A shard starts at an address as
-aligned as before (`pad`: zeros). A shard that is handed to the caller becomes a tensor of its own, as it was.
+aligned as before (`pad`: zeros). A shard that is returned to the caller is cloned, so that it is a separate tensor.
 
 Invariant: all bits stay, unless `rounding`. An element of a sum is the same sum wherever it lies in the buffer if
 - there are two ranks: a + b is b + a; or
@@ -25,13 +25,13 @@ reduction starts, which they share too if they run the same step. Gradients wait
 holds at most `mb` MiB more at any moment than without `mb`. Linear in nodes and edges.
 
 Refuses
-- a reduction that does not look as drawn in `patterns.py`, or whose buffer is read by somebody else;
+- a reduction that does not match the pattern in `patterns.py`, or whose buffer has another reader;
 - to merge: another group, op, dtype or device than its neighbour; a shard that is read before the next reduction
   starts; another collective between the two (`across=true`: other than an all-gather); sums that could be rounded
   in another order (`rounding=true` allows that).
 
 Of torch's own (`torch._inductor.fx_passes.bucketing`) nothing is used: it copies packed gradients into a second
-buffer, does not look at alignment, and merges sums whatever that does to their bits.
+buffer, ignores alignment, and merges sums even if their rounding changes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Maker, Reduce, collectiv
 aten = torch.ops.aten
 
 _MIB = 1 << 20
-_ALIGNMENT = 64  # bytes: what allocators of CPU and CUDA memory promise at least
+_ALIGNMENT = 64  # bytes: the least alignment that the CPU and CUDA allocators guarantee
 _PACK = aten._chunk_cat.default
 _CAST = aten._to_copy.default
 
@@ -81,10 +81,10 @@ class BucketReduces(Pass):
         found = [each for each in reduces(graph) if _is_plain(each)]
         buckets = [] if self.mb is None else self._buckets(graph, found)
         if buckets:
-            given = _handed_out(program)
+            returned = _returned_shards(program)
             place = {node: i for i, node in enumerate(graph.nodes)}
             for bucket in buckets:
-                _merge(graph, bucket, place, given)
+                _merge(graph, bucket, place, returned)
         merged = {id(each) for bucket in buckets for each in bucket}
         single = [r for r in found if id(r) not in merged and _is_view(r)]
         for each in single:
@@ -99,7 +99,7 @@ class BucketReduces(Pass):
         known = {each.start: each for each in found}
         inner = {each.all_reduce for each in found}
         lists: list[list[Reduce]] = []
-        nbytes, read = math.inf, 0  # of the last list; where its shards are first read
+        nbytes, read = math.inf, 0  # of the last list; the place where its shards are first read
         for collective in collectives(graph):
             each = known.get(collective.node)
             if each is None:
@@ -140,7 +140,7 @@ def bucket_reduces(
 
 
 def _is_plain(each: Reduce) -> bool:
-    """Whether a reduction is `_chunk_cat(grads, 0, world)`, at most one cast, and flat; nobody else reads these."""
+    """Whether a reduction is `_chunk_cat(grads, 0, world)`, at most one cast, and flat, without other readers."""
     pack = each.pack
     if pack is None or pack.target is not _PACK or tuple(pack.args[1:]) != (0, each.world):
         return False
@@ -151,7 +151,7 @@ def _is_plain(each: Reduce) -> bool:
 
 
 def _kind(each: Reduce) -> tuple[Any, ...]:
-    """What reductions must share to be one."""
+    """The key that reductions must share to be merged."""
     again = each.all_reduce
     value = each.start.meta["val"]
     grads = {g.meta["val"].dtype for g in each.grads}
@@ -161,7 +161,7 @@ def _kind(each: Reduce) -> tuple[Any, ...]:
 
 
 def _is_exact(each: Reduce) -> bool:
-    """Whether an element is the same wherever it lies in what is reduced."""
+    """Whether the result of an element does not depend on its position in the reduced buffer."""
     if each.op in ("min", "max") or not (each.dtype.is_floating_point or each.dtype.is_complex):
         return True
     again = each.all_reduce
@@ -169,24 +169,24 @@ def _is_exact(each: Reduce) -> bool:
 
 
 def _ranks(group: str) -> float:
-    """The size of a process group; infinity if it is not known here."""
+    """The size of a process group; infinity if this process has no such group."""
     try:
         return int(group_of_name(group).size())
     except (RuntimeError, ValueError):
         return math.inf
 
 
-def _handed_out(program: Program) -> set[fx.Node]:
-    """The results of reductions whose memory the caller is given."""
+def _returned_shards(program: Program) -> set[fx.Node]:
+    """The results of reductions whose memory is returned to the caller."""
     aliases, slots = Aliases(program.graph), results(program.graph)
     roles = [r.slot for each in program.outputs for r in results_of(each)]
     roles += [a.slot for a in program.epilogue if isinstance(a, Set) and a.slot is not None]
-    given = {aliases.of(slots[i]) for i in roles if isinstance(slots[i], fx.Node)}
-    return {each.result for each in reduces(program.graph) if aliases.of(each.result) in given}
+    returned = {aliases.of(slots[i]) for i in roles if isinstance(slots[i], fx.Node)}
+    return {each.result for each in reduces(program.graph) if aliases.of(each.result) in returned}
 
 
 def _is_view(each: Reduce) -> bool:
-    """Whether one gradient is packed that is in the right order already."""
+    """Whether the packed buffer is a single gradient whose elements are in the right order already."""
     if len(each.grads) != 1:
         return False
     value = each.grads[0].meta["val"]
@@ -198,9 +198,9 @@ def _is_view(each: Reduce) -> bool:
 
 
 def _merge(
-    graph: fx.Graph, bucket: list[Reduce], place: dict[fx.Node, int], given: set[fx.Node]
+    graph: fx.Graph, bucket: list[Reduce], place: dict[fx.Node, int], returned: set[fx.Node]
 ) -> None:
-    """One reduction where the last of the bucket was, and a slice of it for each."""
+    """Insert one reduction at the last of the bucket, and a slice of its result for each of the others."""
     *_, last = bucket
     make = Maker(graph, last.start)
     grads, starts = _with_pads(make, bucket)
@@ -219,13 +219,13 @@ def _merge(
     for each, start in zip(bucket, starts, strict=True):
         if each.parts:
             part = make(aten.slice.Tensor, whole, 0, start, start + _numel(each))
-            part = make(aten.clone.default, part) if each.result in given else part
+            part = make(aten.clone.default, part) if each.result in returned else part
             each.result.replace_all_uses_with(part)
         _erase(graph, each)
 
 
 def _with_pads(make: Maker, bucket: list[Reduce]) -> tuple[list[fx.Node], list[int]]:
-    """All gradients, with zeros where the next shard would not be aligned; where each shard starts."""
+    """(all gradients, with padding where the next shard would not be aligned; the start of each shard)."""
     grads: list[fx.Node] = []
     starts: list[int] = []
     at, step = 0, max(1, _ALIGNMENT // bucket[0].dtype.itemsize)
@@ -258,7 +258,7 @@ def _erase(graph: fx.Graph, each: Reduce) -> None:
 
 
 def _revalue(graph: fx.Graph) -> None:
-    """Views of what was somewhere else lie in new memory: make their fake values anew."""
+    """Remake the fake values of views whose source lies in other memory now."""
     for node in graph.nodes:
         if is_detached(node):
             set_value(node)

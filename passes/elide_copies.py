@@ -1,24 +1,23 @@
-"""Remove copies that change nothing once everything is a value.
+"""Remove copies that are redundant in a pure graph.
 
     clone = aten.clone.default(buf)              mm = aten.mm.default(buf, buf)
     mm = aten.mm.default(clone, clone)
 
-The engine copies where eager did (`p.copy_(buf)`), so that every base is a tensor of its own. In a
-pure graph nobody can tell, except by the four things that this pass looks at: layout, memory that
-leaves the graph, absolute memory positions, and how long memory lives. Views that change nothing go
-too.
+The engine copies where eager did (`p.copy_(buf)`), so that every base is a separate tensor. In a pure graph the
+copy is observable only by its layout, by memory that leaves the graph, by absolute positions in memory, and by
+how long memory lives; this pass checks all four. It also removes views that have their source's geometry.
 
 Invariant: every op computes on values of the same size, stride, dtype and device as before, so its
-kernel gives the same bits. Memory in use never grows, unless `parts` allows it.
+results are bitwise equal. Memory in use never grows, unless `parts` allows it.
 
 Refuses a copy
 - that changes size, stride, dtype, device or the conjugate or negative bit;
-- whose memory the caller is handed, unless it takes over fresh memory that nobody else is handed;
+- whose memory is returned to the caller, unless its source is fresh memory that is not returned otherwise;
 - that the epilogue reads, if its source is on an input's storage that the epilogue changes;
-- that begins in the middle of its source's storage, if that place is not 64-byte aligned, as a
-  tensor of its own is (kernels choose by alignment), or if `as_strided` indexes its memory;
+- whose contents do not begin on a 64-byte boundary of the source's storage, as those of a separate tensor do
+  (kernels choose by alignment), or not at its beginning if `as_strided` indexes its memory;
 - of a part of a storage that would have to live longer for it (`parts=true` allows that);
-- whose source or result an op of the graph writes (at a stage where ops do).
+- whose source or result an op of the graph writes (at stage INPLACE).
 `split_with_sizes_copy` becomes `split_with_sizes` if this holds for every part that is used.
 """
 
@@ -50,7 +49,7 @@ from passes.views import erase_unused, is_plain
 
 aten = torch.ops.aten
 
-_ALIGNMENT = 64  # bytes: what allocators of CPU and CUDA memory promise at least
+_ALIGNMENT = 64  # bytes: the least alignment that the CPU and CUDA allocators guarantee
 _SPLIT = aten.split_with_sizes_copy.default
 _SOURCE: dict[Any, int] = {  # position of the argument whose contents an op copies
     aten.clone.default: 0,
@@ -63,9 +62,9 @@ _ABSOLUTE = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
 
 @dataclass(frozen=True)
 class ElideCopies(Pass):
-    """Remove copies that change nothing.
+    """Remove redundant copies.
 
-    parts: also where a part of a storage is copied, whose whole must then live as long as the part.
+    parts: also remove a copy of a part of a storage; the whole storage then lives as long as the part.
     """
 
     name: ClassVar[str] = "elide_copies"
@@ -89,7 +88,7 @@ class ElideCopies(Pass):
 def elide_copies(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, *, parts: bool = False
 ) -> fx.GraphModule:
-    """`gm` itself without the copies that change nothing; its outputs share no memory anew."""
+    """`gm` itself without redundant copies; outputs that shared no memory before share none afterwards."""
     return on_graph_module(ElideCopies(parts))(gm, example_inputs)
 
 
@@ -97,45 +96,51 @@ def elide_copies(
 
 
 @dataclass(slots=True)
-class Memory:
-    """What is known of the memory of one group of aliases.
+class MemoryFacts:
+    """Facts about the memory of one group of aliases.
 
-    lent: it is an input's or a constant's. touched: the epilogue changes it. written: an op does.
-    given: it is handed to the caller. paid: the epilogue copies from it. absolute: somebody indexes
-    it by absolute position. last: the place of its last use in the graph.
+    external: whether it belongs to an input or a constant.
+    touched: whether the epilogue changes it.
+    written: whether an op of the graph writes it.
+    returned: whether the caller obtains it, by an output or a `set_`.
+    copied: whether the epilogue copies from it.
+    absolute: whether an op or an output addresses it from the beginning of its storage.
+    last: the position of its last use in the graph.
     """
 
-    lent: bool = False
+    external: bool = False
     touched: bool = False
     written: bool = False
-    given: bool = False
-    paid: bool = False
+    returned: bool = False
+    copied: bool = False
     absolute: bool = False
     last: int = -1
 
 
 class Copies:
-    """Decides which copies of a program may go.
+    """Decides which copies of a program can be removed.
 
-    Whole copies of fresh memory come first: they only ever free memory and make memory live longer,
-    on which the verdict on a part relies. Then all others, in the order of the graph.
+    Copies of whole fresh storages are decided first: removing one frees memory and extends the life of its source,
+    which may allow the removal of a copy of a part. All others follow in graph order.
     """
 
     def __init__(self, program: Program, parts: bool) -> None:
         self.parts = parts
-        self.guarded = bool(program.guards)  # else an input may begin anywhere in its storage
+        self.guarded = bool(program.guards)  # without guards, an input's storage offset is unknown
         self.nodes = list(program.graph.nodes)
         self.aliases = Aliases(program.graph)
-        self.born = {n: self.aliases.of(n) for n in self.nodes}  # the group before any merge
-        self.shift: dict[fx.Node, int] = {}  # born group -> bytes by which its memory has moved
-        self.memory = {root: Memory() for root in self.born.values()}
+        self.original_group = {
+            n: self.aliases.of(n) for n in self.nodes
+        }  # the group of aliases before any merge
+        self.shift: dict[fx.Node, int] = {}  # original group -> bytes by which its memory moved
+        self.memory = {root: MemoryFacts() for root in self.original_group.values()}
         for place, node in enumerate(self.nodes):
-            self._look_at(node, place)
-        self._look_outside(program)
+            self._record_uses(node, place)
+        self._record_outputs_and_epilogue(program)
 
-    def _look_at(self, node: fx.Node, place: int) -> None:
+    def _record_uses(self, node: fx.Node, place: int) -> None:
         memory = self.of(node)
-        memory.lent |= node.op in ("placeholder", "get_attr")
+        memory.external |= node.op in ("placeholder", "get_attr")
         memory.last = max(memory.last, place)
         for used in node.all_input_nodes:
             self.of(used).last = max(self.of(used).last, place)
@@ -144,32 +149,32 @@ class Copies:
         if getattr(node.target, "overloadpacket", None) in _ABSOLUTE and node.all_input_nodes:
             self.of(node.all_input_nodes[0]).absolute = True
 
-    def _look_outside(self, program: Program) -> None:
+    def _record_outputs_and_epilogue(self, program: Program) -> None:
         slots, classes = results(program.graph), storage_classes(program)
         for role in (r for each in program.outputs for r in results_of(each)):
-            self._hand_out(slots[role.slot], role.geometry is not None)
+            self._mark_returned(slots[role.slot], role.geometry is not None)
         for action in program.epilogue:
             if isinstance(action, Copy):
-                self.of(slots[action.slot]).paid = True
+                self.of(slots[action.slot]).copied = True
             elif isinstance(action, Set) and action.slot is not None:
-                self._hand_out(slots[action.slot], True)
+                self._mark_returned(slots[action.slot], True)
         touched = {classes[a.input] for a in program.epilogue if not isinstance(a, Set)}
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         for node, home in zip(placeholders, classes, strict=True):
             self.of(node).touched |= home in touched
 
-    def _hand_out(self, node: Any, absolute: bool) -> None:
+    def _mark_returned(self, node: Any, absolute: bool) -> None:
         if isinstance(node, fx.Node):
             memory = self.of(node)
-            memory.given = True
+            memory.returned = True
             memory.absolute |= absolute
 
-    def of(self, node: fx.Node) -> Memory:
-        """The memory of `node`, with all that was merged into it."""
+    def of(self, node: fx.Node) -> MemoryFacts:
+        """The memory of `node`, with everything that was merged into it."""
         return self.memory[self.aliases.of(node)]
 
     def elidable(self) -> list[fx.Node]:
-        """The copies that may go, in the order of the graph."""
+        """The copies that can be removed, in the order of the graph."""
         copies = [n for n in self.nodes if _copies_plain(n)]
         whole = {n for n in copies if self._frees_memory(n) and self._try(n)}
         chosen: list[fx.Node] = []
@@ -181,10 +186,10 @@ class Copies:
         return chosen
 
     def _frees_memory(self, node: fx.Node) -> bool:
-        return node.target in _SOURCE and not self.of(_source(node)).lent and _is_whole(node)
+        return node.target in _SOURCE and not self.of(_source(node)).external and _is_whole(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Decide on one copy, and merge its memory with its source's if it goes."""
+        """Decide on one copy; if it is removed, merge its memory with its source's."""
         if node.target is _SPLIT:
             return self._try_split(node)
         source = _source(node)
@@ -210,32 +215,36 @@ class Copies:
         return bool(pieces)
 
     def _allowed(self, copy: fx.Node, source: fx.Node, offset: int, whole: bool) -> bool:
-        """Whether the memory of `copy` may be that of `source` from byte `offset` on."""
+        """Whether `copy` may share the memory of `source`, from byte `offset` of its storage on."""
         mine, its = self.of(copy), self.of(source)
         if mine is its or mine.written or its.written:
             return False
-        if mine.given and (its.lent or its.given or not whole or offset):
+        if mine.returned and (its.external or its.returned or not whole or offset):
             return False
-        if mine.paid and its.touched:
+        if mine.copied and its.touched:
             return False
-        if offset % _ALIGNMENT or (mine.absolute and (offset or (its.lent and not self.guarded))):
+        if offset % _ALIGNMENT or (
+            mine.absolute and (offset or (its.external and not self.guarded))
+        ):
             return False
-        return its.lent or whole or self.parts or mine.last <= its.last
+        return its.external or whole or self.parts or mine.last <= its.last
 
     def _merge(self, copy: fx.Node, source: fx.Node) -> None:
         mine, its = self.of(copy), self.of(source)
         self._move(copy, source)
         self.aliases.unite(source, copy)
-        for name in ("given", "paid", "absolute"):
+        for name in ("returned", "copied", "absolute"):
             setattr(its, name, getattr(its, name) or getattr(mine, name))
         its.last = max(its.last, mine.last)
 
     def _offset(self, node: fx.Node) -> int:
-        """Where in its storage a value will begin, in bytes."""
-        return geometry_of(node.meta["val"]).start + self.shift.get(self.born[node], 0)
+        """The byte of its storage at which a value begins after the rewrite."""
+        return geometry_of(node.meta["val"]).start + self.shift.get(self.original_group[node], 0)
 
     def _move(self, copy: fx.Node, source: fx.Node) -> None:
-        self.shift[self.born[copy]] = self._offset(source) - geometry_of(copy.meta["val"]).start
+        self.shift[self.original_group[copy]] = (
+            self._offset(source) - geometry_of(copy.meta["val"]).start
+        )
 
 
 def _copies_plain(node: fx.Node) -> bool:
@@ -257,12 +266,12 @@ def _storage_bytes(node: fx.Node) -> int:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether a copy is as large as the storage it copies from."""
+    """Whether a copy is as large as its source's storage."""
     return _storage_bytes(node) == _storage_bytes(_source(node))
 
 
 def _same_layout(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values differ in nothing but where in their storage they begin."""
+    """Whether two values are equal in device and geometry, apart from the storage offset."""
     if not is_plain(a) or not is_plain(b):
         return False
     x, y = a.meta["val"], b.meta["val"]
@@ -271,7 +280,7 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _is_same_view(node: fx.Node) -> bool:
-    """Whether a node is a view that changes nothing, and is not itself returned."""
+    """Whether a node is a view with the geometry of its source, and is not itself returned."""
     if not is_view(node) or node.target is operator.getitem or not node.users:
         return False
     source = node.all_input_nodes[0]
@@ -301,10 +310,10 @@ def _replace(node: fx.Node, source: fx.Node) -> None:
 
 
 def _to_views(node: fx.Node) -> None:
-    """`split_with_sizes` for `split_with_sizes_copy`; nothing at all if one part is the whole."""
+    """Replace `split_with_sizes_copy` by `split_with_sizes`; a split into one part, by its source."""
     sizes: Any = node.args[1]
     if len(sizes) == 1:
-        for part in list(node.users):  # the last one takes `node` with it
+        for part in list(node.users):  # replacing the last one erases `node`, too
             _replace(part, node.all_input_nodes[0])
         return
     with node.graph.inserting_before(node):

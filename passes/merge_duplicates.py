@@ -1,22 +1,22 @@
-"""Compute what is computed twice only once (common subexpressions).
+"""Merge nodes that compute the same value (common subexpression elimination).
 
     t = aten.t(w); mm = aten.mm(x, t)            t = aten.t(w); mm = aten.mm(x, t)
     t_1 = aten.t(w); mm_1 = aten.mm(y, t_1)      mm_1 = aten.mm(y, t)
 
-Two values are equal if the same pure op made them from equal arguments; views, if they look the same way at equal
-memory, whatever ops led there. `1`, `1.0` and `True` are not equal, nor are `0.0` and `-0.0`. torch's `fx_graph_cse`
-takes a list of random ops for complete, merges collectives, knows no lifetimes (it would undo activation
-checkpointing), compares arguments with `==` and leaves every value alone that shares memory with an output.
+Two values are equal if the same pure op made them from equal arguments; two views, if they have the same geometry on
+equal memory, whatever view ops made them. `1`, `1.0` and `True` are not equal, nor are `0.0` and `-0.0`. torch's
+`fx_graph_cse` relies on an incomplete list of random ops, merges collectives, ignores lifetimes (it would undo
+activation checkpointing), compares arguments with `==` and skips every value that shares memory with an output.
 
 Invariant: every op computes on equal bits with the same geometry. At no point of the graph is more memory live, unless
-`held` allows it: a value takes the place of a later one only if it is live then anyway, or shares its memory.
+`held` allows it: a value replaces a later one only if it is live then anyway, or shares its memory.
 
 Refuses
 - random ops, collectives, waits, barriers, ops that write, ops without a value, `empty` and its like, ops that torch
-  calls nondeterministic, and ops of other libraries, which may do what they do not say;
-- to make one value of two that are both handed out: the caller was promised memory of his own for each;
-- to keep a value for longer than it would live (`held` bytes of it are allowed; none: any size);
-- a graph in which an op writes (at a stage where ops do).
+  calls nondeterministic, and ops of other libraries, which may have undeclared effects;
+- to merge two values that are both returned: the caller expects separate memory for each;
+- to keep a value for longer than it would live, if it has more than `held` bytes;
+- a graph in which an op writes (stage INPLACE).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _ATOMS = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, typ
 class MergeDuplicates(Pass):
     """Compute equal values once.
 
-    held: how many bytes of a value may be kept for a later one when it is not live then anyway; None: any number.
+    held: the largest value, in bytes, whose life may be extended to replace a later equal one; None: any size.
     """
 
     name: ClassVar[str] = "merge_duplicates"
@@ -86,7 +86,7 @@ class MergeDuplicates(Pass):
             node.replace_all_uses_with(first)
             done += 1
         if done:
-            for node in reversed(nodes):  # what was there for the duplicates goes with them
+            for node in reversed(nodes):  # erase also the nodes that only duplicates used
                 if not node.users and numbers.is_known(node):
                     program.graph.erase_node(node)
             revalue(program.graph)
@@ -96,7 +96,7 @@ class MergeDuplicates(Pass):
 def merge_duplicates(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, *, held: int | None = 0
 ) -> fx.GraphModule:
-    """`gm` itself, equal values computed once; its outputs share no memory anew."""
+    """`gm` itself, equal values computed once; outputs that shared no memory before share none afterwards."""
     return on_graph_module(MergeDuplicates(held))(gm, example_inputs)
 
 
@@ -104,17 +104,19 @@ def merge_duplicates(
 
 
 class Numbers:
-    """A number for every node, equal for nodes whose values are equal bit for bit and laid out alike."""
+    """Numbers nodes so that nodes with the same number have equal bits and the same geometry (value numbering)."""
 
     def __init__(self, guarded: bool) -> None:
         self.guarded = guarded
         self._of: dict[fx.Node, int] = {}
         self._known: dict[Hashable, int] = {}
         self._pure: set[fx.Node] = set()
-        self._origin: dict[fx.Node, fx.Node] = {}  # what a view is a view of in the end
+        self._origin: dict[
+            fx.Node, fx.Node
+        ] = {}  # view -> the value at the start of its chain of views
 
     def number(self, node: fx.Node) -> int:
-        """The number of a node; ask for every node, in the order of the graph."""
+        """The number of a node. Must be called for every node, in graph order."""
         key = self._key(node)
         if key is None:
             key = node  # equal to nothing else
@@ -142,7 +144,7 @@ class Numbers:
             return None
 
     def _canonical(self, arg: Any) -> Hashable:
-        """An argument so that equal keys mean equal values; raises `TypeError` if that cannot be told."""
+        """A hashable key of an argument: equal keys mean equal values. Raises `TypeError` if there is none."""
         if isinstance(arg, fx.Node):
             return ("node", self._of[arg])
         if isinstance(arg, (list, tuple)):
@@ -159,7 +161,7 @@ class Numbers:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Whether a node makes the same value again from the same arguments, and does nothing else."""
+    """Whether a node is deterministic and has no side effects."""
     target: Any = node.target
     if not hasattr(target, "_schema"):
         return getattr(target, "__module__", None) in _PYTHON and target not in _WRITING
@@ -174,52 +176,52 @@ def _is_repeatable(node: fx.Node) -> bool:
 
 
 class Lives:
-    """The lives of storages before any merge, and which of them have become one since."""
+    """The lifetimes of storages before any merge, and the merges so far."""
 
     def __init__(self, program: Program) -> None:
         self._live = Liveness(program.graph)
         self._joined: dict[Storage, Storage] = {}
-        self._given: set[Storage] = set()
+        self._returned: set[Storage] = set()
         slots = results(program.graph)
-        handed = [r.slot for role in program.outputs for r in results_of(role)]
-        handed += [a.slot for a in program.epilogue if isinstance(a, Set) and a.slot is not None]
-        for slot in handed:
+        returned = [r.slot for role in program.outputs for r in results_of(role)]
+        returned += [a.slot for a in program.epilogue if isinstance(a, Set) and a.slot is not None]
+        for slot in returned:
             if isinstance(slots[slot], fx.Node):
-                self._given |= set(self._storages(slots[slot]))
+                self._returned |= set(self._storages(slots[slot]))
 
     def home(self, node: fx.Node) -> Hashable:
-        """What is equal for nodes on the same memory."""
+        """A key that is equal for nodes on the same memory."""
         return tuple(map(id, self._storages(node)))
 
     def may_merge(self, first: fx.Node, node: fx.Node, held: int | None) -> bool:
-        """Whether `first` may be used for `node`, too."""
+        """Whether `first` may replace `node`."""
         mine, its = self._storages(node), self._storages(first)
         if mine == its:
             return True
         parts, others = _parts(node), _parts(first)
         if len(mine) != len(its) or (parts.keys() - others.keys() and held is not None):
-            return False  # a part taken late keeps all parts until then
+            return False  # a late use of one part would keep all of them alive
         return all(self._may_join(a, b, node, held) for a, b in self._joining(first, node))
 
     def _joining(self, first: fx.Node, node: fx.Node) -> list[tuple[Storage, Storage]]:
-        """The storages of `node` that are used, and those of `first` that would take their place."""
+        """The storages of `node` that are used, and those of `first` that would replace them."""
         used = {s for part in _parts(node).values() for s in self._storages(part)}
         pairs = zip(self._storages(node), self._storages(first), strict=True)
         return [(a, b) for a, b in pairs if a is not b and a in used]
 
     def _may_join(self, mine: Storage, its: Storage, node: fx.Node, held: int | None) -> bool:
         place = self._live.place[node]
-        if mine.first != place or (mine in self._given and its in self._given):
+        if mine.first != place or (mine in self._returned and its in self._returned):
             return False
         return its.last >= place or held is None or its.nbytes <= held
 
     def merge(self, first: fx.Node, node: fx.Node) -> None:
-        """`first` is used for `node`, too."""
+        """Record that `first` replaces `node`."""
         for mine, its in self._joining(first, node):
             self._joined[mine] = its
             its.last = max(its.last, mine.last)
-            if mine in self._given:
-                self._given.add(its)
+            if mine in self._returned:
+                self._returned.add(its)
 
     def _storages(self, node: fx.Node) -> list[Storage]:
         return [self._now(storage) for storage in self._live.of[node]]
@@ -231,8 +233,8 @@ class Lives:
 
 
 def _parts(node: fx.Node, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], fx.Node]:
-    """The tensors that are taken out of a tuple of them, by place in it; a node that is no tuple is its only part."""
+    """The parts of a tuple by their index path; a node that is no tuple is its only part."""
     if not isinstance(node.meta.get("val"), (list, tuple)):
         return {place: node}
-    taken = [n for n in node.users if n.target is operator.getitem]
-    return {at: n for each in taken for at, n in _parts(each, (*place, each.args[1])).items()}
+    parts = [n for n in node.users if n.target is operator.getitem]
+    return {at: n for each in parts for at, n in _parts(each, (*place, each.args[1])).items()}

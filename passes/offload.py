@@ -7,21 +7,22 @@
                                                relu_back = aten._to_copy(relu_host, device=cuda:0, non_blocking=True)
     t_1 = aten.t(relu)                         t_1 = aten.t(relu_back)
 
-A saved storage leaves right after its last use in forward and is back before its first use in backward, or `ahead`
-nodes earlier. Host memory is pinned (`_to_copy` sees to it). A replay runs on one stream: order makes the copies
-safe, and they do not overlap with compute. `ao.offload` of torch 2.13 would, but keeps events by address in a global
-table, and its wait frees what it is given, which a program of values has no word for.
+A saved storage is copied to the host right after its last use in forward, and back before its first use in
+backward, or `ahead` nodes earlier. Host memory is pinned (`_to_copy` does this). A replay runs on one stream, whose
+order makes the copies safe; they do not overlap with compute. `ao.offload` of torch 2.13 overlaps them, but it keeps
+events by address in a global table, and its wait frees its argument, which a functional program cannot express.
 
     offload{min_mb=4}                          everything saved of at least 4 MiB
-    offload{budget_mb=2000}                    what is needed longest after it was saved, until the peak fits
+    offload{budget_mb=2000}                    the values with the longest time to their next use, until the peak fits
 
-The budget is on what the graph makes on the accelerator. Out of reach, the lowest peak that was found is taken.
+The budget limits the memory that the graph allocates on the accelerator. If it cannot be met, the pass chooses the
+lowest peak that it found.
 
-Invariant: the bits go there and back; what is read in backward has the layout it had.
+Invariant: values in backward have the same bits and layout as before.
 Refuses a storage
-- of the host: a program without an accelerator is left as it is (0 rewrites);
-- smaller than `min_mb`, or handed to the caller, or whose values are not all views of one dense tensor.
-Refuses (0 rewrites): a graph without phases; whatever would not lower the accelerator's peak.
+- in host memory: a program without an accelerator is not changed (0 rewrites);
+- smaller than `min_mb`, or returned to the caller, or whose values are not all views of one dense tensor.
+Refuses (0 rewrites): a graph without phases; an offload that would not lower the accelerator's peak.
 Refuses (`PassError`): a negative option.
 """
 
@@ -104,8 +105,12 @@ def offload(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Journey:
-    """A storage that can travel. base: the dense tensor on it. It leaves after the node at place `leaves` and is back
-    before the one at `returns`. later: what reads it there, of the values `read`."""
+    """A storage that can be offloaded.
+
+    base: the dense tensor that covers it. leaves: the place of the node after which it is copied to the host.
+    returns: the place of the node before which it is copied back. later: its readers after that; read: the values
+    that they read.
+    """
 
     storage: Storage
     base: fx.Node
@@ -117,14 +122,14 @@ class Journey:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The peak on the accelerator, in bytes, if these storages travel."""
+    """The peak on the accelerator, in bytes, if these storages are offloaded."""
 
     journeys: tuple[Journey, ...]
     peak: int
 
 
 class Journeys:
-    """Which storages can travel, and what the accelerator holds meanwhile."""
+    """The storages that can be offloaded, and the accelerator's memory in use without them."""
 
     def __init__(self, live: Liveness, regions: list[Region], ahead: int) -> None:
         self.live, self.regions, self.ahead = live, regions, ahead
@@ -135,7 +140,7 @@ class Journeys:
                 self._change[storage.last + 1] -= storage.nbytes
 
     def of(self, saved: Saved) -> Journey | None:
-        """The journey of a saved storage; None if it cannot travel, or has no time to."""
+        """The journey of a saved storage; None if it cannot be offloaded, or is never idle long enough."""
         base = next((n for n in saved.storage.nodes if isinstance(n.meta.get("val"), Tensor)), None)
         if base is None or not _is_whole(base, saved.storage):
             return None
@@ -150,13 +155,13 @@ class Journeys:
         )
 
     def _readers(self, saved: Saved) -> tuple[fx.Node, ...]:
-        """What reads a storage after its forward, in order."""
+        """The readers of a storage after its forward, in order."""
         end, place = self.regions[saved.region].end, self.live.place
         users = {user for node in saved.read for user in node.users if place[user] >= end}
         return tuple(sorted(users, key=place.__getitem__))
 
     def without(self, journeys: Iterable[Journey]) -> Trial:
-        """The trial of sending these."""
+        """The trial of offloading these."""
         chosen = tuple(journeys)
         change = list(self._change)
         for journey in chosen:
@@ -172,7 +177,7 @@ def _on_accelerator(storage: Storage) -> bool:
 
 
 def _is_whole(base: fx.Node, storage: Storage) -> bool:
-    """Whether a tensor is all of its storage, so that a copy of it is laid out alike."""
+    """Whether a dense tensor covers its whole storage, so that a copy has the same layout."""
     value = base.meta["val"]
     geometry = geometry_of(value)
     plain = value.layout == torch.strided and not geometry.conj and not geometry.neg
@@ -195,7 +200,7 @@ def _path(node: fx.Node, base: fx.Node) -> list[fx.Node] | None:
 
 
 def send(graph: fx.Graph, live: Liveness, journeys: Iterable[Journey]) -> None:
-    """Write the copies of these journeys into a graph; what read the storage later reads what came back."""
+    """Insert the copies of these journeys; later readers of the storage read the copy on the accelerator."""
     wiring = Rewiring(graph)
     for journey in journeys:
         base, device = journey.base, journey.base.meta["val"].device
@@ -227,7 +232,7 @@ def _copy_to(node: fx.Node, device: torch.device, name: str, phase: str) -> fx.N
 
 
 def _retake(node: fx.Node, returned: dict[fx.Node, fx.Node]) -> None:
-    """Take the views again that lead to a node, of what came back."""
+    """Make the views that lead to a node again, of the copy on the accelerator."""
     path: list[fx.Node] = []
     while node not in returned:
         path.append(node)

@@ -1,4 +1,4 @@
-"""Cut a step at its boundary between forward and backward: what is saved there is known by name.
+"""Partition a step into forward and backward, so that the saved values are explicit.
 
     t = aten.t(w)                        forward     t = aten.t(w)
     mm = aten.mm(x, t)                   forward     mm = aten.mm(x, t)
@@ -7,16 +7,16 @@
     mm_1 = aten.mm(full, relu)           backward    mm_1 = aten.mm(full, relu)
     mm_2 = aten.mm(mm_1, t)              backward    t_1 = aten.t(w); mm_2 = aten.mm(mm_1, t_1)
 
-The boundary is the first op that ran in a backward (`node.meta["phase"]`, which the recorder tells); the optimizer
-lies behind it. Every op is tagged (`node.meta["partitioner_tag"]`, as torch's partitioners do), the forward's come
-first, and backward takes its views itself, of what they are views of: an unsharded parameter is saved, or an input read
+The boundary is the first op that ran in a backward (`node.meta["phase"]`, set by the recorder); the optimizer comes
+after it. Every op is tagged (`node.meta["partitioner_tag"]`, as torch's partitioners do), the forward's ops come
+first, and backward recomputes its views: an unsharded parameter is saved, or an input read
 again, and not its transpose. The program replays as before; `Partitioned.of(program)` makes two graphs of it. For a
 joint graph of AOTAutograd, which has no phases, `passes.partition` (`recompute_views.py`) drives torch's partitioners.
 
 Invariant: no op runs twice but views; random ops and collectives keep their order; each graph computes the same bits.
 
 Refuses (`PassError`) a program in which nothing ran in a backward, and one in which a forward follows a backward, as
-with several microbatches: there is no one boundary.
+with several microbatches: there is no single boundary.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Partition(Pass):
 
 
 def _sides(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The ops before and behind the boundary."""
+    """The ops before and after the boundary."""
     ops = [n for n in graph.nodes if n.op == "call_function"]
     first = next((i for i, n in enumerate(ops) if in_backward(n)), None)
     if first is None:

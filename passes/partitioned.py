@@ -1,18 +1,18 @@
-"""Forward and backward of a program as two graphs, with what is saved in between, by name.
+"""Forward and backward of a program as two graphs, and the values saved in between.
 
     parts = Partitioned.of(step.program)
     print(parts)                           saved for backward: 2 values, 768 bytes
                                              relu    float32[4, 16]    256 bytes  File "model.py", line 7, ...
                                              addmm   float32[4, 32]    512 bytes  ...
     parts.forward, parts.backward          graph modules: inputs -> results, saved; inputs, saved -> results
-    results = parts.run(inputs)            both, one after the other: what `program.run` returns
+    results = parts.run(inputs)            forward, then backward: the results of `program.run`
     function = parts.as_function()         of a joint program: a `torch.autograd.Function`, as a function
 
-Invariant: the same ops on the same values as in the one graph, so the same bits. A value is saved once, however many
-views of it the backward takes; what is an input is not saved but read again.
+Invariant: the same ops on the same values as in the single graph, so the same bits. A value is saved once, however
+many views of it the backward makes; an input is not saved but read again.
 
-Refusals (`PassError`): what `Partition` refuses; a stage after PARTITIONED; and as a function, a program that changes
-its inputs, depends on a number, or does not take a tangent per result and return a gradient per other argument.
+Refusals (`PassError`): those of `Partition`; a stage after PARTITIONED; as a function, a program that changes
+its inputs, depends on a number, or has not one tangent argument per result and one gradient per other argument.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Partitioned:
 
     @staticmethod
     def of(program: Program) -> Partitioned:
-        """Two graphs of a program, which is left as it is; one that is not partitioned is, in a copy."""
+        """Split a program into two graphs. A program that is not partitioned is copied and partitioned first."""
         if program.stage == FUNCTIONAL:
             program = run(program, [Partition()])
         if program.stage != PARTITIONED:
@@ -96,7 +96,7 @@ class Partitioned:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is saved."""
+        """Bytes of all saved values."""
         return sum(value.nbytes for value in self.saved)
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class Partitioned:
         return [found[i] for i in range(len(found))]
 
     def as_function(self) -> Callable[..., Any]:
-        """A differentiable function of the arguments but the tangents; see `_Contract` for the program it takes.
+        """A differentiable function of the arguments without the tangents; see `_Contract` for its requirements.
 
         It returns a tensor, or a tuple of them. Its backward is not differentiable again.
         """
@@ -131,7 +131,7 @@ class Partitioned:
 def _cut(
     program: Program, early: Sequence[fx.Node], first: Sequence[Any], second: Sequence[Any]
 ) -> tuple[Split, tuple[Saved, ...]]:
-    """`split`, which wants a graph without its output, and results that are nodes."""
+    """Call `split`, which requires a graph without its output node, and results that are nodes."""
     joint, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in program.graph.nodes:
         if node.op != "output":
@@ -165,7 +165,7 @@ def _saved(node: fx.Node, seen: set[Any]) -> Saved:
 
 
 def _module(program: Program, graph: fx.Graph) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """A module around a graph, without the inputs that it does not use; the numbers of those that it does."""
+    """(a module around a graph without its unused inputs, the numbers of the used ones)."""
     used = []
     placeholders = graph.find_nodes(op="placeholder")
     for i, node in enumerate(placeholders[: len(program.inputs)]):
@@ -184,11 +184,11 @@ def _module(program: Program, graph: fx.Graph) -> tuple[fx.GraphModule, tuple[in
 
 @dataclass(frozen=True, slots=True)
 class _Contract:
-    """What a program must be to be a function with a backward of its own.
+    """The signature that a program needs to become a `torch.autograd.Function`.
 
     (*primals, *tangents) -> (*results, *gradients): a tangent per result, a gradient or None per primal, as
-    `torch.autograd.grad` takes and gives them. leaves: the argument that each input is. gradients: the place among the
-    backward's results of each primal's.
+    in `torch.autograd.grad`. leaves: for each input, the number of its argument. gradients: for each primal, the index
+    of its gradient among the backward's results.
     """
 
     primals: int
@@ -279,7 +279,7 @@ def _function(parts: Partitioned, contract: _Contract) -> Callable[..., Any]:
 
 
 def _laid_out(tangent: Tensor, geometry: Geometry | None) -> Tensor:
-    """A tangent with the strides of the trace: autograd hands over what the next op made, often an `expand`."""
+    """A tangent with the strides of the trace: autograd passes tangents of any layout, often an `expand`."""
     if geometry is None or tangent.stride() == geometry.stride:
         return tangent
     new = torch.empty_strided(

@@ -1,4 +1,4 @@
-"""Chains of collectives that FSDP2 leaves in a graph: found, never guessed. Not a pass: what passes ask.
+"""Pattern matching for the chains of collectives that FSDP2 leaves in a graph. Not a pass: an analysis for passes.
 
 A parameter group is unsharded by one all-gather, and its gradients are reduced by one reduce-scatter:
 
@@ -21,13 +21,13 @@ A parameter group is unsharded by one all-gather, and its gradients are reduced 
               view [64]         view [8]      ...      from here on: what the model does with them
 
 `parts[i]` belongs to `pieces[i]`: it holds the i-th piece of all ranks, one rank after the other, and is None if
-nobody reads it. Two parts with the same pieces hold the same elements in the same order; their sizes may differ
+it has no reader. Two parts with the same pieces hold the same elements in the same order; their sizes may differ
 (`[2, 32]`, `[64]`, or `[64]` from a coalesced gather), and so may their strides.
 
 Invariant: nothing is changed. What these functions return depends on the program alone, so it is the same on
 every rank that runs the same program. Linear in nodes and edges.
-Refusals: a chain that does not look like this is not returned: without exactly one wait per result, of a tensor that
-is not contiguous or of unknown size, or read in another way than by the split into its pieces.
+Refusals: a chain that differs from the pattern is not returned: one without exactly one wait per result, of a tensor
+that is not contiguous or of unknown size, or read in another way than by the split into its pieces.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _CASTS = (aten._to_copy.default,)
 
 @dataclass(frozen=True)
 class Collective:
-    """One communicating node. kind: the name of its op; op: how it reduces (None: it does not).
+    """One communicating node. kind: the name of its op. op: the reduction (None: it does not reduce).
 
     sizes, dtypes: of the tensors that this rank sends.
     """
@@ -74,11 +74,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather of pieces, and what is read of it. nbytes: of the gathered whole.
+    """An all-gather of pieces, and the parts that are read of it.
 
-    shards: what each piece is made from by views and casts alone. feed: the nodes from the shards to the
-    start, in graph order (views, casts, the cat). pack: the cat, if there is one. unpack: the nodes from the
-    waits to the parts, both included, in graph order.
+    shards: for each piece, the value that it is made from by views and casts alone.
+    feed: the nodes from the shards to the start, in graph order (views, casts, the cat).
+    pack: the cat, if there is one. nbytes: of the gathered whole.
+    unpack: the nodes from the waits to the parts, both included, in graph order.
     """
 
     shards: tuple[fx.Node, ...]
@@ -102,12 +103,13 @@ class Gather:
 
 @dataclass(frozen=True)
 class Reduce:
-    """A reduce-scatter of gradients, and what is read of it. nbytes: of the whole that goes in.
+    """A reduce-scatter of gradients, and the readers of its result.
 
-    grads: what is packed, before any cast. feed: the nodes from the gradients to the start, in graph order.
-    pack: the `_chunk_cat` or cat, if there is one. all_reduce, all_reduce_wait: of the shard, over the other
-    dimension of an HSDP mesh. result: the wait after which the shard is complete. parts: the slices of the
-    result, or whatever else reads it.
+    grads: the packed gradients, before any cast. feed: the nodes from the gradients to the start, in graph order.
+    pack: the `_chunk_cat` or cat, if there is one.
+    all_reduce, all_reduce_wait: of the shard, over the other dimension of an HSDP mesh.
+    result: the wait after which the shard is complete. parts: the readers of the result, usually slices.
+    nbytes: of the whole operand.
     """
 
     grads: tuple[fx.Node, ...]
@@ -131,7 +133,7 @@ class Reduce:
 
 
 def collectives(graph: fx.Graph) -> list[Collective]:
-    """Everything that communicates, in the order of the graph; waits are no messages."""
+    """All communicating nodes, in the order of the graph; waits are not among them."""
     return [_collective(node) for node in graph.nodes if is_collective(node)]
 
 
@@ -144,13 +146,13 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def gathers(graph: fx.Graph) -> list[Gather]:
-    """The all-gathers that look as drawn above, in the order of their starts."""
+    """The all-gathers that match the pattern above, in the order of their starts."""
     nodes = (n for n in graph.nodes if n.target in (GATHER, GATHER_LIST))
     return [found for node in nodes if (found := _gather(node)) is not None]
 
 
 def reduces(graph: fx.Graph) -> list[Reduce]:
-    """The reduce-scatters that look as drawn above, in the order of their starts."""
+    """The reduce-scatters that match the pattern above, in the order of their starts."""
     nodes = graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
     return [found for node in nodes if (found := _reduce(node)) is not None]
 
@@ -254,7 +256,7 @@ def _flat_cat(node: fx.Node) -> fx.Node | None:
 
 
 def _root(piece: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """(what a piece is made from by views and casts, the nodes between, the last one first)."""
+    """(the value that a piece is made from by views and casts, the nodes between, the last one first)."""
     path: list[fx.Node] = []
     while piece.target in _VIEWS or piece.target in _CASTS:
         path.append(piece)
@@ -373,7 +375,7 @@ _META = ("stack_trace", "seq_nr", "autograd_node")
 
 
 class Maker:
-    """Makes nodes before `anchor`, with its origin and with fake values."""
+    """Makes nodes before `anchor`, with the metadata of `origin` (by default the anchor) and with fake values."""
 
     def __init__(self, graph: fx.Graph, anchor: fx.Node, origin: fx.Node | None = None) -> None:
         self.graph, self.anchor, self.origin = graph, anchor, origin or anchor

@@ -1,14 +1,14 @@
-"""Which ops read a gathered parameter group when, and what lies between. Not a pass: what `reshard` decides on.
+"""Periods in which a gathered parameter group is read, and the gaps between them. An analysis for `reshard`.
 
-    w = wait(all_gather(shard))        a period: what reads the gather in one phase (`ir/phases.py`)
+    w = wait(all_gather(shard))        a period: the readers of the gather in one phase (`ir/phases.py`)
     y = mm(x, w)                         first = last = the place of this mm
     ...                                a gap: up to the next period of the same shards, whose gather is another one
     dx = mm(dy, t(w))                    (w is gathered twice) or the same one (w is kept)
 
-What reads a part is whatever is no view of it: views cost nothing and go where their readers go.
+The readers of a part are the nodes that are no views of it: views cost nothing and are moved with their readers.
 Invariant: both ends of a gap have the same value, bit for bit. Linear in nodes and edges, but for sorting.
-Refuses (no gap) gathers whose shards, pieces, casts or ranks differ, parts that are laid out in another way, unknown
-readers, and what the caller is handed, who keeps it or was promised memory of his own.
+Refuses (no gap) gathers whose shards, pieces, casts or ranks differ, parts with different layouts, unknown
+readers, and parts returned to the caller, who may keep them or expects separate memory.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _SPLITS = (aten.split_with_sizes_copy.default, aten.split_with_sizes.default)
 
 @dataclass(eq=False, slots=True)
 class Period:
-    """What reads one gather while the phase stays the same.
+    """The readers of one gather in one phase.
 
     made: places of the first wait and of the last part. first, last: places of the first and last reader.
-    reads: (reader, what it reads: a part or a view of one). parts: their numbers.
+    reads: pairs of a reader and the value that it reads, which is a part or a view of one.
+    parts: the numbers of the parts that are read.
     """
 
     gather: Gather
@@ -49,8 +50,10 @@ class Period:
 
 @dataclass(eq=False, slots=True)
 class Gap:
-    """Between two periods of equal gathers. after: the periods of the later gather, or from here on if it is the
-    same gather (kept)."""
+    """The time between two periods of equal gathers.
+
+    after: the periods of the later gather; if it is the same gather (the parameters are kept), all later periods.
+    """
 
     before: Period
     after: list[Period]
@@ -60,13 +63,13 @@ class Gap:
         return self.before.gather is self.after[0].gather
 
     @property
-    def handed(self) -> bool:
-        """Whether the caller is handed what the later gather makes."""
+    def is_returned(self) -> bool:
+        """Whether a part of the later gather is returned to the caller."""
         return any(reader.op == "output" for each in self.after for reader, _ in each.reads)
 
     @property
     def parts(self) -> set[int]:
-        """What has to live on."""
+        """The numbers of the parts that stay alive over the gap if the parameters are kept."""
         return set().union(*(period.parts for period in self.after))
 
 
@@ -93,7 +96,7 @@ def _between(gathered: list[list[Period]]) -> Iterator[Gap]:
             in_time = after in firsts and before.made[1] < after.made[0]
             if not in_time or not _same_parts(gap):
                 continue
-        if not gap.handed:
+        if not gap.is_returned:
             yield gap
 
 
@@ -129,7 +132,7 @@ def _periods(gather: Gather, place: dict[fx.Node, int]) -> list[Period]:
 
 
 def _casts(gather: Gather) -> tuple[Any, ...]:
-    """The dtypes through which each piece went."""
+    """The dtypes of the casts that lead to each piece."""
     feed, found = set(gather.feed), []
     for piece in gather.pieces:
         path, node = [], piece
@@ -141,7 +144,7 @@ def _casts(gather: Gather) -> tuple[Any, ...]:
 
 
 def _same_parts(gap: Gap) -> bool:
-    """Whether every part of the later gather that is read is one of the earlier, or can be had from it."""
+    """Whether every part of the later gather that is read can be replaced by a part of the earlier one."""
     kept, gone = gap.before.gather, gap.after[0].gather
     for mine, its in ((kept.parts[i], gone.parts[i]) for i in gap.parts):
         if mine is None or its is None:
@@ -154,12 +157,12 @@ def _same_parts(gap: Gap) -> bool:
 
 
 def split_node(gather: Gather) -> fx.Node | None:
-    """What takes the gathered whole apart, if it was packed."""
+    """The nodes that split the gathered buffer into parts, if the shards were packed."""
     return next((n for n in gather.unpack if n.target in _SPLITS), None)
 
 
 def chain_of(gather: Gather) -> list[fx.Node]:
-    """The nodes that are there for one gather alone, in the order of the graph."""
+    """The nodes that only one gather uses, in the order of the graph."""
     nodes = nodes_of(gather)
     alone = {*nodes} - {*gather.feed}
     for node in reversed(gather.feed):
@@ -169,6 +172,6 @@ def chain_of(gather: Gather) -> list[fx.Node]:
 
 
 def nodes_of(gather: Gather) -> list[fx.Node]:
-    """From the shards to the parts, in the order of the graph."""
+    """The nodes from the shards to the parts, in the order of the graph."""
     start = gather.start
     return [*dict.fromkeys((*gather.feed, start, *start.users, *gather.waits, *gather.unpack))]

@@ -64,10 +64,10 @@ PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
     }
 )
 
-# cleanup: fewer nodes; what they compute, and what communicates, stays.
-# default: preserves every bit of every result, and never needs more memory; collectives stay as eager issues them.
+# cleanup: removes nodes; results and collectives are unchanged.
+# default: preserves every bit of every result, and never needs more memory; collectives are issued as in eager.
 # fast: may round differently (small sums over more than two ranks are merged) and needs more memory: parameters stay
-# gathered for the backward, and communication overlaps.
+# gathered for the backward, and communication overlaps with compute.
 _CLEANUP = "remove_noops,elide_copies,fold_views,merge_duplicates,drop_dead_code"
 PIPELINES: Mapping[str, str] = types.MappingProxyType(
     {
@@ -119,7 +119,7 @@ def _pass(name: str, options: str) -> Pass:
         raise PassError(f"no pass `{name}`{_closest(name, known)}; there are {', '.join(known)}")
     hints = get_type_hints(kind)
     known = [f.name for f in fields(kind)]
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in options.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
@@ -127,10 +127,10 @@ def _pass(name: str, options: str) -> Pass:
         if key not in known:
             there = f"it has {', '.join(known)}" if known else "it has none"
             raise PassError(f"`{name}` has no option `{key}`{_closest(key, known)}; {there}")
-        if key in given:
+        if key in values:
             raise PassError(f"`{name}`: the option `{key}` is given twice")
-        given[key] = _value(name, key, value, hints[key])
-    return kind(**given)
+        values[key] = _value(name, key, value, hints[key])
+    return kind(**values)
 
 
 def _closest(name: str, known: Iterable[str]) -> str:
@@ -151,14 +151,14 @@ def _value(name: str, key: str, text: str, hint: Any) -> Any:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types that an option may have, the most particular first."""
+    """The types that an option may have, the most specific first."""
     union = get_origin(hint) in (Union, types.UnionType)
     kinds = get_args(hint) if union else (hint,)
     return tuple(sorted(kinds, key=lambda k: k is not type(None)))
 
 
 def _read(text: str, kind: Any) -> Any:
-    """`text` as a value of type `kind`; raises `ValueError` if it is none."""
+    """`text` converted to type `kind`; raises `ValueError` if that is not possible."""
     if kind in _WORDS:
         if text not in _WORDS[kind]:
             raise ValueError(text)

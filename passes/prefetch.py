@@ -5,15 +5,17 @@
     v = wait(all_gather(cat(b)))                 v = wait(h); z = mm(y, v)
     z = mm(y, v)
 
-A gather is issued, with the pack of its shards, before the wait of the one that comes `depth` before it: so many are
-under way while the model computes. A reduce-scatter is issued after the last of its gradients. Waits move down to the
-first reader of their result. Until then a backend holds what a reduce-scatter reads, whole gradients: with `reduces`,
-one is waited for before the pack of the one that comes so many after it (eager FSDP2: 1).
+A gather is issued, with the pack of its shards, before the wait of the gather `depth` positions earlier, so that
+`depth` gathers are in flight while the model computes. A reduce-scatter is issued after the last of its gradients.
+Waits move down to the first reader of their result. Until its wait, the backend holds the operand of a
+reduce-scatter, which is whole gradients: with `reduces`, a reduce-scatter is waited for before the pack of the one
+`reduces` positions later (eager FSDP2: 1).
 
-Invariant: the same nodes, in another order. No two collectives change places, of whatever group, so that ranks which
-replay another order of the rest still meet. `reorder` lets gathers pass reduce-scatters, in which case all ranks must
-run this pass alike. budget_mb bounds the peak (`planning/timeline/liveness.py`) in MiB: reduce-scatters are waited for
-earlier and gathers issued later until it fits; a program that is above the budget anyway is told in the history.
+Invariant: the same nodes, in another order. The order of collectives, of all groups together, does not change, so
+ranks whose other nodes are ordered differently still issue equal sequences. `reorder` lets gathers pass
+reduce-scatters; then all ranks must run this pass with equal options. budget_mb bounds the peak
+(`planning/timeline/liveness.py`) in MiB: reduce-scatters are waited for earlier and gathers issued later until it
+fits; the history says if the program still exceeds the budget.
 Refuses to move
 - a gather past what its shards are computed from, past another collective, a barrier, or a gather of its own group;
 - a collective that `passes/patterns.py` does not know.
@@ -42,16 +44,17 @@ from passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 
 _MB = 2**20
 _BOUNDS = (None, 8, 4, 2, 1)
-_ROUNDS = 16  # two do; a graph on which this one would not settle is as right after any number
+_ROUNDS = 16  # two usually suffice; the graph is correct after any number of rounds
 
 
 @dataclass(frozen=True)
 class Prefetch(Pass):
     """Issue collectives early, wait for them late.
 
-    depth: how many gathers are under way besides the one that is waited for. reduces: how many reduce-scatters are
-    (None: as many as the budget allows). budget_mb: the peak may be that many MiB. reorder: gathers may be issued
-    before reduce-scatters that were recorded before them.
+    depth: how many gathers are in flight besides the one that is waited for.
+    reduces: how many reduce-scatters are in flight (None: as many as the budget allows).
+    budget_mb: the highest allowed peak in MiB. reorder: gathers may be issued before reduce-scatters that were
+    recorded before them.
     """
 
     name: ClassVar[str] = "prefetch"
@@ -61,10 +64,10 @@ class Prefetch(Pass):
     reorder: bool = False
 
     def __post_init__(self) -> None:
-        for name, given in (("depth", self.depth), ("reduces", self.reduces)):
-            if given is not None and given < 1:
+        for name, count in (("depth", self.depth), ("reduces", self.reduces)):
+            if count is not None and count < 1:
                 raise PassError(
-                    f"`prefetch`: {name} says how many are under way, at least 1, not {given}"
+                    f"`prefetch`: {name} says how many are under way, at least 1, not {count}"
                 )
 
     @property
@@ -86,7 +89,7 @@ class Prefetch(Pass):
         return _moved(before, list(graph.nodes))
 
     def _bound(self, graph: fx.Graph) -> int | None:
-        """How many reduce-scatters may be under way."""
+        """How many reduce-scatters may be in flight."""
         if self.reduces is not None or self.budget_mb is None:
             return self.reduces
         for bound in _BOUNDS:
@@ -96,7 +99,7 @@ class Prefetch(Pass):
         return 1
 
     def _hoist(self, graph: fx.Graph, bound: int | None) -> int:
-        """Issue every collective as early as it may be, in their order; returns how many moved."""
+        """Issue every collective as early as allowed, without reordering them; returns how many moved."""
         room = None if self.budget_mb is None else _Room(graph, int(self.budget_mb * _MB))
         order = _Order(graph, bound)
         for node in list(graph.nodes):
@@ -129,7 +132,7 @@ def _settle_waits(graph: fx.Graph, bound: int | None) -> int:
 
 
 def _last(graph: fx.Graph, place: dict[fx.Node, int], bound: int | None) -> dict[fx.Node, fx.Node]:
-    """The waits of reduce-scatters that must stand before the pack of a later one, and that pack."""
+    """(the wait of a reduce-scatter, the pack of a later one that it must precede), for all of them."""
     found: dict[fx.Node, fx.Node] = {}
     every = reduces(graph) if bound is not None else []
     for each, later in zip(every, every[bound:], strict=False):
@@ -139,7 +142,7 @@ def _last(graph: fx.Graph, place: dict[fx.Node, int], bound: int | None) -> dict
 
 
 def _moved(before: list[fx.Node], after: list[fx.Node]) -> int:
-    """How many collectives and waits stand behind other ops than they did, not counting each other."""
+    """How many collectives and waits have another last preceding op than before, collectives and waits excluded."""
     if before == after:
         return 0
     places: list[dict[fx.Node, int]] = []
@@ -151,7 +154,7 @@ def _moved(before: list[fx.Node], after: list[fx.Node]) -> int:
 
 
 class _Order:
-    """Where the collectives of a graph go, decided one after the other."""
+    """The new positions of a graph's collectives, decided one after the other."""
 
     def __init__(self, graph: fx.Graph, bound: int | None) -> None:
         self.nodes = list(graph.nodes)
@@ -169,10 +172,12 @@ class _Order:
         self.passable |= {r.all_reduce for r in known if isinstance(r, Reduce) and r.all_reduce}
         self.moves: list[tuple[fx.Node, fx.Node]] = []
         self.moved: set[fx.Node] = set()
-        self.floor = self.gather_floor = self.inputs  # what comes next cannot go above these places
+        self.floor = self.gather_floor = (
+            self.inputs
+        )  # the next collective cannot be moved before these places
 
     def anchors(self, node: fx.Node, depth: int, reorder: bool) -> Iterator[int]:
-        """The places before which a collective may go, the earliest first."""
+        """The places before which a collective may be issued, the earliest first."""
         chain, here = self.chain.get(node), self.place[node]
         if chain is None:
             return
@@ -194,13 +199,13 @@ class _Order:
             last = at
 
     def _free(self, at: int, chain: list[fx.Node]) -> int:
-        """The first place from `at` on whose node stays: it is neither moved nor of the chain that moves there."""
+        """The first place from `at` on whose node stays: neither moved already nor in the chain to be moved."""
         while at < len(self.nodes) and (self.nodes[at] in chain or self.nodes[at] in self.moved):
             at += 1
         return at
 
     def settle(self, node: fx.Node, at: int | None) -> None:
-        """A collective goes before the node at a place, or stays."""
+        """Record that a collective moves before the node at a place, or stays."""
         if at is None:
             floor = self.place[node] + 1
         else:
@@ -212,17 +217,17 @@ class _Order:
             self.gather_floor = max(self.gather_floor, floor)
 
     def move(self) -> int:
-        """Do what was decided."""
+        """Move the nodes as decided."""
         for before, node in self.moves:
             for each in self.chain[node]:
                 if self.place[each] > self.place[before]:
                     before.prepend(each)
-                    self.place[each] = self.place[before]  # it may be of a later chain, too
+                    self.place[each] = self.place[before]  # the node may be in a later chain, too
         return len(self.moves)
 
 
 class _Room:
-    """How much memory is in use at each place, and how much may be."""
+    """The memory in use at each place, and the limit."""
 
     def __init__(self, graph: fx.Graph, limit: int) -> None:
         self.live = Liveness(graph)

@@ -3,16 +3,16 @@
     forward    t = aten.t(w); return out, t         return out, w
     backward   mm = aten.mm(tangents, t)            t = aten.t(w); mm = aten.mm(tangents, t)
 
-A parameter whose storage is empty between forward and backward has nothing a view could be taken
-of: in forward the view fails (most view ops check the bounds of the storage), and a compiler may
-materialise it. Saving the parameter costs nothing, and in backward its storage is full again.
+A view of a parameter must not be saved if the parameter's storage is empty between forward and backward: making
+the view fails (most view ops check the bounds of the storage), and a compiler may materialise it. Saving the
+parameter itself costs no memory, and in backward its storage is full again.
 `RecomputeViews` rewrites a joint graph; `partition` does so around one of torch's partitioners.
 
 Note [Which storages are empty]
-A joint graph does not tell: AOTAutograd traces on functional tensors, whose storages are full
-whatever the caller's hold, and the fake kernel of a view grows an empty one. A view of an input is
-free to take again, and its memory is the input's, saved either way. So unless told otherwise every
-input counts as one that may be emptied.
+A joint graph does not record this: AOTAutograd traces on functional tensors, whose storages are full even if
+the caller's are empty, and the fake kernel of a view grows an empty one. Recomputing a view of an input costs
+nothing, and it occupies the memory of the input, which is saved either way. So by default every input counts as one
+that may be emptied.
 
 Note [Side effects on primals]
 torch's partitioners put into backward whatever can be computed there. A
@@ -20,9 +20,9 @@ torch's partitioners put into backward whatever can be computed there. A
 weight that was just refilled. So `partition` takes the forward's side effects out, returns their
 operands as additional outputs of the forward, and puts them back at the end of the forward alone.
 
-Invariant: no op but views moves; views are of the same tensor, by the same ops, in the same order.
-Refusals: a view that the forward reads stays in the forward, too; a view of an input that is known
-to keep its storage stays as it is; a forward that reads an input after writing it (`PassError`).
+Invariant: only view ops move. A recomputed view is made of the same tensor by the same ops in the same order.
+Refusals: a view that the forward reads stays in the forward, too; a view of an input that keeps its
+storage (not in `emptied`) is unchanged; a forward that reads an input after writing it (`PassError`).
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ _FORWARD_TAGS = ("is_forward", "must_be_in_forward")
 
 @dataclass(frozen=True)
 class RecomputeViews(Pass):
-    """Take views of inputs where backward uses them, so that forward and backward share none.
+    """Recompute views of inputs in backward, so that forward and backward share none.
 
-    outputs: how many results of the joint graph are the forward's (None: unknown; backward is then
-    what depends on a tangent or is tagged so). emptied: names of the placeholders that may be empty
-    between forward and backward (None: all, see Note [Which storages are empty]).
+    outputs: the number of results of the joint graph that are the forward's (None: unknown; backward
+    is then every node that depends on a tangent or is tagged as backward).
+    emptied: names of the placeholders that may be empty between forward and backward (None: all,
+    see Note [Which storages are empty]).
     """
 
     name: ClassVar[str] = "recompute_views"
@@ -78,9 +79,9 @@ def recompute_views(
     outputs: int | None = None,
     emptied: Collection[str | int] | None = None,
 ) -> fx.GraphModule:
-    """The joint graph `gm` itself, every view of an emptied input taken where backward uses it.
+    """The joint graph `gm` itself, with every view of an emptied input recomputed in backward.
 
-    outputs, emptied: as in `RecomputeViews`; `emptied` takes indices, too.
+    outputs, emptied: as in `RecomputeViews`; `emptied` may contain indices, too.
     """
     names = None if emptied is None else tuple(n.name for n in named(gm.graph, emptied))
     if RecomputeViews(outputs, names).apply(program_of(gm, example_inputs)):
@@ -101,7 +102,7 @@ def partition(
     """Forward and backward of a joint graph as `base` splits it, but no view of an input is saved.
 
     A `partition_fn` for `functorch.compile.aot_function`. emptied: names or indices of the
-    placeholders that may be empty in between; by default all. Everything else goes to `base`.
+    placeholders that may be empty in between; by default all. Other arguments are passed to `base`.
     Raises `PassError` if the forward reads an input after writing it.
     """
     graph = joint_module.graph
@@ -110,8 +111,8 @@ def partition(
     forward_outputs = num_fwd_outputs + len(effects.operands)
     recompute(graph, nodes, forward_outputs)
     if base is not default_partition:
-        # Min-cut merges common subexpressions and saves what is cheapest; marks survive both. The
-        # default partitioner goes by position, and might switch to min-cut if it saw a mark.
+        # Min-cut merges common subexpressions and saves the cheapest values; the "recompute" mark
+        # survives both. The default partitioner splits by position and may call min-cut if it sees a mark.
         for view in views_of(graph, nodes):
             view.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     graph.lint()
@@ -132,19 +133,19 @@ def partitioner(base: str = "min_cut") -> Partitioner:
 
 
 def primals(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of the forward: every placeholder that is no tangent."""
+    """The inputs of the forward: every placeholder that is not a tangent."""
     return [n for n in graph.find_nodes(op="placeholder") if "tangents" not in n.name]
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What a chain of views starts from."""
+    """The value that a chain of views starts from."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def named(graph: fx.Graph, chosen: Iterable[str | int]) -> list[fx.Node]:
-    """Placeholders by name or index; raises `PassError` for one that is not there."""
+    """Placeholders by name or index; raises `PassError` for a name or index that does not exist."""
     placeholders = graph.find_nodes(op="placeholder")
     by_name = {n.name: n for n in placeholders}
     found = []
@@ -179,7 +180,7 @@ def _is_tagged_backward(node: fx.Node) -> bool:
 
 
 def backward_nodes(graph: fx.Graph, outputs: int | None) -> set[fx.Node]:
-    """What runs in backward: tagged so, or fed by a tangent, or needed by no forward output."""
+    """The backward nodes: tagged as backward, computed from a tangent, or needed by no forward output."""
     forward: set[fx.Node] = set()
     stack = [n for n in results(graph)[:outputs] if isinstance(n, fx.Node)]
     while outputs is not None and stack:
@@ -199,10 +200,9 @@ def backward_nodes(graph: fx.Graph, outputs: int | None) -> set[fx.Node]:
 
 
 def recompute(graph: fx.Graph, emptied: Collection[fx.Node], outputs: int | None) -> list[fx.Node]:
-    """Give backward views of `emptied` of its own; the views that were made for it.
+    """Make separate views of `emptied` for backward; returns these views.
 
-    A view that is tagged as backward's is one already. A view that forward does not read is dropped
-    there.
+    A view that is tagged as backward is kept. A forward view without readers left in forward is erased.
     """
     if not emptied:
         return []
@@ -213,21 +213,21 @@ def recompute(graph: fx.Graph, emptied: Collection[fx.Node], outputs: int | None
         if node not in backward or node in chain:
             continue
         for view in [n for n in node.all_input_nodes if n in chain]:
-            node.replace_input_with(view, _again(graph, view, node, chain, made))
+            node.replace_input_with(view, _recomputed(graph, view, node, chain, made))
     for view in reversed(chain):
         if not view.users:
             graph.erase_node(view)
     return list(made.values())
 
 
-def _again(
+def _recomputed(
     graph: fx.Graph,
     view: fx.Node,
     user: fx.Node,
     chain: Collection[fx.Node],
     made: dict[fx.Node, fx.Node],
 ) -> fx.Node:
-    """`view` taken again, with the chain that leads to it, before `user` unless it was before."""
+    """A copy of `view` and of the chain that leads to it, made before `user` at its first use and then shared."""
     missing = []
     while view in chain and view not in made:
         missing.append(view)
@@ -246,10 +246,12 @@ def _again(
 
 
 class SideEffects:
-    """The forward's writes to its inputs, out of a joint graph and back in the forward's.
+    """The forward's writes to its inputs: removed from a joint graph, and put back into the forward graph.
 
-    operands: the nodes they need, which the joint graph returns after its forward outputs
-    meanwhile. late: the outputs that are views taken after the first of them, and come after them again.
+    operands: the nodes that the writes read. Until `put_back`, the joint graph returns them after its
+    forward outputs.
+    late_views: indices of forward outputs that are views made after the first write; `put_back` moves
+    them after the writes.
     """
 
     def __init__(self, joint_module: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -259,7 +261,7 @@ class SideEffects:
         graph = joint_module.graph
         found = _side_effects(graph)
         _check_order(graph, found, num_fwd_outputs)
-        self.late = _late_views(graph, found, num_fwd_outputs)
+        self.late_views = _late_views(graph, found, num_fwd_outputs)
         for node, target in found:
             node.replace_all_uses_with(target)
             self.calls.append((node.target, node.args, node.kwargs, node.name, node.meta))
@@ -279,7 +281,7 @@ class SideEffects:
             output.meta["desc"] = [*described[: self.at], *extra, *described[self.at :]]
 
     def put_back(self, forward: fx.GraphModule) -> None:
-        """Append the side effects to the forward, and take their operands from its outputs."""
+        """Append the side effects to the forward, and remove their operands from its outputs."""
         (output,) = forward.graph.find_nodes(op="output")
         outs: list[Any] = list(output.args[0])
         end = self.at + len(self.operands)
@@ -291,18 +293,18 @@ class SideEffects:
                 node = forward.graph.create_node("call_function", target, args, kwargs, name)
                 node.meta = meta
         output.args = ((*outs[: self.at], *outs[end:]),)
-        _move_to_end(forward.graph, [outs[i] for i in self.late])
+        _move_to_end(forward.graph, [outs[i] for i in self.late_views])
         for key in ("desc", "output_stack_traces"):
-            if (told := output.meta.get(key)) is not None:
-                output.meta[key] = [*told[: self.at], *told[end:]]
+            if (entries := output.meta.get(key)) is not None:
+                output.meta[key] = [*entries[: self.at], *entries[end:]]
         forward.graph.lint()
         forward.recompile()
 
 
 def _side_effects(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """(node, what it writes) for every write of the forward to an input or a view of one."""
+    """(node, written node) for every write of the forward to an input or a view of one."""
     found: list[tuple[fx.Node, fx.Node]] = []
-    written: dict[fx.Node, fx.Node] = {}  # what an in-place op returns is what it wrote
+    written: dict[fx.Node, fx.Node] = {}  # in-place op -> the node that it wrote and returns
     late = backward_nodes(graph, None)
     for node in graph.nodes:
         targets = [written.get(n, n) for _, n in written_nodes(node)]
@@ -315,7 +317,7 @@ def _side_effects(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 def _late_views(
     graph: fx.Graph, effects: Sequence[tuple[fx.Node, fx.Node]], outputs: int
 ) -> list[int]:
-    """The forward outputs that are views of an input, taken after a side effect."""
+    """Indices of the forward outputs that are views of an input, made after a side effect."""
     if not effects:
         return []
     place = {node: i for i, node in enumerate(graph.nodes)}
@@ -332,7 +334,7 @@ def _late_views(
 
 
 def _move_to_end(graph: fx.Graph, views: Iterable[fx.Node]) -> None:
-    """Take these views of inputs last, and what they are views of, unless another node reads them."""
+    """Move these views of inputs, and the views they are made of, to the end, unless another node reads them."""
     (output,) = graph.find_nodes(op="output")
     chain: set[fx.Node] = set()
     for view in views:
@@ -350,7 +352,7 @@ def _move_to_end(graph: fx.Graph, views: Iterable[fx.Node]) -> None:
 
 
 def _check_order(graph: fx.Graph, effects: Sequence[tuple[fx.Node, fx.Node]], outputs: int) -> None:
-    """Side effects go to the end of the forward: refuse one whose result the forward reads."""
+    """Side effects are moved to the end of the forward: refuse one whose result the forward reads."""
     if not effects:
         return
     aliases, late = Aliases(graph), backward_nodes(graph, outputs)

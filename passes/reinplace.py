@@ -1,4 +1,4 @@
-"""Let ops write in place where nobody reads the old value, as eager did.
+"""Replace functional ops by their in-place forms where the old value has no later reader, as in eager.
 
     add = aten._foreach_add.Scalar([a, b], 1)           commit()
     return add[0], add[1]                       ->      _foreach_add_ = aten._foreach_add_.Scalar([a, b], 1)
@@ -6,23 +6,23 @@
         copy_(a, add[0])
         copy_(b, add[1])
 
-The result of a functional op that takes the place of an input at the end of a step is written there at once:
-no second copy of parameters and states is made, and none is copied back. What every guard on a value reads, every
-collective, random op and number comes before the one `commit` (ir/commit.py); what writes an input comes after
-it. Ops on temporaries that die there write in place, too, anywhere (`temporaries=false`: nowhere).
+Where the epilogue would copy a result to an input, the op writes the input itself: parameters and states have no
+second copy. Every collective, random op, number read by Python and value of a guard comes before the one `commit`
+(ir/commit.py); every op that writes an input comes after it. An op on a temporary without later readers writes it in
+place, anywhere in the graph (`temporaries=false`: nowhere).
 
-Which ops have an in-place form that gives the same bits is known to analysis/inplace_forms.py. torch's own passes
-(`torch.fx.passes.reinplace`, Inductor's) know neither lists (foreach, fused), nor an epilogue, nor a `commit`.
+analysis/inplace_forms.py lists the ops whose in-place form has bitwise equal results. torch's own passes
+(`torch.fx.passes.reinplace`, Inductor's) support neither lists (foreach, fused), nor an epilogue, nor a `commit`.
 
-Invariant: each op computes what it did, by the same kernel, on the same values; memory in use only shrinks,
-but for what waits for a hoisted number or collective.
+Invariant: each op computes the same result, by the same kernel, from the same values. Memory in use only shrinks,
+except that operands of a hoisted number or collective may live longer.
 Refuses to write an input
-- whose new contents are not made from its own by ops that have an in-place form, element by element;
-- whose old contents, or those on the way, are read later, or by another argument of the op;
+- whose new contents are not computed from its old ones by a chain of ops that have an in-place form;
+- if its old contents, or an intermediate value of that chain, are read later, or by another argument of the op;
 - that shares its storage with another input, or that the epilogue resizes, replaces or overwrites otherwise;
-- whose new contents are handed to the caller, or are needed by a guard, number, random op or collective;
+- whose new contents are returned to the caller, or are needed by a guard, number, random op or collective;
 - if the size, stride or dtype of the result differs.
-A list op is done in place if that saves more than the clones of those of its elements that must stay.
+A list op is in place if this saves more bytes than are needed to clone the elements whose old contents are still read.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from functionalize.analysis.aliases import (
-    Aliases,
-    results,
-    results_of,
-    storage_classes,
-)
+from functionalize.analysis.aliases import Aliases, results, results_of, storage_classes
 from functionalize.analysis.dead_code import is_impure, is_number
 from functionalize.analysis.inplace_forms import Write, fits, form_of, parts_of, writes_of
 from functionalize.ir.commit import commit
@@ -57,10 +52,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Reinplace(Pass):
-    """Write in place where nobody reads the old value.
-
-    temporaries: also where it is the graph's own.
-    """
+    """Write in place where the old value has no later reader. temporaries: also write temporaries of the graph."""
 
     name: ClassVar[str] = "reinplace"
     accepts: ClassVar[tuple[str, ...]] = (FUNCTIONAL, INPLACE)
@@ -68,15 +60,15 @@ class Reinplace(Pass):
     temporaries: bool = True
 
     def apply(self, program: Program) -> int:
-        if program.stage == INPLACE:  # there is one `commit`, and it stands
+        if program.stage == INPLACE:  # the pass has run: the graph has its one `commit`
             return 0
         plan = Plan(program)
-        paid = plan.paid_in_place()
-        if paid:
-            _hoist(program.graph, plan.early, plan.first_of(paid))
-        chosen = plan.chosen(paid, self.temporaries)
+        replaced = plan.epilogue_copies()
+        if replaced:
+            _hoist(program.graph, plan.early, plan.first_input_writer(replaced))
+        chosen = plan.chosen(replaced, self.temporaries)
         if chosen:
-            _rewrite(program, plan, chosen, paid)
+            _rewrite(program, plan, chosen, replaced)
         return len(chosen)
 
 
@@ -84,15 +76,16 @@ class Reinplace(Pass):
 
 
 @dataclass(slots=True)
-class Memory:
-    """What is known of the memory of one group of aliases.
+class MemoryUse:
+    """Facts about the memory of one group of aliases.
 
-    own: ops of torch made it, in the graph. given: it is returned. readers: the last two nodes that read
-    it. members: the nodes on it.
+    own: whether ops of torch in this graph made it (it is no input, constant or result of a custom op).
+    returned: whether the graph returns it. members: the nodes on it.
+    readers: the last two nodes that read it (two, because one of them may be the op in question).
     """
 
     own: bool = True
-    given: bool = False
+    returned: bool = False
     readers: list[fx.Node] = field(default_factory=list)
     members: list[fx.Node] = field(default_factory=list)
 
@@ -106,58 +99,58 @@ class Plan:
         self.aliases = Aliases(program.graph)
         self.writes = {n: w for n in program.graph.nodes if (w := writes_of(n)) is not None}
         self.made = {new: w for writes in self.writes.values() for w in writes for new in w.new}
-        self._given: dict[fx.Node, Counter[fx.Node]] = {}  # the groups that an op is given
+        self._group_counts: dict[fx.Node, Counter[fx.Node]] = {}  # per op: its arguments by group
         self.roots: dict[Any, fx.Node] = {}
         for new, write in self.made.items():  # in the order of the graph
             self.roots[new] = self.roots.get(write.old, write.old)
-        self.early = _needed_early(program, self.slots)
-        self.homes = self.graph.find_nodes(op="placeholder")
-        slots = (role.slot for role in _handed_out(program))
+        self.early = _before_commit(program, self.slots)
+        self.placeholders = self.graph.find_nodes(op="placeholder")
+        slots = (role.slot for role in _returned(program))
         nodes = (n for slot in slots if isinstance(n := self.slots[slot], fx.Node))
-        self.handed_out = {self.aliases.of(n) for n in nodes}
-        self._look(early_first=True)
+        self.returned = {self.aliases.of(n) for n in nodes}
+        self._find_readers(early_first=True)
 
-    def _look(self, early_first: bool) -> None:
-        """Who reads what, and when. early_first: as if `early` came before all others."""
+    def _find_readers(self, early_first: bool) -> None:
+        """Find the readers of all memory. early_first: order nodes as if those in `early` came first."""
         self.place = {n: i for i, n in enumerate(self.graph.nodes)}
         if early_first:
             for node in self.early:
                 self.place[node] -= len(self.place)
-        self.memory: dict[fx.Node, Memory] = {}
+        self.memory: dict[fx.Node, MemoryUse] = {}
         for node in self.graph.nodes:
-            memory = self.memory.setdefault(self.aliases.of(node), Memory())
+            memory = self.memory.setdefault(self.aliases.of(node), MemoryUse())
             memory.members.append(node)
-            memory.own &= node.op == "call_function" and _is_torchs(node)
+            memory.own &= node.op == "call_function" and _is_torch_op(node)
             for read in _read(node):
                 self._add_reader(read, node)
                 for wait in _waits(node):
                     self._add_reader(read, wait)
 
     def _add_reader(self, read: fx.Node, node: fx.Node) -> None:
-        memory = self.memory.setdefault(self.aliases.of(read), Memory())
+        memory = self.memory.setdefault(self.aliases.of(read), MemoryUse())
         if node.op == "output":
-            memory.given = True
+            memory.returned = True
         if node not in memory.readers:
             memory.readers = sorted([*memory.readers, node], key=self.place.__getitem__)[-2:]
 
-    def of(self, node: fx.Node) -> Memory:
+    def of(self, node: fx.Node) -> MemoryUse:
         """The memory of a node."""
         return self.memory[self.aliases.of(node)]
 
     def dies(self, write: Write) -> bool:
-        """Whether nobody reads the old contents once the op has run, nor the op by another argument."""
+        """Whether the old contents have no reader after the op, and the op reads them by one argument only."""
         at = self.place[write.op]
         group = self.aliases.of(write.old)
-        given = self._given.get(write.op)
-        if given is None:
-            given = self._given[write.op] = Counter(map(self.aliases.of, _read(write.op)))
-        later = (r for r in self.memory[group].readers if r is not write.op)
-        return given[group] == 1 and all(self.place[r] < at for r in later)
+        counts = self._group_counts.get(write.op)
+        if counts is None:
+            counts = self._group_counts[write.op] = Counter(map(self.aliases.of, _read(write.op)))
+        others = (r for r in self.memory[group].readers if r is not write.op)
+        return counts[group] == 1 and all(self.place[r] < at for r in others)
 
-    def is_scrap(self, write: Write) -> bool:
-        """Whether the old contents are a whole storage that the graph made, and that dies here."""
+    def is_reusable(self, write: Write) -> bool:
+        """Whether the old value is a whole temporary storage whose last reader is this op."""
         memory = self.of(write.old)
-        if not memory.own or memory.given or not fits(write) or not self.dies(write):
+        if not memory.own or memory.returned or not fits(write) or not self.dies(write):
             return False
         value = write.old.meta["val"]
         whole = value.untyped_storage().nbytes() == geometry_of(value).nbytes
@@ -165,18 +158,20 @@ class Plan:
 
     # -- inputs ------------------------------------------------------------------------------------
 
-    def paid_in_place(self) -> dict[Copy, list[Write]]:
-        """The actions that ops can do instead, each with what they write on the way."""
-        found = {a: links for a in self._alone() if (links := self._links(a))}
+    def epilogue_copies(self) -> dict[Copy, list[Write]]:
+        """The copies of the epilogue that in-place ops can replace, each with the writes that replace it."""
+        found = {a: chain for a in self._exclusive_copies() if (chain := self._write_chain(a))}
+        # Dropping one copy may make another list op too costly: repeat until none is.
         while True:
-            home = {link for links in found.values() for link in links}
-            dear = {op for op in {link.op for link in home} if not self._pays(op, home)}
-            if not dear:
+            to_inputs = {write for chain in found.values() for write in chain}
+            ops = {write.op for write in to_inputs}
+            costly = {op for op in ops if not self._saves_memory(op, to_inputs)}
+            if not costly:
                 return found
-            found = {a: ws for a, ws in found.items() if not any(w.op in dear for w in ws)}
+            found = {a: ws for a, ws in found.items() if not any(w.op in costly for w in ws)}
 
-    def _alone(self) -> Iterator[Copy]:
-        """The copies to an input that is alone on its storage, and of which no other action speaks."""
+    def _exclusive_copies(self) -> Iterator[Copy]:
+        """The copies to a whole input that shares no storage and that no other action names."""
         classes = storage_classes(self.program)
         inputs = Counter(classes)
         actions: Counter[int] = Counter()
@@ -184,61 +179,63 @@ class Plan:
             named = [action.input, action.other if isinstance(action, Set) else None]
             actions.update(classes[i] for i in named if i is not None)
         for action in self.program.epilogue:
-            home, spec = classes[action.input], self.program.inputs[action.input]
-            alone = inputs[home] == 1 and actions[home] == 1
+            storage, spec = classes[action.input], self.program.inputs[action.input]
+            alone = inputs[storage] == 1 and actions[storage] == 1
             if isinstance(action, Copy) and alone and action.geometry == spec.geometry:
                 yield action
 
-    def _links(self, action: Copy) -> list[Write]:
-        """From the input to its new contents: what is written on the way, if all of it can be in place."""
-        home, node = self.homes[action.input], self.slots[action.slot]
-        if self.roots.get(node) is not home or self.aliases.of(node) in self.handed_out:
+    def _write_chain(self, action: Copy) -> list[Write]:
+        """The writes that lead from an input to its new contents; empty if one of them cannot be in place."""
+        source, node = self.placeholders[action.input], self.slots[action.slot]
+        if self.roots.get(node) is not source or self.aliases.of(node) in self.returned:
             return []
-        links: list[Write] = []
-        while node is not home:
-            link = self.made.get(node)
-            assert link is not None
-            if link.spared or link.op in self.early:
+        chain: list[Write] = []
+        while node is not source:
+            write = self.made.get(node)
+            assert write is not None
+            if write.spared or write.op in self.early:
                 return []
-            if not fits(link) or not self.dies(link):
+            if not fits(write) or not self.dies(write):
                 return []
-            links.append(link)
-            node = link.old
-        return links
+            chain.append(write)
+            node = write.old
+        return chain
 
-    def _pays(self, op: fx.Node, home: set[Write]) -> bool:
-        """Whether an op saves more than the clones of those of its elements that must stay."""
+    def _saves_memory(self, op: fx.Node, to_inputs: set[Write]) -> bool:
+        """Whether in-place writes save more bytes than the clones of the elements that are still read."""
         writes = [w for w in self.writes[op] if not w.spared]
-        clones = [w for w in writes if w not in home and not self.is_scrap(w)]
-        return sum(w.nbytes for w in writes if w in home) > sum(w.nbytes for w in clones)
+        clones = [w for w in writes if w not in to_inputs and not self.is_reusable(w)]
+        return sum(w.nbytes for w in writes if w in to_inputs) > sum(w.nbytes for w in clones)
 
-    def first_of(self, paid: dict[Copy, list[Write]]) -> fx.Node:
+    def first_input_writer(self, replaced: dict[Copy, list[Write]]) -> fx.Node:
         """The first op that writes an input."""
-        ops = (link.op for links in paid.values() for link in links)
+        ops = (write.op for chain in replaced.values() for write in chain)
         return min(ops, key=self.place.__getitem__)
 
     # -- all ---------------------------------------------------------------------------------------
 
-    def chosen(self, paid: dict[Copy, list[Write]], temporaries: bool) -> dict[fx.Node, set[Write]]:
-        """The ops that write in place, in the order of the graph; of each, what must be cloned before."""
-        self._look(early_first=False)  # nodes have moved
-        home = {link for links in paid.values() for link in links}
-        at_home = {link.op for link in home}
+    def chosen(
+        self, replaced: dict[Copy, list[Write]], temporaries: bool
+    ) -> dict[fx.Node, set[Write]]:
+        """The ops that write in place, in the order of the graph, each with the writes that need a clone first."""
+        self._find_readers(early_first=False)  # `_hoist` has moved nodes
+        to_inputs = {write for chain in replaced.values() for write in chain}
+        input_writers = {write.op for write in to_inputs}
         found: dict[fx.Node, set[Write]] = {}
         for node in self.graph.nodes:
             if node not in self.writes:
                 continue
-            rest = [w for w in self.writes[node] if w not in home]
-            if node in at_home:  # a gradient that the kernel leaves alone
+            rest = [w for w in self.writes[node] if w not in to_inputs]
+            if node in input_writers:  # a spared element (a gradient) is not written
                 rest = [w for w in rest if not w.spared or any(n.users for n in w.new)]
-            stay = {w for w in rest if not self.is_scrap(w)}
-            if node in at_home or (temporaries and not stay):
-                found[node] = stay
+            cloned = {w for w in rest if not self.is_reusable(w)}
+            if node in input_writers or (temporaries and not cloned):
+                found[node] = cloned
         return found
 
 
-def _handed_out(program: Program) -> Iterator[Any]:
-    """What the caller is given of the graph's results."""
+def _returned(program: Program) -> Iterator[Any]:
+    """The outputs and `set_` actions by which the caller obtains results of the graph."""
     for role in program.outputs:
         yield from results_of(role)
     for action in program.epilogue:
@@ -247,7 +244,7 @@ def _handed_out(program: Program) -> Iterator[Any]:
 
 
 def _waits(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that wait for a collective, which reads what it was given until then."""
+    """The nodes that wait for a collective; until then it reads its operands."""
     if getattr(node.target, "namespace", "") != "_c10d_functional":
         return
     for user in node.users:
@@ -256,19 +253,19 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
             yield from user.users
 
 
-def _is_torchs(node: fx.Node) -> bool:
+def _is_torch_op(node: fx.Node) -> bool:
     if node.target is operator.getitem:
-        return isinstance(node.args[0], fx.Node) and _is_torchs(node.args[0])
+        return isinstance(node.args[0], fx.Node) and _is_torch_op(node.args[0])
     return getattr(node.target, "namespace", "") in ("aten", "prims", "_c10d_functional")
 
 
 def _read(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that a node reads, once for each time it is given one; of a list, the parts that are nodes."""
+    """The tensors that a node reads, once per occurrence; for a tuple-valued argument also its `getitem` nodes."""
     if node.target is operator.getitem:
         return
-    given: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), given.append)
-    for each in given:
+    arguments: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), arguments.append)
+    for each in arguments:
         yield each
         if isinstance(each.meta.get("val"), (list, tuple)):
             yield from _all_parts(each)
@@ -281,8 +278,8 @@ def _all_parts(node: fx.Node) -> Iterator[fx.Node]:
             yield from _all_parts(part)
 
 
-def _needed_early(program: Program, slots: Sequence[Any]) -> dict[fx.Node, None]:
-    """What must come before `commit`, in the order of the graph: all that may fail or wait, and its ancestors."""
+def _before_commit(program: Program, slots: Sequence[Any]) -> dict[fx.Node, None]:
+    """The nodes that must precede `commit`, in graph order: all that may fail or wait, and their ancestors."""
     guarded = {slots[guard.slot] for guard in program.value_guards}
     early = {n for n in program.graph.nodes if n in guarded or is_impure(n) or is_number(n)}
     for node in reversed(program.graph.nodes):
@@ -295,7 +292,7 @@ def _needed_early(program: Program, slots: Sequence[Any]) -> dict[fx.Node, None]
 
 
 def _hoist(graph: fx.Graph, early: dict[fx.Node, None], point: fx.Node) -> None:
-    """Move what is early and comes after `point` to before it."""
+    """Move the nodes in `early` that come after `point` before it."""
     after = False
     for node in list(graph.nodes):
         after |= node is point
@@ -307,18 +304,18 @@ def _rewrite(
     program: Program,
     plan: Plan,
     chosen: dict[fx.Node, set[Write]],
-    paid: dict[Copy, list[Write]],
+    replaced: dict[Copy, list[Write]],
 ) -> None:
     graph = program.graph
     (output,) = graph.find_nodes(op="output")
     guards = [plan.slots[guard.slot] for guard in program.value_guards]
-    point = plan.first_of(paid) if paid else output
+    point = plan.first_input_writer(replaced) if replaced else output
     with graph.inserting_before(point):
         node = graph.create_node("call_function", commit, (), name="commit")
     node.meta["val"] = None
-    moved: dict[fx.Node, fx.Node] = {}  # a result -> the memory that it was written to
-    for op, stay in chosen.items():
-        _put_in_place(op, plan.writes[op], stay, moved)
+    moved: dict[fx.Node, fx.Node] = {}  # functional result -> node whose memory was written
+    for op, cloned in chosen.items():
+        _put_in_place(op, plan.writes[op], cloned, moved)
     node.args = tuple(_now(guard, moved) for guard in guards)
     # One node at a time: `replace_all_uses_with` would be quadratic in long lists.
     for each in graph.nodes:
@@ -326,41 +323,41 @@ def _rewrite(
             each.args = fx.node.map_arg(each.args, lambda n: _now(n, moved))
             each.kwargs = fx.node.map_arg(each.kwargs, lambda n: _now(n, moved))
     for new in moved:
-        for member in plan.of(new).members:  # views of it lie elsewhere now
+        for member in plan.of(new).members:  # views of the result lie in other memory now
             if member not in moved:
                 set_value(member)
     for op in reversed(chosen):
         _erase(op)
-    program.epilogue = tuple(action for action in program.epilogue if action not in paid)
-    program.writes = tuple(sorted(action.input for action in paid))
+    program.epilogue = tuple(action for action in program.epilogue if action not in replaced)
+    program.writes = tuple(sorted(action.input for action in replaced))
     drop_unused_results(program)
 
 
 def _now(node: Any, moved: dict[fx.Node, fx.Node]) -> Any:
-    """The node whose memory holds what `node` was."""
+    """The node whose memory holds the value of `node` after the rewrite."""
     while node in moved:
         node = moved[node]
     return node
 
 
 def _put_in_place(
-    op: fx.Node, writes: Sequence[Write], stay: set[Write], moved: dict[fx.Node, fx.Node]
+    op: fx.Node, writes: Sequence[Write], cloned: set[Write], moved: dict[fx.Node, fx.Node]
 ) -> None:
-    """Put the in-place form before an op, whose results are then where they were written: noted in `moved`."""
+    """Insert the in-place form before an op; `moved` maps each result to the node that was written."""
     found = form_of(op)
     assert found is not None
-    given: Any = fx.node.map_arg((op.args, op.kwargs), lambda n: _now(n, moved))
-    args: dict[int | str, Any] = dict(enumerate(given[0]))
-    args.update(given[1])
+    arguments: Any = fx.node.map_arg((op.args, op.kwargs), lambda n: _now(n, moved))
+    args: dict[int | str, Any] = dict(enumerate(arguments[0]))
+    args.update(arguments[1])
     args = {at: list(arg) if isinstance(arg, (list, tuple)) else arg for at, arg in args.items()}
     with op.graph.inserting_before(op):
         for write in writes:
             memory = _now(write.old, moved)
-            if write in stay:
+            if write in cloned:
                 memory = op.graph.create_node(
                     "call_function", aten.clone.default, (memory,), name="clone"
                 )
-                memory.meta = _like(op)
+                memory.meta = _origin_meta(op)
                 set_value(memory)
                 at, index = write.at
                 if index is None:
@@ -375,20 +372,20 @@ def _put_in_place(
         name = found[0]._schema.name.rpartition("::")[2]
         named = {str(key): value for key, value in args.items()}
         node = op.graph.create_node("call_function", found[0], positional, named, name)
-    node.meta = _like(op) | {"val": None}
-    if op in moved:  # it returns the one tensor that it writes
+    node.meta = _origin_meta(op) | {"val": None}
+    if op in moved:  # an in-place op with one output returns the tensor that it writes
         written = moved[op].meta
         node.meta |= {"val": written["val"], "tensor_meta": written["tensor_meta"]}
         moved[op] = node
 
 
-def _like(node: fx.Node) -> dict[str, Any]:
-    """The metadata of a node that stands for another, without what describes its value."""
+def _origin_meta(node: fx.Node) -> dict[str, Any]:
+    """The metadata that a replacement copies from `node`: all but the description of its value."""
     return {k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta")}
 
 
 def _erase(op: fx.Node) -> None:
-    """Erase an op that was replaced, with the parts of its results."""
+    """Erase an op that was replaced, and the `getitem` nodes of its results."""
     for user in list(op.users):
         _erase(user)
     op.graph.erase_node(op)

@@ -1,4 +1,4 @@
-"""Choose which gathered parameters live on from forward to backward, and which are gathered again.
+"""Choose which gathered parameters are kept from forward to backward, and which are gathered again.
 
     keep="none" (ZeRO-3)                               keep="all" (ZeRO-2)
     w = wait(all_gather(shard))                        w = wait(all_gather(shard))
@@ -7,22 +7,22 @@
     w_1 = wait(all_gather(shard))                      dx = mm(dy, t(w))
     dx = mm(dy, t(w_1))
 
-Two gathers of the same shards have the same value: to keep is to let the second one go, to reshard is to repeat the
-first one, with the views that lead from it to its readers, before the first reader in another phase. What lies
-between two phases that read one parameter group is a gap. `keep="budget"` keeps as many gaps as fit, those first that
-save the most time for a byte (`planning/time/costs.py`), of equal ones the shortest. Microbatches have a gap between
-each forward and backward, so that a group may be kept for some of them.
+Two gathers of the same shards have the same value. To keep the parameters is to erase the second gather; to reshard
+is to repeat the first one, with the views that lead from it to its readers, before the first reader in another phase.
+The time between two phases that read one parameter group is a gap. `keep="budget"` keeps the parameters over as many
+gaps as fit, in the order of time saved per byte (`planning/time/costs.py`), of equal ones the shortest first. With
+microbatches there is a gap between each forward and backward, and a group may be kept over some of them.
 
-budget_mb bounds the peak (`planning/timeline/liveness.py`) of the graph that results, in MiB. It sees activations,
-whose sizes may differ from rank to rank, and with them the choice: ranks must then be given kept_mb, which bounds the
-gathered parameters alone that are kept at once, and these are equal on all ranks.
+budget_mb bounds the peak (`planning/timeline/liveness.py`) of the resulting graph, in MiB. The peak includes
+activations, whose sizes may differ between ranks, so that ranks would choose differently: use kept_mb then, which
+bounds only the gathered parameters kept at the same time; their sizes are equal on all ranks.
 
-Invariant: every reader gets the same bits. A group keeps the order of its collectives but for those that go or come.
+Invariant: every reader reads the same bits. Collectives that are neither erased nor added keep their order.
 Refuses
 - gathers of different values: other shards (an optimizer ran in between), pieces, casts or ranks;
-- a gather that `passes/patterns.py` does not know, or whose parts are laid out in another way;
-- to repeat a gather that is handed to the caller, who keeps it anyway.
-A budget that cannot be met is told in the history, and everything that helps is done.
+- a gather that `passes/patterns.py` does not recognise, or whose parts have another layout;
+- to repeat a gather that is returned to the caller, who keeps it anyway.
+If a budget cannot be met, the history says so, and the peak is lowered as far as possible.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _Change = Callable[[fx.Graph, list[Gap]], int]
 class Reshard(Pass):
     """Keep gathered parameters for backward, or gather them again.
 
-    keep: `all`, `none`, or `budget`, under which the peak is at most budget_mb MiB and the parameters that are kept
-    at most kept_mb MiB. machine: by which times are modelled, see `planning/time/costs.py`.
+    keep: `all`, `none`, or `budget`: with a peak of at most budget_mb MiB, and at most kept_mb MiB of kept
+    parameters. machine: the machine whose times are modelled, see `planning/time/costs.py`.
     """
 
     name: ClassVar[str] = "reshard"
@@ -92,7 +92,7 @@ class Reshard(Pass):
         return count
 
     def _while_any(self, graph: fx.Graph, choose: _Choose, change: _Change) -> int:
-        """Choose by the graph as it is and change it, until nothing is left to choose."""
+        """Choose and rewrite repeatedly, until no choice is left."""
         total = 0
         while count := change(graph, choose(_Room(graph, self))):
             total += count
@@ -116,7 +116,7 @@ def reshard(
 
 
 class _Room:
-    """The gaps of a graph, and how much memory is in use at each place."""
+    """The gaps of a graph, and the memory in use at each place."""
 
     def __init__(self, graph: fx.Graph, options: Reshard) -> None:
         self.gaps, self.live = gaps_of(graph), Liveness(graph)
@@ -127,8 +127,8 @@ class _Room:
         }
         self.limits = [m and int(m * _MB) for m in (options.budget_mb, options.kept_mb)]
         self.last = {storage: storage.last for storage in self.live.storages}
-        self.home: dict[fx.Node, Gather] = {}  # what a gather's readers will read, by its start
-        # in all, and by what is kept
+        self.source: dict[fx.Node, Gather] = {}  # start of a gather -> the gather that replaces it
+        # the memory in use in total, and by kept parameters
         self.used = torch.zeros(2, len(self.live.nodes), dtype=torch.int64)
         self.used[0] = torch.tensor(self.live.timeline, dtype=torch.int64)
         for gap in self.gaps:
@@ -137,7 +137,7 @@ class _Room:
         self.first_peaks = self.peaks()
 
     def over(self) -> str:
-        """Which limit the graph is above, in words."""
+        """A sentence about the limit that the graph exceeds."""
         names = ("a peak", "parameters kept")
         for name, limit, used in zip(names, self.limits, self.peaks(), strict=True):
             if limit is not None and used > limit:
@@ -148,18 +148,18 @@ class _Room:
         return [int(row.max()) if row.numel() else 0 for row in self.used]
 
     def by_worth(self, kept: bool) -> list[Gap]:
-        """The gaps, those first that are worth the most to keep."""
+        """The gaps that are (not) kept now, those first that save the most time per byte."""
         found = [gap for gap in self.gaps if gap.kept is kept]
         worth = {g: self.seconds[g] / max(self._nbytes(g), 1) for g in found}
         return sorted(found, key=lambda g: (-worth[g], g.after[0].first - g.before.last))
 
     def close(self, gap: Gap) -> bool:
-        """Keep a gap if it fits, or at least makes nothing worse."""
-        gone, chain = gap.after[0].gather, set(chain_of(gap.after[0].gather))
-        kept = self.home.get(gap.before.gather.start, gap.before.gather)
+        """Keep the parameters over a gap if they fit, or if that does not exceed a limit further."""
+        later, chain = gap.after[0].gather, set(chain_of(gap.after[0].gather))
+        kept = self.source.get(gap.before.gather.start, gap.before.gather)
         before, extended = self.used.clone(), dict[Storage, int]()
         for i in gap.parts:
-            for its in self._storages(gone, i):
+            for its in self._storages(later, i):
                 for mine in self._storages(kept, i):
                     extended.setdefault(mine, self.last[mine])
                     self._extend(mine, self.last[its])
@@ -172,19 +172,19 @@ class _Room:
             self.used = before
             self.last.update(extended)
             return False
-        for start, home in self.home.items():
-            if home is gone:
-                self.home[start] = kept
-        self.home[gone.start] = kept
+        for start, home in self.source.items():
+            if home is later:
+                self.source[start] = kept
+        self.source[later.start] = kept
         return True
 
     def open(self, gap: Gap) -> None:
-        """Do not keep a gap any more; leaves out what it takes to gather again."""
+        """Stop keeping parameters over a gap; the memory that the repeated gather needs is not counted."""
         self.used[0, self._inside(gap)] -= self._nbytes(gap)
         self.used[1, self._inside(gap)] -= self._nbytes(gap)
 
     def covering(self, row: int, gaps: Sequence[Gap]) -> list[Gap]:
-        """Those of the gaps that are live where the most is in use."""
+        """The gaps over which parameters are live at the peak."""
         at = int(self.used[row].argmax())
         return [g for g in gaps if g.before.last < at < g.after[0].first and self._nbytes(g)]
 
@@ -213,7 +213,7 @@ def _grow(room: _Room) -> list[Gap]:
 
 
 def _shrink(room: _Room) -> list[Gap]:
-    """What to gather again until the limits hold, that first which is worth the least to keep."""
+    """The gaps after which to gather again so that the limits hold, those that save the least time first."""
     gaps, chosen = room.by_worth(kept=True), []
     for row, limit in enumerate(room.limits):
         while limit is not None and room.peaks()[row] > limit:
@@ -230,16 +230,16 @@ def _shrink(room: _Room) -> list[Gap]:
 
 
 def _merge(graph: fx.Graph, gaps: list[Gap]) -> int:
-    """Read the earlier gather of each gap; the later one goes."""
+    """Replace the later gather of each gap by the earlier one, and erase it."""
     home: dict[fx.Node, Gather] = {}
     for gap in sorted(gaps, key=lambda g: g.after[0].first):
-        kept, gone = gap.before.gather, gap.after[0].gather
-        kept = home[gone.start] = home.get(kept.start, kept)
+        kept, later = gap.before.gather, gap.after[0].gather
+        kept = home[later.start] = home.get(kept.start, kept)
         for i in gap.parts:
-            part = gone.parts[i]
+            part = later.parts[i]
             if part is not None:
                 part.replace_all_uses_with(_part(graph, kept, i))
-        for node in reversed(chain_of(gone)):
+        for node in reversed(chain_of(later)):
             if not node.users:
                 graph.erase_node(node)
     if gaps:
@@ -248,7 +248,7 @@ def _merge(graph: fx.Graph, gaps: list[Gap]) -> int:
 
 
 def _part(graph: fx.Graph, gather: Gather, number: int) -> fx.Node:
-    """A part of a gather, made if nobody has read it yet."""
+    """A part of a gather; its `getitem` is made if it does not exist."""
     part, split = gather.parts[number], split_node(gather)
     if part is not None:
         return part
@@ -264,10 +264,10 @@ def _part(graph: fx.Graph, gather: Gather, number: int) -> fx.Node:
 
 
 def _split(graph: fx.Graph, gaps: list[Gap]) -> int:
-    """Gather again for what comes after each gap, up to the next one."""
+    """Repeat the gather after each gap, for the readers up to the next gap."""
     for gap in sorted(
         gaps, key=lambda g: -g.after[0].first
-    ):  # the last one first: each takes all that follows
+    ):  # from the last gap on: each repetition serves all readers that follow
         _repeat(graph, gap.after)
     return len(gaps)
 
@@ -301,14 +301,14 @@ def _repeat(graph: fx.Graph, periods: list[Period]) -> None:
 
 
 def _up(value: fx.Node, until: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """A view and what it is a view of, up to what is in `until`."""
+    """A view and the chain of views that it is made of, up to a node in `until`."""
     while value not in until:
         yield value
         value = value.all_input_nodes[0]
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a view that nobody reads, and those that were there for it."""
+    """Erase a view without readers, and the views that only it read."""
     while not node.users and is_view(node):
         above = node.all_input_nodes[0]
         graph.erase_node(node)

@@ -6,16 +6,15 @@
    (ir/commit.py): before it ops write what the graph made, after it inputs that `writes` names; no
    number, random op or collective comes after it.
 2. No node reads an input whose storage is empty on entry, not even through a view.
-3. Nothing of the caller's changes before the last guard, and nothing but what the epilogue names:
-   what epilogue, guards and outputs name exists and fits; what is handed out shares memory with
-   nothing else; what the epilogue copies is not overwritten by the epilogue itself.
-4. What a collective makes is read through its wait and by nothing else.
-5. `val` and `tensor_meta` are there and agree with each other and with the inputs.
+3. The caller's tensors change only after the last guard, and only those that the epilogue names: every input
+   and result that the epilogue, guards and outputs name exists, with fitting geometry; a value returned to the
+   caller shares no memory with any other value; the epilogue does not overwrite a value before copying it.
+4. The result of a collective is read only through its wait.
+5. `val` and `tensor_meta` exist and agree with each other and with the inputs.
 
-That every rank issues the same collectives is checked where ranks are: when a recording ends
-(`step/collective_check.py`), before replays of programs whose passes may have changed them
-(`step/vote.py`), and for every other pass by `passes.run`. That work is linear is no property
-of a graph: `tests/laws/test_linear.py` counts it.
+Not checked here: that every rank issues the same collectives. `step/collective_check.py` compares them when a
+recording ends, `step/vote.py` before replays of programs whose passes may have changed them, and `passes.run`
+checks that no other pass changes them.
 Rewrites nothing. Linear in nodes and edges.
 """
 
@@ -49,7 +48,7 @@ from functionalize.program.program import Program
 from passes.base import INPLACE, STAGES, Pass
 from passes.graph_modules import program_of
 
-Finding = tuple[fx.Node | None, str]  # where in the graph (None: not in the graph), and what
+Finding = tuple[fx.Node | None, str]  # (the node concerned, or None if there is none; the message)
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,10 @@ class Verify(Pass):
 
 
 def verify(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
-    """`gm`, if its graph holds what holds for the graph of a program; raises `VerifyError`.
+    """`gm`, if its graph has the invariants of a program's graph; raises `VerifyError`.
 
-    A bare graph has no epilogue, and its outputs may alias what they like. Bytes in the storages of
-    inputs are those of their `val`.
+    A bare graph has no epilogue, and its outputs may alias anything. The size of an input's storage is
+    that of its `val`.
     """
     check(replace(program_of(gm, example_inputs), outputs=()))
     return gm
@@ -79,7 +78,7 @@ def check(program: Program) -> None:
     program.describe()
     nodes = list(program.graph.nodes)
     found = list(_structure(program, nodes))
-    if not found:  # the rest relies on it
+    if not found:  # the other checks rely on a well-formed graph
         found = [f for checks in _CHECKS for f in checks(program, nodes)]
     if not found:
         return
@@ -128,12 +127,12 @@ def _metadata(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
             yield node, f"`{node.name}` has a tensor in meta['val'] and no meta['tensor_meta']"
             continue
         have = (tuple(value.shape), tuple(value.stride()), value.dtype)
-        told = (tuple(described.shape), tuple(described.stride), described.dtype)
-        if have != told:
+        recorded = (tuple(described.shape), tuple(described.stride), described.dtype)
+        if have != recorded:
             yield (
                 node,
                 f"`{node.name}` is {_look(*have)} by meta['val'], "
-                f"{_look(*told)} by meta['tensor_meta']",
+                f"{_look(*recorded)} by meta['tensor_meta']",
             )
     placeholders = [n for n in nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, program.inputs, strict=True):
@@ -187,9 +186,9 @@ def _written_in_place(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Fi
         yield None, f"a program at stage {INPLACE} has one commit, this one has {len(commits)}"
         return
     slots = results(program.graph)
-    told = [slots[guard.slot] for guard in program.value_guards if guard.slot < len(slots)]
-    if list(commits[0].args) != told:
-        yield commits[0], "the commit is not given what the guards on values are of, in their order"
+    guarded = [slots[guard.slot] for guard in program.value_guards if guard.slot < len(slots)]
+    if list(commits[0].args) != guarded:
+        yield commits[0], "the arguments of the commit are not the guarded values, in order"
     aliases, after, written = Aliases(program.graph), False, set[int]()
     inputs = {n: i for i, n in enumerate(n for n in nodes if n.op == "placeholder")}
     memory = {aliases.of(n): n for n in nodes if n.op in ("placeholder", "get_attr")}
@@ -207,7 +206,7 @@ def _written_in_place(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Fi
                 when = "before the commit" if owner in inputs else "which is a constant"
                 yield node, f"`{node.name}` writes its argument `{name}` (`{each.name}`), {when}"
         if after and not writes and not is_commit(node) and (is_impure(node) or is_number(node)):
-            yield node, f"`{node.name}` may fail, or wait for others, after the commit"
+            yield node, f"`{node.name}` may fail, or wait for other ranks, after the commit"
     if written != set(program.writes):
         yield (
             None,
@@ -238,7 +237,9 @@ def _empty_reads(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding
 
 
 def _waited(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
-    started: dict[fx.Node, str] = {}  # what is under way, and the collective that it is of
+    started: dict[
+        fx.Node, str
+    ] = {}  # a result that is not waited for -> the name of its collective
     for node in nodes:
         if groups_of(node.target, node.args):
             started[node] = node.name
@@ -251,7 +252,7 @@ def _waited(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
             if used in started and used is not node:
                 yield (
                     node,
-                    f"`{node.name}` reads `{used.name}`, which `{started[used]}` has only begun to make: "
+                    f"`{node.name}` reads `{used.name}`, which `{started[used]}` has not completed: "
                     "read what `wait_tensor` returns",
                 )
 
@@ -265,16 +266,16 @@ def _outputs(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
     owner: dict[fx.Node, str] = {n: f"input `{n.name}`" for n in nodes if n.op == "placeholder"}
     owner |= {n: f"constant `{n.target}`" for n in nodes if n.op == "get_attr"}
     memory = {aliases.of(n): name for n, name in owner.items()}
-    handed_out = [
+    returned = [
         (f"output {i}", r) for i, role in enumerate(program.outputs) for r in results_of(role)
     ]
-    handed_out += [
+    returned += [
         (f"`set_` of input {a.input}", Result(a.slot, a.geometry))
         for a in program.epilogue
         if isinstance(a, Set) and a.slot is not None
     ]
-    taken: dict[fx.Node, tuple[int, str]] = {}
-    for what, role in handed_out:
+    owners: dict[fx.Node, tuple[int, str]] = {}  # group of aliases -> its slot and output
+    for what, role in returned:
         if not 0 <= role.slot < len(slots):
             yield nodes[-1], f"{what} is result {role.slot} of {len(slots)}"
             continue
@@ -288,7 +289,7 @@ def _outputs(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
                 node,
                 f"{what} is `{node.name}`, which shares memory with {memory[group]}: copy it",
             )
-        slot, other = taken.setdefault(group, (role.slot, what))
+        slot, other = owners.setdefault(group, (role.slot, what))
         if slot != role.slot:
             yield node, f"{what} is `{node.name}`, which shares memory with {other}: copy it"
 
@@ -350,7 +351,7 @@ def _copy(
 def _overwritten(
     program: Program, slots: Sequence[Any], classes: Sequence[int], nodes: Sequence[fx.Node]
 ) -> Iterator[Finding]:
-    """A copy must not read what the epilogue changes: what it reads would depend on the order."""
+    """The source of a copy must not share memory with a target of the epilogue: the order would matter."""
     aliases = Aliases(program.graph)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     actions = [a for a in program.epilogue if 0 <= a.input < len(classes)]
@@ -374,7 +375,7 @@ def _guards(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
     slots = len(results(program.graph))
     for guard in program.value_guards:
         if not 0 <= guard.slot < slots:
-            yield nodes[-1], f"a guard on a value is of result {guard.slot} of {slots}"
+            yield nodes[-1], f"a guard on a value names result {guard.slot} of {slots}"
     for each in program.guards:
         index = getattr(each, "input", None)
         if isinstance(index, int) and not 0 <= index < len(program.inputs):

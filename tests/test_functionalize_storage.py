@@ -202,7 +202,7 @@ BAD = {
     ),
     _read_past_the_end: (errors.OutOfBoundsError, r"reaches to byte 32 of a storage that holds 16"),
     _negative: (errors.ResizeError, r"resizes the storage of `a` to -1 bytes, a negative size"),
-    _foreign: (errors.ForeignStorageError, r"belongs to no tensor the function was given"),
+    _foreign: (errors.ForeignStorageError, r"belongs to no tensor that was passed to the function"),
 }
 
 

@@ -1,10 +1,10 @@
-"""The pre-pass and what is made of it: `functionalize_storage`, `aot_function`, the torch.compile backends.
+"""The pre-pass and its users: `functionalize_storage`, `aot_function`, the torch.compile backends.
 
-    fn ── functionalize_storage ──▶ fn without a resize inside, what its inputs are owed at its end
+    fn ── functionalize_storage ──▶ fn without resizes inside, and an epilogue that resizes and writes inputs
        ── AOTAutograd ────────────▶ forward graph (pure, then the epilogue), backward graph
        ── partition_fn ───────────▶ views of freed parameters are made in backward, not saved
 
-Invariant: the function's own storage effects, and no others, are left on its inputs.
+Invariant: after a call the inputs have the function's own storage effects and no others.
 Refusals: see `functions/substitution.py`; an error names the op and the user's line.
 """
 
@@ -32,13 +32,13 @@ resize_storage_bytes_ = torch.ops.inductor.resize_storage_bytes_
 
 
 def functionalize_storage(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` without a storage resize inside: what its inputs end with, size and contents, is set at its end.
+    """`fn` without storage resizes inside: an epilogue sets the final size and contents of its inputs.
 
-    Between, ops run on values that take the place of the storages that come and go; autograd sees the
-    arguments themselves. The result can be called, or given to `make_fx` or AOTAutograd; for
-    `torch.compile` use the backend "functionalize", which does this itself.
+    Before the epilogue, ops compute with values that are substituted for the resized storages; autograd sees
+    the arguments themselves. The result can be called, or passed to `make_fx` or AOTAutograd. For
+    `torch.compile` use the backend "functionalize", which includes this pre-pass.
 
-    Raises a `FunctionalizeError` with the op and the user's line where data is used that is not there.
+    Raises a `FunctionalizeError` with the op and the user's line where freed or undefined data is read.
     """
 
     sizes = EntrySizes()
@@ -67,14 +67,14 @@ def _call(
     mode = Substitution(inputs, sizes)
     with mode:
         out = fn(*args, **kwargs)
-    mode.pay()
+    mode.apply_epilogue()
     return mode.outputs(out)
 
 
 def _inputs(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a call brings in: arguments, and what the module it belongs to owns."""
+    """The tensors that a call reads: its arguments, and parameters and buffers of the module that `fn` belongs to."""
     leaves, spec = flatten((args, kwargs))
     if any(isinstance(leaf, Tensor) for leaf in leaves):
         for name, leaf in zip(leaf_names(fn, spec), leaves, strict=True):
@@ -113,12 +113,12 @@ def aot_function(
     )
 
 
-def _partition(given: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`given`, or the partitioner that makes views of freed parameters in backward; resizes stay in forward.
+def _partition(partition_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`partition_fn` with resizes kept in forward; by default, the partitioner that recomputes views in backward.
 
-    torch's own partitioners do not know that a resize is an effect, and repeat those of forward in backward.
+    torch's own partitioners do not treat a resize as a side effect and would repeat those of forward in backward.
     """
-    if given is None:
+    if partition_fn is None:
         from passes.recompute_views import partitioner
 
         return partitioner("default")
@@ -127,33 +127,33 @@ def _partition(given: Callable[..., Any] | None) -> Callable[..., Any]:
         for node in joint_module.graph.find_nodes(op="call_function", target=RESIZE_STORAGE):
             if node.meta.get("partitioner_tag") != "is_backward":
                 node.meta["partitioner_tag"] = "must_be_in_forward"
-        return given(joint_module, joint_inputs, **kw)
+        return partition_fn(joint_module, joint_inputs, **kw)
 
     return partition
 
 
 def _keeping_versions(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiler`, whose forward leaves alone the version counters that the function left alone.
+    """`compiler`, whose forward does not increment version counters that the function did not increment.
 
-    FSDP fills a parameter again between forward and backward, unseen by autograd; a `copy_` in a graph
-    would be seen.
+    FSDP refills a parameter between forward and backward without incrementing its version counter. A `copy_` in a
+    graph increments it, and autograd would reject the saved parameter in backward.
     """
 
     @functools.wraps(compiler)
     def compile(gm: fx.GraphModule, inputs: Any) -> Any:
         compiled = compiler(gm, inputs)
         placeholders = gm.graph.find_nodes(op="placeholder")
-        places = [
+        uncounted = [
             i for i, n in enumerate(placeholders) if any(u.meta.get(UNCOUNTED) for u in n.users)
         ]
-        if not places:
+        if not uncounted:
             return compiled
         boxed = getattr(compiled, "_boxed_call", False)
 
         def run(*args: Any) -> Any:
-            given = args[0] if boxed else args
-            kept = tuple(given[i] for i in places)
-            with torch.autograd._unsafe_preserve_version_counter(kept):
+            values = args[0] if boxed else args
+            targets = tuple(values[i] for i in uncounted)
+            with torch.autograd._unsafe_preserve_version_counter(targets):
                 return compiled(*args)
 
         run._boxed_call = boxed  # type: ignore[attr-defined]
@@ -168,23 +168,23 @@ def _keeping_versions(compiler: Callable[..., Any]) -> Callable[..., Any]:
 def functionalize_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
-    """`torch.compile(fn, backend="functionalize")`: pre-pass, AOTAutograd, and the graphs run as they are."""
+    """`torch.compile(fn, backend="functionalize")`: pre-pass, AOTAutograd; its graphs run uncompiled."""
     from functorch.compile import make_boxed_func
 
-    def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
+    def uncompiled(module: fx.GraphModule, inputs: Any) -> Any:
         return make_boxed_func(module.forward)
 
-    fw_compiler = _keeping_versions(as_it_is)
+    fw_compiler = _keeping_versions(uncompiled)
     return compile_with(
-        gm, example_inputs, fw_compiler=fw_compiler, bw_compiler=as_it_is, **options
+        gm, example_inputs, fw_compiler=fw_compiler, bw_compiler=uncompiled, **options
     )
 
 
 def functionalize_inductor_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
-    """`torch.compile(fn, backend="functionalize_inductor")`: pre-pass, then Inductor as it always is."""
-    _forget_resizes(gm, example_inputs)
+    """`torch.compile(fn, backend="functionalize_inductor")`: pre-pass, then Inductor with its defaults."""
+    _restore_entry_sizes(gm, example_inputs)
     return inductor(_as_one_call(gm), example_inputs, **options)
 
 
@@ -192,29 +192,29 @@ def compile_with(
     gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
     """The pre-pass on a graph of Dynamo, then AOTAutograd with `options` (`fw_compiler`, ...)."""
-    _forget_resizes(gm, example_inputs)
+    _restore_entry_sizes(gm, example_inputs)
     options["partition_fn"] = _partition(options.get("partition_fn"))
     options.setdefault("keep_inference_input_mutations", True)
     return aot_autograd(**options)(_as_one_call(gm), example_inputs)
 
 
-def _forget_resizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Give the fakes that Dynamo ran the function on the storage sizes that the inputs have on entry.
+def _restore_entry_sizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Resize the storages of Dynamo's fake inputs back to the sizes that the inputs have on entry.
 
-    Dynamo executes each resize on them, and AOTAutograd goes on with the same objects.
+    Dynamo executes each resize on its fakes, and AOTAutograd continues with the same objects.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    for node, given in zip(placeholders, example_inputs, strict=True):
+    for node, example in zip(placeholders, example_inputs, strict=True):
         fake = node.meta.get("example_value")
-        if isinstance(given, FakeTensor) or type(fake) is not FakeTensor:
+        if isinstance(example, FakeTensor) or type(fake) is not FakeTensor:
             continue
-        nbytes = given.untyped_storage().nbytes()
+        nbytes = example.untyped_storage().nbytes()
         if fake.untyped_storage().nbytes() != nbytes:
             fake.untyped_storage().resize_(nbytes)
 
 
 def _as_one_call(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module that runs `gm` under the pre-pass; AOTAutograd takes nothing but graph modules."""
+    """A graph module whose one call runs `gm` under the pre-pass; AOTAutograd accepts only graph modules."""
     graph = fx.Graph()
     placeholders = []
     for node in gm.graph.find_nodes(op="placeholder"):

@@ -1,10 +1,11 @@
-"""Storages whose owner is owed something at the end of a live call, and how that is paid.
+"""Write pending resizes and copies back to inputs after a substituted call.
 
-    plain, fake, make_fx       resize_storage_bytes_(x, n); x.copy_(value)        ops like any other
-    under AOTAutograd          the same on the tensor inside: see Note [Paying below functionalization]
+    plain, fake, make_fx       resize_storage_bytes_(x, n); x.copy_(value)        dispatched like any other op
+    under AOTAutograd          the same on the tensor inside: see Note [Epilogue below functionalization]
 
-Invariant: version counters are left as the function's own ops have set them (autograd counts above the mode).
-Refusal: bytes written under AOTAutograd that none of the inputs can see.
+Invariant: the epilogue leaves version counters as the function's own ops have set them (autograd increments them
+above the mode).
+Refusal: bytes written under AOTAutograd that no input covers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from functionalize.ir.epilogue import Copy, Resize, window
 from functionalize.ir.ops import Geometry, geometry_of
 
 aten = torch.ops.aten
-# In the meta of a `copy_` of the epilogue: whether it must leave the version counter of its target alone.
+# Key in the meta of an epilogue `copy_`: whether it must not increment the version counter of its target.
 UNCOUNTED = "functionalize_uncounted"
 
 
@@ -59,7 +60,7 @@ def was_written(tensor: Tensor) -> bool:
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """The size of a tensor's storage in bytes; a wrapper's own storage does not tell."""
+    """The size of a tensor's storage in bytes; for a FunctionalTensor, of the storage of the tensor inside."""
     if is_functional(tensor):
         tensor = functional_inside(tensor)
     return int(tensor.untyped_storage().nbytes())
@@ -68,8 +69,8 @@ def nbytes_of(tensor: Tensor) -> int:
 class EntrySizes:
     """The sizes that storages had when a function was first run on them.
 
-    AOTAutograd runs it twice on the same fakes, and a view of a fake with an empty storage makes that storage
-    grow (the cache of FakeTensorMode rebuilds views by `set_`): from then on its size tells nothing.
+    AOTAutograd runs a function twice on the same fakes. Making a view of a fake with an empty storage grows that
+    storage (the cache of FakeTensorMode rebuilds views by `set_`), so the second run cannot read the entry size.
     """
 
     def __init__(self) -> None:
@@ -88,19 +89,19 @@ class EntrySizes:
 
 
 def resize_for_real(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """`storage.resize_(nbytes)`, seen by no recorder."""
+    """`storage.resize_(nbytes)`, hidden from every recorder."""
     plain_resize(storage, nbytes)
 
 
 def geometry(tensor: Tensor) -> Geometry:
-    """The geometry of a tensor in plain numbers; a symbolic one is guarded on."""
+    """The geometry of a tensor in plain integers; converting a symbolic size adds a guard."""
     g = geometry_of(tensor)
     size, stride = tuple(int(s) for s in g.size), tuple(int(s) for s in g.stride)
     return g._replace(size=size, stride=stride, offset=int(g.offset))
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor reaches over."""
+    """The first byte of its storage that a tensor covers, and the end of the last one."""
     g = geometry(tensor)
     return g.start, g.end
 
@@ -110,10 +111,15 @@ def number_at(tensor: Tensor, at: int) -> Tensor:
     return aten.slice.Tensor(tensor, 0, at, at + 1)
 
 
-class Debtor:
-    """One storage: its size on entry, the tensors on it, and for those that are functional what was inside.
+class LiveStorage:
+    """One real storage during a substituted call.
 
-    is_input: it came in with an argument. moved: a tensor of it was moved to another storage.
+    serial: its number in the engine.
+    name: of the first argument on it, for messages.
+    nbytes: its size on entry.
+    is_input: whether an argument is on it.
+    tensors: the tensors on it.
+    insides: for each tensor, the tensor inside its FunctionalTensor on entry; None for a plain tensor.
     """
 
     def __init__(
@@ -126,7 +132,7 @@ class Debtor:
         self._versions: list[int] = []
 
     def add(self, tensor: Tensor) -> None:
-        """One more tensor on this storage."""
+        """Add a tensor on this storage."""
         if not any(tensor is t for t in self.tensors):
             self.tensors.append(tensor)
             self.insides.append(inner(tensor) if is_functional(tensor) else None)
@@ -134,7 +140,7 @@ class Debtor:
 
     @property
     def uncounted(self) -> bool:
-        """Whether the function left the version counters alone, as FSDP does when it fills a parameter."""
+        """Whether the version counters are unchanged, as after FSDP fills a parameter."""
         now = (0 if t.is_inference() else t._version for t in self.tensors)
         return all(a == b for a, b in zip(now, self._versions, strict=True))
 
@@ -144,7 +150,7 @@ class Debtor:
         return self.insides[0] is not None and len({t.dtype for t in self.tensors}) > 1
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What `tensor` holds now, which stays if AOTAutograd is made to forget that it was written."""
+        """The current contents of `tensor`, in a tensor that `_undo` does not change."""
         if is_functional(tensor) and was_written(tensor):
             return FunctionalTensor.to_functional(inner(tensor))
         return tensor
@@ -155,26 +161,30 @@ class Debtor:
         return any(t is not None and t.untyped_storage()._cdata == address for t in self.insides)
 
     def widest(self) -> Tensor:
-        """The tensor that sees most of the storage without gaps."""
+        """The tensor that covers most of the storage, preferably without gaps."""
 
-        def reach(tensor: Tensor) -> tuple[bool, int]:
+        def coverage(tensor: Tensor) -> tuple[bool, int]:
             g = geometry(tensor)
             return g.is_dense and not g.conj and not g.neg, g.end - g.start
 
-        return max(self.tensors, key=reach)
+        return max(self.tensors, key=coverage)
 
-    def let_go(self, tensor: Tensor) -> Held | None:
-        """`tensor` is about to be moved to another storage: an alias takes its place."""
+    def replace_by_alias(self, tensor: Tensor) -> MovedInput | None:
+        """Put an alias in the place of `tensor`, which `set_` is about to move to another storage."""
         for i, known in enumerate(self.tensors):
             if known is tensor:
                 self.tensors[i] = aten.detach.default(tensor)
-                return Held(self.name, self.tensors[i], self.insides[i])
+                return MovedInput(self.name, self.tensors[i], self.insides[i])
         return None
 
 
 @dataclass(frozen=True)
-class Held:
-    """An input that was moved by `set_`: an alias of what it was, and the tensor inside it."""
+class MovedInput:
+    """An input that `set_` moved to another storage.
+
+    alias: a tensor on the storage that the input had before.
+    inside: the tensor inside the input's FunctionalTensor; None for a plain tensor.
+    """
 
     name: str
     alias: Tensor
@@ -183,51 +193,55 @@ class Held:
 
 @dataclass(frozen=True)
 class Move:
-    """A `set_` that the graph owes to an input; `before`: ahead of the resizes."""
+    """A `set_` of an input that the graph has to run.
 
-    held: Held
+    source: the tensor whose storage and geometry the input gets.
+    before: whether it runs before the resizes and copies.
+    """
+
+    moved: MovedInput
     source: Tensor
     before: bool
 
-    def pay(self) -> None:
-        """Emit it, in the run that is traced."""
-        if self.held.inside is not None and proxy_mode() is not None:
+    def emit_set(self) -> None:
+        """Emit the `set_` into the graph; nothing is emitted in a run that is not traced."""
+        if self.moved.inside is not None and proxy_mode() is not None:
             with below_functionalization():
-                aten.set_.source_Tensor(self.held.inside, self.source)
+                aten.set_.source_Tensor(self.moved.inside, self.source)
 
 
 def onto_storage_of(wrapper: Tensor, source: Tensor) -> None:
-    """After `set_`, put a functional tensor's wrapper where its inside is; torch leaves it where it was."""
+    """After `set_`, move the wrapper of a FunctionalTensor to the storage of the tensor inside; torch does not."""
     with no_dispatch():
         aten.set_.source_Tensor(wrapper, source)
 
 
-def pay(debtor: Debtor, storage: FunctionalStorage, emit: Emitter) -> None:
-    """Emit what one storage owes (under `no_grad`, above every mode)."""
-    if debtor.insides[0] is None:
-        _pay_plainly(debtor, storage, emit)
-    elif debtor.is_input:
-        _pay_inside(debtor, storage, emit)
-    elif storage.nbytes and storage.written:  # made inside: its size is nobody's business
-        debtor.widest().copy_(storage.read(geometry(debtor.widest()), emit))
+def write_back(live: LiveStorage, storage: FunctionalStorage, emit: Emitter) -> None:
+    """Emit the resizes and copies that are pending for one storage (under `no_grad`, above every mode)."""
+    if live.insides[0] is None:
+        _write_back_plainly(live, storage, emit)
+    elif live.is_input:
+        _write_back_below(live, storage, emit)
+    elif storage.nbytes and storage.written:  # a temporary: the caller cannot observe its size
+        live.widest().copy_(storage.read(geometry(live.widest()), emit))
 
 
-def _pay_plainly(debtor: Debtor, storage: FunctionalStorage, emit: Emitter) -> None:
-    home, values = debtor.widest(), []
+def _write_back_plainly(live: LiveStorage, storage: FunctionalStorage, emit: Emitter) -> None:
+    target, values = live.widest(), []
 
     def slot(value: Any) -> int:
         values.append(value)
         return len(values) - 1
 
-    with torch.autograd._unsafe_preserve_version_counter(home):
+    with torch.autograd._unsafe_preserve_version_counter(target):
         for action in actions_of(storage, 0, emit, slot):
             if isinstance(action, Resize):
-                RESIZE_STORAGE(home, action.nbytes)
+                RESIZE_STORAGE(target, action.nbytes)
             elif isinstance(action, Copy):
-                window(home, action.geometry).copy_(values[action.slot])
+                window(target, action.geometry).copy_(values[action.slot])
 
 
-def _pay_inside(debtor: Debtor, storage: FunctionalStorage, emit: Emitter) -> None:
+def _write_back_below(live: LiveStorage, storage: FunctionalStorage, emit: Emitter) -> None:
     values: list[Any] = []
 
     def slot(value: Any) -> int:
@@ -239,41 +253,43 @@ def _pay_inside(debtor: Debtor, storage: FunctionalStorage, emit: Emitter) -> No
         (to, inner(value))
         for action in actions
         if isinstance(action, Copy)
-        for to, value in _copies(debtor, storage, emit, action, values[action.slot])
+        for to, value in _copies(live, storage, emit, action, values[action.slot])
     ]
     if copies or storage.nbytes == 0:
-        for tensor, inside in zip(debtor.tensors, debtor.insides, strict=True):
+        for tensor, inside in zip(live.tensors, live.insides, strict=True):
             _undo(tensor, inside)
     if not actions or proxy_mode() is None:
-        return  # nothing is traced in a first run, which is for what it tells of outputs
-    home = next(t for t in debtor.insides if t is not None)
+        return  # AOTAutograd's first run only collects metadata of outputs
+    target = next(t for t in live.insides if t is not None)
     with below_functionalization():
         for action in actions:
             if isinstance(action, Resize):
-                RESIZE_STORAGE(home, action.nbytes)
+                RESIZE_STORAGE(target, action.nbytes)
         for to, value in copies:
             aten.copy_.default(to, value)
-            last_traced().meta[UNCOUNTED] = debtor.uncounted
+            last_traced().meta[UNCOUNTED] = live.uncounted
 
 
-def remake(debtor: Debtor, view: Tensor, nbytes: int) -> None:
-    """Make a view anew that is returned: its first making, in the graph, may be of an empty input.
+def remake(live: LiveStorage, view: Tensor, nbytes: int) -> None:
+    """Make a returned view again after the epilogue: in the graph, it may have been made of an empty input.
 
-    nbytes: what the storage holds now that it has been paid.
+    nbytes: the size of the storage after the epilogue.
     """
     g = geometry(view)
-    if not debtor.is_input:
+    if not live.is_input:
         return
     if g.end > nbytes:
         if functional_needs_storage(view):
             raise UnsupportedOpError(
-                f"returns a view ({g}) of `{debtor.name}`, whose storage is left with {nbytes} bytes: "
-                "AOTAutograd takes such a view again when all is done, and cannot; return the argument itself"
+                f"returns a view ({g}) of `{live.name}`, whose storage is left with {nbytes} bytes: "
+                "AOTAutograd makes such a view again at exit, which fails; return the argument itself"
             )
         return
-    inner(view)  # applies what is pending, or that would make it a third time
+    inner(
+        view
+    )  # apply pending writes first, otherwise applying them later would make the view a third time
     address = view.untyped_storage()._cdata
-    for tensor, inside in zip(debtor.tensors, debtor.insides, strict=True):
+    for tensor, inside in zip(live.tensors, live.insides, strict=True):
         if inside is not None and tensor.untyped_storage()._cdata == address:
             with below_functionalization():
                 functional_remake(view, inside)
@@ -281,16 +297,16 @@ def remake(debtor: Debtor, view: Tensor, nbytes: int) -> None:
 
 
 def _undo(tensor: Tensor, inside: Tensor | None) -> None:
-    """Make AOTAutograd believe that an input was never written: what is to be written, the epilogue has."""
+    """Hide the writes of an input from AOTAutograd, which would otherwise copy them itself."""
     if inside is not None and was_written(tensor):
         functional_put_inside(tensor, inside)
 
 
 def _copies(
-    debtor: Debtor, storage: FunctionalStorage, emit: Emitter, action: Copy, value: Any
+    live: LiveStorage, storage: FunctionalStorage, emit: Emitter, action: Copy, value: Any
 ) -> Iterator[tuple[Tensor, Any]]:
-    """The writes that make up one: AOTAutograd lets a graph write its inputs only as they are."""
-    known = [(geometry(t), i) for t, i in zip(debtor.tensors, debtor.insides, strict=True)]
+    """The (target, value) pairs that implement one copy: AOTAutograd allows writes of whole inputs only."""
+    known = [(geometry(t), i) for t, i in zip(live.tensors, live.insides, strict=True)]
     seen = Extent()
     for g, inside in known:
         if g == action.geometry and inside is not None:
@@ -301,7 +317,7 @@ def _copies(
     if not seen.covers(action.geometry.start, action.geometry.end):
         raise UnsupportedOpError(
             f"writes bytes {action.geometry.start} to {action.geometry.end} of the storage of "
-            f"`{debtor.name}`, some of which no argument sees: pass a tensor that sees them all"
+            f"`{live.name}`, some of which no argument sees: pass a tensor that sees them all"
         )
     for g, inside in known:
         if inside is not None:

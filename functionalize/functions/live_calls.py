@@ -1,10 +1,10 @@
-"""Arguments and results of an op in a live call: mapped, run on the originals, put together again.
+"""Arguments and results of an op in a substituted call: mapped, run on the originals, assembled.
 
     map_tensors(read, args)           args with the value of every tensor
     on_original(aten.t.default, ...)  a view of a tensor whose storage may be empty
     returned(aten.add_.Tensor, ...)   what `x.add_(1)` returns: `x` itself, whatever the engine wrote
 
-Invariant: nothing here knows storages or values; sizes that were changed for an op are put back.
+Invariant: this module holds no state about storages or values. Storage sizes changed for an op are restored after it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functionalize.recorder.op_kinds import tensors_in
 
 
 def plain_int(nbytes: Any) -> Any:
-    """A symbolic size as the number that it stands for (a guard)."""
+    """A symbolic size as a plain integer, which adds a guard."""
     return int(nbytes) if isinstance(nbytes, torch.SymInt) else nbytes
 
 
@@ -47,21 +47,22 @@ def map_tensors(fn: Callable[[Tensor], Any], arg: Any) -> Any:
 def on_original(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a view op on the tensor itself, whose storage may be too small for torch's bounds checks.
 
-    A tracer is not told: in its graph, the view would be taken of an empty input.
+    The op is hidden from a tracer: in its graph, the view would be made of an empty input.
     """
     if is_functional(args[0]):
         return func(*args, **kwargs)
     with untraced():
-        return _with_room(func, args, kwargs)
+        return _with_enough_storage(func, args, kwargs)
 
 
-def _with_room(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_enough_storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return func(*args, **kwargs)
     except RuntimeError:
         short = [t for t in tensors_in(args) if nbytes_of(t) < geometry(t).end]
         if not short:
             raise
+    # Grow each storage temporarily so that the bounds checks pass; nothing reads the added bytes.
     sizes = [(t.untyped_storage(), t.untyped_storage().nbytes(), geometry(t).end) for t in short]
     try:
         for storage, _, enough in sizes:
@@ -84,13 +85,13 @@ def _returns(func: Any) -> tuple[str | None, ...]:
     names: list[str | None] = []
     for each in func._schema.returns:
         info = each.alias_info
-        known = [] if info is None else [sets[a] for a in info.before_set if a in sets]
-        names.append(known[0] if known else None)
+        written = [] if info is None else [sets[a] for a in info.before_set if a in sets]
+        names.append(written[0] if written else None)
     return tuple(names)
 
 
 def returned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Any) -> Any:
-    """What the op returns: the arguments that it wrote as they are, the engine's values for the rest."""
+    """The op's outputs: for an output that aliases a written argument, that argument; else the engine's value."""
     names = [a.name for a in func._schema.arguments]
     out: list[Any] = []
     for index, name in enumerate(_returns(func)):
@@ -105,8 +106,10 @@ def returned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: A
 
 
 def _value(func: Any, args: tuple[Any, ...], values: Any, index: int) -> Any:
-    """The engine's value for one output; where it has none, the output is the tensor given."""
+    """The engine's value for one output; the first tensor argument if the engine has none."""
     schema = func._schema.returns
-    of_one = len(schema) == 1 and not (isinstance(values, list) and str(schema[0].type) == "Tensor")
-    value = values if of_one or values is None else values[index]
+    is_single = len(schema) == 1 and not (
+        isinstance(values, list) and str(schema[0].type) == "Tensor"
+    )
+    value = values if is_single or values is None else values[index]
     return next(tensors_in(args)) if value is None else value

@@ -1,23 +1,25 @@
-"""The live front end: a function runs as it is, on values in place of storages that come and go.
+"""A dispatch mode that runs a function unchanged, with values substituted for the storages that it resizes.
 
-    with Substitution(inputs) as mode:     a R(p, 64)             nothing runs; p is taken over
+    with Substitution(inputs) as mode:     resize(p, 64)          nothing runs; p becomes a substituted storage
         out = fn(*args)                    p.copy_(buf)           value = clone(buf)
-    mode.pay()                             mm(p, p)               mm(value, value)
-                                           R(p, 0)                nothing runs; the value is dropped
+    mode.apply_epilogue()                  mm(p, p)               mm(value, value)
+                                           resize(p, 0)           nothing runs; the value is dropped
 
-Only storages that are empty on entry or are resized are taken over; everything else passes through unchanged,
-for whoever is below (autograd has been above all along). So what autograd saves is the parameter itself.
+A storage is substituted only if it is empty on entry, is resized, or has functional tensors of several dtypes. Ops
+on other storages are passed unchanged to the modes below. Autograd runs above this mode, so it saves the parameter
+itself, as in eager.
 
-Invariant: no storage is resized, no taken over tensor written, before `pay`; nothing of torch stays patched.
-Refusals, all before the op runs: reads of data that is not there, resizes of storages without a tensor.
+Invariant: before `apply_epilogue` no storage is resized and no tensor on a substituted storage is written. Every
+patch of torch is removed when the mode exits.
+Refusals, all before the op runs: reads of freed or undefined data, resizes of storages without a tensor.
 
-Note [Paying below functionalization]
-AOTAutograd runs a function on FunctionalTensors, twice, and works out by itself what was mutated. It has no
-words for most of what a storage can owe (a resize between two sizes other than 0, aliases of what is resized,
-subclasses, a write that is dropped because the data went), its first run would leave the fake inputs of the
-second resized, and a `copy_` that it knows of makes it save the new contents, full-sized, where eager saves
-the parameter. So it is told nothing: the epilogue goes straight into the graph being traced, on the inner
-tensors, as nodes that belong in the forward. A write that came before the storage was taken over is undone.
+Note [Epilogue below functionalization]
+AOTAutograd runs a function twice on FunctionalTensors and derives the mutations itself. It cannot express most
+epilogues: a resize between two nonzero sizes, aliases of a resized storage, subclasses, a write whose data is freed
+before exit. Its first run would leave the fake inputs of the second one resized. A `copy_` that it sees makes
+it save the new contents at full size, where eager saves the parameter. So the epilogue is hidden from it: the
+nodes are traced directly into the graph, on the tensors inside the FunctionalTensors, and belong to the forward.
+A write that AOTAutograd saw before the storage was substituted is undone.
 """
 
 from __future__ import annotations
@@ -48,19 +50,19 @@ from functionalize.discharge.storage import FunctionalStorage
 from functionalize.discharge.values import View
 from functionalize.errors import ForeignStorageError, FunctionalizeError, UnsupportedOpError
 from functionalize.functions.input_epilogue import (
-    Debtor,
     EntrySizes,
-    Held,
+    LiveStorage,
     Move,
+    MovedInput,
     geometry,
     inner,
     is_functional,
     nbytes_of,
     number_at,
     onto_storage_of,
-    pay,
     remake,
     span_of,
+    write_back,
 )
 from functionalize.functions.live_calls import map_tensors, on_original, plain_int, returned
 from functionalize.ir.epilogue import window
@@ -76,7 +78,7 @@ aten = torch.ops.aten
 class Substitution(TorchDispatchMode):
     """The mode for one call of a function.
 
-    inputs: gives the name and tensor of each of its inputs. sizes: shared by all calls of one function.
+    inputs: yields the name and tensor of each input. sizes: the entry sizes, shared by all calls of one function.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class Substitution(TorchDispatchMode):
         self.suspended = 0
         self.engine = Functionalizer(TensorEmitter(self._original))
         self._serials = itertools.count()
-        self._debtors: dict[int, Debtor] = {}  # by address of a storage
-        self._taken: dict[int, Debtor] = {}
-        self._moved: dict[int, tuple[Tensor, Held]] = {}
+        # Both by the address of the StorageImpl; the second holds a subset of the first.
+        self._storages: dict[int, LiveStorage] = {}
+        self._substituted: dict[int, LiveStorage] = {}
+        self._moved: dict[int, tuple[Tensor, MovedInput]] = {}  # by id of the tensor
         self._inputs = inputs
         self._undo: list[ExitStack] = []
 
@@ -99,7 +102,7 @@ class Substitution(TorchDispatchMode):
 
     def __enter__(self) -> Substitution:
         with ExitStack() as undo:
-            outermost = not self._undo  # else from inside of its own handler
+            outermost = not self._undo  # otherwise the handler below re-enters its own mode
             for name, tensor in self._inputs() if outermost else ():
                 self._bring_in(name, tensor)
             for patches in (PATCHES, SIZE_PATCHES) if outermost else ():
@@ -116,7 +119,7 @@ class Substitution(TorchDispatchMode):
     # -- storages ------------------------------------------------------------------------------
 
     def _bring_in(self, name: str, tensor: Tensor) -> None:
-        """An input; those that share a storage share a debtor, though a wrapper of each may hide it."""
+        """Register an input. Inputs on one storage share a `LiveStorage`, even if their wrappers differ."""
         if is_traceable_wrapper_subclass(tensor):
             for path, inner in plain_tensors_by_path(tensor):
                 self._bring_in(".".join([name, *path]), inner)
@@ -124,45 +127,48 @@ class Substitution(TorchDispatchMode):
         try:
             address = tensor.untyped_storage()._cdata
         except (NotImplementedError, RuntimeError):
-            return  # sparse and the like pass through
-        debtor = self._debtors.get(address)
-        if debtor is None:
-            fresh = Debtor(next(self._serials), name, self._sizes.of(tensor), tensor.device, True)
-            same = (d for d in self._debtors.values() if is_functional(tensor) and d.holds(tensor))
-            debtor = next(same, fresh)
-            self._debtors[address] = debtor
-        debtor.add(tensor)
-        if (debtor.nbytes == 0 and tensor.numel()) or debtor.mixed:
-            self._take_over(debtor)
-
-    def _take_over(self, debtor: Debtor) -> FunctionalStorage:
-        """Declare a storage to the engine; its base is the widest tensor that is known on it."""
-        for address, each in self._debtors.items():
-            if each is debtor:
-                self._taken[address] = debtor
-        found = self.engine.storages.get(debtor.serial)
-        if found is None:
-            home = debtor.widest()
-            ref, value = TensorRef(debtor.serial, geometry(home)), debtor.value(home)
-            found = self.engine.declare(
-                ref, debtor.nbytes, debtor.device, value, debtor.name, external=True
+            return  # a tensor without a storage (sparse, for example) needs no substitution
+        live = self._storages.get(address)
+        if live is None:
+            fresh = LiveStorage(
+                next(self._serials), name, self._sizes.of(tensor), tensor.device, True
             )
-        for tensor in debtor.tensors:
+            same = (d for d in self._storages.values() if is_functional(tensor) and d.holds(tensor))
+            live = next(same, fresh)
+            self._storages[address] = live
+        live.add(tensor)
+        if (live.nbytes == 0 and tensor.numel()) or live.mixed:
+            self._substitute_storage(live)
+
+    def _substitute_storage(self, live: LiveStorage) -> FunctionalStorage:
+        """Declare a storage to the engine; its base is the tensor that covers most of it."""
+        for address, each in self._storages.items():
+            if each is live:
+                self._substituted[address] = live
+        found = self.engine.storages.get(live.serial)
+        if found is None:
+            target = live.widest()
+            ref, value = TensorRef(live.serial, geometry(target)), live.value(target)
+            found = self.engine.declare(
+                ref, live.nbytes, live.device, value, live.name, external=True
+            )
+        for tensor in live.tensors:
             g = geometry(tensor)
             if g not in found.views and found.version == 0:
-                value = debtor.value(tensor)
-                found.views[g] = View(g, None, None, value, 0 if debtor.nbytes else -1)
+                # Version -1 is stale: the contents of an empty storage cannot be read before a write.
+                value = live.value(tensor)
+                found.views[g] = View(g, None, None, value, 0 if live.nbytes else -1)
         return found
 
     def _original(self, serial: int) -> Tensor:
-        return next(d for d in self._taken.values() if d.serial == serial).widest()
+        return next(d for d in self._substituted.values() if d.serial == serial).widest()
 
-    def _debtor_of(self, arg: Any) -> Debtor | None:
-        """The debtor of a tensor on a storage that is taken over."""
+    def _substituted_storage(self, arg: Any) -> LiveStorage | None:
+        """The substituted storage of a tensor; None for any other argument."""
         if not isinstance(arg, Tensor) or is_traceable_wrapper_subclass(arg):
             return None
         try:
-            return self._taken.get(arg.untyped_storage()._cdata)
+            return self._substituted.get(arg.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None
 
@@ -185,7 +191,7 @@ class Substitution(TorchDispatchMode):
                 for inner in plain_tensors(args[0]):
                     RESIZE_STORAGE(inner, args[1])
             return None
-        parts = one_by_one(func, args, kwargs, self._place, span_of, number_at)
+        parts = one_by_one(func, args, kwargs, self._location, span_of, number_at)
         if parts is not None:
             with self:
                 for each, named in parts:
@@ -194,7 +200,7 @@ class Substitution(TorchDispatchMode):
         resizes = func is RESIZE_STORAGE
         moves = func is aten.set_.source_Tensor and is_functional(args[0])
         if not (resizes or moves) and not any(
-            self._debtor_of(t) for t in tensors_in((args, kwargs))
+            self._substituted_storage(t) for t in tensors_in((args, kwargs))
         ):
             return func(*args, **kwargs)
         if is_metadata(func) or func.name() in _ABOUT_VERSIONS:
@@ -208,18 +214,18 @@ class Substitution(TorchDispatchMode):
         try:
             with self.engine.emit.made_for(record):
                 if resizes:
-                    return self._resize(self._tensor_debtor(args[0]), args[1])
+                    return self._resize(self._storage_of(args[0]), args[1])
                 return self._substitute(record, args, kwargs)
         except FunctionalizeError as error:
             raise located(error, record) from error.__cause__
 
-    def _place(self, tensor: Any) -> Any:
-        """Where a tensor lies; AOTAutograd would do all elements of a list at once."""
+    def _location(self, tensor: Any) -> Any:
+        """The identity of a tensor's storage: a list op whose elements share one is run element by element."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return None
         address = tensor.untyped_storage()._cdata
-        debtor = self._debtors.get(address)
-        return address if debtor is None else debtor
+        live = self._storages.get(address)
+        return address if live is None else live
 
     def _substitute(self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func = record.target
@@ -232,25 +238,25 @@ class Substitution(TorchDispatchMode):
         return func(*map_tensors(self._value, args), **map_tensors(self._value, kwargs))
 
     def _value(self, tensor: Tensor) -> Any:
-        debtor = self._debtor_of(tensor)
-        if debtor is None:
+        live = self._substituted_storage(tensor)
+        if live is None:
             return tensor
-        return self.engine.read(TensorRef(debtor.serial, geometry(tensor)))
+        return self.engine.read(TensorRef(live.serial, geometry(tensor)))
 
     def _view(self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A view of the original, for autograd; the engine remembers how it was made."""
+        """Make the view of the original tensor, for autograd; the engine records the view op."""
 
-        def known(tensor: Tensor) -> Any:
-            debtor = self._debtor_of(tensor)
-            return tensor if debtor is None else TensorRef(debtor.serial, geometry(tensor))
+        def ref_of(tensor: Tensor) -> Any:
+            live = self._substituted_storage(tensor)
+            return tensor if live is None else TensorRef(live.serial, geometry(tensor))
 
         out = on_original(record.target, args, kwargs)
-        record.args, record.outputs = map_tensors(known, args), map_tensors(known, out)
+        record.args, record.outputs = map_tensors(ref_of, args), map_tensors(ref_of, out)
         self.engine.views(record)
         return out
 
     def _step(self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let the engine do an op that writes, or that has a rule; plain tensors take part for its length."""
+        """Let the engine discharge an op that writes or has a rule; other tensors are declared for this op only."""
         func = record.target
         if func.namespace in ("c10d", "fsdp") and func._schema.returns:
             raise UnsupportedOpError(
@@ -259,9 +265,9 @@ class Substitution(TorchDispatchMode):
         plain: list[tuple[TensorRef, Tensor]] = []
 
         def ref(tensor: Tensor) -> TensorRef:
-            debtor, g = self._debtor_of(tensor), geometry(tensor)
-            if debtor is not None:
-                return TensorRef(debtor.serial, g)
+            live, g = self._substituted_storage(tensor), geometry(tensor)
+            if live is not None:
+                return TensorRef(live.serial, g)
             made = TensorRef(next(self._serials), g)
             self.engine.declare(made, g.end, tensor.device, tensor, "an argument")
             plain.append((made, tensor))
@@ -279,78 +285,78 @@ class Substitution(TorchDispatchMode):
         return returned(func, args, kwargs, values)
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`set_`, `t_` and their like change the tensor object, which the engine knows by its geometry."""
+        """Run an op that changes the tensor object (`set_`, `t_`); the engine identifies views by geometry alone."""
         if func in (aten.resize_.default, aten.resize_as_.default):
             raise UnsupportedOpError(
                 "resizes a tensor whose storage is resized too: use fz.resize_storage_bytes_ and a view"
             )
-        debtor = self._debtors.get(args[0].untyped_storage()._cdata)
-        held = debtor.let_go(args[0]) if debtor is not None else None
+        live = self._storages.get(args[0].untyped_storage()._cdata)
+        moved = live.replace_by_alias(args[0]) if live is not None else None
         out = func(*args, **kwargs)
         if func is aten.set_.source_Tensor and is_functional(args[0]):
             onto_storage_of(args[0], args[1])
-            if held is not None:
-                self._moved.setdefault(id(args[0]), (args[0], held))
+            if moved is not None:
+                self._moved.setdefault(id(args[0]), (args[0], moved))
         return out
 
     # -- resizes -------------------------------------------------------------------------------
 
-    def _tensor_debtor(self, tensor: Tensor) -> Debtor:
+    def _storage_of(self, tensor: Tensor) -> LiveStorage:
         address = tensor.untyped_storage()._cdata
-        debtor = self._debtors.get(address)
-        if debtor is None:
+        live = self._storages.get(address)
+        if live is None:
             device, nbytes = tensor.device, nbytes_of(tensor)
-            debtor = Debtor(next(self._serials), "a temporary", nbytes, device, False)
-            self._debtors[address] = debtor
-            debtor.add(tensor)
-        return debtor
+            live = LiveStorage(next(self._serials), "a temporary", nbytes, device, False)
+            self._storages[address] = live
+            live.add(tensor)
+        return live
 
-    def _resize(self, debtor: Debtor, nbytes: Any) -> None:
-        storage = self._take_over(debtor)
-        self.engine.resize(debtor.serial, plain_int(nbytes))
+    def _resize(self, live: LiveStorage, nbytes: Any) -> None:
+        storage = self._substitute_storage(live)
+        self.engine.resize(live.serial, plain_int(nbytes))
         if storage.nbytes == 0:
             for view in storage.views.values():
                 if view.version != storage.version and view.value is not storage.base:
-                    view.hold(None, view.version)  # the data goes now, as it does in eager
+                    view.hold(None, view.version)  # release the data now, as eager does
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
-        """`UntypedStorage.resize_` was called (it does not dispatch); `original` is not."""
+        """Replaces `UntypedStorage.resize_`, which does not dispatch; `original` is not called."""
         record = OpRecord(RESIZE_STORAGE, (), {}, None, (), CapturedTraceback.extract())
         try:
-            debtor = self._debtors.get(storage._cdata)
-            if debtor is None:
+            live = self._storages.get(storage._cdata)
+            if live is None:
                 raise ForeignStorageError(
-                    f"resizes a storage of {storage.nbytes()} bytes to {size} that belongs to no tensor the "
-                    "function was given: pass its tensor, or call fz.resize_storage_bytes_(tensor, nbytes)"
+                    f"resizes a storage of {storage.nbytes()} bytes to {size} that belongs to no tensor that was "
+                    "passed to the function: pass its tensor, or call fz.resize_storage_bytes_(tensor, nbytes)"
                 )
-            self._resize(debtor, size)
+            self._resize(live, size)
         except FunctionalizeError as error:
             raise located(error, record) from None
         return storage
 
     def storage_nbytes(self, storage: torch.UntypedStorage) -> int | None:
-        """The size that the function has given a storage; None for one that is not taken over."""
-        debtor = self._taken.get(storage._cdata)
-        return None if debtor is None else self.engine.storages[debtor.serial].nbytes
+        """The size in bytes to which the function resized a storage; None if it is not substituted."""
+        live = self._substituted.get(storage._cdata)
+        return None if live is None else self.engine.storages[live.serial].nbytes
 
     # -- exit ----------------------------------------------------------------------------------
 
-    def pay(self) -> None:
-        """Leave every storage as the function would have; call it after the mode has been left."""
+    def apply_epilogue(self) -> None:
+        """Resize and write the real storages as the function would have. Call it after the mode has exited."""
         with torch.no_grad():
-            moves = [self._come_back(tensor, held) for tensor, held in self._moved.values()]
-            left = {move.held.name for move in moves}
-            steps: list[Callable[[], None]] = [m.pay for m in moves if m.before]
-            for debtor in dict.fromkeys(self._taken.values()):
-                # what a tensor moves away from is paid first, what it moves to last
-                storage = self.engine.storages[debtor.serial]
-                at = 0 if debtor.name in left else len(steps)
-                steps.insert(at, partial(pay, debtor, storage, self.engine.emit))
-            for step in [*steps, *(m.pay for m in moves if not m.before)]:
+            moves = [self._undo_set(tensor, moved) for tensor, moved in self._moved.values()]
+            left = {move.moved.name for move in moves}
+            steps: list[Callable[[], None]] = [m.emit_set for m in moves if m.before]
+            for live in dict.fromkeys(self._substituted.values()):
+                # The storage that a `set_` moves a tensor away from is written first, the new one last.
+                storage = self.engine.storages[live.serial]
+                at = 0 if live.name in left else len(steps)
+                steps.insert(at, partial(write_back, live, storage, self.engine.emit))
+            for step in [*steps, *(m.emit_set for m in moves if not m.before)]:
                 step()
 
     def outputs(self, out: Any) -> Any:
-        """What the function returned, views of storages that were taken over as a tracer must see them."""
+        """The function's result; while tracing, its views of substituted storages are remade after the epilogue."""
         if proxy_mode() is None:
             return out
 
@@ -359,37 +365,35 @@ class Substitution(TorchDispatchMode):
                 for inner in filter(is_functional, plain_tensors(tensor)):
                     traced(inner)
                 return tensor
-            debtor = self._debtor_of(tensor)
-            if debtor is None or any(tensor is t for t in debtor.tensors):
+            live = self._substituted_storage(tensor)
+            if live is None or any(tensor is t for t in live.tensors):
                 return tensor
             if not is_functional(tensor):
-                return window(debtor.widest(), geometry(tensor))
-            remake(debtor, tensor, self.engine.storages[debtor.serial].nbytes)
+                return window(live.widest(), geometry(tensor))
+            remake(live, tensor, self.engine.storages[live.serial].nbytes)
             return tensor
 
         return pytree.tree_map_only(Tensor, traced, out)
 
-    def _come_back(self, tensor: Tensor, held: Held) -> Move:
-        """Undo a `set_` of an input, and say how to do it in the graph."""
-        debtor = self._debtors.get(tensor.untyped_storage()._cdata)
-        if debtor is None:
-            move = Move(held, inner(tensor), True)
+    def _undo_set(self, tensor: Tensor, moved: MovedInput) -> Move:
+        """Undo a `set_` of an input; returns the `set_` that the graph has to run."""
+        live = self._storages.get(tensor.untyped_storage()._cdata)
+        if live is None:
+            move = Move(moved, inner(tensor), True)
         else:
             g = geometry(tensor)
-            same = (
-                i for t, i in zip(debtor.tensors, debtor.insides, strict=True) if geometry(t) == g
-            )
+            same = (i for t, i in zip(live.tensors, live.insides, strict=True) if geometry(t) == g)
             source = next(same, None)
             if source is None:
                 raise UnsupportedOpError(
-                    f"makes `{held.name}` a view of `{debtor.name}` by set_: AOTAutograd can express set_ to "
+                    f"makes `{moved.name}` a view of `{live.name}` by set_: AOTAutograd can express set_ to "
                     "another argument as it is, or to a new tensor"
                 )
-            move = Move(held, source, debtor.nbytes >= g.end)
-        aten.set_.source_Tensor(tensor, held.alias)
-        onto_storage_of(tensor, held.alias)
+            move = Move(moved, source, live.nbytes >= g.end)
+        aten.set_.source_Tensor(tensor, moved.alias)
+        onto_storage_of(tensor, moved.alias)
         return move
 
 
-# Ops of Dynamo's that look at a tensor object alone.
+# Ops that Dynamo inserts and that read or set a tensor's version counter only.
 _ABOUT_VERSIONS = frozenset({"prims::_tensor_version", "prims::_unsafe_set_version_counter"})

@@ -1,4 +1,4 @@
-"""`trace`: a function as a program, recorded on fakes of its arguments; see `docs/functions.md`."""
+"""`trace`: the program of a function, recorded on fakes of its arguments; see `docs/functions.md`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
 
 @contextmanager
 def _own_modes() -> Iterator[None]:
-    """A trace inside another, or under a fake mode, is no business of theirs."""
+    """Disable an enclosing fake mode or recorder, which must not see the ops of this trace."""
     if any(isinstance(m, (FakeTensorMode, Recorder)) for m in current_modes()):
         with disable_current_modes():
             yield
@@ -72,10 +72,10 @@ class _Trace:
         self.outsiders = Outsiders(self.mode, names_of_outsiders(fn))
         self.recorder = Recorder(outsiders=self.outsiders)
         self.names = leaf_names(fn, self.in_spec)
-        self.given = _given_inputs(self.recorder, self.fakes, self.names)
+        self.inputs = _argument_inputs(self.recorder, self.fakes, self.names)
 
     def run(self) -> Any:
-        """What the function returns, given fakes."""
+        """Call the function with the fakes; returns its result."""
         args, kwargs = unflatten(self.fakes, self.in_spec)
         before = [_grad(t) for t in self.fakes]
         try:
@@ -93,11 +93,11 @@ class _Trace:
         return out
 
     def program(self) -> Program:
-        """Run, discharge, decide what the caller still sees."""
+        """Run the function, discharge the recorded ops, and build outputs, epilogue and guards."""
         out_leaves, out_spec = flatten_result(self.run())
-        told = hidden(out_leaves)
-        if told is not None:
-            raise UncapturableError(told)
+        reason = hidden(out_leaves)
+        if reason is not None:
+            raise UncapturableError(reason)
         builder = Builder(self.recorder)
         self._add_inputs(builder)
         builder.discharge()
@@ -105,7 +105,7 @@ class _Trace:
             outside = {id(t) for t in out_leaves if isinstance(t, Tensor) and not is_fake(t)}
             outputs = builder.roles(out_leaves, self.fakes, outside)
             epilogue: list[Action] = builder.epilogue()
-            for index, each in enumerate(self.given):
+            for index, each in enumerate(self.inputs):
                 if isinstance(each.source, Argument):
                     moved = builder.moved(index, _inner(self.fakes, each.source))
                     if moved is not None:
@@ -115,22 +115,22 @@ class _Trace:
         )
 
     def _add_inputs(self, builder: Builder) -> None:
-        """Arguments, gradients of arguments that were used, what the function found by itself, constants."""
+        """Add the inputs: arguments, used gradients of arguments, tensors found outside them, constants."""
         used = {ref.storage for r in self.recorder.records for ref in refs_in([r.args, r.kwargs])}
-        self.given = [g for g in self.given if not _is_grad(g.source) or g.ref.storage in used]
+        self.inputs = [g for g in self.inputs if not _is_grad(g.source) or g.ref.storage in used]
         for each in self.outsiders.found.values():
             if each.ref is not None:
-                self.given.append(GivenInput(each.name, each.ref, Captured(each.real)))
-        known = {g.ref.storage for g in self.given}
+                self.inputs.append(GivenInput(each.name, each.ref, Captured(each.real)))
+        declared = {g.ref.storage for g in self.inputs}
         for external in self.recorder.storages.externals:
             if external.literal:
                 builder.add_constant(external.ref, external.tensor)
-            elif external.ref.storage not in known and external.ref.storage in used:
+            elif external.ref.storage not in declared and external.ref.storage in used:
                 raise UncapturableError(
                     f"uses a fake tensor ({external.ref.geometry}) that it was not given: pass it as an "
                     "argument"
                 )
-        builder.add_inputs(self.given)
+        builder.add_inputs(self.inputs)
 
     def _guards(self, builder: Builder) -> list[Guard]:
         guards: list[Guard] = [
@@ -161,26 +161,26 @@ def _inner(leaves: Sequence[Any], source: Argument) -> Tensor:
     return value
 
 
-def _given_inputs(
+def _argument_inputs(
     recorder: Recorder, leaves: Sequence[Any], names: Sequence[str]
 ) -> list[GivenInput]:
-    given: list[GivenInput] = []
+    inputs: list[GivenInput] = []
 
     def add(value: Any, name: str, leaf: int, attributes: tuple[str, ...]) -> None:
         for path, tensor in plain_tensors_by_path(value):
             full, source = ".".join([name, *path]), Argument(leaf, (*attributes, *path))
-            given.append(GivenInput(full, recorder.storages.bring_in(tensor, full), source))
+            inputs.append(GivenInput(full, recorder.storages.bring_in(tensor, full), source))
             grad = _grad(tensor)
             if grad is not None:
                 add(grad, f"{full}.grad", leaf, (*source.attributes, "grad"))
 
     for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
         add(leaf, name, i, ())
-    return given
+    return inputs
 
 
 def _run(recorder: Recorder, mode: FakeTensorMode, call: Callable[[], Any]) -> Any:
-    """Run `call` while recording; what eager cannot run becomes an error of ours."""
+    """Run `call` while recording; an exception of eager becomes a `FunctionalizeError` that names the op."""
     try:
         with mode, recorder:
             return call()

@@ -1,11 +1,11 @@
-"""The file of saved programs: a zip of what a reader compares first, what programs are, and their constants.
+"""The file of saved programs: a zip of metadata, programs and constants.
 
-    metadata.json    versions, world, sizes: read without the rest
-    programs.json    records (see json_codec.py) and, per program, its nodes and fields (see persist.py)
-    constants.pt     tensors that programs hold, by `torch.save`, read with `weights_only=True`
+    metadata.json    versions, world, sizes: checked first, without reading the rest
+    programs.json    records (see json_codec.py) and, per program, its nodes and fields (see program_file.py)
+    constants.pt     constants of the programs, by `torch.save`, read with `weights_only=True`
 
 Invariant: a file is written as a whole or not at all.
-Refusals: `LoadError` for a file that is not there, is damaged, or is of another version of anything.
+Refusals: `LoadError` for a file that does not exist, is damaged, or was written by other versions.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Json = Any
 
 
 def versions() -> dict[str, Any]:
-    """What must be the same where a program is read."""
+    """The versions that must be equal when a program is saved and when it is loaded."""
     try:
         own = importlib.metadata.version("functionalize")
-    except importlib.metadata.PackageNotFoundError:  # run from its folder
+    except importlib.metadata.PackageNotFoundError:  # imported from a source folder
         own = "unknown"
     return {
         "format": FORMAT,
@@ -49,7 +49,7 @@ def versions() -> dict[str, Any]:
 
 
 def check_versions(metadata: Json) -> None:
-    """Raises `LoadError` if a file is of another version of anything that programs depend on."""
+    """Raises `LoadError` if a file was written by other versions than those running."""
     if metadata.get("format") != FORMAT:
         raise LoadError(f"has format {metadata.get('format')}, this library reads format {FORMAT}")
     for name, here in versions().items():
@@ -64,7 +64,7 @@ _LARGEST = 2**31  # bytes of JSON: far above any program, below what would exhau
 
 
 def write(path: FilePath, metadata: Json, content: Json, constants: Mapping[str, Tensor]) -> None:
-    """Write a file, or leave what is there: it is put in place when it is complete."""
+    """Write a file atomically: an existing file is replaced when the new one is complete."""
     tensors = io.BytesIO()
     torch.save(dict(constants), tensors)
     path = Path(path)
@@ -91,7 +91,7 @@ def _umask() -> int:
 
 
 def read_metadata(path: FilePath) -> Json:
-    """The metadata alone; raises `LoadError` for what is no such file."""
+    """The metadata alone; raises `LoadError` if the file is no saved program."""
     return json.loads(_entry(path, _METADATA))
 
 
@@ -128,14 +128,14 @@ def _entry(path: FilePath, name: str) -> bytes:
 
 
 def refusal(path: FilePath, error: FunctionalizeError, verb: str) -> FunctionalizeError:
-    """`error` with the file before it."""
-    told = type(error)(f"{os.fspath(path)} cannot be {verb}: it {error}")
-    told.__cause__ = error.__cause__
-    return told
+    """`error` with the file's path before its message."""
+    reported = type(error)(f"{os.fspath(path)} cannot be {verb}: it {error}")
+    reported.__cause__ = error.__cause__
+    return reported
 
 
 def damaged(error: Exception) -> LoadError:
-    """What reading a file raised that no sound file makes it raise."""
-    told = LoadError(f"is damaged: {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    """The `LoadError` for an exception that reading an undamaged file cannot raise."""
+    reported = LoadError(f"is damaged: {type(error).__name__}: {error}")
+    reported.__cause__ = error
+    return reported

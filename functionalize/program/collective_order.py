@@ -2,10 +2,10 @@
 
     sequences(graph)["0"]    ("all_gather_into_tensor(float32[568])", "reduce_scatter_tensor(float32[568], avg)")
 
-Ranks of one group must issue the same collectives in the same order, or they wait for each other for ever. A text
-has what every rank has in common, and no more: sizes where the op asks for equal ones (the splits of an
-all-to-all differ), the reduction, the number of ranks; not the group's name, which each rank counts for itself.
-Invariant: what a rank issues is told by its texts alone, whatever else its graph computes. Linear in the nodes.
+Ranks of one group must issue the same collectives in the same order, or they deadlock. A text contains only what is
+equal on all ranks: sizes where the op requires equal ones (the splits of an all-to-all differ), the reduction, the
+number of ranks; not the group's name, which each rank numbers by itself.
+Invariant: the texts depend on the collectives alone, not on the rest of the graph. Linear in the nodes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sequences(graph: fx.Graph) -> dict[str, Texts]:
 
 
 def recorded_sequences(records: Iterable[OpRecord]) -> dict[str, Texts]:
-    """The same for an op stream, in terms of the ops that were recorded."""
+    """The texts of an op stream's collectives by group, from the recorded ops."""
     found: dict[str, list[str]] = {}
     for record in records:
         for group in groups_of(record.target, record.args):
@@ -56,7 +56,7 @@ def recorded_sequences(records: Iterable[OpRecord]) -> dict[str, Texts]:
 
 
 def fingerprints(graph: fx.Graph, reads_numbers: bool) -> dict[str, int]:
-    """A number per group, of 56 bits: equal if the collectives are, and if both or neither reads numbers.
+    """A 56-bit number per group: equal if the collectives are equal, and both or neither program reads numbers.
 
     reads_numbers: whether a program of this graph guards values that the graph computes.
     """
@@ -70,7 +70,7 @@ def _fingerprint(texts: Sequence[str]) -> int:
 
 
 def groups_of(target: Any, args: Iterable[Any]) -> list[str]:
-    """The names of the process groups that an op talks in; none for a wait."""
+    """The names of the process groups that an op communicates in; none for a wait."""
     space = getattr(target, "namespace", "")
     if space == "c10d":
         return [group_name(a) for a in args if is_group(a)]
@@ -97,5 +97,5 @@ def _reductions(args: Iterable[Any]) -> list[str]:
 def _name_of(boxed: Any) -> str:
     try:
         return reduction(boxed)
-    except UnsupportedOpError:  # it is recorded, and refused later by name
+    except UnsupportedOpError:  # recorded here; discharge refuses it and names it
         return str(boxed.op())

@@ -1,14 +1,14 @@
-"""Numbers that Python reads of the arguments alone: guarded before the graph runs.
+"""Guards on numbers that Python computes from the arguments alone, checked before the graph runs.
 
     if mask.all(): ...          the mask is an argument    ->  EarlyGuard, a guard like all others
-    if loss.item() > 9: ...     the loss is made from it   ->  ValueGuard, known when the graph has run
+    if loss.item() > 9: ...     the loss is computed       ->  ValueGuard, checked when the graph has run
 
-A Hugging Face model reads its attention mask to see whether there is any padding. Guarded early, a call finds the
-one of several programs that fits its mask, nothing runs in vain, and the ranks need not agree on anything.
+A Hugging Face model reads its attention mask to see whether there is any padding. An early guard selects the one of
+several programs that fits the mask: no graph runs in vain, and the ranks need not vote on the outcome.
 
 Invariant: whether a record is early follows from the ops before it, not from values: every rank that issues the
 same ops decides alike. A graph is pure, so a part of it may be computed at any time before the epilogue.
-Refusals: what depends on a parameter, a random number, another rank or a live number is not early.
+Refusals: a value that depends on a parameter, a random number, another rank or a live number is not early.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from functionalize.program.executable import Executable
 from functionalize.program.prune_unused import drop_unused_inputs
 
 
-def early_records(records: Iterable[OpRecord], given: Iterable[int]) -> frozenset[int]:
-    """Ids of the records that only depend on the storages `given` (those of arguments, and constants)."""
+def early_records(records: Iterable[OpRecord], storages: Iterable[int]) -> frozenset[int]:
+    """Ids of the records that depend on these storages only (those of arguments and constants)."""
     early: set[int] = set()
-    clean = set(given)
+    clean = set(storages)  # storages whose contents depend on `storages` only
     for record in records:
         read = {ref.storage for ref in refs_in([record.args, record.kwargs])}
         made = {ref.storage for ref in refs_in(record.outputs)}
@@ -51,7 +51,7 @@ def early_records(records: Iterable[OpRecord], given: Iterable[int]) -> frozense
 
 
 def is_early(expression: Any, early: Container[int]) -> bool:
-    """Whether an expression is made from numbers that early records gave Python, and from constants."""
+    """Whether an expression depends only on numbers that Python read by early records, and on constants."""
     done: dict[Any, None] = {}
     for part in bottom_up(expression, done):
         if isinstance(part, ScalarInput) or (
@@ -72,19 +72,25 @@ def _is_live(arg: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlyGuard:
-    """What Python learned of the arguments' values still holds. program: the part of the graph that tells."""
+    """A guard that numbers which Python read of the arguments are the same as at capture.
+
+    program: the part of the graph that computes these numbers from the arguments, with its value guards.
+    """
 
     program: Executable
 
     @staticmethod
     def of(
-        learned: Sequence[tuple[fx.Node, Any, str, str]],
+        readings: Sequence[tuple[fx.Node, Any, str, str]],
         inputs: Sequence[InputSpec],
         constants: Mapping[str, Any],
         runner: Any,
     ) -> EarlyGuard:
-        """The guard for (node, its value, where it was read, what it is), all in one graph with these inputs."""
-        nodes = list(dict.fromkeys(node for node, *_ in learned))
+        """The guard for these readings, all of one graph with these inputs.
+
+        readings: (node, its value at capture, the user's line that read it, a description for messages).
+        """
+        nodes = list(dict.fromkeys(node for node, *_ in readings))
         program = Executable(
             graph=_part(nodes),
             constants=dict(constants),
@@ -94,7 +100,7 @@ class EarlyGuard:
             guards=(),
             value_guards=tuple(
                 ValueGuard(nodes.index(node), value, where, what)
-                for node, value, where, what in learned
+                for node, value, where, what in readings
             ),
             in_spec=None,
             out_spec=pytree.tree_structure(()),
@@ -115,7 +121,7 @@ class EarlyGuard:
 
 
 def _part(wanted: Sequence[fx.Node]) -> fx.Graph:
-    """A graph of its own with all placeholders, and what `wanted` are made from."""
+    """A separate graph with all placeholders that computes and returns `wanted`."""
     source = wanted[0].graph
     needed: set[fx.Node] = set()
     todo = list(wanted)

@@ -1,11 +1,11 @@
-"""`Executable`: a pure graph, where its inputs come from, where its outputs go, and how a replay runs it.
+"""`Executable`: a pure graph, the sources of its inputs, the roles of its outputs, and its replay.
 
     inputs ──sources──▶ guards ──▶ graph ──▶ value guards ──▶ epilogue ──▶ outputs
 
-At stage INPLACE the value guards are checked in the middle of the graph, and what follows may write inputs: see
-`commit.py`.
+At stage INPLACE the value guards are checked in the middle of the graph, and the ops after them may write inputs: see
+`ir/commit.py`.
 
-Invariant: nothing of the caller's is changed before the last guard has passed.
+Invariant: no tensor of the caller is changed before the last guard has passed.
 """
 
 from __future__ import annotations
@@ -35,21 +35,28 @@ _ADVICE = ". Nothing was changed: trace again for arguments like these"
 
 
 class Vote(Protocol):
-    """How the ranks agree, see `step/vote.py`."""
+    """The agreement of ranks on whether to commit, see `step/vote.py`."""
 
     def any_failed(self, failed: bool) -> bool:
-        """Whether any rank says so."""
+        """Whether any rank calls this with `failed` true. A collective: every rank calls it."""
         ...
 
 
 @dataclass(eq=False)
 class Executable:
-    """A captured callable as data, with what it takes to replay it; `Program` adds text, lowering and files.
+    """A captured callable as data that can be replayed; `Program` adds text, lowering and files.
 
-    inputs: one per placeholder of the graph. outputs: one role per leaf of `out_spec`. epilogue: what the
-    caller still sees, in order. facts: guards that look at no input, checked before inputs are found.
-    history: what each pass did, as `name{options}: rewrites`. writes: the inputs that ops of the graph write,
-    all of them after its `commit`; it has one at stage INPLACE only.
+    constants: tensors that the graph reads by `get_attr`, by name.
+    inputs: one per placeholder of the graph.
+    outputs: one role per leaf of `out_spec`.
+    epilogue: the mutations of inputs that the caller must still see at exit, in order.
+    facts: guards that read no input, checked before inputs are resolved.
+    guards: guards on inputs, checked before the graph runs.
+    value_guards: guards on values that the graph computes, checked before anything is written.
+    stage: FUNCTIONAL, PARTITIONED or INPLACE.
+    history: the rewrites of each pass, as `name{options}: rewrites`.
+    writes: the inputs that ops of the graph write, all after its `commit`; only at stage INPLACE.
+    runner: compiles the program for replays; None: it is interpreted.
     """
 
     graph: fx.Graph
@@ -84,9 +91,9 @@ class Executable:
         self._module, self.graph, self._run = module, module.graph, None
 
     def describe(self) -> None:
-        """Fill every `node.meta`: `val`, `tensor_meta`, `phase`; `stack_trace`, `seq_nr` where known.
+        """Fill every `node.meta`: `val`, `tensor_meta`, `phase`; `stack_trace`, `seq_nr` where recorded.
 
-        Done once, when somebody first needs it: symbolising stacks and making fake values costs as much as the capture.
+        Done once, and only on demand: symbolising stacks and making fake values costs as much as the capture.
         """
         if not self._described:
             annotate(self)
@@ -98,7 +105,7 @@ class Executable:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Where in what the callable returns each output is: `out`, `out[0]`, `out['loss']`."""
+        """The path of each output in the callable's result: `out`, `out[0]`, `out['loss']`."""
         return tuple(f"out{pytree.keystr(path)}" for path in paths(self.out_spec))
 
     # -- replay ----------------------------------------------------------------------------------
@@ -106,20 +113,20 @@ class Executable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay: outputs as the callable returns them, inputs mutated as it would.
 
-        Runs below autograd: outputs carry no history (use `aot_function` for gradients). Raises
-        `GuardError`, with nothing changed, if the arguments are not what the capture saw.
+        Runs below autograd: outputs have no `grad_fn` (use `aot_function` for gradients). Raises
+        `GuardError`, with nothing changed, if the arguments differ from what was captured.
         """
         leaves, spec = flatten((args, kwargs))
         if self.in_spec is not None and spec != self.in_spec:
             was = tree_text(self.in_spec)
             raise GuardError(f"the arguments are {tree_text(spec)}, were {was}{_ADVICE}")
-        failed = self.resolve(leaves)
-        if isinstance(failed, str):
-            raise GuardError(failed + _ADVICE)
-        return self.replay(failed)
+        resolved = self.resolve(leaves)
+        if isinstance(resolved, str):
+            raise GuardError(resolved + _ADVICE)
+        return self.replay(resolved)
 
     def resolve(self, leaves: Sequence[Any]) -> Call | str:
-        """The inputs now, or the first guard's failure. Changes nothing."""
+        """The inputs of this call, or the message of the first guard that fails. Changes nothing."""
         call = Call(leaves, [])
         for fact in self.facts:
             try:
@@ -142,10 +149,10 @@ class Executable:
     def replay(self, call: Call, vote: Vote | None = None) -> Any:
         """Run the graph on resolved inputs, then the epilogue; raises `GuardError` before the latter.
 
-        vote: asks the other ranks whether a guard failed there.
-        Whatever else an op raises passes through, with nothing changed. The epilogue allocates first and then
-        copies: what ends it after that (Ctrl-C, a broken device) leaves the step half done, as it would eager;
-        and so does what ends a graph at stage INPLACE after its `commit`.
+        vote: the agreement with other ranks on whether a guard failed.
+        Any other exception of an op is propagated, with nothing changed. The epilogue allocates first and then
+        copies: an interruption after that (Ctrl-C, a broken device) leaves the step half done, as it would in
+        eager; so does one after the `commit` of a graph at stage INPLACE.
         """
         self.prepare()
         with torch.no_grad():
@@ -153,12 +160,12 @@ class Executable:
                 results = self._results(call, vote)
                 homes = apply_epilogue(self.epilogue, call.inputs, results)
             outs: list[Any] = []
-            given: set[int] = set()
+            returned: set[int] = set()  # slots that an earlier output returned without a copy
             for role in self.outputs:
                 if isinstance(role, SameAs):
                     outs.append(outs[role.output])
                 else:
-                    outs.append(output_of(role, call, homes, results, given))
+                    outs.append(output_of(role, call, homes, results, returned))
         return pytree.tree_unflatten(outs, self.out_spec)
 
     def _results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
@@ -172,11 +179,13 @@ class Executable:
         try:
             with below_autograd():
                 results = self.run(list(call.inputs), check)
-        except ArithmeticError as error:  # Python's, of numbers: eager may be ready for it
+        except (
+            ArithmeticError
+        ) as error:  # raised by Python arithmetic: the user's code may catch it
             if committed or any(
                 getattr(n.target, "namespace", "") == "_c10d_functional" for n in self.graph.nodes
             ):
-                raise  # the other ranks are past the collectives that eager would issue again
+                raise  # a fallback to eager would issue collectives that other ranks have passed
             raise GuardError(f"a number cannot be computed: {error}") from None
         if not committed:
             self._check([results[guard.slot] for guard in self.value_guards], vote)
@@ -193,16 +202,16 @@ class Executable:
             raise GuardError(failure)
 
     def run(self, inputs: list[Any], check: Commit = commit) -> Sequence[Any]:
-        """What the graph returns for these inputs; empties the list.
+        """The graph's results for these inputs; empties the list.
 
-        check: called with the values of the value guards where the graph commits, if it does.
+        check: at stage INPLACE, called with the guarded values in the place of `commit`.
         """
         self.prepare()
         assert self._run is not None
         return self._run(inputs, check) if self.stage == "INPLACE" else self._run(inputs)
 
     def prepare(self) -> None:
-        """Have the runner do now what the first replay would wait for; it may raise `CompileError`."""
+        """Compile the program by its runner, which otherwise happens at the first replay; may raise `CompileError`."""
         if self._run is None:
             self._random = any(is_random(n) for n in self.graph.nodes)
             self._run = self.runner(self) if self.runner else self._interpreted

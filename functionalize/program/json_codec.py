@@ -1,17 +1,17 @@
-"""Python values as JSON and back: what a program is made of, and nothing else.
+"""Python values as JSON and back, for exactly the types that a program consists of.
 
     encoder.value((0.5, aten.sin.default))   ->  {"tuple": [{"float": "0x1.0p-1"}, {"op": "aten.sin.default"}]}
     encoder.value(guard)    ->  {"record": 7}, and encoder.records[7] is {"is": "TensorGuard", "with": [...]}
-    encoder.value(model)    ->  {"live": "module model"}, by the name that `live` gives it
+    encoder.value(model)    ->  {"live": "module model"}, by the name that `live` returns for it
 
 Numbers, containers, torch's dtypes and devices, ops and types by name, tree structures and the dataclasses
-of `forms` are written out. An object of a form is written once, however many others refer to it. What lives
-outside the program (modules, optimizers) has a name, which leads to the object of the process that reads it.
+of `forms` are written out. An object of a form is written once, however many others refer to it. An object outside
+the program (a module, an optimizer) is written as a name, which is resolved to an object of the reading process.
 
 Invariant: reading imports nothing, unpickles nothing, and calls nothing but the constructors of `forms`,
 numpy's and torch's own. Types are those that are imported already.
-Refusals: `SaveError` with the way to what has no such form, no name, or a type defined inside a function;
-`LoadError` for what is not there, or is damaged.
+Refusals: `SaveError`, with the path to the value, for a value without a form or name, or of a type defined inside a
+function; `LoadError` for a type, op or object that does not exist here, and for damaged JSON.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ Json = Any
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How objects of one class are written: as values, from which an equal object is made.
+    """The encoding of one class.
 
-    before: parts that are written first, so that a deep object takes no deep recursion.
+    kind: the class. save: the values that an object is written as. load: an equal object, made from these values.
+    before: parts that are written first, so that a deeply nested object needs no deep recursion.
     """
 
     kind: type
@@ -129,7 +130,7 @@ _ATTRIBUTES: Mapping[str, type] = {
 
 
 class Encoder:
-    """Writes values. live: names of objects outside, None for others."""
+    """Writes values. live: the name of an object outside the program; None for any other value."""
 
     def __init__(
         self, forms: Iterable[Form], live: Callable[[Any], str | None] = lambda value: None
@@ -137,12 +138,12 @@ class Encoder:
         self.records: list[Json] = []
         self._forms = {form.kind: form for form in forms}
         self._live = live
-        self._known: dict[int, int] = {}
-        self._alive: list[Any] = []  # an id is an object's as long as the object lives
+        self._record_ids: dict[int, int] = {}  # id of an object -> its record
+        self._alive: list[Any] = []  # keeps written objects alive, so that their ids are not reused
         self._path: list[str] = []
 
     def value(self, value: Any, where: str = "") -> Json:
-        """`value` as JSON; `where`: for the message of a refusal."""
+        """`value` as JSON; `where`: its place in the enclosing value, for error messages."""
         self._path.append(where)
         try:
             return self._value(value)
@@ -200,16 +201,16 @@ class Encoder:
         return [self._type(spec.type), self.value(spec.context, "context"), children]
 
     def _record(self, value: Any, form: Form) -> Json:
-        if id(value) not in self._known:
+        if id(value) not in self._record_ids:
             for part in form.before(value):
                 if part is not value:
                     self.value(part)
             name = form.kind.__name__
             values = [self.value(v, f"{name} {i}") for i, v in enumerate(form.save(value))]
-            self._known[id(value)] = len(self.records)
+            self._record_ids[id(value)] = len(self.records)
             self._alive.append(value)
             self.records.append({"is": name, "with": values})
-        return {"record": self._known[id(value)]}
+        return {"record": self._record_ids[id(value)]}
 
     def _refuse(self, what: str) -> Any:
         path = " > ".join(part for part in self._path if part)
@@ -219,7 +220,7 @@ class Encoder:
 
 
 def _written(value: Any, kind: type) -> Json:
-    """What is written in one piece, None for other values."""
+    """The JSON of a scalar, op, function or array; None for other values."""
     if kind is float:
         return {"float": value.hex()}
     if kind is complex:
@@ -247,7 +248,7 @@ def _written(value: Any, kind: type) -> Json:
 
 
 class Decoder:
-    """Reads what an `Encoder` of the same forms wrote. live: the object of a name."""
+    """Reads the output of an `Encoder` with the same forms. live: the object of a name."""
 
     def __init__(
         self,
@@ -258,12 +259,12 @@ class Decoder:
         self._forms = {form.kind.__name__: form for form in forms}
         self._live = live
         self._made: list[Any] = []
-        for record in records:  # each refers to earlier ones alone
+        for record in records:  # a record refers to earlier ones only
             form = self._forms[record["is"]]
             self._made.append(form.load(*[self.value(v) for v in record["with"]]))
 
     def value(self, code: Json) -> Any:
-        """The value that was written as `code`; raises `LoadError` for what is not there."""
+        """The value that was written as `code`; raises `LoadError` if something it names does not exist."""
         if isinstance(code, list):
             return [self.value(v) for v in code]
         if not isinstance(code, dict):

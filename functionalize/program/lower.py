@@ -7,13 +7,14 @@
         resize_storage_bytes_(a, 32)              return (full,)
         copy_(a, full)
 
-Placeholders are the tensor leaves of the arguments, in order; tensors that the callable found by itself are
-attributes. Returns the output leaves as a tuple.
+Placeholders are the tensor leaves of the arguments, in order; captured tensors that are no arguments are
+attributes. The module returns the output leaves as a tuple.
 
-Invariant: on fresh arguments it leaves outputs, inputs, aliasing and storage sizes as a replay does.
-Guards are not lowered: call it with what was captured. What a program at stage INPLACE writes in its graph is
-written there, where it had its `commit`.
-Refusal: an input that is found another way (a training step's), and a window that no view op can make.
+Invariant: on fresh arguments, outputs, inputs, aliasing and storage sizes are as after a replay.
+Guards are not lowered: call the module with arguments like those of the capture. At stage INPLACE, ops write inputs
+where the graph does; the `commit` is dropped.
+Refusal: an input that is neither an argument nor captured (as in a training step), and a window that no view op can
+make.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ resize_storage_bytes_ = torch.ops.inductor.resize_storage_bytes_.default
 
 
 def lower(program: Executable) -> fx.GraphModule:
-    """A module that does all a replay does, guards apart; raises `UncapturableError` (see above)."""
+    """A module with the effects of a replay, without guards; raises `UncapturableError` (see above)."""
     return _Lowering(program).module()
 
 
@@ -72,7 +73,9 @@ class _Lowering:
         self.root = torch.nn.Module()
         self.leaves: dict[int, fx.Node] = {}
         self.inputs: list[fx.Node] = []
-        self.sizes = [spec.nbytes for spec in program.inputs]  # of the storages, as they are now
+        self.sizes = [
+            spec.nbytes for spec in program.inputs
+        ]  # of the storages, at the current action
         self.results: list[Any] = []
 
     def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
@@ -129,7 +132,7 @@ class _Lowering:
     # -- the epilogue ----------------------------------------------------------------------------
 
     def _epilogue(self) -> list[fx.Node]:
-        """The actions as ops; returns a node on each input's storage of entry."""
+        """Emit the actions; returns for each input a node on the storage that it had on entry."""
         homes = list(self.inputs)
         for action in self.program.epilogue:
             if isinstance(action, Set) and homes[action.input] is self.inputs[action.input]:
@@ -174,7 +177,7 @@ class _Lowering:
 
     @contextmanager
     def _room(self, index: int, home: fx.Node, g: Geometry) -> Iterator[None]:
-        """The storage is grown for a moment if it is too small to take this window on it (freed since)."""
+        """Temporarily grow a freed storage, so that the `as_strided` of this window passes its bounds check."""
         own, nbytes = self.program.inputs[index].geometry.dtype.itemsize, self.sizes[index]
         needed = -(-g.end // own) * own
         if needed > nbytes:
@@ -201,7 +204,7 @@ class _Lowering:
         return self.call(aten._neg_view.default, node) if g.neg else node
 
     def _part(self, slot: int, g: Geometry) -> fx.Node:
-        """A result's memory seen as `g`, which counts from the result's first element."""
+        """A window `g` on a result's memory; its offset counts from the result's first element."""
         own = self.offsets[slot]
         at = g.offset + own.start // g.dtype.itemsize
         return self._seen(self.results[slot], own, g._replace(offset=at))
@@ -210,13 +213,13 @@ class _Lowering:
 
     def _outputs(self, homes: list[fx.Node]) -> tuple[Any, ...]:
         outs: list[Any] = []
-        given: set[int] = set()
+        returned: set[int] = set()
         for role in self.program.outputs:
             same = isinstance(role, SameAs)
-            outs.append(outs[role.output] if same else self._output(role, homes, given))  # type: ignore[union-attr]
+            outs.append(outs[role.output] if same else self._output(role, homes, returned))  # type: ignore[union-attr]
         return tuple(outs)
 
-    def _output(self, role: OutputRole, homes: list[fx.Node], given: set[int]) -> Any:
+    def _output(self, role: OutputRole, homes: list[fx.Node], returned: set[int]) -> Any:
         if isinstance(role, LeafItself):
             return self.leaves[role.leaf]
         if isinstance(role, InputView):
@@ -225,12 +228,12 @@ class _Lowering:
             if role.geometry is not None:
                 return self._part(role.slot, role.geometry)
             node = self.results[role.slot]
-            if role.slot in given and _is_tensor(node):
+            if role.slot in returned and _is_tensor(node):
                 return self.call(aten.alias.default, node)
-            given.add(role.slot)
+            returned.add(role.slot)
             return node
         if isinstance(role, Wrapped):
-            inner = tuple(self._output(r, homes, given) for r in role.inner.values())
+            inner = tuple(self._output(r, homes, returned) for r in role.inner.values())
             name = f"rebuild_{len(list(self.root.children()))}"
             self.root.add_module(name, _Rebuild(role))
             return self.graph.call_module(name, inner)

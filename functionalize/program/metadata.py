@@ -1,13 +1,14 @@
-"""What a pass can read in `node.meta`, filled in when somebody first asks for the graph module.
+"""The metadata that passes read in `node.meta`, filled in on first access to a program's graph module.
 
 val            a fake tensor like the node's value
 tensor_meta    its size, stride and dtype, as FX passes read them
-stack_trace    the user's frames; seq_nr, autograd_node: where autograd had it from
+stack_trace    the user's frames
+seq_nr         the sequence number of the autograd node; autograd_node: its name
 original_aten  the op that was recorded, where the node is its functional counterpart
-phase          the part of a training step that it belongs to, see `phases.py`
-module         the module that it belongs to, if that was recorded
+phase          the part of a training step that the op belongs to, see `ir/phases.py`
+module         the module that the op belongs to, if that was recorded
 
-A number that Python reads has the value it had while the step was recorded, kept in `hint`.
+A number that Python reads has as `val` the value that was recorded for it in `hint`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from functionalize.util.user_stack import trace_and_update
 
 
 class GraphWithInputs(Protocol):
-    """A graph, what its placeholders stand for, and the tensors that it holds, by name."""
+    """A graph, its inputs (one per placeholder), and its constants by name."""
 
     @property
     def graph(self) -> fx.Graph: ...
@@ -43,16 +44,15 @@ class GraphWithInputs(Protocol):
 
 def annotate(program: GraphWithInputs) -> None:
     """Fill the `meta` of every node."""
-    with only_young_collections():  # what is made here lives as long as the program
+    with only_young_collections():  # the objects made here live as long as the program
         read_records(program.graph)
         propagate(program)
 
 
 def read_records(graph: fx.Graph) -> None:
-    """Fill what the records of the ops tell, each in place of its record."""
-    known: dict[
-        int, tuple[str | None, bool]
-    ] = {}  # a record may have many nodes, a backward one stack
+    """Fill the metadata that comes from the recorded ops, and drop the records."""
+    # By traceback: many nodes share a record, and all records of a backward share one traceback.
+    known: dict[int, tuple[str | None, bool]] = {}
     updates: list[fx.Node] = []
     for node in graph.nodes:
         record = node.meta.get("record")
@@ -92,8 +92,8 @@ def propagate(program: GraphWithInputs) -> None:
                 value = fake_like(fakes.mode, constant)
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-                known = node.meta.get("hint")
-                value = fakes.run(node.target, args, kwargs) if known is None else known
+                hint = node.meta.get("hint")
+                value = fakes.run(node.target, args, kwargs) if hint is None else hint
             else:
                 continue
             env[node] = value
@@ -103,14 +103,14 @@ def propagate(program: GraphWithInputs) -> None:
 
 
 def fake_input(fakes: Fakes, spec: InputSpec) -> Any:
-    """A fake tensor like an input, its storage as large as on entry."""
+    """A fake tensor with an input's geometry and the size of its storage on entry."""
     if not isinstance(spec.geometry, Geometry):
         return getattr(spec.source, "hint", spec.source)
     return fakes.like(spec.geometry, spec.nbytes, spec.device)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors that a node's value is, or holds in lists."""
+    """The tensor that a node's value is, or all tensors in a (nested) list."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

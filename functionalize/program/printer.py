@@ -41,7 +41,7 @@ def argument_text(arg: Any) -> str:
         return str(arg).removeprefix("torch.")
     if isinstance(arg, torch.device):
         return str(arg)
-    if hasattr(arg, "_schema"):  # an op, as torch's wrapper of custom ops is given it
+    if hasattr(arg, "_schema"):  # an op that is an argument of torch's `auto_functionalized`
         return str(arg)
     return repr(arg)
 
@@ -123,9 +123,9 @@ def program_text(program: Executable, keep: Callable[[fx.Node], bool] | None = N
     nodes = list(program.graph.nodes)
     lines = ["program("]
     for spec in program.inputs:
-        known = isinstance(spec.geometry, Geometry)  # else it is a number
-        emptied = " in 0 bytes" if known and spec.nbytes == 0 and spec.geometry.numel else ""
-        lines.append(f"    {spec.name}: {spec.geometry if known else 'a number'}{emptied},")
+        is_tensor = isinstance(spec.geometry, Geometry)
+        emptied = " in 0 bytes" if is_tensor and spec.nbytes == 0 and spec.geometry.numel else ""
+        lines.append(f"    {spec.name}: {spec.geometry if is_tensor else 'a number'}{emptied},")
     lines.append("):")
     slots: Sequence[Any] = ()
     for node in nodes:

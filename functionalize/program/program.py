@@ -22,7 +22,7 @@ class Program(Executable):
     """A captured callable as a value; `Executable` lists its fields."""
 
     def copy(self) -> Program:
-        """The same program around a graph of its own: a pass may rewrite one and leave the other alone.
+        """A copy with a separate graph: passes may rewrite one without changing the other.
 
         Nodes keep their names; each has its own `meta` dict, whose fake values and whose constants are
         shared and are never written to.
@@ -34,7 +34,7 @@ class Program(Executable):
         return replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
 
     def print_readable(self, print_output: bool = True) -> str:
-        """The graph, then the epilogue, as text; printed unless told not to."""
+        """The graph, then the epilogue, as text. print_output: also print it."""
         text = program_text(self)
         if print_output:
             print(text)

@@ -101,7 +101,11 @@ _META = ("hint", "stack_trace", "seq_nr", "autograd_node", "original_aten", "pha
 
 @dataclass(slots=True)
 class Writer:
-    """What is written beside the programs. groups: the names of process groups, by index."""
+    """Writes programs, and collects what the file holds beside them.
+
+    groups: the names of process groups; programs refer to them by index.
+    constants: the tensors that programs hold, by label and name.
+    """
 
     encoder: Encoder
     groups: list[str] = field(default_factory=list)
@@ -175,14 +179,14 @@ class Writer:
         return nodes
 
     def _meta(self, node: fx.Node) -> Json:
-        """What cannot be made again from the graph."""
+        """The metadata that cannot be recomputed from the graph."""
         return {
             k: self.encoder.value(node.meta[k], k) for k in _META if node.meta.get(k) is not None
         }
 
 
 def runner_name(runner: Any) -> str:
-    """The name by which a runner is found again."""
+    """The name by which a runner is saved and looked up."""
     return f"{runner.__module__}.{runner.__qualname__}"
 
 
@@ -197,7 +201,7 @@ def _has_node(arg: Any) -> bool:
 
 
 def _group_arguments(target: Any) -> list[int | str]:
-    """Where an op takes the name of a process group: its positions and names."""
+    """The positions and names of an op's arguments that are names of process groups."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return []
@@ -210,7 +214,11 @@ E = TypeVar("E", bound=Executable)
 
 @dataclass(slots=True)
 class Reader(Generic[E]):
-    """The other way. make: the class of the programs. groups: the names here of the process groups in the metadata."""
+    """Reads what a `Writer` wrote.
+
+    make: the class of the programs.
+    groups: for each process group in the metadata, its name in this process.
+    """
 
     make: type[E]
 
@@ -224,7 +232,7 @@ class Reader(Generic[E]):
         graph, prefix = self._graph(code["graph"]), f"{code['label']}."
         name = code["runner"]
         if name is not None and name not in self.runners:
-            raise LoadError(f"is run by {name}, which is not known here")
+            raise LoadError(f"is run by {name}, which is not a runner of this process")
         runner = self.runners[name] if name is not None else None
         fields = {n: self.decoder.value(code[n]) for n in _FIELDS}
         constants = {

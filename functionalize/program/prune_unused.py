@@ -1,7 +1,7 @@
-"""Inputs and results that a program does not need: removed, and what names them by number renumbered.
+"""Remove inputs and results that a program does not need, and renumber references to the others.
 
-A step is given every parameter, buffer and state it can reach; a program keeps what its graph reads, what
-its epilogue writes and what its outputs are views of. An FSDP2 parameter's unsharded storage, empty on entry
+A recording of a step has every reachable parameter, buffer and state as an input; a program keeps those that its
+graph reads, its epilogue writes or its outputs are views of. An FSDP2 parameter's unsharded storage, empty on entry
 and on exit, disappears here.
 """
 
@@ -18,7 +18,7 @@ from functionalize.program.executable import Executable
 def drop_unused_inputs(program: Executable) -> list[int]:
     """Remove inputs that no node, output or action needs; returns the old numbers of those kept.
 
-    Guards are left alone: make them for the inputs that are kept.
+    Guards are not renumbered: make them after this, for the inputs that are kept.
     """
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     needed = {i for i, n in enumerate(placeholders) if n.users}
@@ -44,7 +44,7 @@ def drop_unused_inputs(program: Executable) -> list[int]:
 
 
 def drop_unused_results(program: Executable) -> None:
-    """Return from the graph, whose output is flat, only what an output, an action or a guard names."""
+    """Drop results of the graph that no output, action or guard names. The graph's output must be flat."""
     named = (*program.outputs, *program.epilogue, *program.value_guards)
     kept = sorted({slot for item in named for slot in _numbers_of(item, _SLOT)})
     new = {old: i for i, old in enumerate(kept)}

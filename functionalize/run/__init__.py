@@ -1,11 +1,11 @@
-"""Runners: what executes a program's graph.
+"""Runners execute a program's graph.
 
     runner(None)            boxed: one op after the other, each value freed after its last use
     runner("inductor")      inductor: stretches of the graph compiled
     runner("cudagraphs")    cudagraphs: the whole graph recorded once by the device, and launched as one
 
-A runner is a function of a program that returns what runs it: `run(inputs) -> results`, and at stage INPLACE
-`run(inputs, commit)`, see `ir/commit.py`.
+A runner is a function that compiles a program to a callable `run(inputs) -> results`; at stage INPLACE
+`run(inputs, commit) -> results`, see `ir/commit.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ RUNNERS: Mapping[str | None, Callable[[Program], Callable[..., Sequence[Any]]]] 
 
 
 def runner(name: str | None) -> Callable[[Program], Callable[..., Sequence[Any]]]:
-    """The runner that `capture(compile=name)` means; raises `ValueError` for a name it does not know."""
+    """The runner of `capture(compile=name)`; raises `ValueError` for an unknown name."""
     if name not in RUNNERS:
-        known = ", ".join(map(repr, RUNNERS))
-        raise ValueError(f"compile is one of {known}, not {name!r}")
+        names = ", ".join(map(repr, RUNNERS))
+        raise ValueError(f"compile is one of {names}, not {name!r}")
     return RUNNERS[name]

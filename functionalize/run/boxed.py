@@ -6,8 +6,8 @@
         return (mul,)
 
 Ops are called through their C++ handle, without the Python frame of `OpOverload.__call__`. At stage INPLACE it is
-`run(inputs, commit)`, which calls what it is given in the place of the graph's `commit`.
-Invariant: order of execution is the order of nodes; nothing else keeps a value alive.
+`run(inputs, commit)`, which calls its argument `commit` in the place of the graph's `commit`.
+Invariant: nodes execute in graph order; apart from the caller, only the local variables keep values alive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Runner = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxedCall:
-    """A target that takes its arguments in one list, which it empties: it frees each after its last use there."""
+    """A target that gets its arguments in one list and empties it, so that it can free each after its last use."""
 
     code: Callable[[list[Any]], Sequence[Any]]
 
@@ -105,7 +105,7 @@ def boxed(program: Program) -> Runner:
 
 
 def _is_effect(node: fx.Node) -> bool:
-    """Whether a node is called for what it does to others."""
+    """Whether a node is called for its side effect: a write or the commit."""
     return is_commit(node) or (node.op == "call_function" and bool(written_nodes(node)))
 
 
@@ -125,7 +125,7 @@ def _wait(name: str, started: fx.Node, wait: str) -> list[str]:
 def _last_uses(
     nodes: Sequence[fx.Node], waits: Mapping[fx.Node, Sequence[fx.Node]]
 ) -> dict[fx.Node, fx.Node]:
-    """The node after which each value is freed. waits: what is waited for before a node."""
+    """The node after which each value is freed. waits: for a node, the collectives to wait for before it."""
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         for used in (*node.all_input_nodes, *waits.get(node, ())):

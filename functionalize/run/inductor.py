@@ -1,18 +1,18 @@
 """`capture(step, compile="inductor")`: stretches of the graph through Inductor, the rest by the boxed runner.
 
-    all_gather_into_tensor, wait_tensor         as it is
+    all_gather_into_tensor, wait_tensor         unchanged
     split, view, addmm, gelu, addmm, add   ->   region(...): compiled once for all identical layers
-    bernoulli, _local_scalar_dense, commit      as it is
-    _fused_adamw_                               as it is
+    bernoulli, _local_scalar_dense, commit      unchanged
+    _fused_adamw_                               unchanged
 
-A step has few kinds of regions however many layers it has (`regions.py`), so compile time does not grow with depth.
-Random ops stay outside and draw eager's numbers; so do numbers that Python reads, generators, barriers, ops that
-write inputs, and what eager does in one call for all parameters (`_foreach_*`, `_fused_*`). Where an op at stage
-INPLACE writes memory that the graph itself has made, its functional form is compiled (`undone.py`).
+Identical layers share a kind of region (`regions.py`), so compile time does not grow with depth. Not compiled are
+random ops (which draw the same numbers as eager), numbers that Python reads, generators, barriers, ops that write
+inputs, and list ops over all parameters (`_foreach_*`, `_fused_*`). Where an op at stage INPLACE writes memory that
+the graph itself made, its functional form is compiled (`undone.py`).
 
-Invariant: order of random ops, collectives and writes is that of the graph; values die after their last use. Not
-bitwise: Inductor fuses, and rounds elsewhere than eager does.
-Refusals: `CompileError`, with what could not be compiled, before anything ran; nothing is ever replaced in silence.
+Invariant: random ops, collectives and writes keep the order of the graph; values are freed after their last use.
+Results are not bitwise equal to eager: Inductor fuses ops and rounds at other places.
+Refusals: `CompileError`, naming the ops that cannot be compiled, before anything ran; there is no silent fallback.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ from functionalize.run.boxed import BoxedCall, Runner, boxed
 from functionalize.run.regions import Region, canonical, regions_of
 from functionalize.run.undone import undone
 
-_TOGETHER = ("_foreach_", "_fused_")  # of all parameters at once: one call, and no two steps alike
+_LIST_OPS = (
+    "_foreach_",
+    "_fused_",
+)  # one call over all parameters: it would make every region unique
 
 
 @dataclass(frozen=True)
 class Options:
-    """collectives: whether they go into regions, too; then regions are larger, and fewer of them are alike.
+    """How a graph is divided into regions.
 
-    least: ops that compute below which a region is not worth a call. most: nodes above which one is cut.
+    collectives: whether regions contain collectives; regions are then larger, and fewer are identical.
+    least: the fewest computing ops (neither views nor `getitem`) that are compiled as a region.
+    most: the most nodes of a region; a longer stretch is cut.
     """
 
     collectives: bool = False
@@ -61,7 +66,7 @@ def inductor(program: Program, options: Options = Options()) -> Runner:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """A graph in which every region is one call; how many regions there are, and kinds of them."""
+    """A graph in which every region is one call; the number of regions, and of their kinds."""
 
     graph: fx.Graph
     regions: int
@@ -83,7 +88,9 @@ def plan_of(program: Program, options: Options) -> Plan:
     def copy(node: fx.Node) -> None:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        for user in node.users:  # a tuple is taken apart at once: a region may read of it before
+        for user in (
+            node.users
+        ):  # copy `getitem`s with their tuple: a region may read a part before their place
             if user.target is operator.getitem and user not in within:
                 copy(user)
 
@@ -99,7 +106,7 @@ def plan_of(program: Program, options: Options) -> Plan:
 
 
 def _call(graph: fx.Graph, region: Region, code: BoxedCall, copies: dict[fx.Node, fx.Node]) -> None:
-    """One call in the place of a region; `copies` learns what its results are."""
+    """Insert one call for a region, and map the region's outputs to its results in `copies`."""
     inputs = [copies[node] for node in region.inputs]
     call = graph.create_node("call_function", code, (inputs,), {}, name="region")
     for i, node in enumerate(region.outputs):
@@ -122,13 +129,13 @@ def _compiled(
 
 def _why(region: Region, error: Exception) -> str:
     first, last = region.nodes[0], region.nodes[-1]
-    said = next(iter(str(error).strip().splitlines()), "")
-    advice = "run the step without `compile`, or tell what Inductor says to its authors"
+    message = next(iter(str(error).strip().splitlines()), "")
+    advice = "run the step without `compile`, or report the error to the authors of Inductor"
     if "compiler" in type(error).__name__.lower():
         advice = "install a C++ compiler (g++ or clang++), or run the step without `compile`"
     return (
         f"compile='inductor' cannot compile the {len(region.nodes)} ops from `{first.name}` to `{last.name}`: "
-        f"{type(error).__name__}: {said}\n  {advice}"
+        f"{type(error).__name__}: {message}\n  {advice}"
     )
 
 
@@ -143,15 +150,15 @@ def _accepts(node: fx.Node, functional: Mapping[fx.Node, Any], collectives: bool
         return collectives and not written_nodes(node)
     if target.namespace not in ("aten", "prims"):
         return False
-    if target._schema.name.partition("::")[2].startswith(_TOGETHER):
+    if target._schema.name.partition("::")[2].startswith(_LIST_OPS):
         return False
-    if is_random(node) and not _drops_nothing(node):
+    if is_random(node) and not _is_without_dropout(node):
         return False
     return node in functional or not (target._schema.is_mutable or written_nodes(node))
 
 
 def _are_plain_tensors(node: fx.Node) -> bool:
-    """Whether an op takes and makes strided real tensors of one device, and no number that is computed."""
+    """Whether all arguments and results are strided real tensors on one device; no number is a node."""
     values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
     tensors = [
         t for value in values for t in (value if isinstance(value, (list, tuple)) else [value])
@@ -163,11 +170,11 @@ def _are_plain_tensors(node: fx.Node) -> bool:
     )
 
 
-def _drops_nothing(node: fx.Node) -> bool:
-    """Whether an op of attention, which may drop at random, is told not to."""
+def _is_without_dropout(node: fx.Node) -> bool:
+    """Whether an attention op has a dropout probability of 0, and therefore draws no random numbers."""
     target: Any = node.target
     for at, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            given = node.args[at] if at < len(node.args) else argument.default_value
-            return bool(node.kwargs.get("dropout_p", given) == 0)
+            probability = node.args[at] if at < len(node.args) else argument.default_value
+            return bool(node.kwargs.get("dropout_p", probability) == 0)
     return False

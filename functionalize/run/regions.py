@@ -1,16 +1,17 @@
-"""Regions: the parts of a program's graph that a compiler takes whole, each in a form that layers share.
+"""Regions: the parts of a program's graph that are compiled as a whole, each in a form that identical layers share.
 
     wait_tensor                                      wait_tensor
     split, view, mm, relu, mm, add, view, cat   ->   region 0 (of class a)
     all_gather_into_tensor, wait_tensor              all_gather_into_tensor, wait_tensor
     split, view, mm, relu, mm, add, view, cat        region 1 (of class a: compiled once)
 
-A region is a stretch of the graph; nothing is reordered but `getitem`s, which go where their tuple is made. A stretch
-that is too long is cut where it repeats itself (identical layers become identical regions), else where the fewest
-values are live. Linear in nodes and edges.
+A region consists of consecutive nodes; only `getitem`s are moved, to where their tuple is made. A stretch that is too
+long is cut where it repeats itself (identical layers become identical regions), else where the fewest values are
+live. Linear in nodes and edges.
 
-Invariant: a region returns every value that anything outside reads; a class has one graph, whatever the names.
-Refusals: a stretch of fewer than `least` ops that compute is left as it is: calling compiled code costs more.
+Invariant: a region returns every value that a node outside reads. Regions of one class have one graph: names of nodes
+do not count.
+Refusals: a stretch of fewer than `least` computing ops is not compiled: calling compiled code would cost more.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from torch import Tensor, fx
 from functionalize.analysis.aliases import is_view
 from functionalize.ir.ops import geometry_of
 
-_CONTEXT = 12  # ops in a row that are equal before they count as a repetition
-_SHORTEST = 6  # repetitions that are shorter are no layers
+_CONTEXT = 12  # consecutive equal ops that count as a repetition
+_SHORTEST = 6  # the shortest period that counts as a layer
 
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """Nodes that are compiled together; `inputs`, `outputs`: what it reads and what others read of it."""
+    """Nodes that are compiled together.
+
+    inputs: the values from outside that they read. outputs: their values that nodes outside read.
+    """
 
     nodes: list[fx.Node]
     inputs: list[fx.Node]
@@ -45,7 +49,7 @@ def regions_of(
 ) -> list[Region]:
     """The regions of a graph, in order, of nodes that the compiler `accepts`.
 
-    least: ops that compute below which a stretch is left alone. most: nodes above which it is cut.
+    least: the fewest computing ops of a region. most: the most nodes of a region; a longer stretch is cut.
     """
     found = []
     for stretch in _stretches(graph, accepts):
@@ -57,7 +61,7 @@ def regions_of(
 
 
 def _stretches(graph: fx.Graph, accepts: Callable[[fx.Node], bool]) -> Iterator[list[fx.Node]]:
-    """Accepted nodes in a row, without the `getitem`s, which follow their tuple."""
+    """Runs of consecutive accepted nodes, without `getitem`s, which are moved to their tuple."""
     stretch: list[fx.Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
@@ -70,7 +74,7 @@ def _stretches(graph: fx.Graph, accepts: Callable[[fx.Node], bool]) -> Iterator[
 
 
 def _parts(node: fx.Node) -> Iterator[fx.Node]:
-    """What is taken out of the tuple that a node makes."""
+    """The `getitem` nodes of a node's tuple, and those of nested tuples."""
     if not isinstance(node.meta["val"], Tensor):
         for user in node.users:
             if user.target is operator.getitem:
@@ -100,7 +104,7 @@ def _cut(stretch: list[fx.Node], most: int) -> Iterator[list[fx.Node]]:
     """Parts of at most `most` nodes: one repetition each where the stretch repeats itself."""
     live = _live(stretch)
     cuts = {0, len(stretch)}
-    for start, end, period in _repetitions([_token(n) for n in stretch]):
+    for start, end, period in _repetitions([_signature(n) for n in stretch]):
         if period <= most:
             phase = min(range(start, start + period), key=live.__getitem__)
             cuts.update(range(phase, end + 1, period))
@@ -114,7 +118,7 @@ def _cut(stretch: list[fx.Node], most: int) -> Iterator[list[fx.Node]]:
 
 
 def _live(stretch: list[fx.Node]) -> list[int]:
-    """How many values made before each place are read at it or later."""
+    """For each position, the number of values made before it and read at it or later."""
     place = {node: i for i, node in enumerate(stretch)}
     steps = [0] * (len(stretch) + 1)
     for i, node in enumerate(stretch):
@@ -126,39 +130,44 @@ def _live(stretch: list[fx.Node]) -> list[int]:
     return list(accumulate(steps))
 
 
-def _token(node: fx.Node) -> str:
-    """What is equal for the same op in identical layers."""
+def _signature(node: fx.Node) -> str:
+    """A text that is equal for the corresponding ops of identical layers."""
     value = node.meta["val"]
     return f"{node.target} {geometry_of(value) if isinstance(value, Tensor) else ''}"
 
 
-def _repetitions(tokens: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """(start, end, period) of the stretches that repeat themselves with the period seen most often in them."""
+def _repetitions(signatures: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """(start, end, period) of each repetition, the most frequent periods first.
+
+    Where a context of `_CONTEXT` ops was seen before, the distance to its last occurrence is a candidate period.
+    """
     seen: dict[int, int] = {}
-    back = [0] * len(tokens)  # how far back the same ops were seen last
-    for i in range(len(tokens) - _CONTEXT + 1):
-        context = hash(tuple(tokens[i : i + _CONTEXT]))
-        back[i] = i - seen.get(context, i)
+    distance = [0] * len(signatures)  # to the last occurrence of the same ops; 0 if there is none
+    for i in range(len(signatures) - _CONTEXT + 1):
+        context = hash(tuple(signatures[i : i + _CONTEXT]))
+        distance[i] = i - seen.get(context, i)
         seen[context] = i
-    common = Counter(b for b in back if b >= _SHORTEST).most_common(8)
-    taken = [False] * len(tokens)
+    common = Counter(b for b in distance if b >= _SHORTEST).most_common(8)
+    covered = [False] * len(signatures)
     for period, _ in common:
-        yield from _runs(back, period, taken)
+        yield from _runs(distance, period, covered)
 
 
-def _runs(back: Sequence[int], period: int, taken: list[bool]) -> Iterator[tuple[int, int, int]]:
-    """Where `back` is `period` for a whole period or more, and no other repetition was found before."""
-    i, size = 0, len(back)
+def _runs(
+    distance: Sequence[int], period: int, covered: list[bool]
+) -> Iterator[tuple[int, int, int]]:
+    """The stretches where `distance` equals `period` for at least one period, outside those already `covered`."""
+    i, size = 0, len(distance)
     while i < size:
-        if back[i] != period or taken[i]:
+        if distance[i] != period or covered[i]:
             i += 1
             continue
         end = i
-        while end < size and back[end] == period and not taken[end]:
+        while end < size and distance[end] == period and not covered[end]:
             end += 1
         start, stop = i - period, min(end + _CONTEXT - 1, size)
-        if end - i + _CONTEXT > period and not any(taken[start:stop]):
-            taken[start:stop] = [True] * (stop - start)
+        if end - i + _CONTEXT > period and not any(covered[start:stop]):
+            covered[start:stop] = [True] * (stop - start)
             yield start, stop, period
         i = end
 
@@ -167,9 +176,9 @@ def _runs(back: Sequence[int], period: int, taken: list[bool]) -> Iterator[tuple
 
 
 def canonical(region: Region, functional: Mapping[fx.Node, Any]) -> tuple[str, fx.Graph]:
-    """What is equal for regions that the same code computes, and the region as a graph of its own.
+    """(a text that is equal for regions of one class, the region as a separate graph).
 
-    functional: the op for a node that is not to do what its own says.
+    functional: for a node whose op is replaced, the functional op.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,11 +1,11 @@
-"""What a saved step's programs were made for, as JSON; what of it is different here.
+"""The environment that a saved step's programs depend on, as JSON, and its differences from this process.
 
     saved = fingerprint(fn, names)             world, devices, packages, code, modules, tensors, optimizers
     mismatch(saved, fingerprint(fn, names))    "`model.layers.3` (a Block) is not there", or None
 
-Code is compared by what Python compiled it to, without lines and comments: the step, the functions of the
-user that it leads to, and the modules' methods. An installed package counts by its version.
-Invariant: equal fingerprints mean that names (see object_names.py) lead to the same things.
+Code is compared by its bytecode, without line numbers and comments: the step, the user's functions that it reaches,
+and the methods of modules. An installed package is compared by its version.
+Invariant: if fingerprints are equal, names (see object_names.py) resolve to corresponding objects.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Json = Any
 
 
 def world() -> dict[str, int]:
-    """The world and this rank's place in it."""
+    """The world size and the rank of this process."""
     there = dist.is_available() and dist.is_initialized()
     size, rank = (dist.get_world_size(), dist.get_rank()) if there else (1, 0)
     return {"world size": size, "rank": rank}
 
 
 def fingerprint(fn: Callable[..., Any], names: Names) -> dict[str, Json]:
-    """What programs of `fn` depend on, besides versions."""
+    """The facts that programs of `fn` depend on, besides versions."""
     roots = names.roots
     tensors = dict(_tensors(roots))
     return {
@@ -52,7 +52,7 @@ def fingerprint(fn: Callable[..., Any], names: Names) -> dict[str, Json]:
 
 
 def mismatch(saved: Mapping[str, Json], here: Mapping[str, Json]) -> str | None:
-    """The first thing that is different, as the end of a sentence that begins with 'it'."""
+    """The first difference, as the end of a sentence that begins with 'it'; None if there is none."""
     for key in ("world size", "rank"):
         if saved[key] != here[key]:
             return f"was saved for {key} {saved[key]}, this is {key} {here[key]}"
@@ -117,7 +117,7 @@ def _is_users(module: str | None) -> bool:
 
 
 def _methods(roots: Roots) -> Iterator[types.FunctionType]:
-    """What the user's module classes define."""
+    """The methods that the user's module classes define."""
     for kind in dict.fromkeys(type(m) for _, m in roots.walk()):
         for base in kind.__mro__:
             if _is_users(base.__module__):
@@ -151,7 +151,7 @@ def _kind(value: object) -> str:
 
 
 def _tensors(roots: Roots) -> Iterator[tuple[str, Tensor | None]]:
-    """Parameters and buffers by full name; those that FSDP2 shards as they are when sharded."""
+    """Parameters and buffers by full name; for a parameter of FSDP2, its sharded parameter."""
     sharded = _sharded(roots)
     for name, module in roots.walk():
         for table in (module._parameters, module._buffers):
@@ -193,5 +193,5 @@ def _optimizers(roots: Roots) -> dict[str, str]:
 
 
 def hook_names(table: Mapping[Any, Any]) -> list[str]:
-    """What is hung on a module, in order; the keys of such a table count hooks of the whole process."""
+    """The names of a module's hooks, in order. The table's keys are process-wide counters, so they are not used."""
     return [_kind(h) if not hasattr(h, "__qualname__") else h.__qualname__ for h in table.values()]

@@ -1,15 +1,15 @@
-"""Names for the live objects that programs refer to, by which another process finds its own.
+"""Names for the live objects that programs refer to, by which another process finds its corresponding objects.
 
     names = Names(reachable(step))
     names.of(model[0])        "module model.0"
     names.object("module model.0")
-    names.place(held)         ("lr_scale", 0, 1): the first of one place that the search calls so
+    names.place(held)         ("lr_scale", 0, 1): number 0 of the 1 place that discovery names so
 
-The search is the same in both processes, as the code is (see fingerprint.py), and so is the order in which it
-finds things. Named are modules, optimizers, what FSDP2 keeps, device meshes, and the tables in which these and
-the step's other objects keep their attributes.
+Both processes run the same code (see fingerprint.py), so discovery finds the same objects in the same order. Named are
+modules, optimizers, FSDP2's state objects, device meshes, and the attribute tables of these and of the step's other
+objects.
 Refusals: `SaveError` for a search whose order differs from process to process (a set of modules); `LoadError`
-for a name that leads nowhere, or to another number of places.
+for a name that has no object here, or another number of places.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from functionalize.errors import LoadError, SaveError
 from functionalize.fsdp.objects import fsdp_objects
 from functionalize.state.discovery import Held, Roots
 
-Place = tuple[str, int, int]  # what the search calls it, which of those, of how many
+Place = tuple[
+    str, int, int
+]  # (name by discovery, index among the places of this name, their number)
 
 
 class Names:
-    """Names of what `roots` leads to, and the way back."""
+    """The names of all objects reachable from `roots`, and the objects of names."""
 
     def __init__(self, roots: Roots) -> None:
         self.roots = roots
@@ -71,7 +73,7 @@ class Names:
                 yield name, value
 
     def place(self, held: Held) -> Place | None:
-        """The name of a place, None if the search does not find it."""
+        """The name of a place, None if discovery does not find it."""
         known = self._known.get(held.place)
         return None if known is None else (known[0], known[1], len(self._places[known[0]]))
 
@@ -85,7 +87,7 @@ class Names:
 
 
 def check_order(roots: Roots) -> None:
-    """Raises `SaveError` if what the search finds stands in a set: its order differs between processes."""
+    """Raises `SaveError` if a module, optimizer or tensor is in a set: its order differs between processes."""
     for name, container in roots.containers:
         if isinstance(container, set) and len(container) > 1:
             kinds = (nn.Module, torch.optim.Optimizer, Tensor)

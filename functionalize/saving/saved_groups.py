@@ -3,9 +3,9 @@
     described = describe(["0", "5"], names)    [{"ranks": [0, 1], "backend": "gloo", ...}, ...]
     names_here(described, names)               ["0", "7"]
 
-A group's name counts the groups that a process has made. A group of a mesh that the step leads to is that
-mesh's group again. Any other is one of the same ranks and backend: the one at the same place among these, in
-the order in which they were made, which all ranks share.
+A group's name is a counter of the groups that a process has made, so it is not saved. A group of a reachable device
+mesh is resolved by that mesh. Any other group is resolved to one with the same ranks and backend: the one
+with the same index among these, in order of creation, which is equal on all ranks.
 Refusal: `LoadError` for ranks that have no group here.
 """
 
@@ -24,7 +24,7 @@ Json = Any
 
 
 def describe(groups: Sequence[str], names: Names) -> list[Json]:
-    """What tells each group of these names from others."""
+    """A description of each group, by which `names_here` finds it in another process."""
     found = []
     for name in groups:
         group = group_of_name(name)

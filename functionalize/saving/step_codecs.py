@@ -1,11 +1,11 @@
-"""How the guards, sources and effects of a captured step are written (see program/json_codec.py).
+"""Encodings of the guards, sources and effects of a captured step (see program/json_codec.py).
 
-Most are their fields, with live objects by name. Three guards know objects by identity: a module's children,
-its hooks (by the keys of a table that counts the hooks of the whole process), parameters. These are left out
-when they are written and are what is there when they are read. Numbers beside them keep their values, so that
-what changed is noticed by the guard at the first call.
+Most are written as their fields, with live objects by name. Some guards compare objects by identity: a module's
+children, its hooks (by the keys of its table, which are process-wide counters), parameters. Identities are not
+saved; loading fills them in from this process. Numbers keep their saved values, so that the guard detects a change
+at the first call.
 
-Refusals: `Gone` for a guard whose objects are not there any more, which no call can pass; `LoadError` for a
+Refusals: `Gone` for a guard whose objects no longer exist, which no call can pass; `LoadError` for a
 module that has other hooks, an optimizer that has other groups.
 """
 
@@ -34,7 +34,7 @@ from functionalize.state.python_state import SurroundingsGuard
 
 
 class Gone(SaveError):
-    """A program is for objects that are not there any more."""
+    """A guard of the program refers to objects that no longer exist."""
 
 
 _PLAIN = (
@@ -60,12 +60,12 @@ _NO_CALL = Call((), [])
 
 
 def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
-    """Every form that the programs of the step `fn` may need."""
+    """The forms of all classes that programs of the step `fn` may contain."""
     records, placements = dtensor_parts()
     return [
         *FORMS,
         *map(plain_form, (*_PLAIN, *records)),
-        *(_made_from(kind, attributes) for kind, attributes in placements.items()),
+        *(_form_of_attributes(kind, attributes) for kind, attributes in placements.items()),
         Form(Held, lambda held: _save_held(names, held), lambda *v: _load_held(names, *v)),
         Form(guards.ModuleGuard, _save_modules, _load_modules),
         Form(guards.ParameterGuard, _save_parameters, _load_parameters),
@@ -78,7 +78,7 @@ def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
     ]
 
 
-def _made_from(kind: Any, attributes: Sequence[str]) -> Form:
+def _form_of_attributes(kind: Any, attributes: Sequence[str]) -> Form:
     def load(*values: Any) -> Any:
         return kind(**dict(zip(attributes, values, strict=True)))
 

@@ -512,8 +512,8 @@ def test_time_is_linear() -> None:
 
     for n in (100, 400):
         plan = Plan(chain(n).copy())
-        paid = plan.paid_in_place()
-        assert [len(links) for links in paid.values()] == [n]
+        replaced = plan.epilogue_copies()
+        assert [len(writes) for writes in replaced.values()] == [n]
         assert all(len(m.readers) <= 2 for m in plan.memory.values())
 
 

@@ -208,7 +208,7 @@ def test_two_commits():
 def test_a_commit_that_is_not_given_what_is_guarded():
     broken = in_place()
     broken.value_guards = (ValueGuard(0, 1.0, "here"),)
-    assert "the commit is not given what the guards on values are of" in words(broken)
+    assert "the arguments of the commit are not the guarded values" in words(broken)
 
 
 def test_a_write_before_the_commit():
@@ -233,7 +233,7 @@ def test_a_resize_in_place():
 def test_a_random_op_after_the_commit():
     broken = in_place()
     insert(broken, "sin", aten.rand_like.default, node(broken, "a"))
-    assert "may fail, or wait for others, after the commit" in words(broken)
+    assert "may fail, or wait for other ranks, after the commit" in words(broken)
 
 
 def test_a_write_that_is_not_told():
@@ -295,7 +295,7 @@ def test_what_a_collective_has_only_begun_to_make():
     begun = insert(broken, "sin", FUNCTIONAL.all_reduce.default, node(broken, "a"), "sum", "0")
     insert(broken, "sin", aten.cos.default, begun)
     assert (
-        f"`cos_default` reads `{begun.name}`, which `{begun.name}` has only begun to make: "
+        f"`cos_default` reads `{begun.name}`, which `{begun.name}` has not completed: "
         "read what `wait_tensor` returns" in words(broken)
     )
 
@@ -315,9 +315,8 @@ def test_part_of_a_list_that_is_under_way():
     )
     part = insert(broken, "sin", operator.getitem, begun, 0)
     insert(broken, "sin", aten.cos.default, part)
-    assert (
-        f"`cos_default` reads `{part.name}`, which `{begun.name}` has only begun to make"
-        in words(broken)
+    assert f"`cos_default` reads `{part.name}`, which `{begun.name}` has not completed" in words(
+        broken
     )
 
 
@@ -420,7 +419,7 @@ def test_guards():
     broken.value_guards = (ValueGuard(9, 1.0, "at line 1"),)
     broken.guards = (*broken.guards, TensorGuard(8, broken.inputs[0]))
     text = words(broken)
-    assert "a guard on a value is of result 9 of 4" in text
+    assert "a guard on a value names result 9 of 4" in text
     assert "a TensorGuard names input 8 of 3" in text
 
 

@@ -145,7 +145,7 @@ def test_a_step_that_is_recorded_again_and_again_is_told(caplog: pytest.LogCaptu
     for tensor in tensors:
         run([tensor])
     assert "has recorded a step 16 times: parameters move" in caplog.text
-    assert len(run._kept) == 4
+    assert len(run._recordings) == 4
 
 
 # -- refusals ----------------------------------------------------------------------------------------
