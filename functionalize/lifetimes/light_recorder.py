@@ -1,15 +1,15 @@
-"""A recorder of lifetimes that costs little more than an empty mode: for the memory of a step, without a program.
+"""A recorder of lifetimes that costs little more than an empty dispatch mode: the memory of a step, without a program.
 
     recorder = MemoryRecorder()
-    recorder.there_is(name, source, tensor)       for all that the step can reach when it begins
+    recorder.add_place(name, source, tensor)      for every tensor that the step can reach when it begins
     with recorder: fn(*args)
-    recorder.lifetimes(...)                       the lifetimes that a `LifetimeObserver` of a `Recorder` notes
+    recorder.lifetimes(...)                       the same `Lifetimes` as from a `LifetimeObserver` of a `Recorder`
 
-Half of the ops of a step are views: they are not recorded, none allocates. Of every other op it notes its line, its
-module, its position in the backward, its tensors as (storage, size, stride, dtype). It checks nothing, follows no
-number and guards no place. `lifetimes` makes objects of these notes.
-Invariants: eager's own steps run, and no tensor is held that they would let go. A storage is forgotten when it dies:
-another one may have its address. It refuses nothing: tensors without a storage are left out, see `strange`.
+Half of the ops of a step are views: they allocate nothing and are not recorded. For every other op the recorder notes
+the user's line, the module, the position in the backward, and the tensors as (storage, size, stride, dtype). It makes
+no checks and no guards, and does not track numbers read from tensors. `lifetimes` turns the notes into `OpRecord`s.
+Invariants: the step runs as in eager, and the recorder keeps no tensor alive. A storage is forgotten when it is freed,
+because another one may get its address. No refusals: tensors without a storage are left out, see `without_storage`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.inputs import Source
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef
 from functionalize.lifetimes.input_categories import Origin, Place, origin
-from functionalize.lifetimes.lifetimes import Lifetimes, Seen
+from functionalize.lifetimes.lifetimes import LastSeen, Lifetimes
 from functionalize.lifetimes.notes import ADD, StepNotes
 from functionalize.planning.scratch.scratch import is_shaped
 from functionalize.planning.timeline.timeline import Category
@@ -46,7 +46,7 @@ Line = tuple[CodeType, int]
 
 
 class Watched(weakref.ref[torch.UntypedStorage]):
-    """A storage while it is alive, with its number and address."""
+    """A weak reference to a storage, with its number and its address."""
 
     __slots__ = ("address", "serial")
 
@@ -57,10 +57,10 @@ class Watched(weakref.ref[torch.UntypedStorage]):
 class MemoryRecorder(Watcher):
     """Records one step while active.
 
-    in_world: the step runs on fake tensors; else fakes are those of DTensor's sharding propagation, and not the step's.
+    in_world: the step runs on fake tensors. If not, ops on fakes are DTensor's sharding propagation and are skipped.
     records: [op, arguments, keyword arguments, line, position, module, results] of each op.
-    places: of each storage that existed before the step, by its number, which comes before those of all others.
-    strange: the layouts of tensors that have no storage of their own.
+    places: by number of the storage, the places that hold it before the step. These storages have the lowest numbers.
+    without_storage: the layouts of tensors that have no storage of their own.
     """
 
     def __init__(self, in_world: bool = False) -> None:
@@ -68,22 +68,24 @@ class MemoryRecorder(Watcher):
         self.records: list[list[Any]] = []
         self.step_notes = StepNotes(self.records)
         self.places: list[list[Place]] = []
-        self.strange: set[str] = set()
+        self.without_storage: set[str] = set()
         self._in_world = in_world
-        self._serials: dict[int, int] = {}  # of the storages that are alive, by address
-        self._sizes: list[int] = []  # in bytes, now
+        self._serials: dict[int, int] = {}  # address of a live storage -> its number
+        self._sizes: list[int] = []  # by number: bytes now
         self._seen: list[tuple[torch.device, Look]] = []
-        self._found: dict[
-            int, int
-        ] = {}  # storages that existed before and have no place, and their bytes
+        # Storages that existed before the step and are at no known place -> their bytes.
+        self._captured: dict[int, int] = {}
         self._calls, self._changes = self.step_notes.calls, self.step_notes.changes
         self._alive = self.step_notes.alive
-        self._task = -1  # of autograd's
-        self._task_line: Line | None = None  # the line of the user that started it
-        self._lanes: dict[int, tuple[str, Any]] = {}  # by identity: to hash an op takes longer
+        self._task = -1  # the id of autograd's graph task that ran last
+        self._task_line: Line | None = None  # the user's line that called backward
+        self._lanes: dict[int, tuple[str, Any]] = {}  # by id of the op: hashing an op takes longer
 
-    def there_is(self, name: str, source: Source, tensor: Tensor) -> None:
-        """A place that the step can reach, before it begins. `UnsupportedTensorError`: the tensor has no storage."""
+    def add_place(self, name: str, source: Source, tensor: Tensor) -> None:
+        """Add a place that the step can reach, before it begins.
+
+        Raises `UnsupportedTensorError` if the tensor has no storage.
+        """
         storage = storage_of(tensor)
         serial = self._serials.get(storage._cdata)
         if serial is None:
@@ -128,7 +130,7 @@ class MemoryRecorder(Watcher):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if lane is _LITERAL:  # Python made it from numbers, for the next op
+        if lane is _LITERAL:  # a tensor of Python numbers, which is allocated for the next op
             self._result(args[0], 1)
             return run(*args, **kwargs)
         position = backward_position()
@@ -149,7 +151,7 @@ class MemoryRecorder(Watcher):
         return out
 
     def _storages(self, args: tuple[Any, ...]) -> tuple[int, ...] | None:
-        """The storages of arguments, -1 for a number; None if one is new, or neither a tensor nor a number."""
+        """The storages of arguments, -1 for a number. None if a storage is new or an argument is of another type."""
         serials = self._serials
         try:
             found = [
@@ -169,21 +171,24 @@ class MemoryRecorder(Watcher):
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
-            self.strange.add(str(tensor.layout))
+            self.without_storage.add(str(tensor.layout))
             return None
         serial = self._serials.get(storage._cdata)
         if serial is None:
             look = self._add(tensor, storage)
-            self._found[look[0]] = storage.nbytes()
+            self._captured[look[0]] = storage.nbytes()
             return look
         return serial, tensor.shape, tensor.stride(), tensor.dtype
 
     def _result(self, tensor: Tensor, later: int = 0) -> Look | None:
-        """A result. If its storage is new, the op has made it. later: 1 if the next op has, else 0."""
+        """A result. If its storage is new, the op has allocated it.
+
+        later: 1 if the allocation counts as made by the next op, else 0.
+        """
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
-            self.strange.add(str(tensor.layout))
+            self.without_storage.add(str(tensor.layout))
             return None
         serial = self._serials.get(storage._cdata)
         if serial is None:
@@ -207,7 +212,10 @@ class MemoryRecorder(Watcher):
         self._serials.pop(died.address, None)
 
     def _line(self, position: Position | None) -> Line | None:
-        """The innermost line of the user's code. It is the same for all of autograd's own nodes in one backward."""
+        """The innermost line of the user's code.
+
+        Ops that the engine calls directly share the line that called backward: it is looked up once per graph task.
+        """
         frame = sys._getframe(2)
         if position is None or frame.f_code is not ENGINE:
             return _user_line(frame)
@@ -217,7 +225,7 @@ class MemoryRecorder(Watcher):
         return self._task_line
 
     def _look_again(self, args: Any, kwargs: Any) -> None:
-        """Note the storages of an op that may have resized one, or moved a tensor to another."""
+        """Note the storages of an op that may have resized a storage or moved a tensor to another one."""
         for tensor in tensors_in([list(args), kwargs]):
             look = self._argument(tensor)
             if look is not None:
@@ -242,12 +250,12 @@ class MemoryRecorder(Watcher):
             if look is not None and storage.nbytes() != self._sizes[look[0]]:
                 storage.resize_(self._sizes[look[0]])
 
-    # -- what does not dispatch ----------------------------------------------------------------
+    # -- calls that do not dispatch ----------------------------------------------------------------
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
         """`UntypedStorage.resize_` was called; `original` carries it out."""
         serial = self._serials.get(storage._cdata)
-        if serial is None:  # no tensor of the step is on it
+        if serial is None:  # no recorded tensor is on it
             return original(storage, size)
         position = backward_position()
         bytes_of = (serial, (0,), (1,), torch.uint8)
@@ -258,7 +266,7 @@ class MemoryRecorder(Watcher):
         self._note_size(serial, storage)
         return result
 
-    # -- what is left --------------------------------------------------------------------------
+    # -- the result --------------------------------------------------------------------------
 
     def serial_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage; None if the recorder has not seen it."""
@@ -268,27 +276,34 @@ class MemoryRecorder(Watcher):
             return None
 
     def lifetimes(
-        self, own: Mapping[int, int], left: Mapping[int, Category], parameters: Mapping[int, str]
+        self,
+        payload: Mapping[int, int],
+        gradients: Mapping[int, Category],
+        parameters: Mapping[int, str],
     ) -> Lifetimes:
-        """The step, once it has ended. own, left, parameters: see `input_categories.py`."""
-        seen = [Seen(_geometry(look), device.type) for device, look in self._seen]
+        """The lifetimes of the step, once it has ended.
+
+        payload, gradients, parameters: what `payload_bytes`, `gradients` and `parameter_names` return, see
+        `input_categories.py`.
+        """
+        seen = [LastSeen(_geometry(look), device.type) for device, look in self._seen]
         first = {serial: nbytes for _, serial, nbytes in reversed(self._changes)}
-        found = {
+        origins = {
             serial: origin(
-                places, seen[serial].geometry, first[serial], own.get(serial), parameters
+                places, seen[serial].geometry, first[serial], payload.get(serial), parameters
             )
             for serial, places in enumerate(self.places)
         }
-        for i, (serial, nbytes) in enumerate(self._found.items()):
+        for i, (serial, nbytes) in enumerate(self._captured.items()):
             geometry = seen[serial].geometry
-            found[serial] = Origin(Category.UNKNOWN, f"captured_{i}", geometry, nbytes)
+            origins[serial] = Origin(Category.UNKNOWN, f"captured_{i}", geometry, nbytes)
         births = [TensorRef(serial, each.geometry) for serial, each in enumerate(seen)]
         records = [_op_record(births, *record) for record in self.records]
-        return self.step_notes.lifetimes(records, seen, found, left)
+        return self.step_notes.lifetimes(records, seen, origins, gradients)
 
 
 def _map(find: Callable[[Tensor], Look | None], value: Any) -> Any:
-    """`find` of each tensor in nested lists; numbers stay, everything else becomes None."""
+    """Apply `find` to each tensor in nested lists. Numbers stay; any other object becomes None."""
     if type(value) in _NUMBERS:
         return value
     if isinstance(value, (list, tuple)):
@@ -318,7 +333,9 @@ def _op_record(
     module: str,
     result: Any,
 ) -> OpRecord:
-    if type(args) is tuple:  # of storages alone: with the geometry of the first tensor on each
+    if (
+        type(args) is tuple
+    ):  # from `_storages`: take the geometry of the first tensor on each storage
         arguments: Any = tuple(births[serial] if serial >= 0 else None for serial in args)
     else:
         arguments = tuple(map(_refs, args))
@@ -349,7 +366,12 @@ _WRITES, _ADDS, _EXACT, _PLAIN = "writes", "adds", "exact", "plain"
 
 
 def _lane(func: Any) -> str:
-    """How an op is recorded."""
+    """How an op is recorded.
+
+    looks: it allocates nothing, not recorded. composite: it is decomposed. literal: `lift_fresh`, not recorded.
+    writes: its tensors may change size or storage. adds: it may be a gradient sum. exact: every argument's geometry is
+    recorded. plain: the storages of its arguments suffice.
+    """
     op = kind_of(func)
     if func is torch.ops.aten.lift_fresh.default:
         return _LITERAL
