@@ -36,7 +36,7 @@ from functionalize.util.user_stack import line_or_empty
 Bytes = Callable[[OpRecord], int]
 
 
-class Change(NamedTuple):
+class SizeChange(NamedTuple):
     """A storage changed its size to `nbytes` (0: freed) while op `op` ran; -1: before the first op."""
 
     op: int
@@ -66,7 +66,7 @@ class Lifetimes:
     """
 
     records: Sequence[OpRecord]
-    changes: Sequence[Change]
+    changes: Sequence[SizeChange]
     seen: Sequence[LastSeen]
     origins: Mapping[int, Origin]
     gradients: Mapping[int, Category]
@@ -86,7 +86,7 @@ class Lifetimes:
         planned_for: str | None,
     ) -> Lifetimes:
         """Build the record. planned_for: the target of the fake world that the step ran in, if any."""
-        made, target = list(starmap(Change, changes)), _target(planned_for, seen)
+        made, target = list(starmap(SizeChange, changes)), _target(planned_for, seen)
         return Lifetimes(records, made, seen, origins, gradients, updates, sums, target)
 
     def timeline(self, scratch: Bytes | None = None, unseen: Bytes | None = None) -> Timeline:
@@ -105,13 +105,13 @@ class Lifetimes:
         found = ((r, unseen(r)) for r in self.records) if unseen is not None else ()
         return {refs_in(record.outputs)[-1].storage: nbytes for record, nbytes in found if nbytes}
 
-    def by_op(self) -> Iterator[tuple[int, list[Change]]]:
+    def by_op(self) -> Iterator[tuple[int, list[SizeChange]]]:
         """For each op, the changes from its start to the start of the next.
 
         The first change of a storage that existed before the step is left out: it notes its discovery.
         """
         last, unseen = max(len(self.records) - 1, 0), set(self.origins)
-        found: list[list[Change]] = [[] for _ in range(last + 1)]
+        found: list[list[SizeChange]] = [[] for _ in range(last + 1)]
         for change in self.changes:
             if change.storage in unseen:
                 unseen.discard(change.storage)
@@ -173,7 +173,7 @@ class _TimelineBuilder:
         ops = RecordedOps(records, self._categories.phases)
         return Timeline("eager", ops, [a for _, a in self._made], self._events)
 
-    def _without_reused_sum(self, op: int, changes: list[Change]) -> list[Change]:
+    def _without_reused_sum(self, op: int, changes: list[SizeChange]) -> list[SizeChange]:
         """The changes of an op without the allocation of a sum that eager computes in place: Note [Sums in place]."""
         operands = self._categories.summed_by_autograd(
             op, self._lifetimes.sums.get(op, frozenset())

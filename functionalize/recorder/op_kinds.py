@@ -1,9 +1,9 @@
-"""What the recorder must know of an op before it runs it: whether it reads or writes data, and what eager allows.
+"""Properties of an op that the recorder needs before it runs the op: does it access data, what does eager allow.
 
 only_looks(aten.view)       reads and writes no data: allowed on an empty storage
-is_metadata(prim.device)    returns a property of a tensor to Python: not part of the program
+is_metadata(prim.device)    returns a property of a tensor to Python: not recorded
 is_composite(aten.matmul)   consists of other ops, which are recorded instead
-kind_of(func)               all of this for one op, computed once
+kind_of(func)               all of these for one op, computed once
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functionalize.errors import UnsupportedTensorError
 
 aten = torch.ops.aten
 _QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-# Ops whose result is more than a storage, a size and strides; a fake of it does not show that.
+# Ops whose result is more than a storage, a size and strides. A fake of the result does not show that.
 _MAKES = types.MappingProxyType(
     {
         "aten::quantize_per_": "quantised",
@@ -77,7 +77,7 @@ def only_looks(func: Any) -> bool:
     return all(r.alias_info is not None for r in returns)
 
 
-# In-place views that make the storage fit the tensor.
+# In-place views that grow the storage to fit the tensor.
 MAY_GROW = frozenset(
     {
         aten.resize_.default,
@@ -90,7 +90,7 @@ MAY_GROW = frozenset(
     }
 )
 
-# In-place views that eager refuses on a storage that is too small; fakes would log before they do.
+# In-place views that eager refuses on a storage that is too small; so does the fake mode, but it logs an error first.
 SAME_REACH = frozenset(
     {
         aten.t_.default,
@@ -102,7 +102,7 @@ SAME_REACH = frozenset(
     }
 )
 
-# Views that eager makes of a tensor whose storage is too small for it; it refuses all others.
+# Views that eager allows on a tensor whose storage is too small for it; it refuses all other views.
 LOOKS_ANYWHERE = frozenset(
     {
         aten.view.default,
@@ -137,8 +137,8 @@ TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default, ate
 
 @cache
 def is_metadata(func: Any) -> bool:
-    """Whether an op only returns a tensor's size, device, ... to Python, or enters a profiler: not the program's."""
-    if func.namespace == "profiler":  # `record_function`, around all that FSDP2 does
+    """Whether an op only returns a tensor's size, device, ... to Python, or enters a profiler: not recorded."""
+    if func.namespace == "profiler":  # `record_function`, which FSDP2 enters in every hook
         return True
     if is_mutating(func) or func in TO_PYTHON or func is RESIZE_STORAGE or is_composite(func):
         return False
@@ -149,10 +149,10 @@ def is_metadata(func: Any) -> bool:
 
 @cache
 def is_composite(func: Any) -> bool:
-    """Whether an op reaches the mode only because autograd's keys are off (inference mode).
+    """Whether an op must be decomposed: it reaches the mode because autograd's keys are off (inference mode).
 
-    An op with a kernel of its own is not decomposed: `silu_backward` has both, and they round differently. Nor is
-    one for which the target of a fake world has a kernel.
+    An op with a kernel of its own is not decomposed: `silu_backward` has a kernel and a decomposition, which round
+    differently. Nor is an op for which the target of a fake world has a kernel.
     """
     if func.namespace != "aten" or not func._can_decompose():
         return False
@@ -173,10 +173,19 @@ def _may_move(func: Any) -> bool:
 class OpKind:
     """All of the above for one op, so that the recorder looks it up once.
 
-    looks: `only_looks`. moves: `_may_move`. same_reach: in `SAME_REACH`. restrides: chooses its own strides.
-    sized_by_data: its result has a size that depends on data. reads_grad_mode: it computes otherwise under `no_grad`.
-    makes: "quantised" or "nested", if the result is more than a strided tensor. may_be_refused: `Checks.refuse` must
-    see it. run: the op, called with one frame less.
+    looks: `only_looks`: reads and writes no data.
+    metadata, composite, mutating: `is_metadata`, `is_composite`, `is_mutating`.
+    moves: `_may_move`: may change the size of a storage or the geometry of a tensor that it writes.
+    to_python: returns a value to Python.
+    communicates: an op of `c10d` or `fsdp`. refused_collective: a collective that no rule supports.
+    same_reach: in `SAME_REACH`.
+    restrides: its arguments set the strides of its result (`as_strided`).
+    random: draws from a random generator.
+    sized_by_data: the size of its result depends on data.
+    reads_grad_mode: computes a different result under `no_grad`.
+    makes: "quantised" or "nested" if the result is more than a strided tensor, else "".
+    may_be_refused: `Checks.refuse` must be called before it runs.
+    run: calls the op with one Python frame less.
     """
 
     looks: bool
@@ -199,7 +208,7 @@ class OpKind:
 
 @cache
 def kind_of(func: Any) -> OpKind:
-    """What kind of op `func` is."""
+    """The properties of the op `func`."""
     looks, communicates = only_looks(func), func.namespace in ("c10d", "fsdp")
     refused_collective = refusal_of_collective(func) is not None
     writes = is_mutating(func) and not looks
