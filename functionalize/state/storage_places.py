@@ -20,7 +20,7 @@ from torch import Tensor
 from functionalize.ir.inputs import Argument, Source
 from functionalize.ir.ops import TensorRef
 from functionalize.recorder.storage_table import StorageTable
-from functionalize.state.alias_guard import Shared
+from functionalize.state.alias_guard import AliasPlace
 from functionalize.state.discovery import Roots
 from functionalize.state.sources import Slot, candidates, slots
 
@@ -35,7 +35,7 @@ class Places:
     leaves: Sequence[Any]
     slots: list[tuple[str, Slot]]
     widest: dict[int, tuple[str, Source, TensorRef]]
-    shared: dict[int, list[Shared]]
+    shared: dict[int, list[AliasPlace]]
 
     @staticmethod
     def now(
@@ -44,13 +44,13 @@ class Places:
         """Look at every place. found: the leaves of autograd that it may leave gradients of."""
         held = list(slots(roots, found))
         widest: dict[int, tuple[str, Source, TensorRef]] = {}
-        shared: dict[int, list[Shared]] = {}
+        shared: dict[int, list[AliasPlace]] = {}
         for name, source, tensor in candidates(roots, leaves, held):
             ref = storages.bring_in(tensor, name)
             before = widest.get(ref.storage)
             if before is None or ref.geometry.end > before[2].geometry.end:
                 widest[ref.storage] = (name, source, ref)
-            place = Shared(name, source, ref.geometry, id(tensor))
+            place = AliasPlace(name, source, ref.geometry, id(tensor))
             shared.setdefault(ref.storage, []).append(place)
         return Places(roots, leaves, held, widest, shared)
 
