@@ -41,7 +41,7 @@ from functionalize.recorder.op_kinds import kind_of, storage_of, tensors_in
 from functionalize.recorder.patches import Watcher
 from functionalize.util.user_stack import UserLine, is_internal
 
-Look = tuple[int, Any, tuple[int, ...], torch.dtype]  # storage, size, stride, dtype
+TensorNote = tuple[int, Any, tuple[int, ...], torch.dtype]  # storage, size, stride, dtype
 Line = tuple[CodeType, int]
 
 
@@ -72,14 +72,16 @@ class MemoryRecorder(Watcher):
         self._in_world = in_world
         self._serials: dict[int, int] = {}  # address of a live storage -> its number
         self._sizes: list[int] = []  # by number: bytes now
-        self._seen: list[tuple[torch.device, Look]] = []
+        self._seen: list[tuple[torch.device, TensorNote]] = []
         # Storages that existed before the step and are at no known place -> their bytes.
         self._captured: dict[int, int] = {}
         self._calls, self._changes = self.step_notes.calls, self.step_notes.changes
         self._alive = self.step_notes.alive
         self._task = -1  # the id of autograd's graph task that ran last
         self._task_line: Line | None = None  # the user's line that called backward
-        self._lanes: dict[int, tuple[str, Any]] = {}  # by id of the op: hashing an op takes longer
+        self._handlings: dict[
+            int, tuple[str, Any]
+        ] = {}  # by id of the op: hashing an op takes longer
 
     def add_place(self, name: str, source: Source, tensor: Tensor) -> None:
         """Add a place that the step can reach, before it begins.
@@ -116,26 +118,26 @@ class MemoryRecorder(Watcher):
                     return func(*args, **kwargs)
             elif is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented
-        known = self._lanes.get(id(func))
+        known = self._handlings.get(id(func))
         if known is None:
-            known = self._lanes[id(func)] = _lane(func), kind_of(func).run
-        lane, run = known
-        if lane is _LOOKS or self.suspended:
+            known = self._handlings[id(func)] = _handling_of(func), kind_of(func).run
+        handling, run = known
+        if handling is _SKIPPED or self.suspended:
             out = run(*args, **kwargs)
             if self._in_world:
                 self._keep_sizes(args)
             return out
-        if lane is _COMPOSITE:
+        if handling is _COMPOSITE:
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if lane is _LITERAL:  # a tensor of Python numbers, which is allocated for the next op
+        if handling is _LITERAL:  # a tensor of Python numbers, which is allocated for the next op
             self._result(args[0], 1)
             return run(*args, **kwargs)
         position = backward_position()
         module = self._calls.running if position is None else self._calls.module_at(position)
-        refs: Any = self._storages(args) if lane is _PLAIN else None
+        refs: Any = self._storages(args) if handling is _PLAIN else None
         if refs is None:
             find = self._argument
             refs = [find(a) if type(a) in _TENSORS else _map(find, a) for a in args]
@@ -144,9 +146,9 @@ class MemoryRecorder(Watcher):
         self.records.append(record)
         out = run(*args, **kwargs)
         record[6] = self._result(out) if type(out) in _TENSORS else _map(self._result, out)
-        if lane is _WRITES:
+        if handling is _WRITES:
             self._look_again(args, kwargs)
-        elif lane is _ADDS and position is not None and not torch.is_grad_enabled():
+        elif handling is _ADDS and position is not None and not torch.is_grad_enabled():
             self._note_sum(args)
         return out
 
@@ -166,7 +168,7 @@ class MemoryRecorder(Watcher):
             return None
         return None if None in found else tuple(found)  # type: ignore[arg-type]
 
-    def _argument(self, tensor: Tensor) -> Look | None:
+    def _argument(self, tensor: Tensor) -> TensorNote | None:
         """An argument. If its storage is new to the recorder, it existed before the step."""
         try:
             storage = tensor.untyped_storage()
@@ -175,12 +177,12 @@ class MemoryRecorder(Watcher):
             return None
         serial = self._serials.get(storage._cdata)
         if serial is None:
-            look = self._add(tensor, storage)
-            self._captured[look[0]] = storage.nbytes()
-            return look
+            note = self._add(tensor, storage)
+            self._captured[note[0]] = storage.nbytes()
+            return note
         return serial, tensor.shape, tensor.stride(), tensor.dtype
 
-    def _result(self, tensor: Tensor, later: int = 0) -> Look | None:
+    def _result(self, tensor: Tensor, later: int = 0) -> TensorNote | None:
         """A result. If its storage is new, the op has allocated it.
 
         later: 1 if the allocation counts as made by the next op, else 0.
@@ -195,17 +197,17 @@ class MemoryRecorder(Watcher):
             return self._add(tensor, storage, later)
         return serial, tensor.shape, tensor.stride(), tensor.dtype
 
-    def _add(self, tensor: Tensor, storage: torch.UntypedStorage, later: int = 0) -> Look:
+    def _add(self, tensor: Tensor, storage: torch.UntypedStorage, later: int = 0) -> TensorNote:
         address, serial, nbytes = storage._cdata, len(self._sizes), storage.nbytes()
-        look = serial, tensor.shape, tensor.stride(), tensor.dtype
+        note = serial, tensor.shape, tensor.stride(), tensor.dtype
         self._serials[address] = serial
         self._sizes.append(nbytes)
-        self._seen.append((tensor.device, look))
+        self._seen.append((tensor.device, note))
         alive = Watched(storage, self._freed)
         alive.serial, alive.address = serial, address
         self._alive.append(alive)
         self._changes.append((len(self.records) - 1 + later, serial, nbytes))
-        return look
+        return note
 
     def _freed(self, died: Watched) -> None:
         self._changes.append((len(self.records) - 1, died.serial, 0))
@@ -227,9 +229,9 @@ class MemoryRecorder(Watcher):
     def _look_again(self, args: Any, kwargs: Any) -> None:
         """Note the storages of an op that may have resized a storage or moved a tensor to another one."""
         for tensor in tensors_in([list(args), kwargs]):
-            look = self._argument(tensor)
-            if look is not None:
-                self._note_size(look[0], tensor.untyped_storage())
+            note = self._argument(tensor)
+            if note is not None:
+                self._note_size(note[0], tensor.untyped_storage())
 
     def _note_size(self, serial: int, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
@@ -240,15 +242,15 @@ class MemoryRecorder(Watcher):
     def _note_sum(self, args: tuple[Any, ...]) -> None:
         """See Note [Sums in place] in `lifetimes.py`."""
         whole = [self._argument(t) for t in args[:2] if isinstance(t, Tensor) and t._base is None]
-        storages = frozenset(look[0] for look in whole if look is not None)
+        storages = frozenset(note[0] for note in whole if note is not None)
         self.step_notes.sums[len(self.records) - 1] = storages
 
     def _keep_sizes(self, args: Any) -> None:
         """See Note [Views of an emptied fake] in `storage_table.py`."""
         for tensor in tensors_in(args):
-            look, storage = self._argument(tensor), tensor.untyped_storage()
-            if look is not None and storage.nbytes() != self._sizes[look[0]]:
-                storage.resize_(self._sizes[look[0]])
+            note, storage = self._argument(tensor), tensor.untyped_storage()
+            if note is not None and storage.nbytes() != self._sizes[note[0]]:
+                storage.resize_(self._sizes[note[0]])
 
     # -- calls that do not dispatch ----------------------------------------------------------------
 
@@ -259,9 +261,9 @@ class MemoryRecorder(Watcher):
             return original(storage, size)
         position = backward_position()
         bytes_of = (serial, (0,), (1,), torch.uint8)
-        module, looks = self._calls.module_at(position), [bytes_of, size]
+        module, arguments = self._calls.module_at(position), [bytes_of, size]
         line = _user_line(sys._getframe(1))
-        self.records.append([RESIZE_STORAGE, looks, {}, line, position, module, None])
+        self.records.append([RESIZE_STORAGE, arguments, {}, line, position, module, None])
         result = original(storage, size)
         self._note_size(serial, storage)
         return result
@@ -286,7 +288,7 @@ class MemoryRecorder(Watcher):
         payload, gradients, parameters: what `payload_bytes`, `gradients` and `parameter_names` return, see
         `input_categories.py`.
         """
-        seen = [LastSeen(_geometry(look), device.type) for device, look in self._seen]
+        seen = [LastSeen(_geometry(note), device.type) for device, note in self._seen]
         first = {serial: nbytes for _, serial, nbytes in reversed(self._changes)}
         origins = {
             serial: origin(
@@ -302,7 +304,7 @@ class MemoryRecorder(Watcher):
         return self.step_notes.lifetimes(records, seen, origins, gradients)
 
 
-def _map(find: Callable[[Tensor], Look | None], value: Any) -> Any:
+def _map(find: Callable[[Tensor], TensorNote | None], value: Any) -> Any:
     """Apply `find` to each tensor in nested lists. Numbers stay; any other object becomes None."""
     if type(value) in _NUMBERS:
         return value
@@ -352,34 +354,34 @@ def _refs(value: Any) -> Any:
     return [_refs(v) for v in value] if type(value) is list else value
 
 
-def _geometry(look: Look) -> Geometry:
-    _, size, stride, dtype = look
+def _geometry(note: TensorNote) -> Geometry:
+    _, size, stride, dtype = note
     return Geometry(tuple(size), stride, 0, dtype)
 
 
-# -- lanes -----------------------------------------------------------------------------------------
+# -- handling of ops -------------------------------------------------------------------------------
 
 _NUMBERS = frozenset({bool, int, float, str, torch.dtype, NoneType})
 _TENSORS = frozenset({Tensor, Parameter, FakeTensor})  # other types: by `isinstance`
-_LOOKS, _COMPOSITE, _LITERAL = "looks", "composite", "literal"
+_SKIPPED, _COMPOSITE, _LITERAL = "skipped", "composite", "literal"
 _WRITES, _ADDS, _EXACT, _PLAIN = "writes", "adds", "exact", "plain"
 
 
-def _lane(func: Any) -> str:
+def _handling_of(func: Any) -> str:
     """How an op is recorded.
 
-    looks: it allocates nothing, not recorded. composite: it is decomposed. literal: `lift_fresh`, not recorded.
+    skipped: it allocates nothing. composite: it is decomposed. literal: `lift_fresh`, only its storage is noted.
     writes: its tensors may change size or storage. adds: it may be a gradient sum. exact: every argument's geometry is
     recorded. plain: the storages of its arguments suffice.
     """
     op = kind_of(func)
     if func is torch.ops.aten.lift_fresh.default:
         return _LITERAL
-    if op.metadata or (op.looks and not op.mutating and func not in SHAPE_ONLY):
-        return _LOOKS
+    if op.metadata or (op.reads_no_data and not op.mutating and func not in SHAPE_ONLY):
+        return _SKIPPED
     if op.composite:
         return _COMPOSITE
-    if op.moves:
+    if op.changes_geometry:
         return _WRITES
     if func is ADD:
         return _ADDS

@@ -34,9 +34,9 @@ from functionalize.errors import (
 from functionalize.ir.generators import generator_states
 from functionalize.ir.ops import OpRecord, TensorRef, geometry_of, refs_in
 from functionalize.recorder.op_kinds import (
-    LOOKS_ANYWHERE,
+    CHECKED_INPLACE_VIEWS,
     MAY_GROW,
-    SAME_REACH,
+    UNCHECKED_VIEWS,
     OpKind,
     more_than_strided,
     only_looks,
@@ -83,14 +83,14 @@ class Checks:
             raise more_than_strided(f"makes a {op.makes} tensor")
         if op.refused_collective:
             check_known_collective(func)
-        if op.same_reach:
+        if op.checked_inplace_view:
             ref = record.args[0]
             if len(ref.geometry.size) > 1 or func is not aten.t_.default:
                 self._check_bounds(ref, "takes a view of")
-        if self._storages.met_resized and not op.looks:
+        if self._storages.met_resized and not op.reads_no_data:
             for ref in refs_in([record.args, record.kwargs]):
                 self._check_bounds(ref, "uses")
-        if op.mutating and not op.looks:
+        if op.mutating and not op.reads_no_data:
             for at, name in written_arguments(func):
                 inside = at is not None and at < len(record.args)
                 written = record.args[at or 0] if inside else record.kwargs.get(name)
@@ -103,13 +103,13 @@ class Checks:
         To be called after ops on a resized storage and after those that choose their own strides (`op.restrides`).
         """
         func = record.target
-        if not only_looks(func) or func in MAY_GROW or func in SAME_REACH:
+        if not only_looks(func) or func in MAY_GROW or func in CHECKED_INPLACE_VIEWS:
             return
         for tensor in tensors_in(args):
             info = self._storages.info_of(tensor)
             if info is not None:
                 self._storages.keep_size(info, storage_of(tensor))
-        if func in LOOKS_ANYWHERE or (func is aten.t.default and out.dim() < 2):
+        if func in UNCHECKED_VIEWS or (func is aten.t.default and out.dim() < 2):
             return
         for tensor in tensors_in(out):
             info = self._storages.info_of(tensor)

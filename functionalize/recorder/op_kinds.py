@@ -91,7 +91,7 @@ MAY_GROW = frozenset(
 )
 
 # In-place views that eager refuses on a storage that is too small; so does the fake mode, but it logs an error first.
-SAME_REACH = frozenset(
+CHECKED_INPLACE_VIEWS = frozenset(
     {
         aten.t_.default,
         aten.transpose_.default,
@@ -103,7 +103,7 @@ SAME_REACH = frozenset(
 )
 
 # Views that eager allows on a tensor whose storage is too small for it; it refuses all other views.
-LOOKS_ANYWHERE = frozenset(
+UNCHECKED_VIEWS = frozenset(
     {
         aten.view.default,
         aten.view.dtype,
@@ -162,7 +162,7 @@ def is_composite(func: Any) -> bool:
     return not any(has_kernel(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
 
 
-def _may_move(func: Any) -> bool:
+def _changes_geometry(func: Any) -> bool:
     """Whether an op may change the size of a storage that it writes, or the geometry of a tensor on it."""
     if is_inplace_view(func) or func in MAY_GROW or func.namespace != "aten":
         return is_mutating(func)
@@ -173,12 +173,12 @@ def _may_move(func: Any) -> bool:
 class OpKind:
     """All of the above for one op, so that the recorder looks it up once.
 
-    looks: `only_looks`: reads and writes no data.
+    reads_no_data: `only_looks`: reads and writes no data.
     metadata, composite, mutating: `is_metadata`, `is_composite`, `is_mutating`.
-    moves: `_may_move`: may change the size of a storage or the geometry of a tensor that it writes.
+    changes_geometry: `_changes_geometry`: may change the size of a storage or the geometry of a tensor that it writes.
     to_python: returns a value to Python.
     communicates: an op of `c10d` or `fsdp`. refused_collective: a collective that no rule supports.
-    same_reach: in `SAME_REACH`.
+    checked_inplace_view: in `CHECKED_INPLACE_VIEWS`.
     restrides: its arguments set the strides of its result (`as_strided`).
     random: draws from a random generator.
     sized_by_data: the size of its result depends on data.
@@ -188,15 +188,15 @@ class OpKind:
     run: calls the op with one Python frame less.
     """
 
-    looks: bool
+    reads_no_data: bool
     metadata: bool
     composite: bool
     mutating: bool
-    moves: bool
+    changes_geometry: bool
     to_python: bool
     communicates: bool
     refused_collective: bool
-    same_reach: bool
+    checked_inplace_view: bool
     restrides: bool
     random: bool
     sized_by_data: bool
@@ -209,20 +209,20 @@ class OpKind:
 @cache
 def kind_of(func: Any) -> OpKind:
     """The properties of the op `func`."""
-    looks, communicates = only_looks(func), func.namespace in ("c10d", "fsdp")
+    reads_no_data, communicates = only_looks(func), func.namespace in ("c10d", "fsdp")
     refused_collective = refusal_of_collective(func) is not None
-    writes = is_mutating(func) and not looks
+    writes = is_mutating(func) and not reads_no_data
     makes = next((kind for start, kind in _MAKES.items() if func.name().startswith(start)), "")
     return OpKind(
-        looks=looks,
+        reads_no_data=reads_no_data,
         metadata=is_metadata(func),
         composite=is_composite(func),
         mutating=is_mutating(func),
-        moves=_may_move(func),
+        changes_geometry=_changes_geometry(func),
         to_python=func in TO_PYTHON,
         communicates=communicates,
         refused_collective=refused_collective,
-        same_reach=func in SAME_REACH,
+        checked_inplace_view=func in CHECKED_INPLACE_VIEWS,
         restrides=func in (aten.as_strided.default, aten.as_strided_.default),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
@@ -232,7 +232,7 @@ def kind_of(func: Any) -> OpKind:
         or refused_collective
         or writes
         or makes != ""
-        or func in SAME_REACH
+        or func in CHECKED_INPLACE_VIEWS
         or func is RESIZE_STORAGE,
         run=entry_of(func),
     )

@@ -315,7 +315,7 @@ class Recorder(Watcher):
             self.checks.after_view(record, args, out)
         if record.target is RESIZE_STORAGE:
             storages.note_size(storage_of(args[0]))
-        elif op.moves:
+        elif op.changes_geometry:
             self._after_mutation(record, args, kwargs)
         storages.born = {}
         outputs = storages.out_ref(out) if isinstance(out, Tensor) else self._map_out(out)
