@@ -69,7 +69,7 @@ class RecordedMemory:
             gradient_slots = list(slots(roots, list(parameters(roots, leaves))))
             for name, source, tensor in candidates(roots, leaves, gradient_slots):
                 recorder.add_place(name, source, tensor)
-            recorder.step_notes.calls.know(roots)
+            recorder.step_notes.calls.register(roots)
             try:
                 with recorder:
                     return self._fn(*args, **kwargs)

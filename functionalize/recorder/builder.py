@@ -57,7 +57,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class GivenInput:
+class TensorInput:
     """A tensor that becomes a placeholder.
 
     ref: its storage and geometry in the recording. source: where a replay reads it.
@@ -91,7 +91,7 @@ class Builder:
 
     # -- inputs --------------------------------------------------------------------------------
 
-    def add_inputs(self, inputs: Sequence[GivenInput]) -> None:
+    def add_inputs(self, inputs: Sequence[TensorInput]) -> None:
         """Make a placeholder for each input. The base of a storage is the widest dense input on it."""
         first = len(self.inputs)
         for each in inputs:

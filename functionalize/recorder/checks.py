@@ -38,8 +38,8 @@ from functionalize.recorder.op_kinds import (
     MAY_GROW,
     UNCHECKED_VIEWS,
     OpKind,
+    is_data_free,
     more_than_strided,
-    only_looks,
     storage_of,
     tensors_in,
 )
@@ -103,7 +103,7 @@ class Checks:
         To be called after ops on a resized storage and after those that choose their own strides (`op.restrides`).
         """
         func = record.target
-        if not only_looks(func) or func in MAY_GROW or func in CHECKED_INPLACE_VIEWS:
+        if not is_data_free(func) or func in MAY_GROW or func in CHECKED_INPLACE_VIEWS:
             return
         for tensor in tensors_in(args):
             info = self._storages.info_of(tensor)

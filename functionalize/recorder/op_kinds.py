@@ -1,9 +1,11 @@
 """Properties of an op that the recorder needs before it runs the op: does it access data, what does eager allow.
 
-only_looks(aten.view)       reads and writes no data: allowed on an empty storage
-is_metadata(prim.device)    returns a property of a tensor to Python: not recorded
-is_composite(aten.matmul)   consists of other ops, which are recorded instead
-kind_of(func)               all of these for one op, computed once
+    is_data_free(aten.view)       reads and writes no data: allowed on an empty storage
+    is_metadata(prim.device)    returns a property of a tensor to Python: not recorded
+    is_composite(aten.matmul)   consists of other ops, which are recorded instead
+    kind_of(func)               all of these for one op, computed once
+
+Each answer depends on the op alone, not on its arguments, and is cached.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def more_than_strided(what: str) -> UnsupportedTensorError:
 
 
 @cache
-def only_looks(func: Any) -> bool:
+def is_data_free(func: Any) -> bool:
     """Whether an op reads and writes no data: views, in-place views, sizes."""
     if is_inplace_view(func) or func in SHAPE_ONLY:
         return True
@@ -173,7 +175,7 @@ def _changes_geometry(func: Any) -> bool:
 class OpKind:
     """All of the above for one op, so that the recorder looks it up once.
 
-    reads_no_data: `only_looks`: reads and writes no data.
+    reads_no_data: `is_data_free`: reads and writes no data.
     metadata, composite, mutating: `is_metadata`, `is_composite`, `is_mutating`.
     changes_geometry: `_changes_geometry`: may change the size of a storage or the geometry of a tensor that it writes.
     to_python: returns a value to Python.
@@ -209,7 +211,7 @@ class OpKind:
 @cache
 def kind_of(func: Any) -> OpKind:
     """The properties of the op `func`."""
-    reads_no_data, communicates = only_looks(func), func.namespace in ("c10d", "fsdp")
+    reads_no_data, communicates = is_data_free(func), func.namespace in ("c10d", "fsdp")
     refused_collective = refusal_of_collective(func) is not None
     writes = is_mutating(func) and not reads_no_data
     makes = next((kind for start, kind in _MAKES.items() if func.name().startswith(start)), "")

@@ -37,7 +37,7 @@ from functionalize.recorder.op_kinds import OpKind, kind_of, storage_of
 from functionalize.recorder.patches import Watcher
 from functionalize.recorder.scalar_arguments import ScalarArguments, has_live
 from functionalize.recorder.scalar_log import FOREIGN_NUMBER, FrozenScalar, ScalarLog
-from functionalize.recorder.stand_ins import Outsiders
+from functionalize.recorder.stand_ins import StandIns
 from functionalize.recorder.storage_table import StorageObserver, StorageTable
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import located
@@ -69,7 +69,7 @@ class Recorder(Watcher):
     """Records while active.
 
     ignore_fake: ops on fake tensors are not recorded (DTensor's sharding propagation runs some).
-    outsiders: the fakes that stand in for tensors from outside, if the run is on fakes.
+    stand_ins: the fakes that stand in for tensors from outside, if the run is on fakes.
     live: the numbers that Python reads are live (see live_scalars.py).
     for_real: the step must run to its end, also if an op cannot be recorded. None: as `ignore_fake`; a step in a fake
     world runs on fakes alone and passes it.
@@ -84,7 +84,7 @@ class Recorder(Watcher):
     def __init__(
         self,
         ignore_fake: bool = False,
-        outsiders: Outsiders | None = None,
+        stand_ins: StandIns | None = None,
         live: bool = False,
         for_real: bool | None = None,
         observer: RecordingObserver | None = None,
@@ -103,7 +103,7 @@ class Recorder(Watcher):
         self.observer = observer
         self._ignore_fake = ignore_fake
         self._met_number = False  # whether an argument of the current op is a symbolic number
-        self._outsiders = outsiders
+        self._stand_ins = stand_ins
         self._ref = self.storages.ref
         self._stacks = Stacks()
         if observer is not None:
@@ -208,7 +208,7 @@ class Recorder(Watcher):
         """
         storages, ref, scalars = self.storages, self._ref, self.scalar_arguments
         storages.met_resized = False
-        if self._outsiders is not None:
+        if self._stand_ins is not None:
             args, kwargs = self._to_fake(args), self._to_fake(kwargs)
         record.args = tuple([ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in args])
         if kwargs:
@@ -261,10 +261,10 @@ class Recorder(Watcher):
             return kind(self._to_fake(a) for a in arg)
         if kind is dict:
             return {k: self._to_fake(v) for k, v in arg.items()}
-        if self._outsiders is None or not isinstance(arg, Tensor) or isinstance(arg, FakeTensor):
+        if self._stand_ins is None or not isinstance(arg, Tensor) or isinstance(arg, FakeTensor):
             return arg
         with self.quiet():
-            return self._outsiders.stand_in(arg, self.storages)
+            return self._stand_ins.stand_in(arg, self.storages)
 
     def _literal(self, tensor: Tensor) -> Any:
         """`lift_fresh`: a tensor made from Python numbers, a constant of the program, which keeps a copy."""

@@ -48,7 +48,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Outsider:
+class StandIn:
     """A tensor that is no argument, and its fake.
 
     ref: the storage and geometry of the fake at its first use, None for a wrapper subclass.
@@ -62,12 +62,12 @@ class Outsider:
     grad: Tensor | None
 
 
-class Outsiders:
+class StandIns:
     """The stand-ins of one trace. names: names of tensors for messages, by id."""
 
     def __init__(self, mode: FakeTensorMode, names: dict[int, str]) -> None:
         self.mode = mode
-        self.found: dict[int, Outsider] = {}
+        self.found: dict[int, StandIn] = {}
         self._names = names
 
     def stand_in(self, tensor: Tensor, storages: StorageTable) -> Tensor:
@@ -85,7 +85,7 @@ class Outsiders:
         grad = tensor.grad if tensor.is_leaf else None
         fake = fake_of(self.mode, tensor)
         ref = storages.bring_in(fake, name) if plain else None
-        self.found[id(tensor)] = Outsider(name, tensor, fake, ref, grad)
+        self.found[id(tensor)] = StandIn(name, tensor, fake, ref, grad)
         return fake
 
     def restore(self) -> str | None:
@@ -110,7 +110,7 @@ class Outsiders:
                 )
 
 
-def names_of_outsiders(fn: Callable[..., Any]) -> dict[int, str]:
+def names_of_captured(fn: Callable[..., Any]) -> dict[int, str]:
     """Names, by id, of the tensors in the closure and the globals of `fn`, and in modules there."""
     found: dict[str, Any] = {}
     if isinstance(fn, torch.nn.Module):

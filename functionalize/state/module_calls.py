@@ -48,7 +48,7 @@ class ModuleCalls:
         # Nodes from `_numbers[i]` up to the next number were created by module `_modules[i]`.
         self._numbers, self._modules = [0], [""]
 
-    def know(self, roots: Roots) -> None:
+    def register(self, roots: Roots) -> None:
         """Register the names of the modules that a step can reach, and the module of each of their parameters."""
         for name, module in roots.walk():
             self._names.setdefault(id(module), name)
