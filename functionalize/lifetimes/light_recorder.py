@@ -147,7 +147,7 @@ class MemoryRecorder(Watcher):
         out = run(*args, **kwargs)
         record[6] = self._result(out) if type(out) in _TENSORS else _map(self._result, out)
         if handling is _WRITES:
-            self._look_again(args, kwargs)
+            self._note_moved_storages(args, kwargs)
         elif handling is _ADDS and position is not None and not torch.is_grad_enabled():
             self._note_sum(args)
         return out
@@ -226,7 +226,7 @@ class MemoryRecorder(Watcher):
             self._task, self._task_line = task, _user_line(frame)
         return self._task_line
 
-    def _look_again(self, args: Any, kwargs: Any) -> None:
+    def _note_moved_storages(self, args: Any, kwargs: Any) -> None:
         """Note the storages of an op that may have resized a storage or moved a tensor to another one."""
         for tensor in tensors_in([list(args), kwargs]):
             note = self._argument(tensor)

@@ -1,6 +1,6 @@
 """Properties of an op that the recorder needs before it runs the op: does it access data, what does eager allow.
 
-    is_data_free(aten.view)       reads and writes no data: allowed on an empty storage
+    is_data_free(aten.view)     reads and writes no data: allowed on an empty storage
     is_metadata(prim.device)    returns a property of a tensor to Python: not recorded
     is_composite(aten.matmul)   consists of other ops, which are recorded instead
     kind_of(func)               all of these for one op, computed once
