@@ -86,7 +86,7 @@ def recorded(
     with only_young_collections():
         entry = EntryState.now(step, [x], recorder)
         if observer is not None:
-            observer.notes.calls.know(entry.roots)
+            observer.notes.calls.register(entry.roots)
         with recorder:
             step(x)
 

@@ -1,1 +1,1 @@
-"""All that knows FSDP2: its objects, the table of its attributes, its Python state, the releases it was tested on."""
+"""Everything about FSDP2: its objects, a table of its attributes, its Python state, the tested releases of torch."""

@@ -1,15 +1,15 @@
-"""What FSDP2 keeps in Python, attribute by attribute, and what a capture does with each.
+"""A table of the Python attributes of FSDP2's objects, and how a capture handles each.
 
-    FSDPStateContext.is_last_backward         RESTORED   guarded on entry, assigned again by a replay
-    FSDPParam._sharded_param_data             TENSOR     looked up at every call
-    FSDPParamGroup._partial_reduce_output     SLOT       a tensor or nothing; a replay may assign it
-    FSDPParamGroup._module_fqn                FIXED      set by `fully_shard` or by the first forward, never again
-    FSDPParamGroup._post_reduce_event         IGNORED    nothing that a step computes depends on it
+    FSDPStateContext.is_last_backward         RESTORED   compared on entry, assigned by a replay
+    FSDPParam._sharded_param_data             TENSOR     an input, read at every call
+    FSDPParamGroup._partial_reduce_output     SLOT       a tensor or None; a replay may assign it
+    FSDPParamGroup._module_fqn                FIXED      set by `fully_shard` or by the first forward, then constant
+    FSDPParamGroup._post_reduce_event         IGNORED    no result of a step depends on it
     FSDPParam.unsharded_grad_data             DERIVED    a property, computed from attributes in this table
 
-A new release of torch adds attributes, and turns some into properties: names still import, and results differ.
-`unknown_attributes` compares this table with the sources of the classes, and with live objects.
-Seen in torch 2.11 to 2.15. Invariant: an attribute that is not in the table is reported by name, never ignored.
+A new release of torch may add attributes, or turn some into properties: imports still succeed, but results differ.
+`unknown_attributes` compares this table with the source code of the classes, `unknown_attributes_of` with live objects.
+Valid for torch 2.11 to 2.15. Invariant: an attribute that is not in the table is reported by name, never ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functionalize._compat.fsdp import fsdp_classes
 
 
 class Handling(enum.Enum):
-    """What a capture does with an attribute."""
+    """How a capture handles an attribute."""
 
     RESTORED = "guarded on entry, assigned again by a replay"
     TENSOR = "looked up at every call"
@@ -153,9 +153,10 @@ ATTRIBUTES: Mapping[str, Mapping[str, Entry]] = {
     ),
 }
 
-# Slots that a release has turned into a view of another slot.
+# Slots that a newer release has turned into a property that reads another slot.
 MOVED = {("FSDPParam", "unsharded_accumulated_grad"): "_unsharded_param.grad"}
 
+# The methods of `FSDPModule`, each with the attributes that it sets or why it needs no handling.
 METHODS: Mapping[str, str] = {
     "reshard": "runs in a step: resizes, and `sharded_state`; between steps: `sharded_state`",
     "unshard": "runs in a step: collectives and resizes; one that is pending at the end is refused",
@@ -191,17 +192,17 @@ METHODS: Mapping[str, str] = {
 
 @cache
 def names(kind: str, handling: Handling) -> tuple[str, ...]:
-    """The attributes of a class that are handled so."""
+    """The attributes of a class with this handling."""
     return tuple(name for name, entry in ATTRIBUTES[kind].items() if entry.handling is handling)
 
 
 def handling_of(owner: Any, attribute: str) -> Handling:
-    """How an attribute of a live object of FSDP2 is handled."""
+    """The handling of an attribute of a live object of FSDP2."""
     return _table_of(type(owner))[attribute].handling
 
 
 def is_writable(cls: type, attribute: str) -> bool:
-    """Whether an object of this class can be assigned the attribute: it is no property without a setter."""
+    """Whether the attribute can be assigned: it is not a property without a setter."""
     found = inspect.getattr_static(cls, attribute, None)
     return not (isinstance(found, property) and found.fset is None)
 
@@ -210,7 +211,7 @@ def is_writable(cls: type, attribute: str) -> bool:
 
 
 def unknown_attributes() -> Iterator[str]:
-    """What the sources of torch's classes have and the table does not explain, one sentence each."""
+    """One sentence for each attribute in the source code of torch's classes that the table does not describe."""
     for cls in fsdp_classes():
         if cls.__name__ == "FSDPModule":
             yield from _unknown_methods(cls)
@@ -246,7 +247,7 @@ def _no_longer_plain(cls: type, name: str, entry: Entry) -> str | None:
 
 
 def unknown_attributes_of(objects: Iterable[Any]) -> Iterator[str]:
-    """Attributes of live objects of FSDP2 that the table does not name."""
+    """One sentence for each attribute of live objects of FSDP2 that is not in the table."""
     found: dict[str, None] = {}
     for each in objects:
         table = _table_of(type(each))
@@ -264,7 +265,7 @@ def _table_of(cls: type) -> Mapping[str, Entry]:
 
 
 def _declared(cls: type) -> Mapping[str, bool]:
-    """Every attribute that a class annotates, or assigns to `self`; whether it is a property."""
+    """Every attribute that a class annotates or that its methods assign to `self`; True for a property."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     found: dict[str, bool] = {}

@@ -1,11 +1,11 @@
-"""Where FSDP2 keeps its objects and tensors; `contract.py` lists its attributes, `python_state.py` restores them.
+"""Iterators over FSDP2's objects and tensors. `contract.py` lists its attributes, `python_state.py` restores them.
 
     fsdp_params(module)     every FSDPParam under a module, with its fully qualified name
-    fsdp_tensors(module)    the tensors FSDP2 keeps beside the parameters, with names
-    fsdp_slots(module)      where it keeps gradients between microbatches, apart from `.grad`
-    set_up_fsdp(module)     what its first forward does before all else
+    fsdp_tensors(module)    the tensors that FSDP2 holds besides the parameters, with names
+    fsdp_slots(module)      places other than `.grad` that hold gradients between microbatches
+    set_up_fsdp(module)     the initialization that its first forward does
 
-Seen in torch 2.11 (one parameter group per module) to 2.15 (gradients accumulate in `_unsharded_param.grad`).
+Valid for torch 2.11 (one parameter group per module) to 2.15 (gradients accumulate in `_unsharded_param.grad`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from functionalize.fsdp.contract import MOVED, Handling, is_writable, names
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
 
-# Numbers, names and dtypes: what is compared by value, and written as it is.
+# Types of numbers, names and dtypes: compared by value, and saved as they are.
 PLAIN = (bool, int, float, str, enum.Enum, type(None), torch.dtype)
 
 
-Under = nn.Module | Sequence[Any]  # a module, or the states under it, if they were found already
+Under = nn.Module | Sequence[Any]  # a root module, or the list of states under it
 
 
 def fsdp_states(under: Under) -> Iterator[Any]:
@@ -58,7 +58,7 @@ def fsdp_groups(under: Under) -> Iterator[Any]:
 
 
 def fsdp_contexts(under: Under) -> Iterator[Any]:
-    """The contexts that FSDP modules share: of the iteration, and of communication; some twice."""
+    """The contexts that FSDP modules share, of the iteration and of communication. May repeat one."""
     for state in fsdp_states(under):
         yield state._state_ctx
         yield state._comm_ctx
@@ -73,26 +73,26 @@ def fsdp_params(under: Under) -> Iterator[tuple[str, Any]]:
 
 
 def is_ready(group: Any) -> bool:
-    """Whether FSDP2 has set up the communication of a group: not before its root's first forward."""
+    """Whether FSDP2 has initialized the communication of a group, which the root's first forward does."""
     return hasattr(group.comm_ctx, "post_forward_order")
 
 
 def fsdp_registered(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Every place, as module and name, where FSDP2 registers a parameter, and the FSDPParam."""
+    """Every place where FSDP2 registers a parameter: module, name, FSDPParam."""
     for _, param in fsdp_params(module):
         for owner, name in registrations_of(param):
             yield owner, name, param
 
 
 def registrations_of(param: Any) -> list[tuple[nn.Module, str]]:
-    """Every place, as module and name, where an FSDPParam is registered; several if it is tied."""
+    """Every place, as module and name, where an FSDPParam is registered; more than one if it is tied."""
     info = param._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
     return [(info.module, info.param_name), *shared]
 
 
 def fsdp_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that a program may refer to, with names that are the same in every process; some twice."""
+    """Every object that a program may refer to, with a name that is the same in all processes. May repeat one."""
     for i, state in enumerate(fsdp_states(module)):
         yield f"state {i}", state
         yield f"attributes of state {i}", vars(state)
@@ -127,18 +127,18 @@ def _objects_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"mesh in {name}", value.mesh
 
 
-# -- set up ----------------------------------------------------------------------------------------
+# -- initialization ----------------------------------------------------------------------------------------
 
 
 class SetUp(NamedTuple):
-    """How far FSDP2 has set up one of its modules: whether it is a root, whether it was unsharded once."""
+    """The initialization of an FSDP2 module: whether it is a root, and whether its parameters were ever unsharded."""
 
     root: bool
     unsharded: bool
 
 
 def fsdp_set_up(module: nn.Module) -> list[SetUp]:
-    """How far the FSDP modules under `module` are set up, in the order of `fsdp_states`."""
+    """The initialization of the FSDP modules under `module`, in the order of `fsdp_states`."""
     return [SetUp(bool(s._is_root), _was_unsharded(s)) for s in fsdp_states(module)]
 
 
@@ -148,9 +148,10 @@ def _was_unsharded(state: Any) -> bool:
 
 
 def set_up_fsdp(module: nn.Module, goal: Sequence[SetUp]) -> None:
-    """Set FSDP2 up as its first forward does: roots, and the storages that parameters are unsharded into.
+    """Initialize FSDP2 as its first forward does: roots, and the storages that parameters are unsharded into.
 
-    Unshards one module after the other, so every rank must call it. Where that was done, nothing happens.
+    goal: the result of `fsdp_set_up` to reach. Unshards one module after the other, so every rank must call it.
+    Modules that are initialized already are skipped.
     """
     pairs = list(zip(fsdp_states(module), goal, strict=True))
     for state, (root, _) in pairs:
@@ -177,7 +178,7 @@ _CATEGORIES: Mapping[str, Category] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FSDPTensor:
-    """A tensor FSDP2 keeps: `attribute` of an FSDPParam or a group, `index` if that is a list."""
+    """The source of a tensor of FSDP2: `attribute` of an FSDPParam or group; element `index` if that is a list."""
 
     param: Any
     attribute: str
@@ -193,12 +194,12 @@ class FSDPTensor:
         return value if self.index is None else value[self.index]
 
     def assign(self, call: Call, value: Tensor | None) -> None:
-        """Put another tensor, or none, in its place."""
+        """Assign a tensor or None."""
         setattr(self.param, self.attribute, value)
 
 
 def fsdp_tensors(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
-    """Tensors FSDP2 keeps beside `parameters()`: padded shards, unsharded storages."""
+    """Tensors that FSDP2 holds besides `parameters()`: padded shards, unsharded storages."""
     for fqn, param in fsdp_params(under):
         if isinstance(getattr(param, "_sharded_param_data", None), Tensor):
             yield f"{fqn}.sharded_param_data", FSDPTensor(param, "_sharded_param_data")
@@ -209,7 +210,7 @@ def fsdp_tensors(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
 
 
 def fsdp_parameters(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
-    """Each parameter twice: sharded, and unsharded if it was made; only one of them is registered."""
+    """Each parameter sharded, and unsharded if that tensor exists; only one of the two is registered."""
     for fqn, param in fsdp_params(under):
         yield fqn, FSDPTensor(param, "sharded_param")
         if hasattr(param, "_unsharded_param"):
@@ -217,7 +218,7 @@ def fsdp_parameters(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
 
 
 def fsdp_unsharded(module: nn.Module) -> Iterator[Tensor]:
-    """Every tensor on a storage that FSDP2 grows to unshard a parameter, and empties to reshard it."""
+    """Every tensor on a storage that FSDP2 grows to unshard a parameter and resizes to 0 bytes to reshard it."""
     for _, param in fsdp_params(module):
         yield from param.all_gather_outputs
         yield from getattr(param, "_unsharded_inner_tensors", ())
@@ -226,7 +227,7 @@ def fsdp_unsharded(module: nn.Module) -> Iterator[Tensor]:
 
 
 def fsdp_padded(under: Under) -> Iterator[tuple[Tensor, int]]:
-    """Tensors that FSDP2 may pad, each with how many of its elements hold something."""
+    """Tensors that FSDP2 may pad, each with the number of its elements that are not padding."""
     for _, param in fsdp_params(under):
         shard = getattr(param, "_sharded_param_data", None)
         if isinstance(shard, Tensor):
@@ -236,7 +237,7 @@ def fsdp_padded(under: Under) -> Iterator[tuple[Tensor, int]]:
 
 
 def fsdp_slots(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
-    """Places, apart from `.grad`, that hold a gradient between microbatches, or nothing."""
+    """Places other than `.grad` that may hold a gradient between microbatches."""
     for fqn, param in fsdp_params(under):
         for key in _slots_of("FSDPParam", type(param)):
             yield f"{fqn}.{key}", FSDPTensor(param, key)
@@ -247,14 +248,14 @@ def fsdp_slots(under: Under) -> Iterator[tuple[str, FSDPTensor]]:
 
 
 def _slots_of(kind: str, cls: type) -> Iterator[str]:
-    """The slots of a class, without those that are a view of another one in the torch at hand."""
+    """The slots of a class, without those that read another slot in the installed torch."""
     for key in names(kind, Handling.SLOT):
         if (kind, key) not in MOVED or is_writable(cls, key):
             yield key
 
 
 def fsdp_keepalives(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Tensors held only until a collective on another stream has read them."""
+    """Tensors that FSDP2 holds only until a collective on another stream has read them."""
     for module in modules:
         for state in fsdp_states(module):
             shared = state._comm_ctx

@@ -1,12 +1,11 @@
-"""What FSDP2 keeps in Python: looked at, guarded, and restored after a replay.
+"""FSDP2's Python state: read and compared before a step, and restored after a replay.
 
-    FSDPState.now(modules)  flags, sharded or not, which parameter is registered, prefetch order
-    FSDPStateGuard          the step enters in the state it was captured in
-    FSDPEffects             what a step did to that state, done again by a replay
+    FSDPState.now(modules)  flags, sharded or unsharded, the registered parameters, prefetch order
+    FSDPStateGuard          the state on entry is that of the capture
+    FSDPEffects             a step's changes to that state, which a replay repeats
 
-A replay runs no hook, so what FSDP2 keeps in Python moves by effects alone: after a replay the model is in the
-state that the eager step leaves it in, and an eager call may follow. Which attributes these are is told by
-`contract.py`.
+A replay runs no hooks, so only `FSDPEffects` changes this state: after a replay the model is in the state that the
+eager step leaves it in, and an eager call may follow. `contract.py` lists the attributes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _CONTEXT = names("FSDPStateContext", Handling.RESTORED)
 _COMMUNICATION = names("FSDPCommContext", Handling.RESTORED)
 _GROUP = names("FSDPParamGroup", Handling.RESTORED)
 _PARAM = names("FSDPParam", Handling.RESTORED)
-# What a step may not leave behind: it ends in another call, where a replay's would be the recorded one.
+# Attributes that a step must not change: a later call uses the pending object, which a replay would not renew.
 _PENDING = {
     "_all_gather_result": "an unshard begins in one call and ends in another",
     "active_gradient_reduction": (
@@ -45,7 +44,7 @@ _PENDING = {
 
 
 class Contents(NamedTuple):
-    """What a dict, a list or a set holds, at one moment; equal for equal contents."""
+    """The contents of a dict, a list or a set at one moment; equal for equal contents."""
 
     kind: str
     items: tuple[Any, ...] | frozenset[Any]
@@ -56,25 +55,25 @@ _EMPTY = {kind: Contents(name, frozenset() if kind is set else ()) for name, kin
 
 
 class Place(NamedTuple):
-    """One value: `table[key]` of an object's attributes or a module's parameters, or attribute `key` of a tensor."""
+    """The place of a value: `table[key]` (a `__dict__` or a module's `_parameters`), or attribute `key` of a tensor."""
 
     name: str
     table: dict[str, Any] | Tensor
     key: str
 
     def read(self) -> Any:
-        """The value; the contents of a container, which a step may change in place."""
+        """The value; for a container its contents, which a step may change in place."""
         _, table, key = self
         value = table.get(key) if type(table) is dict else getattr(table, key)
         empty = _EMPTY.get(type(value))
         if empty is None or not value:
-            return value if empty is None else empty  # most containers are empty
+            return value if empty is None else empty  # fast path: most containers are empty
         if type(value) is dict:
             return Contents("dict", tuple(value.items()))
         return empty._replace(items=tuple(value) if type(value) is list else frozenset(value))
 
     def write(self, value: Any) -> None:
-        """Assign what `read` returned; a container stays the same object, since hooks of FSDP2 hold some."""
+        """Assign a result of `read`. A container is updated in place, because FSDP2's hooks refer to some."""
         if not isinstance(value, Contents):
             if type(self.table) is dict:
                 self.table[self.key] = value
@@ -95,10 +94,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FSDPState:
-    """What FSDP2 keeps in Python at one moment.
+    """FSDP2's Python state at one moment.
 
-    order: groups in the order of their forwards, by list that holds it; only the last ones, one per group,
-    can matter to what comes. indices: where in that order each group stands.
+    places, values: the places of RESTORED attributes, and their values.
+    orders: the elements of each `post_forward_order`: groups in the order of their forwards. Only the last ones, one
+    per group, affect later steps.
+    indices: for each group, its indices in its order.
+    _orders, _indices: the live lists; for indices, with the position of the group's order in `_orders`.
     """
 
     places: tuple[Place, ...]
@@ -110,7 +112,7 @@ class FSDPState:
 
     @staticmethod
     def now(roots: Iterable[Under]) -> FSDPState:
-        """Look at every FSDP2 module under these roots."""
+        """Read the state of every FSDP2 module under these roots."""
         states = [state for root in roots for state in fsdp_states(root)]
         found = [place for state in states for place in _places(state)]
         places = list({(id(place.table), place.key): place for place in found}.values())
@@ -129,26 +131,28 @@ class FSDPState:
         return FSDPState(tuple(places), values, lists, numbers, tuple(orders), tuple(indices))
 
     def _where(self) -> list[Any]:
-        """Where it was looked; another list or table is there when FSDP2 has set itself up."""
+        """The identities of the places and lists. They change when FSDP2 is initialized."""
         places = [(place.key, id(place.table)) for place in self.places]
         return [places, list(map(id, self._orders)), [id(numbers) for numbers, _ in self._indices]]
 
     def tables(self) -> set[tuple[int, str]]:
-        """The places, so that others leave them to us."""
+        """The keys of the places, which other guards and effects must skip."""
         return {(id(place.table), place.key) for place in self.places}
 
     def summary(self) -> tuple[Any, ...]:
-        """What tells states apart, hashable; equal for states that an equal step may start from."""
+        """A hashable key, equal for states from which the same program may start."""
         return tuple([v if isinstance(v, _BY_VALUE) else id(v) for v in self.values])
 
     def difference(self, backward: bool) -> str | None:
-        """How FSDP2's state now differs from this one, in what a step (that goes `backward`) looks at."""
+        """Text about a difference between FSDP2's state now and this one, or None.
+
+        backward: whether the step runs a backward, which depends on the order of forwards.
+        """
         for place, was in zip(self.places, self.values, strict=True):
             name, table, key = place
             now = table.get(key) if type(table) is dict else getattr(table, key)
-            if now is not was and not same_value(
-                now := place.read(), was
-            ):  # nearly all are the same
+            # By identity first: nearly all values are the same object.
+            if now is not was and not same_value(now := place.read(), was):
                 return f"{name} is {_brief(now)}, was {_brief(was)}"
         recent = len(self._indices) if backward else 0
         if not recent:
@@ -185,7 +189,7 @@ def _places(state: Any) -> Iterator[Place]:
 
 
 def _attributes(name: str, owner: Any, keys: Iterable[str]) -> Iterator[Place]:
-    """A place for each of the attributes that the torch at hand has."""
+    """A place for each of the attributes that exist in the installed torch."""
     table = vars(owner)
     for key in keys:
         if hasattr(owner, key):
@@ -202,9 +206,9 @@ def _brief(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FSDPStateGuard:
-    """FSDP2 enters the step in the state it was captured in.
+    """FSDP2's state at the begin of the step is that of the capture.
 
-    backward: whether the step goes backward, and so prefetches by the order of the forwards before.
+    backward: whether the step runs a backward, which prefetches by the order of earlier forwards.
     """
 
     state: FSDPState
@@ -216,10 +220,12 @@ class FSDPStateGuard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FSDPEffects:
-    """What a step did to FSDP2's state in Python.
+    """A step's changes to FSDP2's Python state.
 
-    assigned: places and their values at exit. orders: of each list of forwards, whether it was emptied, and what
-    was appended; indices: the same for each group's places in it, counted from where the list then ended.
+    assigned: places that the step assigned, with their values at exit.
+    orders: for each `post_forward_order`: the list, whether the step cleared it, the groups it appended.
+    indices: for each group's list of indices: the list, the position of its order in `orders`, whether the step cleared
+    it, and the appended indices, relative to the end of the order before the step appended.
     """
 
     assigned: tuple[tuple[Place, Any], ...] = ()
@@ -228,7 +234,7 @@ class FSDPEffects:
 
     @staticmethod
     def between(before: FSDPState, after: FSDPState) -> FSDPEffects | str:
-        """The effects, or why they cannot be done again."""
+        """The effects, or text why a replay cannot repeat them."""
         if before._where() != after._where():
             return "FSDP2 set itself up"
         assigned = []
@@ -239,11 +245,11 @@ class FSDPEffects:
                     return _PENDING[place.key]
         orders, indices = [], []
         for lst, was, now in zip(before._orders, before.orders, after.orders, strict=True):
-            kept = _begins(now, was)
+            kept = _starts_with(now, was)
             orders.append((lst, not kept, now[len(was) :] if kept else now))
         pairs = zip(before._indices, before.indices, after.indices, strict=True)
         for (numbers, order), was, now in pairs:
-            kept = _begins(now, was)
+            kept = _starts_with(now, was)
             if not kept and now and not orders[order][1]:
                 return "FSDP2 goes backward through forwards of an earlier call"
             start = 0 if orders[order][1] else len(before.orders[order])
@@ -253,11 +259,11 @@ class FSDPEffects:
 
     @property
     def changes_grad_dtype(self) -> bool:
-        """Whether the step leaves an unsharded parameter with another `grad_dtype`."""
+        """Whether the step changes the `grad_dtype` of an unsharded parameter."""
         return any(place.key == "grad_dtype" for place, _ in self.assigned)
 
     def apply(self) -> None:
-        """Leave FSDP2 as the step does."""
+        """Make the step's changes."""
         for place, value in self.assigned:
             place.write(value)
         starts = [0 if emptied else len(order) for order, emptied, _ in self.orders]
@@ -271,5 +277,5 @@ class FSDPEffects:
             numbers.extend(starts[which] + step for step in steps)
 
 
-def _begins(now: tuple[Any, ...], was: tuple[Any, ...]) -> bool:
+def _starts_with(now: tuple[Any, ...], was: tuple[Any, ...]) -> bool:
     return now[: len(was)] == was

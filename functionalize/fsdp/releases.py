@@ -1,13 +1,13 @@
-"""The releases of torch that everything was run on, and what happens on another one.
+"""The tested releases of torch, and the checks on other releases.
 
     TESTED                     the releases; a release between them is in the tested range
     warn_if_untested()         one warning in a process, at the first capture outside of the range
-    why_not_here(modules)      why an FSDP2 step is not replayed on the torch at hand, or None
+    why_not_here(modules)      why an FSDP2 step is not replayed on the installed torch, or None
 
-A release that was tested is not checked again. On every other one the contract (`contract.py`, and the ops
-that communicate) is compared with the installed torch once, and with the objects of the step: what it does not
-explain is state that a replay may miss, so that the step is refused by name.
-Invariant: a step is never replayed over state of FSDP2 that the contract does not explain.
+A tested release is not checked. On any other release the contract (`contract.py`, and the list of communicating ops) is
+compared with the installed torch once, and with the objects of each step. State that the contract does not describe
+might be missed by a replay, so the step is refused, with the name of the attribute.
+Invariant: a step is never replayed if FSDP2 has state that the contract does not describe.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def warn_if_untested() -> None:
 
 @cache
 def broken_contract() -> tuple[str, ...]:
-    """What the installed torch has that the contract does not explain, one sentence each."""
+    """One sentence for each op and attribute of the installed torch that the contract does not describe."""
     ops = (f"the op {name} is unknown: whether it writes is not known" for name in unlisted_ops())
     return (*ops, *unknown_attributes())
 
 
 def why_not_here(modules: Sequence[nn.Module]) -> str | None:
-    """Why a step over these modules is not replayed here: what the contract does not explain; None without FSDP2."""
+    """Why a step over these modules is not replayed on the installed torch, or None. Always None without FSDP2."""
     if is_tested(torch.__version__):
         return None
     states = [state for module in modules for state in fsdp_states(module)]

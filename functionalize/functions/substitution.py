@@ -67,7 +67,7 @@ from functionalize.functions.input_epilogue import (
 from functionalize.functions.live_calls import map_tensors, on_original, plain_int, returned
 from functionalize.ir.epilogue import window
 from functionalize.ir.ops import OpRecord, TensorRef
-from functionalize.recorder.op_kinds import is_composite, is_metadata, only_looks, tensors_in
+from functionalize.recorder.op_kinds import is_composite, is_data_free, is_metadata, tensors_in
 from functionalize.recorder.patches import PATCHES, SIZE_PATCHES
 from functionalize.util.tensor_wrappers import plain_tensors, plain_tensors_by_path
 from functionalize.util.user_stack import located
@@ -233,7 +233,7 @@ class Substitution(TorchDispatchMode):
             return self._move(func, args, kwargs)
         if func in RULES or is_mutating(func):
             return self._step(record, args, kwargs)
-        if only_looks(func):
+        if is_data_free(func):
             return self._view(record, args, kwargs)
         return func(*map_tensors(self._value, args), **map_tensors(self._value, kwargs))
 

@@ -26,9 +26,9 @@ from functionalize.ir.guards import AliasGuard, ConstantGuard, Guard, TensorGuar
 from functionalize.ir.inputs import Argument, Captured, Source
 from functionalize.ir.ops import refs_in
 from functionalize.program.program import Program
-from functionalize.recorder.builder import Builder, GivenInput
+from functionalize.recorder.builder import Builder, TensorInput
 from functionalize.recorder.recorder import Recorder
-from functionalize.recorder.stand_ins import Outsiders, fake_of, is_fake, names_of_outsiders
+from functionalize.recorder.stand_ins import StandIns, fake_of, is_fake, names_of_captured
 from functionalize.run.boxed import boxed
 from functionalize.state.argument_names import leaf_names
 from functionalize.state.arguments import flatten_result, hidden
@@ -69,8 +69,8 @@ class _Trace:
         self.mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True)
         self.mode.cache_enabled = False  # Note [Views of an emptied fake]
         self.fakes = [fake_of(self.mode, x) if isinstance(x, Tensor) else x for x in self.leaves]
-        self.outsiders = Outsiders(self.mode, names_of_outsiders(fn))
-        self.recorder = Recorder(outsiders=self.outsiders)
+        self.stand_ins = StandIns(self.mode, names_of_captured(fn))
+        self.recorder = Recorder(stand_ins=self.stand_ins)
         self.names = leaf_names(fn, self.in_spec)
         self.inputs = _argument_inputs(self.recorder, self.fakes, self.names)
 
@@ -81,7 +81,7 @@ class _Trace:
         try:
             out = _run(self.recorder, self.mode, lambda: self.fn(*args, **kwargs))
         finally:
-            changed = self.outsiders.restore()
+            changed = self.stand_ins.restore()
         for name, fake, grad in zip(self.names, self.fakes, before, strict=True):
             changed = name if _grad(fake) is not grad else changed
         if changed is not None:
@@ -89,7 +89,7 @@ class _Trace:
                 f"sets the `.grad` of `{changed}`, which a program of `trace` cannot repeat: use `capture` "
                 "for a training step, or return torch.autograd.grad(...)"
             )
-        self.outsiders.check(self.recorder.storages)
+        self.stand_ins.check(self.recorder.storages)
         return out
 
     def program(self) -> Program:
@@ -118,9 +118,9 @@ class _Trace:
         """Add the inputs: arguments, used gradients of arguments, tensors found outside them, constants."""
         used = {ref.storage for r in self.recorder.records for ref in refs_in([r.args, r.kwargs])}
         self.inputs = [g for g in self.inputs if not _is_grad(g.source) or g.ref.storage in used]
-        for each in self.outsiders.found.values():
+        for each in self.stand_ins.found.values():
             if each.ref is not None:
-                self.inputs.append(GivenInput(each.name, each.ref, Captured(each.real)))
+                self.inputs.append(TensorInput(each.name, each.ref, Captured(each.real)))
         declared = {g.ref.storage for g in self.inputs}
         for external in self.recorder.storages.externals:
             if external.literal:
@@ -163,13 +163,13 @@ def _inner(leaves: Sequence[Any], source: Argument) -> Tensor:
 
 def _argument_inputs(
     recorder: Recorder, leaves: Sequence[Any], names: Sequence[str]
-) -> list[GivenInput]:
-    inputs: list[GivenInput] = []
+) -> list[TensorInput]:
+    inputs: list[TensorInput] = []
 
     def add(value: Any, name: str, leaf: int, attributes: tuple[str, ...]) -> None:
         for path, tensor in plain_tensors_by_path(value):
             full, source = ".".join([name, *path]), Argument(leaf, (*attributes, *path))
-            inputs.append(GivenInput(full, recorder.storages.bring_in(tensor, full), source))
+            inputs.append(TensorInput(full, recorder.storages.bring_in(tensor, full), source))
             grad = _grad(tensor)
             if grad is not None:
                 add(grad, f"{full}.grad", leaf, (*source.attributes, "grad"))

@@ -1,11 +1,14 @@
-"""What existed before a step, and what it is for: a category for every storage that the step found.
+"""A category for every storage that existed before a step.
 
     origins(places, storages)         storage -> Origin(sharded parameters, "model.head.weight", padding 12)
-    given(program, places, found)      name of a program's input -> its category, for a timeline of the program
+    categories_of_inputs(program, places, found)
+                                      name of a program's input -> its category, for a timeline of the program
 
-A storage is known by its places. The first that tells counts: FSDP2's own (its padded shards, the storages that it
-grows and empties), then the optimizer's, gradients, modules, arguments, whatever else Python holds.
-Padding is what FSDP2 adds so that every rank has as much: of a shard, and of the parameter gathered from shards.
+A storage may be held at several places. Its category is that of the place with the highest priority: FSDP2's own
+(padded shards, then the storages that it resizes), the optimizer's state, gradients, parameters, arguments, other
+Python objects.
+Padding: the bytes that FSDP2 adds to a shard so that all ranks have shards of one size, and those bytes in the
+parameter that is all-gathered from the shards.
 """
 
 from __future__ import annotations
@@ -40,16 +43,16 @@ SerialOf = Callable[[Tensor], int | None]  # the number of a tensor's storage in
 
 
 class Origin(NamedTuple):
-    """A storage that existed before the step. own: the bytes of it that hold something, None if all may."""
+    """A storage that existed before the step. payload: the bytes that are not padding; None if there is no padding."""
 
     category: Category
     name: str
     geometry: Geometry
     nbytes: int
-    own: int | None = None
+    payload: int | None = None
 
 
-_RANKS: dict[type, int] = {
+_PRIORITIES: dict[type, int] = {
     OptimizerState: 3,
     GroupTensor: 3,
     Gradient: 4,
@@ -59,20 +62,20 @@ _RANKS: dict[type, int] = {
 }
 
 
-def _rank(source: Any) -> int:
-    """Which of the places of a storage tells most; the smallest does."""
+def _priority(source: Any) -> int:
+    """Priority among the places that hold one storage; lower wins."""
     kind = type(source)
     if kind is Inner:
-        return _rank(source.of)
+        return _priority(source.of)
     if kind is FSDPTensor:
         return 0 if source.category is Category.SHARDED_PARAMETERS else 1
     if kind is Gradient and type(source.of) is FSDPTensor:
         return 2
-    return _RANKS.get(kind, 7)
+    return _PRIORITIES.get(kind, 7)
 
 
-def own_bytes(roots: Roots, serial_of: SerialOf) -> dict[int, int]:
-    """Bytes of FSDP2's storages that hold something."""
+def payload_bytes(roots: Roots, serial_of: SerialOf) -> dict[int, int]:
+    """The bytes of FSDP2's storages that are not padding, by number of the storage."""
     padded = (pair for root in roots.modules.values() for pair in fsdp_padded(root))
     return {
         serial: elements * tensor.dtype.itemsize
@@ -83,21 +86,24 @@ def own_bytes(roots: Roots, serial_of: SerialOf) -> dict[int, int]:
 
 def origins(places: Places, storages: StorageTable) -> dict[int, Origin]:
     """Every storage that existed before the step, by its number in the recording."""
-    own, parameters = own_bytes(places.roots, storages.serial_of), parameter_names(places.roots)
+    payload, parameters = (
+        payload_bytes(places.roots, storages.serial_of),
+        parameter_names(places.roots),
+    )
     found = {}
     for external in storages.externals:
         serial = external.ref.storage
         info = storages.infos[serial]
         widest = places.widest.get(serial)
         if external.literal:
-            continue
+            continue  # Python made it during the step
         if widest is None:
             unknown = (Category.UNKNOWN, info.name, external.ref.geometry, info.original_nbytes)
-            found[serial] = Origin(*unknown, own.get(serial))
+            found[serial] = Origin(*unknown, payload.get(serial))
         else:
             name, source, ref = widest
             shared = [(each.name, each.source) for each in places.shared.get(serial, ())]
-            made = (ref.geometry, info.original_nbytes, own.get(serial), parameters)
+            made = (ref.geometry, info.original_nbytes, payload.get(serial), parameters)
             found[serial] = origin([*shared, (name, source)], *made)
     return found
 
@@ -106,13 +112,13 @@ def origin(
     places: Sequence[Place],
     geometry: Geometry,
     nbytes: int,
-    own: int | None,
+    payload: int | None,
     parameters: Mapping[int, str],
 ) -> Origin:
-    """What a storage is for that is held at these places, the most telling of which counts."""
-    source = min((source for _, source in places), key=_rank)
+    """The origin of a storage that is held at these places: the place with the highest priority counts."""
+    source = min((source for _, source in places), key=_priority)
     return Origin(
-        category_of(source), _name(places[0][0], source, parameters), geometry, nbytes, own
+        category_of(source), _name(places[0][0], source, parameters), geometry, nbytes, payload
     )
 
 
@@ -126,7 +132,7 @@ def parameter_names(roots: Roots) -> dict[int, str]:
 
 
 def _name(place: str, source: Any, parameters: Mapping[int, str]) -> str:
-    """The name of a place; of an optimizer's state, that of the parameter, and the key."""
+    """The name of a place; for a tensor of an optimizer's state, the name of its parameter and the key."""
     if isinstance(source, Inner):
         return _name(place, source.of, parameters)
     if isinstance(source, OptimizerState):
@@ -136,7 +142,9 @@ def _name(place: str, source: Any, parameters: Mapping[int, str]) -> str:
     return place
 
 
-def given(program: Program, places: Places, found: Mapping[int, Origin]) -> dict[str, Category]:
+def categories_of_inputs(
+    program: Program, places: Places, found: Mapping[int, Origin]
+) -> dict[str, Category]:
     """The category of every input of a program, by the input's name."""
     storages = {id(source): serial for serial, (_, source, _) in places.widest.items()}
 
@@ -153,7 +161,11 @@ def given(program: Program, places: Places, found: Mapping[int, Origin]) -> dict
 def gradients(
     slots: Sequence[tuple[str, Slot]], leaves: Sequence[Any], serial_of: SerialOf
 ) -> dict[int, Category]:
-    """The storages that a step leaves in the places of gradients. leaves: of its arguments."""
+    """The storages that hold a gradient when a step has ended.
+
+    slots: the places of gradients.
+    leaves: of the arguments of the step.
+    """
     found = {}
     for _, slot in slots:
         for tensor in plain_tensors(slot.resolve(Call(leaves, []))):

@@ -1,14 +1,15 @@
-"""When the storages of a recorded step are made, resized and freed: what eager's memory looks like, event by event.
+"""When the storages of a recorded step are allocated, resized and freed: eager's memory, event by event.
 
-    lifetimes = observer.lifetimes(storages, found, left)      of a `LifetimeObserver`, or of a `MemoryRecorder`
-    lifetimes.timeline()                                      a `planning.timeline.Timeline` named `eager`
+    lifetimes = observer.lifetimes(storages, origins, gradients)      of a `LifetimeObserver`, or of a `MemoryRecorder`
+    lifetimes.timeline()                                              a `planning.timeline.Timeline` named `eager`
 
 Note [Sums in place]
-Where two gradients meet, autograd adds one into the other if nobody else holds its storage (a view of it does: it
-holds its base). Under a dispatch mode it does not dare to, and makes a sum beside them. Eager has no such buffer, so
-here the sum takes over the storage of the gradient that dies with the op, as eager's does.
+To accumulate two gradients, autograd adds one into the other in place if it holds the only reference to that tensor's
+storage (a view of the tensor is a second reference: it holds its base). Under a dispatch mode autograd always allocates
+a new tensor for the sum. Eager has no such buffer. So the timeline drops the allocation of the sum where one operand
+is freed by the same op, and the sum reuses the operand's storage, as in eager.
 
-Not seen: what an op allocates and frees inside itself; see `planning/scratch/scratch.py`.
+Not recorded: what an op allocates and frees inside itself; see `planning/scratch/scratch.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple, overload
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.ops import Geometry, OpRecord, refs_in
 from functionalize.lifetimes.input_categories import Origin
-from functionalize.lifetimes.op_categories import Purposes, phases_of
+from functionalize.lifetimes.op_categories import OpCategories, phases_of
 from functionalize.planning.timeline.timeline import (
     BEFORE,
     Allocation,
@@ -35,16 +36,16 @@ from functionalize.util.user_stack import line_or_empty
 Bytes = Callable[[OpRecord], int]
 
 
-class Change(NamedTuple):
-    """A storage has another size: 0 bytes when it is freed. op: the one that ran, -1 before the first."""
+class SizeChange(NamedTuple):
+    """A storage changed its size to `nbytes` (0: freed) while op `op` ran; -1: before the first op."""
 
     op: int
     storage: int
     nbytes: int
 
 
-class Seen(NamedTuple):
-    """A storage as the recorder knew it last."""
+class LastSeen(NamedTuple):
+    """The geometry of the last tensor that the recorder saw on a storage, and the type of its device."""
 
     geometry: Geometry
     device: str
@@ -52,15 +53,21 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """One recorded step: its ops, and how its storages came and went. Holds no tensor of the step.
+    """One recorded step: its ops, and when its storages were allocated, resized and freed. Holds no tensor of the step.
 
-    origins: the storages that existed before. gradients: those of the others that are left in the places of gradients.
-    target: whose kernels ran.
+    records: the ops, in order.
+    changes: the changes of storage sizes, in order.
+    seen: by number of the storage, the last geometry and the device.
+    origins: the storages that existed before the step.
+    gradients: the storages that the step allocated and that hold a gradient (`.grad` and FSDP2's slots) at its end.
+    updates: for each `optimizer.step()`, the range of its op indices.
+    sums: for each addition in a backward, the storages of operands that are no views: Note [Sums in place].
+    target: the device type or GPU model whose kernels ran.
     """
 
     records: Sequence[OpRecord]
-    changes: Sequence[Change]
-    seen: Sequence[Seen]
+    changes: Sequence[SizeChange]
+    seen: Sequence[LastSeen]
     origins: Mapping[int, Origin]
     gradients: Mapping[int, Category]
     updates: Sequence[range]
@@ -71,42 +78,42 @@ class Lifetimes:
     def of(
         records: Sequence[OpRecord],
         changes: Iterable[tuple[int, int, int]],
-        seen: Sequence[Seen],
+        seen: Sequence[LastSeen],
         origins: Mapping[int, Origin],
         gradients: Mapping[int, Category],
         updates: Sequence[range],
         sums: Mapping[int, frozenset[int]],
         planned_for: str | None,
     ) -> Lifetimes:
-        """The same. planned_for: the target of the world, if it was recorded in one."""
-        made, target = list(starmap(Change, changes)), _target(planned_for, seen)
+        """Build the record. planned_for: the target of the fake world that the step ran in, if any."""
+        made, target = list(starmap(SizeChange, changes)), _target(planned_for, seen)
         return Lifetimes(records, made, seen, origins, gradients, updates, sums, target)
 
     def timeline(self, scratch: Bytes | None = None, unseen: Bytes | None = None) -> Timeline:
         """The memory of the step as eager ran it, on the device that it computes on.
 
-        scratch: the bytes that an op allocates and frees inside itself. unseen: those of its last output that fakes
-        leave out.
+        scratch: the bytes that an op allocates and frees inside its kernel.
+        unseen: the bytes of an op's last output that its fake kernel makes too small (0: none).
         """
         phases = phases_of(self.records, self.updates)
-        own = {serial: o.own for serial, o in self.origins.items() if o.own is not None}
-        purposes = Purposes(self.records, phases, self.gradients, own)
-        return _Maker(self, purposes, scratch, self._unseen(unseen)).timeline()
+        payload = {serial: o.payload for serial, o in self.origins.items() if o.payload is not None}
+        categories = OpCategories(self.records, phases, self.gradients, payload)
+        return _TimelineBuilder(self, categories, scratch, self._unseen(unseen)).timeline()
 
     def _unseen(self, unseen: Bytes | None) -> dict[int, int]:
-        """The bytes of storages that fakes leave out."""
+        """For each storage that a fake kernel makes too small: its bytes with the real kernel."""
         found = ((r, unseen(r)) for r in self.records) if unseen is not None else ()
         return {refs_in(record.outputs)[-1].storage: nbytes for record, nbytes in found if nbytes}
 
-    def by_op(self) -> Iterator[tuple[int, list[Change]]]:
-        """The changes while each op runs, and after it; those of storages that existed before come with the first.
+    def by_op(self) -> Iterator[tuple[int, list[SizeChange]]]:
+        """For each op, the changes from its start to the start of the next.
 
-        What is freed when the last op has run comes with the last.
+        The first change of a storage that existed before the step is left out: it notes its discovery.
         """
         last, unseen = max(len(self.records) - 1, 0), set(self.origins)
-        found: list[list[Change]] = [[] for _ in range(last + 1)]
+        found: list[list[SizeChange]] = [[] for _ in range(last + 1)]
         for change in self.changes:
-            if change.storage in unseen:  # it was seen, not made
+            if change.storage in unseen:
                 unseen.discard(change.storage)
             else:
                 found[min(change.op, last)].append(change)
@@ -120,71 +127,75 @@ class Lifetimes:
         return others[0] if others else "cpu" if "cpu" in kinds else "meta"
 
 
-def _target(planned: str | None, seen: Sequence[Seen]) -> str:
-    """Whose kernels ran: those of the world's target, else of the accelerator if a storage is on one."""
+def _target(planned: str | None, seen: Sequence[LastSeen]) -> str:
+    """Whose kernels ran: the fake world's target, else the accelerator if any storage is on one, else the CPU."""
     others = {each.device for each in seen} - {"cpu", "meta"}
     return planned if planned is not None else min(others, default="cpu")
 
 
-class _Maker:
-    """Makes allocations of changes, one op after the other."""
+class _TimelineBuilder:
+    """Turns changes into allocations and events, in op order."""
 
     def __init__(
         self,
-        of: Lifetimes,
-        purposes: Purposes,
+        lifetimes: Lifetimes,
+        categories: OpCategories,
         scratch: Bytes | None,
         unseen: dict[int, int],
     ) -> None:
-        self._of, self._purposes, self._scratch, self._unseen = of, purposes, scratch, unseen
+        self._lifetimes, self._categories = lifetimes, categories
+        self._scratch, self._unseen = scratch, unseen
         self._events: list[Event] = []
         self._made: list[tuple[int, Allocation]] = []
         self._live: dict[int, Allocation] = {}
 
     def timeline(self) -> Timeline:
-        device, records = self._of.device, self._of.records
-        counted = [seen.device == device for seen in self._of.seen]
-        for serial, origin in self._of.origins.items():
+        device, records = self._lifetimes.device, self._lifetimes.records
+        counted = [seen.device == device for seen in self._lifetimes.seen]
+        for serial, origin in self._lifetimes.origins.items():
             if counted[serial]:
                 self._change(BEFORE, serial, origin.nbytes)
-        for op, changes in self._of.by_op():
-            inside = self._inside(records[op]) if self._scratch and records else 0
-            changes = self._without_sum(op, changes)
+        for op, changes in self._lifetimes.by_op():
+            inside = self._scratch_bytes(records[op]) if self._scratch and records else 0
+            changes = self._without_reused_sum(op, changes)
+            # Scratch is live after the op has allocated its results and before frees that follow the op.
             last = max((i for i, c in enumerate(changes) if c.nbytes), default=-1)
             for i, change in enumerate(changes):
                 if i == last + 1:
-                    self._pass(op, inside)
+                    self._add_scratch(op, inside)
                 if counted[change.storage]:
-                    unseen = self._unseen.pop(change.storage, 0)  # when it is made
+                    unseen = self._unseen.pop(change.storage, 0)  # at its allocation only
                     self._change(op, change.storage, unseen or change.nbytes)
             if last + 1 == len(changes):
-                self._pass(op, inside)
+                self._add_scratch(op, inside)
         for serial, allocation in self._made:
             self._describe(serial, allocation)
-        ops = RecordedOps(records, self._purposes.phases)
+        ops = RecordedOps(records, self._categories.phases)
         return Timeline("eager", ops, [a for _, a in self._made], self._events)
 
-    def _without_sum(self, op: int, changes: list[Change]) -> list[Change]:
-        """The changes of an op as eager makes them: Note [Sums in place]."""
-        operands = self._purposes.summed_by_autograd(op, self._of.sums.get(op, frozenset()))
+    def _without_reused_sum(self, op: int, changes: list[SizeChange]) -> list[SizeChange]:
+        """The changes of an op without the allocation of a sum that eager computes in place: Note [Sums in place]."""
+        operands = self._categories.summed_by_autograd(
+            op, self._lifetimes.sums.get(op, frozenset())
+        )
         made = next((c for c in changes if c.nbytes), None)
         if not operands or made is None:
             return changes
         for operand in operands:
-            serial = self._purposes.heirs.get(operand, operand)
-            gone = next((c for c in changes if c.storage == operand and not c.nbytes), None)
+            serial = self._categories.reused.get(operand, operand)
+            freed = next((c for c in changes if c.storage == operand and not c.nbytes), None)
             allocation = self._live.get(serial)
-            if gone is not None and allocation is not None and allocation.nbytes == made.nbytes:
-                self._purposes.unite(serial, made.storage)
-                return [c for c in changes if c is not gone and c is not made]
+            if freed is not None and allocation is not None and allocation.nbytes == made.nbytes:
+                self._categories.merge_sum(serial, made.storage)
+                return [c for c in changes if c is not freed and c is not made]
         return changes
 
-    def _inside(self, record: OpRecord) -> int:
+    def _scratch_bytes(self, record: OpRecord) -> int:
         return 0 if record.target is RESIZE_STORAGE or not self._scratch else self._scratch(record)
 
     def _change(self, op: int, serial: int, nbytes: int) -> None:
-        """A storage grows before it lets its old bytes go: they are copied."""
-        serial = self._purposes.heirs.get(serial, serial)
+        """Record a new size. A resize allocates the new bytes before it frees the old ones, to copy them."""
+        serial = self._categories.reused.get(serial, serial)
         before = self._live.pop(serial, None)
         if nbytes:
             new = self._live[serial] = self._make(op, serial, nbytes, Category.UNKNOWN)
@@ -193,12 +204,12 @@ class _Maker:
             before.freed = op
             self._events.append(Event(op, before, False))
 
-    def _pass(self, op: int, nbytes: int) -> None:
-        """Scratch is there when an op has made its results, and gone when it ends."""
+    def _add_scratch(self, op: int, nbytes: int) -> None:
+        """Add the scratch of an op: allocated and freed while the op runs."""
         if nbytes:
-            passing = self._make(op, -1, nbytes, Category.SCRATCH)
-            passing.freed = op
-            self._events += [Event(op, passing, True), Event(op, passing, False)]
+            scratch = self._make(op, -1, nbytes, Category.SCRATCH)
+            scratch.freed = op
+            self._events += [Event(op, scratch, True), Event(op, scratch, False)]
 
     def _make(self, op: int, serial: int, nbytes: int, category: Category) -> Allocation:
         made = Allocation(nbytes, category, "", op, None, op)
@@ -206,35 +217,35 @@ class _Maker:
         return made
 
     def _describe(self, serial: int, allocation: Allocation) -> None:
-        """Say what an allocation is, now that all of its life is known."""
-        purposes, origin = self._purposes, self._of.origins.get(serial)
+        """Fill in name, category, padding and last use: they depend on the whole life of the allocation."""
+        categories, origin = self._categories, self._lifetimes.origins.get(serial)
         if origin is None:
-            allocation.name = self._maker_of(allocation.made)
+            allocation.name = self._name_of_creator(allocation.made)
         if serial < 0:
             return
-        allocation.last_use = purposes.last_use(allocation, serial)
-        own = purposes.own.get(serial, allocation.nbytes)
-        allocation.padding = max(allocation.nbytes - own, 0) if own else 0
+        allocation.last_use = categories.last_use(allocation, serial)
+        payload = categories.payload.get(serial, allocation.nbytes)
+        allocation.padding = max(allocation.nbytes - payload, 0) if payload else 0
         if origin is None:
-            allocation.shape = str(self._of.seen[serial].geometry)
-            allocation.category = purposes.of_made(serial, allocation.made, allocation.freed)
+            allocation.shape = str(self._lifetimes.seen[serial].geometry)
+            allocation.category = categories.of_made(serial, allocation.made, allocation.freed)
         else:
             allocation.name, allocation.shape = origin.name, str(origin.geometry)
-            allocation.category = purposes.of_given(serial, origin.category)
+            allocation.category = categories.of_existing(serial, origin.category)
 
-    def _maker_of(self, op: int) -> str:
-        if not 0 <= op < len(self._of.records):
+    def _name_of_creator(self, op: int) -> str:
+        if not 0 <= op < len(self._lifetimes.records):
             return "made by no op"
-        record = self._of.records[op]
+        record = self._lifetimes.records[op]
         return f"{record.target} {record.meta.get('module', '')}".rstrip()
 
 
 class RecordedOps(Sequence[Op]):
-    """The ops of a recording. A stack is symbolised when its op is first asked for: that costs more than the rest."""
+    """The ops of a recording, each made at its first access: to symbolise its stack costs more than the rest."""
 
     def __init__(self, records: Sequence[OpRecord], phases: Sequence[str]) -> None:
         self._records, self._phases = records, phases
-        self._known: dict[int, Op] = {}
+        self._cache: dict[int, Op] = {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -246,8 +257,8 @@ class RecordedOps(Sequence[Op]):
     def __getitem__(self, index: int | slice) -> Op | list[Op]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if index not in self._known:
+        if index not in self._cache:
             record = self._records[index]
             module, line = record.meta.get("module", ""), line_or_empty(record.traceback)
-            self._known[index] = Op(str(record.target), self._phases[index], module, line)
-        return self._known[index]
+            self._cache[index] = Op(str(record.target), self._phases[index], module, line)
+        return self._cache[index]

@@ -1,14 +1,14 @@
-"""What every recorder of memory notes beside its ops: modules, optimizers' steps, and how storages come and go.
+"""What both recorders of memory note beside ops: modules, optimizer steps, allocations and frees of storages.
 
     notes = StepNotes(records)
     notes.start(); ...; notes.stop()
     notes.calls        which module each op belongs to, see `module_calls.py`
-    notes.updates      the ops of each step of an optimizer
-    notes.changes      [(3, 17, 4096), (5, 17, 0), ...]: the op, the storage, its bytes from there on
+    notes.updates      for each `optimizer.step()`, the range of its op indices
+    notes.changes      [(3, 17, 4096), (5, 17, 0), ...]: op index, number of the storage, its bytes from then on
     notes.sums         additions in a backward: Note [Sums in place] in `lifetimes.py`
-    notes.target       whose kernels the world takes, None outside of one
+    notes.target       the target of the fake world that the step runs in, None for real tensors
 
-Invariant: after `stop`, whatever happened, the hooks and weak references of the run are gone.
+Invariant: `stop` removes the hooks and weak references of the run, also when the step has raised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from functionalize.fake_world.world import world_target
 from functionalize.ir.ops import OpRecord
 from functionalize.lifetimes.input_categories import Origin
-from functionalize.lifetimes.lifetimes import Lifetimes, Seen
+from functionalize.lifetimes.lifetimes import LastSeen, Lifetimes
 from functionalize.planning.timeline.timeline import Category
 from functionalize.state.module_calls import ModuleCalls
 
@@ -35,7 +35,10 @@ ADD = torch.ops.aten.add.Tensor
 
 
 class StepNotes:
-    """The notes of one recording. alive: weak references that note the death of storages."""
+    """The notes of one recording.
+
+    alive: a weak reference to each live storage; its callback appends the free to `changes`.
+    """
 
     def __init__(self, records: Sized) -> None:
         self.target = world_target()
@@ -49,7 +52,7 @@ class StepNotes:
         self._thread, self._begun = 0, 0
 
     def start(self) -> None:
-        """The run begins, in this thread."""
+        """The step begins, in this thread."""
         self.calls.watch()
         self._thread = threading.get_ident()
         self._hooks = [
@@ -58,7 +61,7 @@ class StepNotes:
         ]
 
     def stop(self) -> None:
-        """The run has ended: what dies from here on is no part of it."""
+        """The step has ended: later frees are not part of it."""
         self.calls.unwatch()
         for hook in self._hooks:
             hook.remove()
@@ -68,14 +71,14 @@ class StepNotes:
     def lifetimes(
         self,
         records: Sequence[OpRecord],
-        seen: Sequence[Seen],
-        found: Mapping[int, Origin],
-        left: Mapping[int, Category],
+        seen: Sequence[LastSeen],
+        origins: Mapping[int, Origin],
+        gradients: Mapping[int, Category],
     ) -> Lifetimes:
-        """The step, once it has ended. found: the storages that existed before; left: the gradients that remain."""
+        """The lifetimes of the step, once it has ended. Arguments: see the fields of `Lifetimes`."""
         changes = [(max(op, 0), serial, nbytes) for op, serial, nbytes in self.changes]
         notes = (self.updates, dict(self.sums), self.target)
-        return Lifetimes.of(records, changes, seen, found, left, *notes)
+        return Lifetimes.of(records, changes, seen, origins, gradients, *notes)
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == self._thread:

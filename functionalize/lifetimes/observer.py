@@ -1,15 +1,15 @@
-"""An observer of a recorder that notes when storages come and go: for a program, and for eager's memory.
+"""An observer of a `Recorder` that notes when storages are allocated, resized and freed, for eager's memory.
 
     observer = LifetimeObserver()
     with Recorder(..., observer=observer) as recorder: fn(*args)
-    observer.lifetimes(recorder.storages, found, left)
+    observer.lifetimes(recorder.storages, origins, gradients)
 
-A storage is noted when the recorder first sees it, when its size changes (FSDP2 frees by a resize to nothing), and
-when it dies: a weak reference on the storage's Python object, which lives as long as the storage, on fake tensors
-as on real ones. The index of a change is that of the op that runs then, else of the one that ran last.
-Invariant: the order of changes is that of the run. No tensor is kept that the step would let go: not even a gradient
-that existed before, which `zero_grad()` frees.
-`light_recorder.py` notes the same at less cost, where no program is wanted.
+A storage is noted when the recorder first sees it, when its size changes (FSDP2 frees by a resize to 0 bytes), and
+when it is freed: a weak reference on the storage's Python object, which lives as long as the storage, on fake tensors
+as on real ones. The index of a change is that of the op that runs at that moment, else of the last op.
+Invariant: changes are in the order of the run. The observer keeps no tensor alive, not even a gradient that existed
+before the step and that `zero_grad()` frees.
+`light_recorder.py` notes the same at less cost, for a step of which no program is built.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from functionalize._compat.autograd import BACKWARD
 from functionalize.ir.ops import OpRecord
 from functionalize.lifetimes.input_categories import Origin
-from functionalize.lifetimes.lifetimes import Lifetimes, Seen
+from functionalize.lifetimes.lifetimes import LastSeen, Lifetimes
 from functionalize.lifetimes.notes import ADD, StepNotes
 from functionalize.planning.timeline.timeline import Category
 from functionalize.recorder.recorder import Recorder
@@ -40,7 +40,7 @@ class LifetimeObserver:
     def __init__(self) -> None:
         self._records: list[OpRecord] = []
         self._recorder: Recorder | None = (
-            None  # while it is active: else a cycle would keep its tensors
+            None  # set while it is active only: a cycle would keep its tensors alive
         )
 
     def attach(self, records: list[OpRecord]) -> None:
@@ -78,8 +78,11 @@ class LifetimeObserver:
             )
 
     def lifetimes(
-        self, storages: StorageTable, found: Mapping[int, Origin], left: Mapping[int, Category]
+        self,
+        storages: StorageTable,
+        origins: Mapping[int, Origin],
+        gradients: Mapping[int, Category],
     ) -> Lifetimes:
-        """The step, once it has ended. found: the storages that existed before; left: the gradients that remain."""
-        seen = [Seen(info.seen.geometry, info.device.type) for info in storages.infos]
-        return self.notes.lifetimes(self._records, seen, found, left)
+        """The lifetimes of the step, once it has ended. Arguments: see the fields of `Lifetimes`."""
+        seen = [LastSeen(info.seen.geometry, info.device.type) for info in storages.infos]
+        return self.notes.lifetimes(self._records, seen, origins, gradients)

@@ -1,17 +1,17 @@
-"""What the storages that a recorded step makes are for, told by the ops that make and use them.
+"""A category for every storage that a recorded step allocates, derived from the ops that create and use it.
 
-    fsdp.all_gather_copy_in, c10d._allgather_base_      what they read and write: all-gather buffers
-    fsdp.split_with_sizes_copy                          what it writes: unsharded parameters
+    fsdp.all_gather_copy_in, c10d._allgather_base_      arguments and results: all-gather buffers
+    fsdp.split_with_sizes_copy                          `out=` arguments: unsharded parameters
     fsdp.chunk_cat, chunk_cat_mixed_dtype               read unsharded gradients, write a reduce-scatter buffer
-    c10d._reduce_scatter_base_                          reads such a buffer, writes sharded gradients
-    made in a backward, read by the optimizer           sharded gradients
-    made in a recomputation                             recomputed
-    made in a forward, used or freed in a backward      saved activations
-    all else                                            temporaries
+    c10d._reduce_scatter_base_                          reads a reduce-scatter buffer, writes sharded gradients
+    created in a backward, read by the optimizer        sharded gradients
+    created in a recomputation                          recomputed
+    created in a forward, used or freed in a backward   saved activations
+    any other                                           temporaries
 
-Collectives of activations (tensor parallelism) come as functional ops, and are activations like all others.
-`planning/timeline/categories.py` tells the same of a program, by the flow of values.
-Linear in ops. Invariant: every storage has one category.
+Collectives on activations (tensor parallelism) are recorded as functional ops; their results are activations like any
+other. `planning/timeline/categories.py` derives the same categories for a program, from the flow of values.
+Cost: linear in the number of ops. Invariant: every storage has exactly one category.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _BACKWARDS = (BACKWARD, RECOMPUTE)
 
 
 def phases_of(records: Sequence[OpRecord], updates: Iterable[range]) -> list[str]:
-    """The phase of every op, as `core.phases` gives them to nodes. updates: the ops of each step of an optimizer."""
+    """The phase of every op, by the rules of `ir/phases.py` for nodes.
+
+    updates: for each `optimizer.step()`, the range of its op indices.
+    """
     updated = {i for each in updates for i in each if not records[i].meta.get("module")}
     phases: list[str] = []
     update, had_backward = 0, False
@@ -38,23 +41,26 @@ def phases_of(records: Sequence[OpRecord], updates: Iterable[range]) -> list[str
         if i in updated:
             update = i + 1
         elif record.phase is not None:
-            _settle(phases, update, i, FORWARD)
+            _append_phases(phases, update, i, FORWARD)
             phases.append(record.phase)
             had_backward = True
-    _settle(phases, update, len(records), OPTIMIZER if had_backward else FORWARD)
+    _append_phases(phases, update, len(records), OPTIMIZER if had_backward else FORWARD)
     return phases
 
 
-def _settle(phases: list[str], update: int, end: int, rest: str) -> None:
-    """The ops since the last backward; `update`: the end of the last step of an optimizer."""
+def _append_phases(phases: list[str], update: int, end: int, rest: str) -> None:
+    """Append a phase for each op from `len(phases)` to `end`: OPTIMIZER before index `update`, then `rest`."""
     phases += [OPTIMIZER] * max(update - len(phases), 0)
     phases += [rest] * (end - len(phases))
 
 
-class Purposes:
-    """The categories of one recording. gradients: those that outlive it. own: bytes that hold something, not padding.
+class OpCategories:
+    """The categories of one recording.
 
-    uses: the ops that read or write each storage, in order. heirs: sums, and the storages that they take over.
+    gradients: the categories of storages that still hold a gradient when the step has ended.
+    payload: the bytes of a storage that are not padding.
+    uses: for each storage, the indices of the ops that read or write it, in ascending order.
+    reused: for the storage of a gradient sum, the operand's storage that eager adds into: Note [Sums in place].
     """
 
     def __init__(
@@ -62,112 +68,119 @@ class Purposes:
         records: Sequence[OpRecord],
         phases: Sequence[str],
         gradients: Mapping[int, Category],
-        own: Mapping[int, int],
+        payload: Mapping[int, int],
     ) -> None:
-        self.phases, self.own = phases, dict(own)
+        self.phases, self.payload = phases, dict(payload)
         self.uses: dict[int, list[int]] = {}
         self._records, self._gradients = records, dict(gradients)
-        self.heirs: dict[int, int] = {}
-        self._told: dict[int, Category] = {}
+        self.reused: dict[int, int] = {}
+        self._assigned: dict[int, Category] = {}
         self._read: dict[str, set[int]] = {phase: set() for phase in (*_BACKWARDS, OPTIMIZER)}
         for i, record in enumerate(records):
-            given = refs_in([record.args, record.kwargs])
+            inputs = refs_in([record.args, record.kwargs])
             if record.target is not RESIZE_STORAGE:
-                self._note(i, given, refs_in(record.outputs))
+                self._note(i, inputs, refs_in(record.outputs))
             if record.target is GET_STATE:
-                self._tell(refs_in(record.outputs), Category.RNG_STATE)
+                self._assign(refs_in(record.outputs), Category.RNG_STATE)
             elif getattr(record.target, "namespace", "") in ("c10d", "fsdp"):
-                self._communicates(record, phases[i])
+                self._assign_by_communication(record, phases[i])
 
-    def _note(self, i: int, given: list[TensorRef], made: list[TensorRef]) -> None:
-        storages = {ref.storage for ref in given}
+    def _note(self, i: int, inputs: list[TensorRef], outputs: list[TensorRef]) -> None:
+        storages = {ref.storage for ref in inputs}
         read = self._read.get(self.phases[i])
         if read is not None:
             read |= storages
-        for storage in storages.union(ref.storage for ref in made):
+        for storage in storages.union(ref.storage for ref in outputs):
             self.uses.setdefault(storage, []).append(i)
 
-    def _tell(self, refs: Iterable[TensorRef], category: Category) -> None:
+    def _assign(self, refs: Iterable[TensorRef], category: Category) -> None:
         for ref in refs:
-            self._told.setdefault(ref.storage, category)
+            self._assigned.setdefault(ref.storage, category)
 
-    def _communicates(self, record: OpRecord, phase: str) -> None:
-        """What an op of FSDP2's, or a collective, says of the storages it is given."""
+    def _assign_by_communication(self, record: OpRecord, phase: str) -> None:
+        """Assign categories to the arguments of an `fsdp::` op or of a collective."""
         name = record.target.overloadpacket.__name__
         if name == "record_grad_output_stream":
-            return
+            return  # it marks a stream and allocates nothing
         first, rest = refs_in(record.args[:1]), refs_in([record.args[1:], record.kwargs])
         if name == "split_with_sizes_copy":
-            self._tell(rest, Category.UNSHARDED_PARAMETERS)
-            self._gathered(first, rest)
+            self._assign(rest, Category.UNSHARDED_PARAMETERS)
+            self._note_gathered_bytes(first, rest)
         elif name in ("chunk_cat", "chunk_cat_mixed_dtype"):
-            self._tell(first, Category.UNSHARDED_GRADIENTS)
-            self._tell(rest, Category.REDUCE_SCATTER_BUFFERS)
+            self._assign(first, Category.UNSHARDED_GRADIENTS)
+            self._assign(rest, Category.REDUCE_SCATTER_BUFFERS)
+            # `chunk_cat` pads every gradient to a multiple of the ranks; the gradients alone are payload.
             elements = sum(ref.geometry.numel for ref in first)
-            self.own.update({r.storage: elements * r.geometry.dtype.itemsize for r in rest})
+            self.payload.update({r.storage: elements * r.geometry.dtype.itemsize for r in rest})
         elif "gather" in name:
             outputs = refs_in(record.outputs)
-            self._tell([*first, *rest, *outputs], Category.ALL_GATHER_BUFFERS)
+            self._assign([*first, *rest, *outputs], Category.ALL_GATHER_BUFFERS)
         elif "reduce_scatter" in name:
-            self._tell(first, Category.SHARDED_GRADIENTS)
-            self._tell(rest, Category.REDUCE_SCATTER_BUFFERS)
-        elif phase == BACKWARD:
-            self._tell([*first, *rest], Category.REDUCE_SCATTER_BUFFERS)
+            self._assign(first, Category.SHARDED_GRADIENTS)
+            self._assign(rest, Category.REDUCE_SCATTER_BUFFERS)
+        elif phase == BACKWARD:  # an all-reduce of FSDP2 between replicas (HSDP)
+            self._assign([*first, *rest], Category.REDUCE_SCATTER_BUFFERS)
 
-    def _gathered(self, buffers: list[TensorRef], parameters: list[TensorRef]) -> None:
-        """A buffer of gathered shards holds as much as the parameters that it is split into."""
-        if len(buffers) == 1 and all(ref.storage in self.own for ref in parameters):
+    def _note_gathered_bytes(self, buffers: list[TensorRef], parameters: list[TensorRef]) -> None:
+        """The payload of an all-gather buffer is that of the parameters that it is split into."""
+        if len(buffers) == 1 and all(ref.storage in self.payload for ref in parameters):
             item = buffers[0].geometry.dtype.itemsize
-            elements = [self.own[r.storage] // r.geometry.dtype.itemsize for r in parameters]
-            self.own[buffers[0].storage] = sum(elements) * item
+            elements = [self.payload[r.storage] // r.geometry.dtype.itemsize for r in parameters]
+            self.payload[buffers[0].storage] = sum(elements) * item
 
     # -- sums ----------------------------------------------------------------------------------
 
-    def summed_by_autograd(self, op: int, whole: Collection[int]) -> list[int]:
-        """The storages whose tensors autograd adds where two gradients meet; none if an op is no such sum.
+    def summed_by_autograd(self, op: int, unviewed: Collection[int]) -> list[int]:
+        """The operands' storages of an op by which autograd accumulates two gradients; empty for any other op.
 
-        The one was made by the node at hand, the other one earlier, and no op of this node has read it. whole: storages
-        that are held by no view.
+        An addition of the engine differs from one in a backward formula in its first operand: an earlier autograd node
+        computed it, and no op of the current node has used it.
+        unviewed: the storages of those operands that are no views.
         """
-        if not whole:
+        if not unviewed:
             return []
         record = self._records[op]
         a, b = (record.args[0], record.args[1]) if len(record.args) == 2 else (None, None)
         if type(a) is not TensorRef or type(b) is not TensorRef or record.autograd_node is None:
             return []
         same = a.geometry.size == b.geometry.size and a.geometry.dtype == b.geometry.dtype
-        if record.kwargs or a.storage == b.storage or not same or self._read_here(op, a.storage):
+        if (
+            record.kwargs
+            or a.storage == b.storage
+            or not same
+            or self._read_by_same_node(op, a.storage)
+        ):
             return []
-        return [ref.storage for ref in (a, b) if ref.geometry.is_dense and ref.storage in whole]
+        return [ref.storage for ref in (a, b) if ref.geometry.is_dense and ref.storage in unviewed]
 
-    def _read_here(self, op: int, storage: int) -> bool:
-        """Whether the node that runs an op has used a storage before."""
-        uses = self.uses[self.heirs.get(storage, storage)]
+    def _read_by_same_node(self, op: int, storage: int) -> bool:
+        """Whether an earlier op of the autograd node that runs `op` has used the storage."""
+        uses = self.uses[self.reused.get(storage, storage)]
         at = bisect_left(uses, op) - 1
         return at >= 0 and self._records[uses[at]].seq_nr == self._records[op].seq_nr
 
-    def unite(self, storage: int, heir: int) -> None:
-        """What is known of `heir` is so of the storage that it is in truth."""
-        self.heirs[heir] = storage
-        self.uses.setdefault(storage, []).extend(self.uses.pop(heir, []))
-        for known in (self._told, self._gradients):
-            if heir in known:
-                known[storage] = known[heir]
+    def merge_sum(self, storage: int, total: int) -> None:
+        """Merge facts about `total`, a gradient sum's output, into `storage`, which eager reuses for it."""
+        self.reused[total] = storage
+        self.uses.setdefault(storage, []).extend(self.uses.pop(total, []))
+        for known in (self._assigned, self._gradients):
+            if total in known:
+                known[storage] = known[total]
         for read in self._read.values():
-            if heir in read:
+            if total in read:
                 read.add(storage)
 
-    # -- answers -------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
-    def of_given(self, storage: int, known: Category) -> Category:
-        """What a storage that existed before the step is for."""
+    def of_existing(self, storage: int, known: Category) -> Category:
+        """The category of a storage that existed before the step; `known`: by its places."""
         if known is not Category.UNKNOWN:
             return known
-        return self._told.get(storage, Category.BUFFERS)
+        return self._assigned.get(storage, Category.BUFFERS)
 
     def of_made(self, storage: int, made: int, freed: int | None) -> Category:
-        """What a storage that the step makes while one op runs, and frees while another does, is for."""
-        found = self._told.get(storage) or self._gradients.get(storage)
+        """The category of a storage that op `made` allocates and op `freed` frees (None: it outlives the step)."""
+        found = self._assigned.get(storage) or self._gradients.get(storage)
         if found is not None:
             return found
         phase = self.phases[made] if made < len(self.phases) else FORWARD
@@ -185,7 +198,7 @@ class Purposes:
         )
 
     def last_use(self, allocation: Allocation, storage: int) -> int:
-        """The last op that reads or writes an allocation; the one that makes it if none does."""
+        """The last op that reads or writes an allocation; the op that creates it if there is none."""
         end = allocation.freed if allocation.freed is not None else len(self._records)
         uses = self.uses.get(storage, [])
         at = bisect_right(uses, end) - 1

@@ -1,12 +1,12 @@
-"""`record_memory`: the bytes that a step holds at every moment, noted while it runs eagerly.
+"""`record_memory`: the bytes that a step holds at every moment, recorded while it runs eagerly.
 
     step = fz.record_memory(train_step)
-    step(batch)                 runs eagerly, and notes when storages come and go
-    step.memory.peak            of that call; the report of `planning/report/memory.py`, with eager's lifetimes alone
+    step(batch)                 runs eagerly, and records when storages are allocated and freed
+    step.memory.peak            of that call; see `planning/report/memory.py`: eager's lifetimes, without a program's
 
-Any call can be recorded: a first step, a step that no program can hold, one that fails half-way, a captured step that
-replays. It costs less than half of `capture(memory=True)`, which also reports what the program holds.
-Invariant: recording does not change what the step does; what it raises passes through, and `memory` ends there.
+Any call can be recorded: a first step, a step that cannot be captured, one that fails half-way, a captured step that
+replays. It costs less than half of `capture(memory=True)`, which also reports the memory of the program.
+Invariant: recording does not change what the step does. An exception of the step propagates, and `memory` ends at it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from functionalize.fake_world.world import in_world
 from functionalize.lifetimes.eager_memory import EagerMemory
-from functionalize.lifetimes.input_categories import gradients, own_bytes, parameter_names
+from functionalize.lifetimes.input_categories import gradients, parameter_names, payload_bytes
 from functionalize.lifetimes.lifetimes import Lifetimes
 from functionalize.lifetimes.light_recorder import MemoryRecorder
 from functionalize.state import arguments
@@ -32,12 +32,12 @@ log = logging.getLogger("functionalize")
 
 
 def record_memory(train_step: Callable[..., Any]) -> RecordedMemory:
-    """Note the memory of every call of `train_step` (any callable; also a decorator), for `.memory`.
+    """Record the memory of every call of `train_step` (any callable; also a decorator), for `.memory`.
 
     The calls run eagerly, on real tensors or in an `fz.world`, and return what `train_step` returns. Bytes are as
     requested from the allocator.
     Raises `UnsupportedTensorError`, before anything runs, if the step can reach a tensor that has no storage (a sparse
-    gradient); those that come up while it runs are left out, and a warning says so.
+    gradient). Such tensors that the step itself makes are left out, and a warning lists their layouts.
     """
     return RecordedMemory(train_step)
 
@@ -49,13 +49,15 @@ class RecordedMemory:
         functools.update_wrapper(self, train_step)
         self._fn = train_step
         self._memory: EagerMemory | None = None
-        self._take: Callable[[], Lifetimes] | None = None
+        self._lifetimes: Callable[[], Lifetimes] | None = (
+            None  # of the last call, not yet in `_memory`
+        )
 
     @property
     def memory(self) -> EagerMemory | None:
         """The bytes that the last call held at every moment; None before the first call."""
-        if self._take is not None:
-            self._memory, self._take = EagerMemory(self._take()), None
+        if self._lifetimes is not None:
+            self._memory, self._lifetimes = EagerMemory(self._lifetimes()), None
         return self._memory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,30 +66,30 @@ class RecordedMemory:
         leaves, spec = arguments.flatten(args, kwargs)
         with only_young_collections():
             roots = reachable(self._fn, leaves, leaf_names(self._fn, spec))
-            held = list(slots(roots, list(parameters(roots, leaves))))
-            for name, source, tensor in candidates(roots, leaves, held):
-                recorder.there_is(name, source, tensor)
-            recorder.step_notes.calls.know(roots)
+            gradient_slots = list(slots(roots, list(parameters(roots, leaves))))
+            for name, source, tensor in candidates(roots, leaves, gradient_slots):
+                recorder.add_place(name, source, tensor)
+            recorder.step_notes.calls.register(roots)
             try:
                 with recorder:
                     return self._fn(*args, **kwargs)
             finally:
-                self._conclude(recorder, roots, held, leaves)
+                self._keep_report(recorder, roots, gradient_slots, leaves)
 
-    def _conclude(
+    def _keep_report(
         self,
         recorder: MemoryRecorder,
         roots: Roots,
-        held: Sequence[tuple[str, Slot]],
+        gradient_slots: Sequence[tuple[str, Slot]],
         leaves: Sequence[Any],
     ) -> None:
-        """Keep what the report needs, and no tensor of the call."""
-        own = own_bytes(roots, recorder.serial_of)
-        left = gradients(held, leaves, recorder.serial_of)
-        self._take = partial(recorder.lifetimes, own, left, parameter_names(roots))
-        if recorder.strange:
+        """Keep what `memory` is computed from, and no tensor of the call."""
+        payload = payload_bytes(roots, recorder.serial_of)
+        remaining = gradients(gradient_slots, leaves, recorder.serial_of)
+        self._lifetimes = partial(recorder.lifetimes, payload, remaining, parameter_names(roots))
+        if recorder.without_storage:
             log.warning(
                 "the memory of %s leaves out tensors without a storage of their own: %s",
                 getattr(self._fn, "__name__", "the step"),
-                ", ".join(sorted(recorder.strange)),
+                ", ".join(sorted(recorder.without_storage)),
             )

@@ -3,12 +3,12 @@
     builder = Builder(recorder)
     builder.add_inputs([...])     placeholders; aliasing inputs share one storage record
     builder.discharge()           the engine runs over every record
-    builder.roles(leaves)         where each output comes from
-    builder.epilogue()            what a replay does to its inputs when the graph has run
-    builder.program(...)          without dead code, with guards
+    builder.roles(leaves)         how a replay makes each output
+    builder.epilogue()            the mutations of inputs that a replay makes after the graph
+    builder.program(...)          the program: dead code eliminated, guards added
 
-Invariants: outputs that share a storage in the recording share one at every replay. A constant of the program is never
-returned, only a copy of it. Refusals: an output on a storage whose contents the engine does not know.
+Invariants: outputs that share a storage in the recording share one at every replay. The program never returns a
+constant of its own, only a copy of it. Refusals: an output on a storage whose contents are undefined.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class GivenInput:
-    """A tensor that becomes a placeholder."""
+class TensorInput:
+    """A tensor that becomes a placeholder.
+
+    ref: its storage and geometry in the recording. source: where a replay reads it.
+    """
 
     name: str
     ref: TensorRef
@@ -70,26 +73,26 @@ class Builder:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.emit = GraphEmitter(self._whole_storage, self._scalar_placeholder)
+        self.emit = GraphEmitter(self._whole_storage, self._number_input)
         self.engine = Functionalizer(self.emit)
         self.inputs: list[InputSpec] = []
         self.storage_of_input: list[int] = []
         self.constants: dict[str, Tensor] = {}
-        self._home: dict[int, int] = {}  # storage -> the input that is its base
+        self._base_input: dict[int, int] = {}  # storage -> index of the input that is its base
         self._nodes: list[fx.Node] = []
         self._names: set[str] = set()
-        self._slots: dict[fx.Node, int] = {}  # a node that the graph returns -> where
+        self._slots: dict[fx.Node, int] = {}  # a node that the graph returns -> its index
         self._clones: dict[fx.Node, fx.Node] = {}  # a constant -> the copy that is returned
-        self._shared: set[int] = set()  # storages of several outputs
+        self._shared: set[int] = set()  # storages under several output tensors
         self._value_guards: list[ValueGuard] = []
-        self.early: frozenset[int] = frozenset()  # ids of records that depend on arguments alone
-        self._early: list[tuple[fx.Node, Any, str, str]] = []  # their guards, before the graph runs
+        self.early: frozenset[int] = frozenset()  # ids of records computed from arguments alone
+        self._early: list[tuple[fx.Node, Any, str, str]] = []  # see `EarlyGuard.of`
         self._number_guards: list[NumberGuard] = []
 
     # -- inputs --------------------------------------------------------------------------------
 
-    def add_inputs(self, inputs: Sequence[GivenInput]) -> None:
-        """Make one placeholder for each. Of every storage the widest dense input is the base."""
+    def add_inputs(self, inputs: Sequence[TensorInput]) -> None:
+        """Make a placeholder for each input. The base of a storage is the widest dense input on it."""
         first = len(self.inputs)
         for each in inputs:
             info = self.recorder.storages.infos[each.ref.storage]
@@ -108,17 +111,18 @@ class Builder:
             self._declare(serial, indices)
 
     def _declare(self, serial: int, indices: list[int]) -> None:
-        def reach(index: int) -> tuple[bool, int]:
+        def width(index: int) -> tuple[bool, int]:
             g = self.inputs[index].geometry
             return g.is_dense and not g.conj and not g.neg, g.end - g.start
 
-        home = max(indices, key=reach) if len(indices) > 1 else indices[0]
-        spec = self.inputs[home]
-        self._home[serial] = home
+        base = max(indices, key=width) if len(indices) > 1 else indices[0]
+        spec = self.inputs[base]
+        self._base_input[serial] = base
         ref = TensorRef(serial, spec.geometry)
         storage = self.engine.declare(
-            ref, spec.nbytes, spec.device, self._nodes[home], spec.name, external=True
+            ref, spec.nbytes, spec.device, self._nodes[base], spec.name, external=True
         )
+        # The other inputs are known views: a read of one needs no view op.
         for index in indices if len(indices) > 1 else ():
             g = self.inputs[index].geometry
             if g not in storage.views:
@@ -134,8 +138,11 @@ class Builder:
         self.storage_of_input.append(serial)
         return node
 
-    def _scalar_placeholder(self, number: ScalarInput) -> fx.Node:
-        """A placeholder for a number that every call reads from its source; it has a storage of its own."""
+    def _number_input(self, number: ScalarInput) -> fx.Node:
+        """A placeholder for a number that every call reads from its source.
+
+        Its storage serial is negative: no storage of the recording has it.
+        """
         dtype = torch.float64 if type(number.hint) is float else torch.int64
         geometry, cpu = contiguous_geometry((), dtype), torch.device("cpu")
         name = self._unique(number.name)
@@ -143,7 +150,7 @@ class Builder:
         return self._placeholder(spec, -1 - len(self.inputs))
 
     def add_constant(self, ref: TensorRef, tensor: Tensor) -> None:
-        """A tensor whose contents are baked into the program."""
+        """Declare a tensor that is a constant of the program: `tensor` holds its contents."""
         info = self.recorder.storages.infos[ref.storage]
         name = f"constant_{len(self.constants)}"
         self.constants[name] = tensor
@@ -151,10 +158,10 @@ class Builder:
         self.engine.declare(ref, info.original_nbytes, info.device, node, name)
 
     def _whole_storage(self, serial: int, flat: Geometry) -> fx.Node:
-        index = self._home[serial]
-        home = self.inputs[index]
-        name = self._unique(f"{home.name}_storage")
-        spec = InputSpec(name, flat, home.nbytes, home.device, WholeStorage(index, flat))
+        index = self._base_input[serial]
+        base = self.inputs[index]
+        name = self._unique(f"{base.name}_storage")
+        spec = InputSpec(name, flat, base.nbytes, base.device, WholeStorage(index, flat))
         return self._placeholder(spec, serial)
 
     def _unique(self, name: str) -> str:
@@ -171,15 +178,16 @@ class Builder:
     # -- the op stream -------------------------------------------------------------------------
 
     def discharge(self) -> None:
-        """Run the engine over every record, and make guards of the facts that the step relies on."""
+        """Run the engine over every record, and add a guard for every fact that the step relies on."""
         self.run(self.recorder.records)
         log = self.recorder.scalar_log
         self.guard(log.facts.values() if log is not None else ())
 
     def run(self, records: Iterable[OpRecord]) -> None:
-        """Run the engine over records that follow those of the run before."""
+        """Run the engine over records that follow those of the previous call."""
         scalars = {id(s.record): s for s in self.recorder.scalars}
         for record in records:
+            # A record may return a number to Python: a frozen one (`scalar`) or a live one (`read`).
             scalar, read = scalars.get(id(record)), record.meta.get("read")
             if scalar is None and read is None:
                 self.engine.run(record)
@@ -192,7 +200,7 @@ class Builder:
                 node.meta["hint"] = scalar.value
                 where = line_of(record.traceback)
                 early = id(record) in self.early
-                self._learn(node, scalar.value, where, "a tensor's value", early)
+                self._guard_value(node, scalar.value, where, "a tensor's value", early)
 
     def guard(self, facts: Iterable[Fact]) -> None:
         """Add a guard for each fact about a live number."""
@@ -200,7 +208,7 @@ class Builder:
             self._guard(fact)
 
     def _guard(self, fact: Fact) -> None:
-        """A fact is checked before the graph runs where it depends on arguments alone, else after."""
+        """Add the guard: it runs before the graph if the fact depends on arguments alone, else after it."""
         expression, where = fact.expression, line_of(fact.traceback)
         if is_known_before_run(expression):
             self._number_guards.append(NumberGuard(expression, fact.value, where))
@@ -209,16 +217,19 @@ class Builder:
         what = f"`{expression_text(expression)}`"
         if not isinstance(expression, Applied):
             what = "a tensor's value"
-        self._learn(node, fact.value, where, what, is_early(expression, self.early))
+        self._guard_value(node, fact.value, where, what, is_early(expression, self.early))
 
-    def _learn(self, node: fx.Node, value: Any, where: str, what: str, early: bool) -> None:
+    def _guard_value(self, node: fx.Node, value: Any, where: str, what: str, early: bool) -> None:
         if early:
             self._early.append((node, value, where, what))
         else:
             self._value_guards.append(ValueGuard(self.slot(node), value, where, what))
 
     def early_guards(self, runner: Callable[..., Any]) -> list[Guard]:
-        """Guards on facts that depend on arguments alone. Call it before `program`, which drops their nodes."""
+        """Guards on facts that depend on arguments alone.
+
+        To be called before `program`, whose dead-code elimination removes their nodes.
+        """
         if not self._early:
             return []
         return [EarlyGuard.of(self._early, self.inputs, self.constants, runner)]
@@ -226,7 +237,7 @@ class Builder:
     # -- outputs -------------------------------------------------------------------------------
 
     def slot(self, node: fx.Node) -> int:
-        """The index of a node in the graph's results; adds it if it is not returned yet."""
+        """The index of a node in the graph's results; adds the node if the graph does not return it yet."""
         return self._slots.setdefault(node, len(self._slots))
 
     def roles(
@@ -235,21 +246,23 @@ class Builder:
         """The role of each output leaf; outputs that share a storage keep sharing it.
 
         arguments: leaves of the call's arguments; an output that is one of them is returned as that object.
-        outside: ids of leaves that are the caller's own objects and returned as they are.
+        outside: ids of leaves that the caller already holds; a replay returns these very objects.
         """
-        seen: dict[int, set[int]] = {}
+        seen: dict[int, set[int]] = {}  # storage -> ids of the tensors on it
         for leaf in [*leaves, *arguments]:
             for t in plain_tensors(leaf) if id(leaf) not in outside else []:
                 seen.setdefault(self.recorder.storages.ref(t).storage, set()).add(id(t))
         self._shared = {storage for storage, objects in seen.items() if len(objects) > 1}
-        places = {id(leaf): i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
+        argument_index = {
+            id(leaf): i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor)
+        }
         roles: list[OutputRole] = []
         first: dict[int, int] = {}
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) in outside:
                 roles.append(Constant(leaf))
-            elif id(leaf) in places:
-                roles.append(LeafItself(places[id(leaf)]))
+            elif id(leaf) in argument_index:
+                roles.append(LeafItself(argument_index[id(leaf)]))
             elif isinstance(leaf, Tensor) and id(leaf) in first:
                 roles.append(SameAs(first[id(leaf)]))
             else:
@@ -272,23 +285,23 @@ class Builder:
             inner = {n: self._role(getattr(leaf, n)) for n in names}
             return Wrapped(type(leaf), inner, context, leaf.shape, leaf.stride())
         ref = self.recorder.storages.ref(leaf)
-        if ref.storage in self._home:
-            return InputView(self._home[ref.storage], ref.geometry)
+        if ref.storage in self._base_input:
+            return InputView(self._base_input[ref.storage], ref.geometry)
         if ref.storage not in self._shared and not (ref.geometry.conj or ref.geometry.neg):
-            return Result(self.slot(self._owned(self.engine.read(ref))))
+            return Result(self.slot(self._without_constant(self.engine.read(ref))))
         slot, geometry = self._in_base(ref)
         return Result(slot, geometry)
 
     def _in_base(self, ref: TensorRef) -> tuple[int, Geometry]:
-        """Of a storage that the step made: the index of its base in the results, and `ref` as a view of that."""
+        """For a tensor on a storage that the step made: the result index of the base, and the geometry within it."""
         storage = self.engine.storage(ref.storage)
         storage.read(ref.geometry, self.emit)
-        base = self._owned(storage.peek(storage.root, self.emit))
+        base = self._without_constant(storage.peek(storage.root, self.emit))
         g, root = ref.geometry, storage.root
         return self.slot(base), g._replace(offset=g.offset - root.start // g.dtype.itemsize)
 
-    def _owned(self, node: fx.Node) -> fx.Node:
-        """`node`, or a copy of it if it is (a view of) a constant: the caller could write to what is returned."""
+    def _without_constant(self, node: fx.Node) -> fx.Node:
+        """`node`, or a copy of it if it is (a view of) a constant, because the caller may write to a result."""
         origin = node
         while origin.op == "call_function" and _is_view_call(origin):
             origin = origin.args[0]  # type: ignore[assignment]
@@ -297,19 +310,19 @@ class Builder:
         return self._clones.setdefault(node, self.emit.call(aten.clone.default, node))
 
     def moved(self, index: int, tensor: Tensor) -> Set | None:
-        """The `set_` of an input whose tensor ended on another storage or with another geometry; else None."""
+        """The `set_` of input `index` if its tensor ended on another storage or with another geometry, else None."""
         ref, spec = self.recorder.storages.ref(tensor), self.inputs[index]
-        if ref.storage in self._home:
+        if ref.storage in self._base_input:
             if ref == TensorRef(self.storage_of_input[index], spec.geometry):
                 return None
-            return Set(index, ref.geometry, self._home[ref.storage], None)
+            return Set(index, ref.geometry, self._base_input[ref.storage], None)
         slot, geometry = self._in_base(ref)
         return Set(index, geometry, None, slot)
 
     def epilogue(self) -> list[Action]:
         """The resizes and copies that a replay makes on its inputs, by storage."""
         actions: list[Action] = []
-        for serial, index in self._home.items():
+        for serial, index in self._base_input.items():
             storage = self.engine.storages[serial]
             actions += actions_of(storage, index, self.emit, self.slot)
         return actions
@@ -325,7 +338,7 @@ class Builder:
         out_spec: pytree.TreeSpec,
         runner: Callable[..., Any],
     ) -> Program:
-        """Finish the graph (outputs, dead code, waits) and make the program of it."""
+        """Add the graph's output, eliminate dead code, move waits down to their first use, and make the program."""
         self.emit.graph.output(tuple(self._slots))
         drop_dead_code(self.emit.graph)
         sink_waits(self.emit.graph)

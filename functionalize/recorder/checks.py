@@ -1,12 +1,12 @@
-"""What a recording refuses, and what it notes because no replay could repeat it.
+"""The ops that a recording refuses, and the effects it notes because a replay cannot repeat them.
 
     w.untyped_storage().resize_(0); w + 1     EmptyStorageError, where eager would read freed memory
     x.expand(2, 3).add_(1)                    OverlappingMutationError
-    torch.seed()                              a note in `checks.unrepeatable`: the step goes on, no program is kept
+    torch.seed()                              a note in `checks.unrepeatable`: the step continues, no program is kept
 
-Invariants: an op that is refused has not run, so that nothing segfaults and nothing has changed. A step that eager can
-run is never stopped: where it runs for real, what only a program cannot hold is noted; where it runs on fakes
-(`trace`), it is raised at once.
+Invariants: a refused op has not run, so that nothing segfaults and no tensor has changed. A step that eager can run is
+never interrupted: on real tensors, an op that a program cannot represent is noted; on fakes (`trace`) it raises at
+once.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from functionalize.errors import (
 from functionalize.ir.generators import generator_states
 from functionalize.ir.ops import OpRecord, TensorRef, geometry_of, refs_in
 from functionalize.recorder.op_kinds import (
-    LOOKS_ANYWHERE,
+    CHECKED_INPLACE_VIEWS,
     MAY_GROW,
-    SAME_REACH,
+    UNCHECKED_VIEWS,
     OpKind,
+    is_data_free,
     more_than_strided,
-    only_looks,
     storage_of,
     tensors_in,
 )
@@ -54,8 +54,8 @@ _NOT_IN_A_PROGRAM = (UnsupportedOpError, UnsupportedTensorError, ForeignStorageE
 class Checks:
     """The checks of one recording.
 
-    for_real: the step runs on the user's tensors and must run to its end. unrepeatable: what a replay could not
-    repeat, in words with the user's line, each once.
+    for_real: the step runs on the user's tensors and must run to its end.
+    unrepeatable: reasons why a replay cannot repeat the step, as text with the user's line; no text twice.
     """
 
     __slots__ = ("_drawn", "_storages", "for_real", "unrepeatable")
@@ -64,12 +64,14 @@ class Checks:
         self.for_real = for_real
         self.unrepeatable: list[str] = []
         self._storages = storages
-        self._drawn: tuple[Tensor, ...] | None = None  # the generators after the last random op
+        self._drawn: tuple[Tensor, ...] | None = (
+            None  # the generators' states after the last random op
+        )
 
     # -- refusals ------------------------------------------------------------------------------
 
     def refuse(self, op: OpKind, record: OpRecord) -> None:
-        """Raise, before an op runs, if eager could not run it or no rule knows it.
+        """Raise, before an op runs, if eager would raise (or read freed memory) or if no rule supports the op.
 
         To be called for ops that may be refused (`op.may_be_refused`) and for those on a resized storage.
         """
@@ -81,14 +83,14 @@ class Checks:
             raise more_than_strided(f"makes a {op.makes} tensor")
         if op.refused_collective:
             check_known_collective(func)
-        if op.same_reach:
+        if op.checked_inplace_view:
             ref = record.args[0]
             if len(ref.geometry.size) > 1 or func is not aten.t_.default:
                 self._check_bounds(ref, "takes a view of")
-        if self._storages.met_resized and not op.looks:
+        if self._storages.met_resized and not op.reads_no_data:
             for ref in refs_in([record.args, record.kwargs]):
                 self._check_bounds(ref, "uses")
-        if op.mutating and not op.looks:
+        if op.mutating and not op.reads_no_data:
             for at, name in written_arguments(func):
                 inside = at is not None and at < len(record.args)
                 written = record.args[at or 0] if inside else record.kwargs.get(name)
@@ -96,18 +98,18 @@ class Checks:
                     check_overlap(self._storages.infos[ref.storage].name, ref.geometry)
 
     def after_view(self, record: OpRecord, args: tuple[Any, ...], out: Any) -> None:
-        """Raise if a view reaches past the end of its storage, where eager does; keep the storage's size.
+        """Raise if a view extends past the end of its storage and eager raises; restore the storage's size.
 
         To be called after ops on a resized storage and after those that choose their own strides (`op.restrides`).
         """
         func = record.target
-        if not only_looks(func) or func in MAY_GROW or func in SAME_REACH:
+        if not is_data_free(func) or func in MAY_GROW or func in CHECKED_INPLACE_VIEWS:
             return
         for tensor in tensors_in(args):
             info = self._storages.info_of(tensor)
             if info is not None:
                 self._storages.keep_size(info, storage_of(tensor))
-        if func in LOOKS_ANYWHERE or (func is aten.t.default and out.dim() < 2):
+        if func in UNCHECKED_VIEWS or (func is aten.t.default and out.dim() < 2):
             return
         for tensor in tensors_in(out):
             info = self._storages.info_of(tensor)
@@ -126,18 +128,18 @@ class Checks:
     # -- notes ---------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """A replay could not repeat the step, for this reason."""
+        """Note a reason why a replay cannot repeat the step."""
         if text not in self.unrepeatable:
             self.unrepeatable.append(text)
 
     def note_or_raise(self, error: FunctionalizeError) -> None:
-        """Raise what eager cannot do either; note what only a program cannot hold, if the step runs for real."""
+        """Raise an error that eager would raise, too; note one about programs only, if the step runs for real."""
         if not (self.for_real and isinstance(error, _NOT_IN_A_PROGRAM)):
             raise error from None
         self.note(str(error))
 
     def before(self, op: OpKind, record: OpRecord) -> None:
-        """Note, before it runs, a random op on a generator that was set unseen, and a result sized by data."""
+        """Before an op runs: note a generator set without a record, and a result whose size depends on data."""
         if not self.for_real:
             return
         if op.random:
@@ -150,7 +152,7 @@ class Checks:
             self.note(f"{record.target} gives a result whose size depends on data {where}")
 
     def note_changes_each_time(self, what: str) -> None:
-        """Note a call that gives something else at every step; raise it where nothing runs for real."""
+        """Note a call whose result differs at every step; raise on fakes."""
         text = f"{what} {line_of(CapturedTraceback.extract())}, which a replay cannot repeat"
         if not self.for_real:
             raise UncapturableError(text)
@@ -158,7 +160,7 @@ class Checks:
         self._drawn = None
 
     def note_side_effect(self, what: str) -> None:
-        """Note an effect beside tensors that a replay would not have."""
+        """Note a side effect outside tensors, which a replay would not have."""
         if self.for_real:
             self.note(f"{what} {line_of(CapturedTraceback.extract())}, which a replay would not")
 
@@ -171,21 +173,21 @@ class Checks:
     # -- random generators ---------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A run begins."""
+        """A run begins: remember the states of the generators, unless they are known."""
         if self._drawn is None:
             self.generators_moved()
 
     def generators_moved(self) -> None:
-        """The program has moved the generators: they are as it left them."""
+        """A recorded op has changed the generators: remember their states."""
         if self.for_real:
             self._drawn = generator_states()
 
     def forget_generators(self) -> None:
-        """What happens to the generators until the next run begins is not the program's."""
+        """Forget the generators' states: changes before the next run begins are not the step's."""
         self._drawn = None
 
     def check_generators(self, where: str) -> None:
-        """Note a generator that was set by no function of torch's: no op was recorded, a replay would not set it."""
+        """Note a generator that was set without a recorded op, which a replay would not set."""
         now = generator_states()
         with disable_current_modes():  # of a recording around this one, or of the user
             same = self._drawn is None or all(map(torch.equal, now, self._drawn))

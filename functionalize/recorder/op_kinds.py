@@ -1,9 +1,11 @@
-"""What the recorder must know of an op before it runs it: whether it reads or writes data, and what eager allows.
+"""Properties of an op that the recorder needs before it runs the op: does it access data, what does eager allow.
 
-only_looks(aten.view)       reads and writes no data: allowed on an empty storage
-is_metadata(prim.device)    returns a property of a tensor to Python: not part of the program
-is_composite(aten.matmul)   consists of other ops, which are recorded instead
-kind_of(func)               all of this for one op, computed once
+    is_data_free(aten.view)     reads and writes no data: allowed on an empty storage
+    is_metadata(prim.device)    returns a property of a tensor to Python: not recorded
+    is_composite(aten.matmul)   consists of other ops, which are recorded instead
+    kind_of(func)               all of these for one op, computed once
+
+Each answer depends on the op alone, not on its arguments, and is cached.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from functionalize.errors import UnsupportedTensorError
 
 aten = torch.ops.aten
 _QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-# Ops whose result is more than a storage, a size and strides; a fake of it does not show that.
+# Ops whose result is more than a storage, a size and strides. A fake of the result does not show that.
 _MAKES = types.MappingProxyType(
     {
         "aten::quantize_per_": "quantised",
@@ -67,7 +69,7 @@ def more_than_strided(what: str) -> UnsupportedTensorError:
 
 
 @cache
-def only_looks(func: Any) -> bool:
+def is_data_free(func: Any) -> bool:
     """Whether an op reads and writes no data: views, in-place views, sizes."""
     if is_inplace_view(func) or func in SHAPE_ONLY or func in UNDECLARED_VIEWS:
         return True
@@ -87,7 +89,7 @@ UNDECLARED_VIEWS = frozenset(
     }
 )
 
-# In-place views that make the storage fit the tensor.
+# In-place views that grow the storage to fit the tensor.
 MAY_GROW = frozenset(
     {
         aten.resize_.default,
@@ -100,8 +102,8 @@ MAY_GROW = frozenset(
     }
 )
 
-# In-place views that eager refuses on a storage that is too small; fakes would log before they do.
-SAME_REACH = frozenset(
+# In-place views that eager refuses on a storage that is too small; so does the fake mode, but it logs an error first.
+CHECKED_INPLACE_VIEWS = frozenset(
     {
         aten.t_.default,
         aten.transpose_.default,
@@ -112,8 +114,8 @@ SAME_REACH = frozenset(
     }
 )
 
-# Views that eager makes of a tensor whose storage is too small for it; it refuses all others.
-LOOKS_ANYWHERE = frozenset(
+# Views that eager allows on a tensor whose storage is too small for it; it refuses all other views.
+UNCHECKED_VIEWS = frozenset(
     {
         aten.view.default,
         aten.view.dtype,
@@ -147,8 +149,8 @@ TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default, ate
 
 @cache
 def is_metadata(func: Any) -> bool:
-    """Whether an op only returns a tensor's size, device, ... to Python, or enters a profiler: not the program's."""
-    if func.namespace == "profiler":  # `record_function`, around all that FSDP2 does
+    """Whether an op only returns a tensor's size, device, ... to Python, or enters a profiler: not recorded."""
+    if func.namespace == "profiler":  # `record_function`, which FSDP2 enters in every hook
         return True
     if is_mutating(func) or func in TO_PYTHON or func is RESIZE_STORAGE or is_composite(func):
         return False
@@ -159,10 +161,10 @@ def is_metadata(func: Any) -> bool:
 
 @cache
 def is_composite(func: Any) -> bool:
-    """Whether an op reaches the mode only because autograd's keys are off (inference mode).
+    """Whether an op must be decomposed: it reaches the mode because autograd's keys are off (inference mode).
 
-    An op with a kernel of its own is not decomposed: `silu_backward` has both, and they round differently. Nor is
-    one for which the target of a fake world has a kernel.
+    An op with a kernel of its own is not decomposed: `silu_backward` has a kernel and a decomposition, which round
+    differently. Nor is an op for which the target of a fake world has a kernel.
     """
     if func.namespace != "aten" or not func._can_decompose():
         return False
@@ -172,7 +174,7 @@ def is_composite(func: Any) -> bool:
     return not any(has_kernel(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
 
 
-def _may_move(func: Any) -> bool:
+def _changes_geometry(func: Any) -> bool:
     """Whether an op may change the size of a storage that it writes, or the geometry of a tensor on it."""
     if is_inplace_view(func) or func in MAY_GROW or func.namespace != "aten":
         return is_mutating(func)
@@ -183,21 +185,30 @@ def _may_move(func: Any) -> bool:
 class OpKind:
     """All of the above for one op, so that the recorder looks it up once.
 
-    looks: `only_looks`. moves: `_may_move`. same_reach: in `SAME_REACH`. restrides: chooses its own strides.
-    sized_by_data: its result has a size that depends on data. reads_grad_mode: it computes otherwise under `no_grad`.
-    makes: "quantised" or "nested", if the result is more than a strided tensor. may_be_refused: `Checks.refuse` must
-    see it. run: the op, called with one frame less.
+    reads_no_data: `is_data_free`: reads and writes no data.
+    metadata, composite, mutating: `is_metadata`, `is_composite`, `is_mutating`.
+    changes_geometry: `_changes_geometry`: may change the size of a storage or the geometry of a tensor that it writes.
+    to_python: returns a value to Python.
+    communicates: an op of `c10d` or `fsdp`. refused_collective: a collective that no rule supports.
+    checked_inplace_view: in `CHECKED_INPLACE_VIEWS`.
+    restrides: its arguments set the strides of its result (`as_strided`).
+    random: draws from a random generator.
+    sized_by_data: the size of its result depends on data.
+    reads_grad_mode: computes a different result under `no_grad`.
+    makes: "quantised" or "nested" if the result is more than a strided tensor, else "".
+    may_be_refused: `Checks.refuse` must be called before it runs.
+    run: calls the op with one Python frame less.
     """
 
-    looks: bool
+    reads_no_data: bool
     metadata: bool
     composite: bool
     mutating: bool
-    moves: bool
+    changes_geometry: bool
     to_python: bool
     communicates: bool
     refused_collective: bool
-    same_reach: bool
+    checked_inplace_view: bool
     restrides: bool
     random: bool
     sized_by_data: bool
@@ -209,21 +220,21 @@ class OpKind:
 
 @cache
 def kind_of(func: Any) -> OpKind:
-    """What kind of op `func` is."""
-    looks, communicates = only_looks(func), func.namespace in ("c10d", "fsdp")
+    """The properties of the op `func`."""
+    reads_no_data, communicates = is_data_free(func), func.namespace in ("c10d", "fsdp")
     refused_collective = refusal_of_collective(func) is not None
-    writes = is_mutating(func) and not looks
+    writes = is_mutating(func) and not reads_no_data
     makes = next((kind for start, kind in _MAKES.items() if func.name().startswith(start)), "")
     return OpKind(
-        looks=looks,
+        reads_no_data=reads_no_data,
         metadata=is_metadata(func),
         composite=is_composite(func),
         mutating=is_mutating(func),
-        moves=_may_move(func),
+        changes_geometry=_changes_geometry(func),
         to_python=func in TO_PYTHON,
         communicates=communicates,
         refused_collective=refused_collective,
-        same_reach=func in SAME_REACH,
+        checked_inplace_view=func in CHECKED_INPLACE_VIEWS,
         restrides=func in (aten.as_strided.default, aten.as_strided_.default),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
@@ -233,7 +244,7 @@ def kind_of(func: Any) -> OpKind:
         or refused_collective
         or writes
         or makes != ""
-        or func in SAME_REACH
+        or func in CHECKED_INPLACE_VIEWS
         or func is RESIZE_STORAGE,
         run=entry_of(func),
     )

@@ -1,20 +1,20 @@
-"""What is replaced in torch while a capture runs, and put back whatever happens.
+"""The functions of torch and Python that are replaced while a capture runs, and restored in every case.
 
-    torch.UntypedStorage.resize_     does not dispatch: the recorder of the current thread makes a record of it
-    torch.Tensor.numpy, .tolist      Python reads numbers that no op yields
-    torch.Tensor.item, fused optimizers   yield and take live numbers, see scalar_patches.py
-    torch.get_rng_state, ...         set and read generators: recorded as ops, see generators.py
-    builtins.print                   what a replay would not do again
-    torch._dynamo's frame hook       what is under torch.compile runs as it is written: compiled code calls
-                                     kernels that no dispatcher sees, and Dynamo would trace the recorder
-    torch.distributed Work.wait      gloo runs ops there: they are the collective's inside, not the program's
-    torch.profiler.record_function   enters the profiler without the modes: an eighth of the ops of an FSDP2 step
-    torch.UntypedStorage.nbytes      during a live call only, where a resize is not carried out: the size that
-    torch.UntypedStorage.size        the function has set
+    torch.UntypedStorage.resize_     does not dispatch: the recorder of the current thread records it
+    torch.Tensor.numpy, .tolist      Python reads numbers without an op
+    torch.Tensor.item, fused optimizers   return and accept live numbers, see scalar_patches.py
+    torch.get_rng_state, ...         set and read generators: recorded as ops, see rng_patches.py
+    builtins.print                   a side effect, which a replay does not repeat
+    torch._dynamo's frame hook       code under torch.compile runs uncompiled: compiled code calls kernels without
+                                     the dispatcher, and Dynamo would trace the recorder
+    torch.distributed Work.wait      gloo runs ops inside it: they are part of the collective and not recorded
+    torch.profiler.record_function   enters the profiler without the dispatch modes: it makes an eighth of the
+                                     ops of an FSDP2 step
+    torch.UntypedStorage.nbytes      in a call to a substituted function only, where resizes are not carried out:
+    torch.UntypedStorage.size        the size that the function has set
 
-The replacements act only in a thread whose dispatch mode stack has a watcher on it (a mode with a method
-`resize_storage`); everywhere else they are the originals. They are shared by all captures that run at the
-same time, and the last one removes them.
+A replacement calls the original unless the current thread's stack of dispatch modes has a watcher: a mode with a method
+`resize_storage`. Captures that run at the same time share the replacements; the last one removes them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from functionalize.util.patching import Patch, Patches
 
 
 class Watcher(TorchDispatchMode):
-    """A dispatch mode that records: torch is patched while it is active. It may be entered again while it is.
+    """A dispatch mode that records: torch is patched while it is active. It can be entered more than once.
 
     suspended: the number of callers that have suspended it; at 0 it records.
-    checks: notes what no replay could repeat; None if no replay is wanted.
-    scalar_arguments: how ops take the live numbers that it yields; None if it yields plain ones.
-    step_notes: those of a recording of memory (see notes.py), while it is active.
+    checks: notes what a replay cannot repeat; None if there will be no replay.
+    scalar_arguments: the live numbers of the recording as arguments of ops; None if its numbers are not live.
+    step_notes: the notes of a recording of memory (see lifetimes/notes.py), while it is active.
     """
 
     checks: Checks | None = None
@@ -57,14 +57,14 @@ class Watcher(TorchDispatchMode):
         self._entered = 0
 
     def start(self) -> None:
-        """It is about to be entered, not from inside of itself."""
+        """Called before the outermost `__enter__`."""
 
     def stop(self) -> None:
-        """It has been left, or could not be entered."""
+        """Called after the outermost `__exit__`, or if `__enter__` has failed."""
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Nothing is recorded inside."""
+        """A context in which nothing is recorded."""
         self.suspended += 1
         try:
             yield
@@ -72,7 +72,7 @@ class Watcher(TorchDispatchMode):
             self.suspended -= 1
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
-        """`UntypedStorage.resize_` was called, which does not dispatch; `original(storage, size)` does it."""
+        """`UntypedStorage.resize_` was called, which does not dispatch; `original(storage, size)` carries it out."""
         raise NotImplementedError
 
     @classmethod
@@ -109,12 +109,12 @@ def _watchers() -> list[Any]:
 
 
 def _recorders() -> list[Watcher]:
-    """The watchers active in this thread that record now."""
+    """The watchers of this thread that are not suspended, innermost first."""
     return [m for m in reversed(current_modes()) if isinstance(m, Watcher) and not m.suspended]
 
 
 def _checks() -> Iterator[Checks]:
-    """The checks of these, where a replay is wanted."""
+    """The checks of `_recorders()`."""
     for recorder in _recorders():
         if recorder.checks is not None:
             yield recorder.checks
@@ -207,7 +207,7 @@ def _uncompiled(original: Any) -> Any:
     return callback_from_stance
 
 
-def _of_captures() -> Iterator[Patch]:
+def _capture_patches() -> Iterator[Patch]:
     yield torch.UntypedStorage, "resize_", _watched_resize()
     for name in ("numpy", "tolist"):
         yield torch.Tensor, name, _watched_read(name)
@@ -224,10 +224,10 @@ def _of_captures() -> Iterator[Patch]:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)
 
 
-def _of_live_calls() -> Iterator[Patch]:
+def _live_call_patches() -> Iterator[Patch]:
     for name in ("nbytes", "size"):
         yield torch.UntypedStorage, name, _watched_size(getattr(torch.UntypedStorage, name))
 
 
-PATCHES = Patches(_of_captures)
-SIZE_PATCHES = Patches(_of_live_calls)
+PATCHES = Patches(_capture_patches)
+SIZE_PATCHES = Patches(_live_call_patches)

@@ -1,14 +1,14 @@
 """The recorder: every op below autograd, and every storage resize, as an op stream.
 
-    with Recorder() as recorder:      a dispatch mode; what patches.py lists is replaced
+    with Recorder() as recorder:      a dispatch mode; torch is patched, see patches.py
         fn(*args)
     recorder.records                  [OpRecord(aten.sin.default, ...), OpRecord(resize_storage_bytes_, ...)]
     recorder.storages                 which tensors are on which storage, see storage_table.py
-    recorder.checks                   what no replay could repeat, see checks.py
+    recorder.checks                   reasons why a replay cannot repeat the step, see checks.py
 
-Invariant: leaving the context restores torch's methods and the mode stack, whatever happened.
-Refusals: tensors without a storage; resizes of storages that no tensor brought in; ops on data that is not
-there. All are raised before the op runs, so that nothing segfaults.
+Invariant: leaving the context restores torch's methods and the mode stack, also after an exception.
+Refusals: tensors without a storage; resizes of storages of which no tensor is known; ops that read freed storages.
+All are raised before the op runs, so that nothing segfaults.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from functionalize.fake_world.target import placed
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, refs_in
 from functionalize.program.early_guard import early_records
 from functionalize.recorder.checks import Checks
-from functionalize.recorder.live_scalars import SYMBOLIC, plain, shown
+from functionalize.recorder.live_scalars import SYMBOLIC, as_live, plain
 from functionalize.recorder.op_kinds import OpKind, kind_of, storage_of
 from functionalize.recorder.patches import Watcher
 from functionalize.recorder.scalar_arguments import ScalarArguments, has_live
 from functionalize.recorder.scalar_log import FOREIGN_NUMBER, FrozenScalar, ScalarLog
-from functionalize.recorder.stand_ins import Outsiders
+from functionalize.recorder.stand_ins import StandIns
 from functionalize.recorder.storage_table import StorageObserver, StorageTable
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import located
@@ -50,10 +50,10 @@ _NO_BYTES = Geometry((0,), (1,), 0, torch.uint8)
 
 
 class RecordingObserver(StorageObserver, Protocol):
-    """What a recorder calls when it begins and ends, and for each record."""
+    """The callbacks of a recorder: when it is entered and left, and for each record."""
 
     def attach(self, records: list[OpRecord]) -> None:
-        """The list that every record will be appended to."""
+        """`records` is the list to which every record will be appended."""
 
     def start(self, recorder: Recorder) -> None:
         """The recorder is entered."""
@@ -62,28 +62,29 @@ class RecordingObserver(StorageObserver, Protocol):
         """The recorder is left; also called if it could not be entered."""
 
     def recorded(self, record: OpRecord, args: tuple[Any, ...]) -> None:
-        """A record was appended. args: of the op, as it ran; empty for a resize that did not dispatch."""
+        """A record was appended. args: with which the op ran; empty for a resize that did not dispatch."""
 
 
 class Recorder(Watcher):
     """Records while active.
 
-    ignore_fake: ops on fake tensors are not the program's (DTensor's sharding propagation makes some).
-    for_real: the step must run to its end, whatever cannot be recorded of it (None: as `ignore_fake`; a step in a
-    fake world runs on fakes alone).
-    outsiders: the fakes that stand in for tensors from outside, if the run is on fakes.
+    ignore_fake: ops on fake tensors are not recorded (DTensor's sharding propagation runs some).
+    stand_ins: the fakes that stand in for tensors from outside, if the run is on fakes.
     live: the numbers that Python reads are live (see live_scalars.py).
-    observer: notes when storages are made and freed (see observer.py).
+    for_real: the step must run to its end, also if an op cannot be recorded. None: as `ignore_fake`; a step in a fake
+    world runs on fakes alone and passes it.
+    observer: notes when storages are allocated and freed (see lifetimes/observer.py).
 
-    records: the op stream. scalars: the numbers that Python read, where they are not live; else `scalar_log` has them.
-    failed: the error that an op raised, and its record. arguments: numbers of the storages of tensor arguments, for
-    `early_records`.
+    records: the op stream.
+    scalars: the numbers that Python read, if numbers are not live; live ones are in `scalar_log`.
+    failed: the exception that an op raised, and the op's record.
+    arguments: numbers of the storages of tensor arguments, for `early_records`.
     """
 
     def __init__(
         self,
         ignore_fake: bool = False,
-        outsiders: Outsiders | None = None,
+        stand_ins: StandIns | None = None,
         live: bool = False,
         for_real: bool | None = None,
         observer: RecordingObserver | None = None,
@@ -101,8 +102,8 @@ class Recorder(Watcher):
         self.scalar_arguments = ScalarArguments(self.scalar_log) if self.scalar_log else None
         self.observer = observer
         self._ignore_fake = ignore_fake
-        self._met_number = False  # whether an argument of the op at hand is a symbolic number
-        self._outsiders = outsiders
+        self._met_number = False  # whether an argument of the current op is a symbolic number
+        self._stand_ins = stand_ins
         self._ref = self.storages.ref
         self._stacks = Stacks()
         if observer is not None:
@@ -121,13 +122,13 @@ class Recorder(Watcher):
             self.observer.stop()
 
     def resume(self) -> None:
-        """Prepare to be entered once more: what happened since is not the program's."""
+        """Prepare to be entered again: changes to generators since the last exit are not the step's."""
         self.checks.forget_generators()
         if self.scalar_log is not None:
             self.scalar_log.active = True
 
     def early_records(self) -> frozenset[int]:
-        """Ids of the records that depend on arguments and constants alone."""
+        """Ids of the records that are computed from arguments and constants alone."""
         learned = self.scalars or (self.scalar_log is not None and self.scalar_log.facts)
         if not self.arguments or not learned:  # no guard needs them
             return frozenset()
@@ -143,7 +144,9 @@ class Recorder(Watcher):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # two calls of three on fakes
+        if (
+            func is _DEVICE and type(args[0]) is FakeTensor
+        ):  # two thirds of the calls on fakes: answered at once
             return args[0].fake_device
         kwargs = kwargs or {}
         if self.suspended:
@@ -199,10 +202,13 @@ class Recorder(Watcher):
     def _begin(
         self, op: OpKind, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put the arguments into the record, refuse the op if it cannot run; what to run it with."""
+        """Put the arguments into the record, and refuse the op if it cannot run.
+
+        Returns the arguments to run it with: fakes for tensors from outside, plain values for live numbers.
+        """
         storages, ref, scalars = self.storages, self._ref, self.scalar_arguments
         storages.met_resized = False
-        if self._outsiders is not None:
+        if self._stand_ins is not None:
             args, kwargs = self._to_fake(args), self._to_fake(kwargs)
         record.args = tuple([ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in args])
         if kwargs:
@@ -218,17 +224,17 @@ class Recorder(Watcher):
     # -- numbers -------------------------------------------------------------------------------
 
     def _to_python(self, record: OpRecord, out: Any) -> Any:
-        """The number that Python reads: a live one, or a plain one that a guard will check."""
-        out = plain(out)  # live in a recording around this one
+        """The number that Python reads: a live one, or a plain one with a guard."""
+        out = plain(out)  # it is live in an enclosing recording
         if self.scalar_log is None or type(out) not in (int, float):
             self.scalars.append(FrozenScalar(record, out))
             return out
         number = self.scalar_log.read(record, out)
         record.meta["read"], record.meta["hint"] = number.expression, out
-        return shown(number)
+        return as_live(number)
 
     def _past_dtensor(self, scalars: ScalarArguments, func: Any, args: Any, kwargs: Any) -> Any:
-        """The op on local tensors takes live numbers, DTensor plain ones: see Note [Carried numbers]."""
+        """Run an op on a DTensor with plain numbers; local ops are recorded with live ones: Note [Carried numbers]."""
         if not has_live([args, list(kwargs.values())]):
             return NotImplemented
         names = [argument.name for argument in func._schema.arguments]
@@ -237,37 +243,37 @@ class Recorder(Watcher):
             return func(*scalars.plain(args), **scalars.plain(kwargs))
 
     def _take_numbers(self, record: OpRecord, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Put live numbers into the record; what to run the op with: their plain values."""
+        """Put live numbers into the record, and return the arguments with their plain values."""
         self._met_number = False
         if self.scalar_arguments is None:
             if has_live([record.args, list(record.kwargs.values())]):
                 self.checks.note(FOREIGN_NUMBER)
-            return args, kwargs  # else: symbolic sizes of a tracer
+            return args, kwargs  # other symbolic numbers: sizes of an enclosing tracer
         self.scalar_arguments.put_into(record)
         return self.scalar_arguments.plain(args), self.scalar_arguments.plain(kwargs)
 
     # -- arguments and results ---------------------------------------------------------------------
 
     def _to_fake(self, arg: Any) -> Any:
-        """`arg` with the fakes of tensors from outside in their place."""
+        """`arg` with tensors from outside replaced by their fakes."""
         kind = type(arg)
         if kind is list or kind is tuple:
             return kind(self._to_fake(a) for a in arg)
         if kind is dict:
             return {k: self._to_fake(v) for k, v in arg.items()}
-        if self._outsiders is None or not isinstance(arg, Tensor) or isinstance(arg, FakeTensor):
+        if self._stand_ins is None or not isinstance(arg, Tensor) or isinstance(arg, FakeTensor):
             return arg
         with self.quiet():
-            return self._outsiders.stand_in(arg, self.storages)
+            return self._stand_ins.stand_in(arg, self.storages)
 
     def _literal(self, tensor: Tensor) -> Any:
-        """A tensor that Python made from numbers; the program keeps a copy of it."""
+        """`lift_fresh`: a tensor made from Python numbers, a constant of the program, which keeps a copy."""
         with disable_current_modes():
-            kept = tensor.detach().clone()
+            contents = tensor.detach().clone()
         with self.quiet():
             out = _LIFT_FRESH(tensor)
             name = f"constant_{len(self.storages.externals)}"
-            self.storages.bring_in(out, name, literal=kept)
+            self.storages.bring_in(out, name, literal=contents)
         return out
 
     def describe(self, record: OpRecord) -> str:
@@ -279,7 +285,7 @@ class Recorder(Watcher):
 
     def _map_in(self, arg: Any) -> Any:
         kind = type(arg)
-        if kind in _CONSTANTS:  # most of what is no tensor
+        if kind in _CONSTANTS:  # most arguments that are no tensors
             return arg
         if isinstance(arg, Tensor):
             return self._ref(arg)
@@ -309,7 +315,7 @@ class Recorder(Watcher):
             self.checks.after_view(record, args, out)
         if record.target is RESIZE_STORAGE:
             storages.note_size(storage_of(args[0]))
-        elif op.moves:
+        elif op.changes_geometry:
             self._after_mutation(record, args, kwargs)
         storages.born = {}
         outputs = storages.out_ref(out) if isinstance(out, Tensor) else self._map_out(out)
@@ -323,7 +329,7 @@ class Recorder(Watcher):
     def _after_mutation(
         self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """`out=` may have grown its tensor, `resize_` its storage, `set_` moved it: refer to it anew."""
+        """Update the record if the op resized a tensor (`out=`, `resize_`) or its storage, or moved it (`set_`)."""
         changed = []
         keep = is_inplace_view(record.target)
         new_args, new_kwargs = list(record.args), record.kwargs
@@ -350,7 +356,7 @@ class Recorder(Watcher):
         record.args, record.resized = tuple(new_args), tuple(changed)
 
     def _keep_strides(self, before: TensorRef, fake: Tensor) -> None:
-        """Eager leaves an `out` of the right size as it is; some meta kernels (`sort`) restride it."""
+        """Restore the strides of an `out=` tensor of the right size: eager keeps them, some meta kernels do not."""
         g = before.geometry
         if fake.shape == g.size and fake.stride() != g.stride:
             with self.quiet():
@@ -359,7 +365,7 @@ class Recorder(Watcher):
     # -- resizes -------------------------------------------------------------------------------
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
-        """`UntypedStorage.resize_` was called (it does not dispatch); `original` does it."""
+        """`UntypedStorage.resize_` was called, which does not dispatch; `original` carries it out."""
         record = OpRecord(RESIZE_STORAGE, (), {}, None, (), stack_here(), *autograd_position())
         info = self.storages.info_at(storage)
         size = plain(size)
@@ -382,7 +388,7 @@ class Recorder(Watcher):
         return result
 
     def _resize_inner(self, tensor: Any, nbytes: int) -> None:
-        """A resize of a wrapper subclass is one of each inner tensor."""
+        """Resize a wrapper subclass: each of its inner tensors."""
         with self:
             for inner in plain_tensors(tensor):
                 RESIZE_STORAGE(inner, nbytes)

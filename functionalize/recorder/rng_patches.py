@@ -1,11 +1,11 @@
-"""torch's functions that read and set the default generators, as a capture replaces them.
+"""Replacements of torch's functions that read and set the default random generators, used while a capture runs.
 
     torch.set_rng_state(state)     ->  torch.ops.functionalize.set_rng_state(state, device('cpu'))
 
-None of them dispatches. Each replacement calls an op of our own (see `ir/generators.py`), which reaches the recorder
-like any other op. So activation checkpointing with dropout, `fork_rng` and seeds set inside a step are recorded.
-Refusals: `torch.seed()`, which no replay could repeat, and `initial_seed()`, which returns a number to Python that no
-guard checks. `Checks.check_generators` notices generators that are set otherwise (`torch.default_generator.set_state`).
+The originals do not dispatch. Each replacement calls an op of this package (see `ir/generators.py`), which the recorder
+records like any other. So activation checkpointing with dropout, `fork_rng` and seeds set inside a step are recorded.
+Refusals: `torch.seed()`, which a replay cannot repeat, and `initial_seed()`, which returns a number to Python that no
+guard checks. `Checks.check_generators` detects generators set by other means (`torch.default_generator.set_state`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 def patches(recorders: Recorders) -> Iterator[tuple[ModuleType, str, Function]]:
-    """(module, name, replacement) of each function. recorders: returns those that record in this thread."""
+    """(module, name, replacement) of each function. recorders: returns the recorders active in this thread."""
     load_dynamo()  # replaces `torch.manual_seed` for good when it is imported, which a step may do
     for modules, replaced in (
         ((torch, torch.random), _PLAIN),
@@ -77,7 +77,7 @@ def _manual_seed(original: Function, seed: Any) -> torch.Generator:
 
 
 def _as_int64(seed: Any) -> int | None:
-    """The signed number with the bits of a seed, which eager accepts as well; None if it needs over 64 bits."""
+    """The signed 64-bit number with the same bits as a seed; None if the seed needs more, which eager refuses."""
     number = int(seed)
     if not -(2**63) <= number < 2**64:
         return None
@@ -126,7 +126,7 @@ def _seed_cuda(original: Function, seed: Any, which: Callable[[], torch.device])
 
 
 def _cuda(device: Any) -> torch.device:
-    """The device that eager uses: the current one if none is named."""
+    """The device that eager uses: the current one if `device` has no index."""
     index = device if isinstance(device, int) else torch.device(device).index
     return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 

@@ -1,16 +1,16 @@
-"""Live numbers as arguments of ops: which of them the program computes anew, which are constants.
+"""Live numbers as arguments of ops: which of them the program computes at every call, which are constants.
 
     p.add_(g, alpha=-lr)        alpha is a scalar of the schema: the record holds a `LiveNumber`
     x / tokens                  torch wraps the number in a tensor: the same
-    torch.zeros(tokens)         a size is a constant of the program: a fact of the log, guarded
+    torch.zeros(tokens)         a size is a constant of the program: a fact of the log, with a guard
 
-Invariant: kernels take plain numbers; no shape depends on a `LiveNumber`.
+Invariant: kernels receive plain numbers; no shape depends on a `LiveNumber`.
 
 Note [Carried numbers]
-Two callers of ops can take plain numbers only. The fused optimizers take `lr` as a C++ double. DTensor would keep a
-live number in its caches of shardings, compare by it, and pass it to ops when no recording is left that knows it. So
-the caller takes plain numbers, the recording keeps the live ones by the names of the op's arguments, and the record of
-the op gets them back. A number that no record got back is a constant of the program.
+Two callers of ops accept plain numbers only. The fused optimizers convert `lr` to a C++ double. DTensor would keep a
+live number as a key in its caches of shardings, and would use it after its recording has ended. So the caller receives
+plain numbers, the recording carries the live ones by the names of the op's arguments, and they are put back into the
+record of the op. A carried number that was put back into no record is a constant of the program.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from functionalize.ir.scalars import LiveNumber
 from functionalize.recorder.live_scalars import SYMBOLIC, is_live, plain
 from functionalize.recorder.scalar_log import Number, ScalarLog
 
-# By the schema: arguments that no shape depends on. A number for a `Tensor` is one that torch has wrapped.
-_TAKEN_LIVE = frozenset(
+# Schema types of arguments that no shape depends on. A number in the place of a `Tensor` is one that torch wraps.
+_LIVE_ARGUMENT_TYPES = frozenset(
     {"number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]"}
 )
 _SIZED_BY_NUMBERS = ("aten::arange", "aten::range")
 
 
 class ScalarArguments:
-    """The live numbers of one recording, where they are arguments of ops. carrying: see Note [Carried numbers]."""
+    """The live numbers of one recording as arguments of ops. carrying: see Note [Carried numbers]."""
 
     __slots__ = ("carrying", "log")
 
@@ -41,13 +41,13 @@ class ScalarArguments:
         self.carrying: _Carried | None = None
 
     def put_into(self, record: OpRecord) -> None:
-        """Replace live numbers in a record: by `LiveNumber`s where the op takes them, else by constants."""
+        """Replace live numbers in a record: by `LiveNumber`s if no shape depends on the argument, else by constants."""
         schema = record.target._schema
         record.live = True
         sized = schema.name.startswith(_SIZED_BY_NUMBERS)
         args = list(record.args)
         for at, argument in enumerate(schema.arguments):
-            live = not sized and str(argument.type) in _TAKEN_LIVE
+            live = not sized and str(argument.type) in _LIVE_ARGUMENT_TYPES
             if at < len(args):
                 args[at] = self._recorded(args[at], live)
             elif argument.name in record.kwargs:
@@ -71,9 +71,9 @@ class ScalarArguments:
         return number.hint
 
     def plain(self, arg: Any) -> Any:
-        """An argument as a kernel takes it: plain numbers for those of this recording and for constants.
+        """An argument for a kernel: numbers of this recording, and constants, become plain.
 
-        A number of a recording around this one stays live, for that recording.
+        A live number of an enclosing recording stays live, because that recording will see the op, too.
         """
         kind = type(arg)
         if kind in SYMBOLIC and is_live(arg):
@@ -87,7 +87,7 @@ class ScalarArguments:
 
     @contextmanager
     def carry(self, op: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, records of `op` get back the live numbers of its `arguments`: Note [Carried numbers]."""
+        """A context that puts the live numbers among `arguments` back into records of `op`: Note [Carried numbers]."""
         before, self.carrying = self.carrying, _Carried(op, arguments)
         try:
             yield
@@ -105,7 +105,7 @@ class _Carried:
         self._restored: set[str] = set()
 
     def put_back(self, record: OpRecord) -> None:
-        """Put the live numbers into a record of the op, where it holds the same plain ones."""
+        """Put the live numbers into a record of the op, if it holds equal plain ones."""
         args = list(record.args)
         for at, argument in enumerate(record.target._schema.arguments):
             name = argument.name
@@ -123,13 +123,13 @@ class _Carried:
         record.args = tuple(args)
 
     def settle_rest(self) -> None:
-        """What no record got back is a constant of the program."""
+        """Make constants of the numbers that were put back into no record."""
         for name in self._arguments.keys() - self._restored:
             settled(self._arguments[name])
 
 
 def _restored(carried: Any, now: Any) -> Any:
-    """`now` with the live numbers of `carried` in their places; None if these are not the same numbers."""
+    """`now` with its numbers replaced by the live ones of `carried`; None if the numbers differ."""
     if is_live(carried):
         number: Number = carried.node
         same = type(now) is type(number.hint) and repr(now) == repr(number.hint)
@@ -143,14 +143,14 @@ def _restored(carried: Any, now: Any) -> Any:
 
 
 def has_live(arg: Any) -> bool:
-    """Whether there is a live number in an argument."""
+    """Whether an argument is or contains a live number."""
     if isinstance(arg, (list, tuple)):
         return any(map(has_live, arg))
     return type(arg) in SYMBOLIC and is_live(arg)
 
 
 def settled(arg: Any) -> Any:
-    """An argument with plain numbers, which are constants of the program from now on."""
+    """An argument with live numbers replaced by plain ones, which are constants of the program from now on."""
     if type(arg) in (list, tuple):
         return type(arg)(map(settled, arg))
     return plain(arg)

@@ -1,13 +1,13 @@
-"""What a recording knows of its live numbers: the expression of each, and what the step learned of them.
+"""The live numbers of a recording: the expression of each, and the facts that the step derived from them.
 
-    Number      an expression and its value now; C++ reads it by the methods of torch's `SymNode`
+    Number      an expression and its value in this run; implements the interface of torch's `SymNode` for C++
     computed    `a + b`: a `Number` with the expression of the sum
-    learned     `a < b`: a plain value, and a fact that a guard will check
+    learned     `a < b`: a plain value, and a fact that a guard checks
     ScalarLog   the facts of one recording
 
-Invariant: what Python or C++ learns of a number as a plain value is a fact of the log; when the recording
-has ended, numbers are constants and nothing is learned.
-Refusal: a number of one recording that is used in another one, inside it.
+Invariant: every plain value that Python or C++ obtains from a live number is a fact of the log. After the recording has
+ended, its numbers are constants and no facts are added.
+Refusal: a number of one recording that is used in another recording, nested in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOREIGN_NUMBER = "a number that another recording reads is used in this one"
 
 
 class Fact:
-    """That an expression has the value it had, and where the step learned it."""
+    """An expression, its value in the recording, and the stack at which the step obtained the value."""
 
     __slots__ = ("expression", "traceback", "value")
 
@@ -36,7 +36,7 @@ class Fact:
 
 
 class FrozenScalar:
-    """A number that `record` yielded to Python, and that is not live: a constant of the program, guarded."""
+    """A number that the op of `record` returned to Python and that is not live: a constant with a guard."""
 
     __slots__ = ("record", "value")
 
@@ -45,10 +45,11 @@ class FrozenScalar:
 
 
 class ScalarLog:
-    """The live numbers of one recording. facts: what the step learned of them, each once.
+    """The live numbers of one recording.
 
-    active: whether the numbers are live; when the recording has ended they are constants. note: takes a reason why no
-    replay could repeat the step.
+    facts: each fact once, by its expression.
+    active: whether the numbers are live; after the recording has ended they are constants.
+    note: called with a reason why a replay cannot repeat the step.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -57,19 +58,20 @@ class ScalarLog:
         self._note = note
 
     def close(self) -> None:
-        """The recording has ended: its numbers are constants from now on."""
+        """End the recording: its numbers are constants from now on."""
         self.active = False
 
     def read(self, record: OpRecord, value: float) -> Number:
-        """The number that `record` yields to Python."""
+        """The live number that the op of `record` returns to Python."""
         return Number(Read(record), value, self)
 
-    def given(self, source: Source, name: str, value: float) -> Number:
-        """A number that Python keeps at `source`, and that every call reads there again."""
+    def from_source(self, source: Source, name: str, value: float) -> Number:
+        """The live number that Python holds at `source`, which every call reads again."""
         return Number(ScalarInput(source, name, value), value, self)
 
     def learn(self, expression: Any, value: Any) -> None:
-        """Note a fact: from here on the step relies on `expression` being `value`."""
+        """Add a fact: the step relies on `expression` having the value `value`."""
+        # By `repr`: 1, 1.0 and True are equal, but other operands.
         key = expression
         if isinstance(expression, Applied):
             parts = (a if is_expression(a) else (type(a), repr(a)) for a in expression.args)
@@ -83,9 +85,10 @@ class ScalarLog:
 
 
 class Number:
-    """The node of a live number: its expression and its value in this run. The expression of a constant is its value.
+    """The node of a live number.
 
-    The methods without an underscore and without a docstring are those of torch's `SymNode`, by which C++ reads it.
+    expression: evaluate the program computes it; for a constant, its value. hint: its value in this run.
+    Methods without an underscore and without a docstring are those of torch's `SymNode`, which C++ calls.
     """
 
     __slots__ = ("expression", "hint", "log")
@@ -95,11 +98,11 @@ class Number:
 
     @property
     def alive(self) -> bool:
-        """Whether it changes from call to call."""
+        """Whether the number may differ from call to call."""
         return self.log.active and is_expression(self.expression)
 
     def settle(self) -> Any:
-        """The plain value, which is a constant of the program from now on."""
+        """The plain value, which is a constant of the program from now on: adds a fact."""
         if self.alive:
             self.log.learn(self.expression, self.hint)
         return self.hint
@@ -181,9 +184,9 @@ class Number:
 
 
 def computed(function: Callable[..., Any], *operands: Any) -> Any:
-    """`function` of plain numbers and `Number`s: a `Number` where the result changes with them, else plain.
+    """Apply `function` to plain numbers and `Number`s: a `Number` if an operand is live and the result a number.
 
-    What Python raises passes through; that it was raised is then a fact about the operands.
+    If `function` raises, or its result is no number, the operands become constants: the outcome depends on them.
     """
     log = _log_of(operands)
     hints = [o.hint if type(o) is Number else o for o in operands]
@@ -203,7 +206,7 @@ def computed(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def learned(function: Callable[..., Any], *operands: Any) -> Any:
-    """The plain value of `function` of plain numbers and `Number`s; that it is this value becomes a fact."""
+    """The plain value of `function` applied to plain numbers and `Number`s; adds a fact about it."""
     log = _log_of(operands)
     value = function(*[o.hint if type(o) is Number else o for o in operands])
     if log is not None:
@@ -220,7 +223,7 @@ def _log_of(operands: tuple[Any, ...]) -> ScalarLog | None:
 
 
 def _expression_in(log: ScalarLog, operand: Any) -> Any:
-    """The expression of an operand in a recording; a constant is its own."""
+    """The expression of an operand in the recording of `log`; that of a constant is its value."""
     if type(operand) is not Number:
         return operand
     if operand.log is log or not operand.alive:
@@ -272,15 +275,17 @@ _LEARNED: Mapping[Callable[..., Any], str] = {
 }
 
 
-def _asked(how: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Number]:
+def _node_method(
+    evaluate: Callable[..., Any], function: Callable[..., Any]
+) -> Callable[..., Number]:
     def method(self: Number, *others: Any) -> Number:
-        value = how(function, self, *others)
+        value = evaluate(function, self, *others)
         return value if type(value) is Number else Number(value, value, self.log)
 
     return method
 
 
-for _how, _table in ((computed, _COMPUTED), (learned, _LEARNED)):
+for _evaluate, _table in ((computed, _COMPUTED), (learned, _LEARNED)):
     for _function, _names in _table.items():
         for _name in _names.split():
-            setattr(Number, _name, _asked(_how, _function))
+            setattr(Number, _name, _node_method(_evaluate, _function))

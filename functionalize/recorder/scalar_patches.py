@@ -1,15 +1,15 @@
-"""torch's functions that return numbers to Python or take them from it, as a capture replaces them.
+"""Replacements of torch's functions that return numbers to Python or accept them, used while a capture runs.
 
-    tensor.item()                       torch returns a bare `torch.SymFloat`: made a `LiveFloat`
-    torch._fused_adamw_(..., lr=lr)     takes `lr` as a C++ double: see Note [Carried numbers] in scalar_arguments.py
-    clip_grad_norm_(..., max_norm)      converts to `float`, which is plain: its module gets its own `float`
-    torch.tensor(number)                converts to a plain number: made by `torch.full`, which takes a live one
-    json.dumps({"loss": number})        C code that knows the types of Python alone: takes the plain number
+    tensor.item()                       torch returns a bare `torch.SymFloat`: wrapped as a `LiveFloat`
+    torch._fused_adamw_(..., lr=lr)     converts `lr` to a C++ double: see Note [Carried numbers] in scalar_arguments.py
+    clip_grad_norm_(..., max_norm)      calls `float`, which returns a plain number: replaced in its module
+    torch.tensor(number)                converts to a plain number: calls `torch.full` instead, which accepts a live one
+    json.dumps({"loss": number})        C code that accepts Python's own types only: receives the plain number
     tensor._wrapped_number              see Note [Wrapped numbers]
-    tensor ** number                    takes the plain number: see Note [Exponents]
-    torch.jit.script                    knows torch's functions by identity: finds the originals of the replacements
+    tensor ** number                    receives the plain number: see Note [Exponents]
+    torch.jit.script                    looks up torch's functions by identity: replacements are mapped to originals
 
-All are the originals where no recording with live numbers is under way.
+Each calls the original if no recording with live numbers is active.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functionalize._compat.autograd import forward_mode_is_on
 from functionalize._compat.compilers import script_builtins
 from functionalize._compat.graphs import pytree
 from functionalize._compat.modules import fused_optimizer_functions
-from functionalize.recorder.live_scalars import is_live, plain, shown
+from functionalize.recorder.live_scalars import as_live, is_live, plain
 from functionalize.recorder.scalar_arguments import has_live, settled
 
 _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -36,36 +36,36 @@ _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 
 def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, replacement); `recorders`: those active in this thread, the innermost first."""
+    """(owner, name, replacement). recorders: returns the recorders active in this thread, innermost first."""
     yield torch.Tensor, "item", _item(torch.Tensor.item)
-    yield torch.Tensor, "_wrapped_number", property(_wrapped, _wrap)
-    scripted: dict[int, Any] = {}  # by the id of what replaces a function of torch's
+    yield torch.Tensor, "_wrapped_number", property(_get_wrapped_number, _set_wrapped_number)
+    scripted: dict[int, Any] = {}  # id of a replacement -> the original
     for name in ("tensor", "as_tensor"):
-        made = _made_from(original := getattr(torch, name))
+        made = _tensor_from_number(original := getattr(torch, name))
         scripted[id(made)] = original
         yield torch, name, made
     yield clip_grad, "float", _as_float
     yield json.JSONEncoder, "default", _as_json(json.JSONEncoder.default)
     for owner, name in fused_optimizer_functions():
-        yield owner, name, _carrying(recorders, name, getattr(owner, name))
+        yield owner, name, _fused_optimizer(recorders, name, getattr(owner, name))
     for owner, names in _POWERS:
         for name in names:
             power = _power(original := getattr(owner, name))
             scripted[id(power)] = original
             yield owner, name, power
     builtins = script_builtins()
-    yield builtins, "_find_builtin", _found(scripted, builtins._find_builtin)
+    yield builtins, "_find_builtin", _original_builtin(scripted, builtins._find_builtin)
 
 
 def _item(original: Any) -> Any:
     def item(self: torch.Tensor) -> Any:
-        return shown(original(self))
+        return as_live(original(self))
 
     item.__doc__ = original.__doc__
     return item
 
 
-def _made_from(original: Any) -> Any:
+def _tensor_from_number(original: Any) -> Any:
     def make(data: Any, *args: Any, **kwargs: Any) -> Any:
         known = kwargs.keys() <= {"dtype", "device"} and not args
         if not (is_live(data) and known):
@@ -91,11 +91,11 @@ def _as_json(original: Any) -> Any:
     return default
 
 
-def _wrap(tensor: torch.Tensor, number: Any) -> None:
+def _set_wrapped_number(tensor: torch.Tensor, number: Any) -> None:
     """Note [Wrapped numbers]
 
-    In `tensor * number` torch makes a tensor of the number. Of a symbolic number it makes a NaN with the number
-    as an attribute, `_wrapped_number`, which a mode that runs ops on real tensors must read. Autograd saves that
+    In `tensor * number` torch converts the number to a tensor. For a symbolic number that tensor holds NaN, and the
+    number is its attribute `_wrapped_number`, which a dispatch mode on real tensors must read. Autograd saves the
     tensor for the backward, which may run when no mode is active. So the attribute is a property while a capture
     runs, and its setter writes the plain value of the number into the tensor.
     """
@@ -106,14 +106,14 @@ def _wrap(tensor: torch.Tensor, number: Any) -> None:
         kind.from_address(tensor.data_ptr()).value = hint
 
 
-def _wrapped(tensor: torch.Tensor) -> Any:
+def _get_wrapped_number(tensor: torch.Tensor) -> Any:
     try:
         return tensor.__dict__["_wrapped_number"]
     except KeyError:
         raise AttributeError("_wrapped_number") from None
 
 
-def _carrying(recorders: Callable[[], list[Any]], name: str, original: Any) -> Any:
+def _fused_optimizer(recorders: Callable[[], list[Any]], name: str, original: Any) -> Any:
     def fused(*args: Any, **kwargs: Any) -> Any:
         found = (recorder.scalar_arguments for recorder in recorders())
         scalars = next((each for each in found if each is not None), None)
@@ -129,10 +129,9 @@ def _carrying(recorders: Callable[[], list[Any]], name: str, original: Any) -> A
 def _power(original: Any) -> Any:
     """Note [Exponents]
 
-    Autograd computes `exponent - 1` in C++. Up to torch 2.14 it converts the exponent to a plain number. From 2.15
-    on it has another formula for symbolic exponents, on tensors of the dtype of the base, which rounds otherwise than
-    the one of eager. So where autograd may differentiate the power, the exponent is a constant of the program, on all
-    releases.
+    Autograd computes `exponent - 1` in C++. Up to torch 2.14 it converts the exponent to a plain number. Since 2.15
+    it uses another formula for symbolic exponents, on tensors of the base's dtype, which rounds differently from
+    eager's. So if autograd may differentiate the power, the exponent is a constant of the program, on all releases.
     """
 
     def power(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +152,7 @@ def _is_differentiated(args: Any) -> bool:
     return any(isinstance(a, torch.Tensor) and a.requires_grad for a in pytree.tree_leaves(args))
 
 
-def _found(scripted: dict[int, Any], original: Any) -> Any:
+def _original_builtin(scripted: dict[int, Any], original: Any) -> Any:
     def find_builtin(function: Any) -> Any:
         return original(scripted.get(id(function), function))
 

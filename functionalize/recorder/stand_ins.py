@@ -1,13 +1,13 @@
-"""Tensors that a traced function finds by itself: in its closure, its globals, a module it calls.
+"""Tensors that a traced function uses but does not receive as arguments: from its closure, globals, or modules.
 
     w = torch.ones(3)
     trace(lambda a: a * w, a)       `w` becomes an input of the program, `Captured(w)`
 
-While tracing, a fake stands in for each of them, so that nothing of the caller's is touched.
+During the trace a fake stands in for each of them, so that no tensor of the caller is written.
 
-Invariant: after the run each is as it was, its `.grad` included.
-Refusals: what Python does to such a tensor itself and not to its contents, for a replay could not repeat it:
-another size, another storage, `.data`, `.grad`.
+Invariant: after the run each tensor is unchanged, its `.grad` included.
+Refusals: changes to such a tensor object, as opposed to its contents, because a replay could not repeat them: another
+size, another storage, an assignment to `.data` or `.grad`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from functionalize.util.tensor_wrappers import plain_tensors
 
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake of a tensor, with as many bytes under it: `fake_like` makes only what the tensor reaches."""
+    """A fake of a tensor, on a storage of the same size: that of `fake_like` ends where the tensor ends."""
     for real in plain_tensors(tensor):
         check_plain(real)
     fake: Tensor = fake_like(mode, tensor)
@@ -43,13 +43,17 @@ def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor, or what a wrapper subclass holds, is a fake."""
+    """Whether a tensor is a fake; for a wrapper subclass, whether all its inner tensors are."""
     return all(isinstance(t, FakeTensor) for t in plain_tensors(tensor))
 
 
 @dataclass(frozen=True, slots=True)
-class Outsider:
-    """One such tensor: itself, its fake, where the fake was, its gradient when first seen."""
+class StandIn:
+    """A tensor that is no argument, and its fake.
+
+    ref: the storage and geometry of the fake at its first use, None for a wrapper subclass.
+    grad: the tensor's `.grad` at its first use.
+    """
 
     name: str
     real: Tensor
@@ -58,16 +62,16 @@ class Outsider:
     grad: Tensor | None
 
 
-class Outsiders:
-    """The stand-ins of one trace. names: of tensors, by id, for messages."""
+class StandIns:
+    """The stand-ins of one trace. names: names of tensors for messages, by id."""
 
     def __init__(self, mode: FakeTensorMode, names: dict[int, str]) -> None:
         self.mode = mode
-        self.found: dict[int, Outsider] = {}
+        self.found: dict[int, StandIn] = {}
         self._names = names
 
     def stand_in(self, tensor: Tensor, storages: StorageTable) -> Tensor:
-        """The fake of a real tensor, brought into the recording."""
+        """The fake of a real tensor. At its first use the fake becomes an external tensor of the recording."""
         known = self.found.get(id(tensor))
         if known is not None:
             return known.fake
@@ -81,11 +85,11 @@ class Outsiders:
         grad = tensor.grad if tensor.is_leaf else None
         fake = fake_of(self.mode, tensor)
         ref = storages.bring_in(fake, name) if plain else None
-        self.found[id(tensor)] = Outsider(name, tensor, fake, ref, grad)
+        self.found[id(tensor)] = StandIn(name, tensor, fake, ref, grad)
         return fake
 
     def restore(self) -> str | None:
-        """Give every tensor its `.grad` back; the name of one that had another."""
+        """Restore the `.grad` of every tensor. Returns the name of a tensor whose `.grad` was changed, or None."""
         changed = None
         for each in self.found.values():
             if each.real.is_leaf and each.real.grad is not each.grad:
@@ -93,7 +97,7 @@ class Outsiders:
         return changed
 
     def check(self, storages: StorageTable) -> None:
-        """Raise if one is not the same window on the same storage any more."""
+        """Raise `UncapturableError` if a fake has another geometry or another storage than at its first use."""
         for each in self.found.values():
             if each.ref is None:
                 continue
@@ -106,8 +110,8 @@ class Outsiders:
                 )
 
 
-def names_of_outsiders(fn: Callable[..., Any]) -> dict[int, str]:
-    """Names of the tensors in the closure and the globals of `fn`, and in modules there, by id."""
+def names_of_captured(fn: Callable[..., Any]) -> dict[int, str]:
+    """Names, by id, of the tensors in the closure and the globals of `fn`, and in modules there."""
     found: dict[str, Any] = {}
     if isinstance(fn, torch.nn.Module):
         found[""] = fn

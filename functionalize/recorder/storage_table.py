@@ -1,19 +1,19 @@
-"""The storages that a recording knows: which tensors are on which, how many bytes each has, where each comes from.
+"""The storages of a recording: the tensors on each, its size in bytes, and whether it comes from outside or from an op.
 
     table = StorageTable()
     table.bring_in(x, "x")        TensorRef(s0, f32[3]): `x` comes from outside
     table.ref(x)                  the same, for an argument of an op
-    table.out_ref(x.sin())        TensorRef(s1, f32[3]): the op has made a storage
-    table.note_size(storage)      (1, 0): it was resized to 0 bytes
+    table.out_ref(x.sin())        TensorRef(s1, f32[3]): the op has allocated a storage
+    table.note_size(storage)      (1, 0): storage 1 was resized to 0 bytes
 
-A storage is a number: its index in `infos`. Invariant: no tensor that the program made is kept, see Note [Hold tensors
-weakly]. Refusals (`UnsupportedTensorError`): tensors without a storage, quantised and nested tensors.
+A storage is identified by a number, its index in `infos`. Invariant: the table keeps no tensor alive that an op of the
+run made, see Note [Hold tensors weakly]. Refusals (`UnsupportedTensorError`): tensors without a storage, quantised and
+nested tensors.
 
 Note [Hold tensors weakly]
-A strong reference to a tensor of the program would make AccumulateGrad copy a gradient that it would have stolen, and
-would keep memory alive. So storages are known by their address, with a weak reference that keeps the address from
-being reused. Tensors that come from outside are held: they were alive before, and the program may need their contents
-as constants.
+A strong reference to a tensor that the run makes would cause AccumulateGrad to copy a gradient instead of stealing it,
+and would keep memory alive. So storages are identified by their address; a weak reference prevents its reuse. Tensors
+from outside are held: they were alive before, and the program may need their contents as constants.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _NOT_HELD = torch.empty(0)
 
 
 class StorageInfo:
-    """What the table knows of one storage.
+    """The table's entry for one storage.
 
-    resized: a tensor on it may reach past its end. seen: the tensor seen last; the next one mostly has the same
-    geometry, and they share one object.
+    serial: its number. name: for messages. nbytes, original_nbytes: its size now, and when the table first saw it.
+    resized: whether a tensor on it may extend past its end.
+    seen: the reference to the last tensor seen; the next tensor mostly has the same geometry and shares this object.
     """
 
     __slots__ = (
@@ -69,12 +70,15 @@ class StorageInfo:
 
     @property
     def alive(self) -> bool:
-        """Whether anything still holds the storage."""
+        """Whether the storage still exists."""
         return not self.weak.expired()
 
 
 class External:
-    """A tensor from outside, as it was first seen. literal: Python made it from numbers during the run."""
+    """A tensor from outside, with its geometry when first seen.
+
+    literal: Python made it from numbers during the run.
+    """
 
     __slots__ = ("info", "literal", "ref", "tensor")
 
@@ -83,7 +87,7 @@ class External:
 
 
 class StorageObserver(Protocol):
-    """What a table calls when it meets a storage, and when one changes its size."""
+    """The callbacks of a table: a new storage, and a change of a storage's size."""
 
     def storage_seen(self, info: StorageInfo, storage: torch.UntypedStorage) -> None: ...
 
@@ -93,11 +97,12 @@ class StorageObserver(Protocol):
 class StorageTable:
     """All storages that one recording has seen.
 
-    infos: by number. externals: the first tensor from outside on each storage, in the order of discovery.
-    met_resized: set by `ref` when the storage was resized; the recorder clears it before each op.
-    born: the bytes and device of each storage that `out_ref` has met first; the recorder replaces it for each op.
-    holds_externals: whether `bring_in` holds the tensor. False while a search of places brings in what the run will
-    find again: a tensor that the step frees (`zero_grad()`) must then be free.
+    infos: the entries, by number.
+    externals: the first tensor from outside on each storage, in the order of discovery.
+    met_resized: set by `ref` if the storage was resized; the recorder clears it before each op.
+    born: bytes and device of each storage that the current op has allocated; the recorder replaces it for each op.
+    holds_externals: whether `bring_in` keeps the tensor alive. False while the places of a step are searched before
+    the run: if the step frees a tensor (`zero_grad()`), its memory must be freed.
     """
 
     __slots__ = (
@@ -120,11 +125,11 @@ class StorageTable:
         self._observer = observer
 
     def info_of(self, tensor: Tensor) -> StorageInfo | None:
-        """What is known of a tensor's storage; None if the table has not seen it."""
+        """The entry of a tensor's storage; None if the table has not seen it."""
         return self._by_address.get(storage_of(tensor)._cdata)
 
     def info_at(self, storage: torch.UntypedStorage) -> StorageInfo | None:
-        """What is known of a storage; None if the table has not seen it."""
+        """The entry of a storage; None if the table has not seen it."""
         return self._by_address.get(storage._cdata)
 
     def serial_of(self, tensor: Tensor) -> int | None:
@@ -133,7 +138,7 @@ class StorageTable:
         return info.serial if info is not None else None
 
     def bring_in(self, tensor: Tensor, name: str, literal: Tensor | None = None) -> TensorRef:
-        """A tensor from outside. The first on each storage names it and becomes an `External`.
+        """Add a tensor from outside. The first one on each storage names the storage and becomes an `External`.
 
         literal: a copy of its contents, if Python made it from numbers during the run.
         """
@@ -155,11 +160,11 @@ class StorageTable:
             return _NOT_HELD
         if tensor.grad_fn is None:
             return tensor
-        with disable_current_modes():  # no op of the program, nor of a recording around this one
+        with disable_current_modes():  # neither this recording nor an enclosing one records it
             return tensor.detach()
 
     def ref(self, tensor: Tensor) -> TensorRef:
-        """An argument of an op. It comes from outside if its storage is new."""
+        """The reference to an argument of an op. If its storage is new, the tensor comes from outside."""
         try:
             info = self._by_address.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
@@ -172,7 +177,7 @@ class StorageTable:
         return info.ref(tensor)
 
     def out_ref(self, tensor: Tensor) -> TensorRef:
-        """A result of an op. The op has made its storage if that is new."""
+        """The reference to a result of an op. If its storage is new, the op has allocated it."""
         storage = storage_of(tensor)
         info = self._by_address.get(storage._cdata)
         if info is None:
@@ -182,7 +187,7 @@ class StorageTable:
         return info.ref(tensor)
 
     def note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
-        """The number and size of a storage that has changed its size since the table last looked, else None."""
+        """Number and size of a storage whose size has changed since the table last compared it, else None."""
         info = self._by_address[storage._cdata]
         nbytes = storage.nbytes()
         if nbytes == info.nbytes:
@@ -195,11 +200,11 @@ class StorageTable:
     def keep_size(self, info: StorageInfo, storage: torch.UntypedStorage) -> None:
         """Note [Views of an emptied fake]
 
-        The fake mode makes a view op that is in its cache by `set_`, which grows the storage until the view fits.
-        Eager leaves the storage empty, so it gets its size back.
+        For a view op in its cache, the fake mode calls `set_`, which grows an empty storage until the view fits. Eager
+        leaves the storage empty, so this method restores the size.
         """
         if info.resized and storage.nbytes() != info.nbytes:
-            with disable_current_modes():  # no recording takes this for a resize of the program's
+            with disable_current_modes():  # no recording records this resize
                 storage.resize_(info.nbytes)
 
     def _add(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:

@@ -1,1 +1,1 @@
-"""The state around a step: what its code reaches, where tensors live, what guards compare, what it changes."""
+"""The state around a step: the objects it can reach, the places of its tensors, guards, and its side effects."""

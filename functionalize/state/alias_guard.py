@@ -1,10 +1,10 @@
-"""Tensors on one storage: a program has one input for all of them, so each place that held one is looked at.
+"""A guard on aliases: a program has one input for all tensors on a storage, so every place that held one is checked.
 
     head.weight is embed.weight        one input, `embed.weight`
     head.weight = Parameter(...)       `head.weight` no longer shares a storage: the guard fails
 
-Invariant: what a program reads and writes through an input is what the step would, wherever it finds the tensor.
-Places that other guards know by identity (parameters of optimizers and of FSDP2) are looked at once.
+Invariant: through one input the program reads and writes the same storage as the step does through every alias.
+Places that other guards compare by identity (parameters of optimizers and of FSDP2) are not checked twice.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.state.sources import Inner, ModuleTensor, OptimizerParameter
 
 
-class Shared(NamedTuple):
-    """A place that holds a tensor on some storage. tensor: its identity, while the recording lasts."""
+class AliasPlace(NamedTuple):
+    """A place that holds a tensor. tensor: the `id` of the tensor, valid during the recording."""
 
     name: str
     source: Source
@@ -32,23 +32,26 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedGuard:
-    """Every place beside an input's own still holds a tensor on that input's storage, which looks as it did.
+    """Every other alias of an input still has the same geometry on the same storage.
 
-    places: name, source, the index of the input, geometry.
+    places: for each alias, its name, its source, the index of the input, its geometry.
     """
 
     places: tuple[tuple[str, Source, int, Geometry], ...]
 
     @staticmethod
     def of(
-        inputs: Sequence[InputSpec], places: Sequence[Sequence[Shared]]
+        inputs: Sequence[InputSpec], places: Sequence[Sequence[AliasPlace]]
     ) -> tuple[SharedGuard, ...]:
-        """The guard, if it has something to look at; `places`: those on the storage of each input."""
+        """The guard, or an empty tuple if no input has an alias.
+
+        places: for each input, the places that hold a tensor on its storage.
+        """
         found = tuple(
             (place.name, place.source, index, place.geometry)
             for index, (spec, several) in enumerate(zip(inputs, places, strict=True))
             if len(several) != 1 or several[0].source is not spec.source
-            for place in _beside(spec, several)
+            for place in _unguarded_aliases(spec, several)
         )
         return (SharedGuard(found),) if found else ()
 
@@ -70,13 +73,14 @@ def _on_one_storage(a: Tensor, b: Tensor) -> bool:
     return a is b or a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
-def _beside(spec: InputSpec, places: Sequence[Shared]) -> Iterator[Shared]:
+def _unguarded_aliases(spec: InputSpec, places: Sequence[AliasPlace]) -> Iterator[AliasPlace]:
+    """The aliases of an input that no other guard compares."""
     seen = {place.tensor for place in places if place.source is spec.source}
     managed = {place.tensor for place in places if isinstance(_outer(place.source), FSDPTensor)}
     for place in places:
         outer = _outer(place.source)
         if isinstance(outer, ModuleTensor) and place.tensor in managed:
-            continue  # which parameter FSDP2 has registered there is a part of its guarded state
+            continue  # `FSDPStateGuard` compares which parameter is registered here
         known = place.tensor in seen and isinstance(outer, (OptimizerParameter, FSDPTensor))
         if place.source is not spec.source and not known:
             yield place

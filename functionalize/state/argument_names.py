@@ -1,8 +1,8 @@
-"""Names for the tensors that a call is given, as the function's own signature has them.
+"""Names for the argument leaves of a call, from the function's signature.
 
     def fn(x, *rest, scale)    fn(a, [b, c], d, scale=e)    x, rest_0_0, rest_0_1, rest_1, scale
 
-Invariant: a name per leaf, in the order of `flatten((args, kwargs))`; not always unique.
+Invariant: one name per leaf, in the order of `flatten((args, kwargs))`. Names are not always unique.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from functionalize.util.structure import paths
 
 
 def leaf_names(fn: Callable[..., Any], spec: pytree.TreeSpec) -> list[str]:
-    """A name per leaf, from the signature of `fn` where it has one."""
+    """A name per leaf of the arguments. `spec`: the structure of `(args, kwargs)`.
+
+    Without a signature, positional arguments are named `arg_0`, `arg_1`, ...
+    """
     try:
         signature = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):

@@ -1,12 +1,12 @@
-"""What a captured step is given and what it returns, as leaves and structure (see `util/structure.py`).
+"""The arguments and the result of a captured step, as leaves and structure (see `util/structure.py`).
 
-    leaves, spec = flatten(args, kwargs)        at every call; a replay needs an equal spec
+    leaves, spec = flatten(args, kwargs)        at every call; a replay requires an equal spec
     leaves, spec = flatten_result(result)       when it is recorded
-    unflatten_result(leaves, spec)              what a replay returns: objects of the same types
+    unflatten_result(leaves, spec)              the result of a replay: objects of the same types
 
-Refusals, in words: a step that takes something out of what it was given, or puts something in
-(`batch.pop("labels")`), which a replay would not do; a result that hides tensors, which a replay would return
-as they once were; a generator or a coroutine, whose code runs when the step has returned.
+Refusals, returned as text: a step that removes or adds an element of a container among its arguments
+(`batch.pop("labels")`), which a replay does not repeat; a result with an object that has tensors inside, which a replay
+would return with old contents; a generator or a coroutine, whose code runs after the step has returned.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], p
 
 
 def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of what a step returned, and its structure."""
+    """The leaves of a step's result, and its structure."""
     return structure.flatten(result, result=True)
 
 
 def unflatten_result(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """A result of that structure: new objects around these leaves."""
+    """A result of that structure: new containers with these leaves."""
     return structure.unflatten(list(leaves), spec)
 
 
@@ -39,7 +39,7 @@ def changed(
     leaves: Sequence[Any],
     spec: pytree.TreeSpec,
 ) -> str | None:
-    """What the step, which was given these leaves, did to the containers of its arguments."""
+    """How the step changed containers among its arguments, or None. leaves, spec: of the arguments before the step."""
     now, now_spec = flatten(args, kwargs)
     if now_spec == spec:
         pairs = zip(leaves, now, structure.paths(spec), strict=True)
@@ -56,7 +56,7 @@ def changed(
 
 
 def hidden(leaves: Sequence[Any]) -> str | None:
-    """A leaf of a result that a replay could not renew: it has tensors inside, or is yet to run."""
+    """Why a replay could not return one of these leaves, or None: it has tensors inside, or is code that runs later."""
     for leaf in leaves:
         if isinstance(leaf, (Iterator, Coroutine, AsyncIterator)):
             return f"returns a {type(leaf).__name__}, which runs after the step has returned: return what it gives"

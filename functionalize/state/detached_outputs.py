@@ -1,7 +1,7 @@
-"""Outputs that had an autograd history in eager, and have none in a replay.
+"""Outputs that have an autograd history in eager and none in a replay: their backward raises.
 
-A step returns its loss after `loss.backward()`, and in eager a second backward from it raises. A replayed loss
-requires a gradient, too, and its backward raises: without that, the model would silently get no gradient.
+A step returns its loss after `loss.backward()`; in eager a second backward from it raises. A replayed loss requires a
+gradient, too, and its backward raises. Otherwise a backward outside the step would silently compute no gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _RefuseBackward(torch.autograd.Function):
 
 
 def refuse_backward(result: Any, had_grad_fn: Sequence[bool]) -> Any:
-    """`result`, whose leaves that had a `grad_fn` in eager have one that raises."""
+    """`result`, where leaves that had a `grad_fn` in eager get one whose backward raises."""
     if not any(had_grad_fn) or not torch.is_grad_enabled():
         return result
     leaves, spec = flatten_result(result)

@@ -1,10 +1,10 @@
-"""What a callable can reach: modules, optimizers, tensors and numbers, each with the place it is held at.
+"""The objects that a callable can reach: modules, optimizers, tensors and numbers, each with the place that holds it.
 
     reachable(train_step, args)   ->  Roots(modules={"model": ...}, optimizers={"optimizer": ...}, ...)
 
-Closures, defaults, bound objects, the globals that code names and the arguments are searched; so is the user's own
-code in modules (`forward`) and hooks. Of an object, a class or a Python module, what counts is what the code found
-so far names. Of an installed package's functions, what they hold is searched, not what they name.
+The search covers closures, defaults, bound objects, arguments, the globals that code names, and the user's code in
+modules (`forward`) and hooks. Of an object, a class or a Python module, it covers the attributes whose names occur in
+the code found so far. Of functions in installed packages, it covers closures and defaults, but not globals.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _ATOMS = (*NUMBERS, torch.dtype, torch.device)
 CONTAINERS = (list, dict, set, deque, queue.Queue, queue.SimpleQueue, io.IOBase)
 
 
-# Code that names one of these finds attributes by names that it has as texts.
+# Code that uses one of these may access attributes by string constants.
 _BY_TEXT = frozenset({"getattr", "hasattr", "vars", "__dict__", "attrgetter"})
-# A program that the step's object keeps (`self.program = step.program`) would lead to the places of its own inputs.
+# Of these packages, objects are not searched. This one: a program that the step keeps holds the sources of its inputs.
 _NOT_SEARCHED = ("torch", "builtins", "functionalize")
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What Python holds somewhere: `container[key]`, an attribute, or a closure's cell (`key` None).
+    """A place in Python: `container[key]`, attribute `key` of `container`, or the contents of a cell (`key` None).
 
-    The container of a tuple's element is the place of the tuple, which is replaced as a whole.
+    For an element of a tuple, `container` is the place of the tuple, because Python replaces a tuple as a whole.
     """
 
     container: Any
@@ -65,18 +65,23 @@ class Held:
 
     @property
     def place(self) -> tuple[Any, Any]:
-        """What tells two places apart."""
+        """A key that is equal for equal places."""
         inner = self.container
         return (inner.place if isinstance(inner, Held) else id(inner)), self.key
 
 
 @dataclass(slots=True)
 class Roots:
-    """What a step can reach.
+    """The objects that a step can reach.
 
-    held: the place of every module, optimizer, tensor and number that has one. objects: the attributes of
-    every other object. containers: every list, dict, set, queue and file. named: the attributes and globals that
-    the code uses. functions: those of the user. arguments: a name per leaf that the step is given.
+    modules, optimizers: by a name that is unique. modules holds root modules only.
+    tensors: name, place and tensor, of those at a place that is no module's table.
+    held: name, place and value of every module, optimizer, tensor and number that is held at a place.
+    objects: name and `__dict__` of every other object.
+    containers: name and object of every list, dict, set, queue and file.
+    named: the names of attributes and globals that occur in the code.
+    functions: the user's functions.
+    arguments: a name per leaf of the step's arguments.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -92,7 +97,7 @@ class Roots:
     _states: dict[str, list[Any]] | None = None
 
     def walk(self) -> list[tuple[str, nn.Module]]:
-        """Every module under the roots with its full name; made once."""
+        """Every module under the roots with its full name; computed once."""
         if self._walked is None:
             self._walked = [
                 (".".join(part for part in (name, fqn) if part), module)
@@ -102,7 +107,7 @@ class Roots:
         return self._walked
 
     def states(self) -> dict[str, list[Any]]:
-        """FSDP2's states under every root module, by its name, as they were when first asked for."""
+        """FSDP2's states under every root module, by the root's name; computed once."""
         if self._states is None:
             self._states = {name: list(fsdp_states(root)) for name, root in self.modules.items()}
         return self._states
@@ -112,20 +117,21 @@ _Found = tuple[str, Any, Held | None]
 
 
 class _Search:
+    """A breadth-first search. `queue` holds objects to visit: name, object, place (None: at no place)."""
+
     def __init__(self) -> None:
         self.roots, self.seen = Roots(), set[int]()
-        self.named: set[Any] = set()  # attributes and globals that the code found so far names
+        self.named: set[Any] = set()  # names of attributes and globals in the code found so far
         self.queue: deque[_Found] = deque()
-        self.tables: list[
-            tuple[Any, set[str]]
-        ] = []  # looked at for what code names, and what was taken
+        # Classes and Python modules, each with the names that were already visited.
+        self.owners: list[tuple[Any, set[str]]] = []
 
     def run(self) -> Roots:
         roots = self.roots
         while self.queue and len(self.seen) < _MAX_OBJECTS:
             self._look(*self.queue.popleft())
-            if not self.queue:
-                self.queue += self._named_since()
+            if not self.queue:  # code that was found may name more attributes of known classes
+                self.queue += self._newly_named()
         used = (h for h in roots.held if h[1].key is None or h[1].key in self.named)
         roots.held, roots.named = list(used), self.named
         inner = {id(m) for root in roots.modules.values() for m in list(root.modules())[1:]}
@@ -143,13 +149,13 @@ class _Search:
             else:
                 self.queue += self._inside(name, value, held)
 
-    def _named_since(self) -> list[_Found]:
-        """What classes and Python modules hold under names that code was found to use."""
+    def _newly_named(self) -> list[_Found]:
+        """Attributes of known classes and Python modules whose names occur in code found since the last call."""
         found: list[_Found] = []
-        for owner, taken in self.tables:
+        for owner, visited in self.owners:
             table = vars(owner)
-            new = [k for k in table if k in self.named and k not in taken]
-            taken.update(new)
+            new = [k for k in table if k in self.named and k not in visited]
+            visited.update(new)
             found += [(k, table[k], Held(owner, k)) for k in new]
         return found
 
@@ -188,7 +194,7 @@ class _Search:
             return []
         if isinstance(value, (set, frozenset, deque)):
             return [(f"{name}_{i}", v, None) for i, v in enumerate(value)]
-        if isinstance(value, GradScaler):  # what it keeps by optimizer is made anew in every step
+        if isinstance(value, GradScaler):  # its dict by optimizer is rebuilt in every step: skipped
             kept = {k: v for k, v in vars(value).items() if isinstance(v, (Tensor, *NUMBERS))}
             self.named.update(kept)
             return [(f"{name}{k}", v, Held(vars(value), k)) for k, v in kept.items()]
@@ -205,9 +211,9 @@ class _Search:
         if package in _NOT_SEARCHED or ((is_module or is_class) and is_standard(package)):
             return []
         if is_class or is_module:
-            self.tables.append((value, set()))
+            self.owners.append((value, set()))
             return []
-        self.tables.append((owner, set()))
+        self.owners.append((owner, set()))
         call = vars(owner).get("__call__")
         attributes = getattr(value, "__dict__", {})
         self.roots.objects.append((name or owner.__name__, attributes))
@@ -241,7 +247,7 @@ class _Search:
 
 
 def _code_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The code that users put into modules and hang on them and their parameters."""
+    """The user's code in modules: `forward`, and hooks of modules and parameters."""
     for child in module.modules():
         kind = type(child)
         if not is_installed(kind.__module__):
@@ -255,7 +261,7 @@ def _code_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def is_installed(module: str | None) -> bool:
-    """Whether code is a package's, and not the user's: it is not searched for what it names."""
+    """Whether a Python module belongs to an installed package and is not the user's own code."""
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
 
@@ -263,7 +269,7 @@ def is_installed(module: str | None) -> bool:
 def reachable(
     fn: Callable[..., Any], args: Sequence[Any] = (), names: Sequence[str] | None = None
 ) -> Roots:
-    """Search `fn` and `args`, breadth first; names: of the arguments, as its signature has them."""
+    """Search `fn` and `args`, breadth first. names: of the leaves `args`, from the signature of `fn`."""
     search = _Search()
     search.queue.append(("", fn, None))
     search.roots.arguments = [f"args_{i}" for i in range(len(args))] if names is None else [*names]
@@ -273,7 +279,7 @@ def reachable(
 
 
 def _wrapped(value: Any) -> Any:
-    """What a decorator wrapped, if it says so; whatever looking for it raises (`torch.classes`) is no answer."""
+    """The function that a decorator wrapped (`__wrapped__`), or None. Some attributes raise (`torch.classes`)."""
     try:
         return getattr(value, "__wrapped__", None)
     except Exception:
@@ -293,7 +299,7 @@ def _items(table: dict[Any, Any]) -> list[_Found]:
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code and that of the functions, classes and comprehensions inside it."""
+    """A code object and those of the functions, classes and comprehensions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -305,7 +311,7 @@ _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLO
 
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function and the code inside it use; its other names are those of attributes."""
+    """The names of globals that a code object and those nested in it use. Other names in `co_names` are attributes."""
     used = (
         i.argval
         for each in codes_of(code)
@@ -316,5 +322,5 @@ def globals_of(code: types.CodeType) -> tuple[str, ...]:
 
 
 def is_standard(package: str) -> bool:
-    """Whether a package is Python's own."""
+    """Whether a package belongs to Python's standard library."""
     return package in sys.stdlib_module_names and package != "__main__"

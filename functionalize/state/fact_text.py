@@ -1,4 +1,11 @@
-"""Facts of `python_state.py` as texts: for people, and for a file that another process reads."""
+"""Facts about Python state as text: short for messages, and comparable between processes for saved programs.
+
+    text_of(path)          `self.weights.aux`
+    brief(fact)            "the code of mse_loss"
+    portable(fact)         "code 3f2a...": equal in every process with this code
+
+A fact is a plain value or a tuple of a kind and values; see `python_state.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +20,25 @@ import torch
 from functionalize.state.discovery import NUMBERS
 from functionalize.util.code_objects import compiled
 
+# Types of plain values, which are compared by value.
 PLAIN = frozenset(
     {*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range}
 )
 
+Path = tuple[Any, ...]  # (path of the holder, name there); () is the step itself
 
-def brief_text(fact: Any) -> str:
-    """A fact in the message of a guard that failed."""
+
+def text_of(path: Path) -> str:
+    """A path in one line: `self.weights.aux`."""
+    parts: list[str] = []
+    while path:
+        path, name = path
+        parts.append(str(name))
+    return ".".join(reversed(parts)) or "the step"
+
+
+def brief(fact: Any) -> str:
+    """A fact for a message."""
     if isinstance(fact, types.CodeType):
         return f"the code of {fact.co_name}"
     if isinstance(fact, type):
@@ -36,8 +55,8 @@ def brief_text(fact: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-def portable_text(fact: Any) -> str:
-    """A fact in a file: equal in two processes if the fact is."""
+def portable(fact: Any) -> str:
+    """A fact as text that is equal in another process; a hash if it is long."""
     text = "/".join(_words(fact))
     return text if len(text) < 80 else hashlib.sha256(text.encode()).hexdigest()[:16]
 

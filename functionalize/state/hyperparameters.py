@@ -1,14 +1,14 @@
-"""Hyperparameters that programs look up at every call, and do not hold: `lr`, and what was seen to change.
+"""Lifted hyperparameters: inputs of the program, read at every call: `lr`, and those that were seen to change.
 
     keys = liftable(roots.optimizers)                      {("optimizer", 0, "lr")}
     with lifted(roots.optimizers, keys, recorder) as hyper, recorder:
         ...                                                optimizer.param_groups[0]["lr"] is a live number
-    hyper.changed                                          what the step itself assigned, a replay would not
+    hyper.changed                                          text about an assignment by the step, or None
 
 In a program a lifted hyperparameter is a tensor of one element, made from the number at every call.
 
-Invariant: whatever the step does, no live number is left in a `param_groups`; what the step assigned stays.
-Refusal: a number that became one of another type (or a tensor) has no place in the program: a guard fails.
+Invariant: after the step, also after an exception, `param_groups` holds no live number, and values that the step
+assigned are kept. Refusal: a number whose type changed (or that became a tensor): its source raises, as a guard fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
-from functionalize.recorder.live_scalars import is_live, plain, shown
+from functionalize.recorder.live_scalars import as_live, is_live, plain
 
 if TYPE_CHECKING:
     from functionalize.recorder.recorder import Recorder
@@ -42,7 +42,7 @@ def is_liftable(value: Any) -> bool:
 
 
 def liftable(optimizers: Optimizers, names: Collection[str] = ("lr",)) -> frozenset[Key]:
-    """Every hyperparameter of one of these names that can be lifted."""
+    """Every hyperparameter with one of these names that can be lifted."""
     return frozenset(
         (name, i, key)
         for name, optimizer in optimizers.items()
@@ -54,7 +54,11 @@ def liftable(optimizers: Optimizers, names: Collection[str] = ("lr",)) -> frozen
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HyperparameterNumber:
-    """A number of a parameter group (the element `index` of a tuple of `length`), as a tensor."""
+    """The source of a lifted hyperparameter: a number of a parameter group, as a tensor.
+
+    index, length: the number is element `index` of a tuple of `length`; `index` None: it is no element of a tuple.
+    kind: the type of the number, float or int.
+    """
 
     optimizer: torch.optim.Optimizer
     name: str
@@ -66,7 +70,7 @@ class HyperparameterNumber:
     category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def number(self) -> Any:
-        """The number now; raises `LookupError` if there is none of its type."""
+        """The number now. Raises `LookupError` if it is of another type or missing."""
         value = self.optimizer.param_groups[self.group][self.key]
         where = f"`{self.name}` group {self.group}: {self.key}"
         if self.index is not None:
@@ -86,7 +90,7 @@ class HyperparameterNumber:
 
 
 class Lifted:
-    """What the run of a step did to lifted hyperparameters. changed: what it assigned, in words."""
+    """The result of `lifted`. changed: text about an assignment by the step to a lifted hyperparameter, or None."""
 
     def __init__(self) -> None:
         self.changed: str | None = None
@@ -94,13 +98,13 @@ class Lifted:
 
 @contextmanager
 def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) -> Iterator[Lifted]:
-    """Inside, the hyperparameters are live numbers of the recording, if it has any."""
+    """A context in which these hyperparameters are live numbers of the recording, if its numbers are live."""
     found = Lifted()
     log = recorder.scalar_log
     if log is None:
         yield found
         return
-    put: list[tuple[dict[str, Any], Key, Any, Any]] = []
+    put: list[tuple[dict[str, Any], Key, Any, Any]] = []  # group, key, live value, value before
     try:
         for key in sorted(keys):
             optimizer = optimizers.get(key[0])
@@ -113,10 +117,10 @@ def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) ->
                 group[key[2]] = put[-1][2]
         yield found
     finally:
-        for group, key, given, was in put:
+        for group, key, live, was in put:
             now = group.get(key[2], was)
-            group[key[2]] = was if now is given else _plain(now)
-            if now is not given and group[key[2]] != was:
+            group[key[2]] = was if now is live else _plain(now)
+            if now is not live and group[key[2]] != was:
                 found.changed = (
                     f"sets `{key[0]}` group {key[1]}: {key[2]} to {group[key[2]]!r} (it was {was!r}), which "
                     "a replay would not: change it outside the step (call `scheduler.step()` after it)"
@@ -131,7 +135,7 @@ def _live(log: ScalarLog, optimizer: torch.optim.Optimizer, key: Key, value: Any
             optimizer, name, group, hyperparameter, index, length, type(number)
         )
         text = f"{name}.{hyperparameter}_{group}" + ("" if index is None else f"_{index}")
-        return shown(log.given(source, text, number))
+        return as_live(log.from_source(source, text, number))
 
     if isinstance(value, tuple):
         return tuple(one(v, i, len(value)) for i, v in enumerate(value))
@@ -139,7 +143,7 @@ def _live(log: ScalarLog, optimizer: torch.optim.Optimizer, key: Key, value: Any
 
 
 def _plain(value: Any) -> Any:
-    """What the step assigned, without live numbers in it."""
+    """A value that the step assigned, with live numbers replaced by plain ones."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(_plain(v) for v in value)
     return plain(value) if is_live(value) else value

@@ -1,15 +1,15 @@
-"""Which module an op belongs to, in forward, in backward and in a recomputation.
+"""The module that an op belongs to, in a forward, in a backward and in a recomputation.
 
     calls.enter(module) ... calls.leave()     every call of a module while a memory capture runs
     calls.module_of(record)                   "model.layers.0.mlp", or "" outside every module
-    calls.module_at(backward_position())      the same, of the op at hand
+    calls.module_at(backward_position())      the same, for the current op
 
-In a forward it is the innermost module that is being called. In a backward it is the one that was being called when
-autograd made the node at hand: nodes are numbered in the order in which they are made, so the number that comes next
-is noted whenever a module begins or ends. A module that is called inside a backward (activation checkpointing) counts
-as in a forward; what accumulates a gradient belongs to the module of the parameter.
-Invariant: O(log calls) for an op. Modules that no name leads to count as a part of their caller; autograd numbers
-the nodes of every thread by itself, so a node that another thread made may be given to another module.
+In a forward it is the innermost module that is being called. In a backward it is the module that was being called when
+autograd created the current node: nodes are numbered in order of creation, so the next number is noted whenever a call
+of a module begins or ends. A module that is called inside a backward (activation checkpointing) counts as in a forward.
+An op that accumulates a gradient belongs to the module of the parameter.
+Invariant: O(log calls) per op. A module without a name counts as a part of its caller. Autograd numbers nodes per
+thread, so a node created by another thread may be assigned to a wrong module.
 """
 
 from __future__ import annotations
@@ -41,20 +41,18 @@ class ModuleCalls:
 
     def __init__(self) -> None:
         self.running = ""  # the innermost module that is being called
-        self._modules_known: dict[nn.Module, None] = {}
-        self._names: dict[int, str] = {}
-        self._leaves: dict[int, str] = {}
+        self._watched_modules: dict[nn.Module, None] = {}
+        self._names: dict[int, str] = {}  # id of a module -> its name
+        self._leaves: dict[int, str] = {}  # id of a parameter -> the name of its module
         self._running: list[tuple[str, bool]] = []  # name, whether it was called inside a backward
-        self._numbers, self._modules = (
-            [0],
-            [""],
-        )  # from each number on, nodes are made by that module
+        # Nodes from `_numbers[i]` up to the next number were created by module `_modules[i]`.
+        self._numbers, self._modules = [0], [""]
 
-    def know(self, roots: Roots) -> None:
-        """Learn the names of the modules that a step can reach, and whose their parameters are."""
+    def register(self, roots: Roots) -> None:
+        """Register the names of the modules that a step can reach, and the module of each of their parameters."""
         for name, module in roots.walk():
             self._names.setdefault(id(module), name)
-            self._modules_known[module] = None
+            self._watched_modules[module] = None
             for parameter in module._parameters.values():
                 self._leaves.setdefault(id(parameter), name)
         for root in roots.modules.values():
@@ -64,12 +62,12 @@ class ModuleCalls:
                     self._leaves.setdefault(id(leaf), self._names.get(id(owner), ""))
 
     def watch(self) -> None:
-        """Be told of the calls of the modules that are known, from now on."""
-        _WATCHED.add(self._modules_known)
+        """Start to observe calls of the registered modules."""
+        _WATCHED.add(self._watched_modules)
 
     def unwatch(self) -> None:
-        """Be told no more."""
-        _WATCHED.remove(self._modules_known)
+        """Stop to observe them."""
+        _WATCHED.remove(self._watched_modules)
 
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
@@ -88,7 +86,7 @@ class ModuleCalls:
         self._modules.append(self.running)
 
     def module_at(self, position: Position | None) -> str:
-        """The name of the module that the op at hand belongs to."""
+        """The name of the module that the current op belongs to. position: in the backward, None in a forward."""
         if position is None or (self._running and self._running[-1][1]):
             return self.running
         number = position[0]
@@ -99,20 +97,20 @@ class ModuleCalls:
         return self._modules[bisect_right(self._numbers, number) - 1]
 
     def module_of(self, record: OpRecord) -> str:
-        """The same, of an op that is recorded."""
+        """The same, for an op that is being recorded."""
         if record.phase is None:
             return self.module_at(None)
         in_node = record.autograd_node is not None
         return self.module_at((record.seq_nr if in_node else None, record.phase))
 
 
-class _Watched:
-    """Modules whose calls are told to the recordings of the calling thread, and how many recordings asked for it.
+class _WatchedModules:
+    """Modules whose calls are reported to the recordings of the calling thread, each with a count of recordings.
 
-    Note [Told of calls]
-    `nn.Module.__call__` is not replaced: that would empty Python's caches of attributes for every class of modules,
-    which costs more than the calls. A module has a place of its own for what runs instead of a call, which
-    `Module.compile` uses, and which is not copied with it.
+    Note [Observing calls]
+    `nn.Module.__call__` is not replaced: that would invalidate Python's attribute caches for every class of modules,
+    which costs more than the calls. A module has an attribute for a function that runs instead of `_call_impl`.
+    `Module.compile` uses it, and copies of the module do not inherit it.
     """
 
     def __init__(self) -> None:
@@ -124,8 +122,7 @@ class _Watched:
             for module in modules:
                 self._users[module] = self._users.get(module, 0) + 1
                 if self._users[module] == 1:
-                    told = partial(_told, module, own_call(module))
-                    set_own_call(module, told)
+                    set_own_call(module, partial(_reporting_call, module, own_call(module)))
 
     def remove(self, modules: Iterable[nn.Module]) -> None:
         with self._lock:
@@ -137,12 +134,14 @@ class _Watched:
 
 
 def without_watching(value: Any) -> Any:
-    """What a module keeps at a place: the user's own where a recording has put something there for its time."""
-    watching = isinstance(value, partial) and value.func is _told
+    """The value of a module's attribute; if a recording has replaced it temporarily, the user's value."""
+    watching = isinstance(value, partial) and value.func is _reporting_call
     return value.args[1] if watching else value
 
 
-def _told(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+def _reporting_call(
+    module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
     notes = (getattr(mode, "step_notes", None) for mode in current_modes())
     found = [each.calls for each in notes if each is not None]
     for calls in found:
@@ -154,4 +153,4 @@ def _told(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwarg
             calls.leave()
 
 
-_WATCHED = _Watched()
+_WATCHED = _WatchedModules()

@@ -1,4 +1,4 @@
-"""What Python holds around a step and shapes the ops that it runs: functions, containers, classes, configurations.
+"""A guard on Python state that determines the ops of a step: functions, containers, classes, configurations.
 
     guard = SurroundingsGuard.of(fn, roots)
     criterion = nn.functional.l1_loss            `criterion` is the code of l1_loss, was the code of mse_loss
@@ -6,14 +6,14 @@
     model.config.scale = 2.0                     `model.config.scale` is 2.0, was 1.0
     block.forward = other                        `model.block.forward` is there, was not
 
-One walk, from the callable and from every module and optimizer, gives a flat list of facts in a fixed order; the guard
-walks again at every call and compares. Of the user's functions count code, defaults, closures and the globals that they
-name; of his objects and classes the attributes that some code of the step names; of containers everything; of a
-configuration (a mapping, a `...Config`) everything. Of what installed packages hold otherwise counts its type alone:
-they keep counters and caches. Tensors, modules and numbers of parameter groups have guards of their own.
+One walk, from the callable and from every module and optimizer, returns a flat list of facts in a fixed order; the
+guard repeats the walk at every call and compares. It covers code, defaults, closures and named globals of the user's
+functions; the attributes of the user's objects and classes whose names occur in code of the step; every element of
+containers and of configurations (a mapping, a `...Config`). For other objects of installed packages only the type is a
+fact: they contain counters and caches. Tensors, modules and numbers of parameter groups have guards of their own.
 
-Invariant: what is equal is equal by value: a list, a lambda or a bound method that is made anew is no change.
-Refusals: none; what differs at every call makes the guard fail at every call, which `Programs` tells of.
+Invariant: facts are compared by value: a new list, lambda or bound method that equals the old one is no change.
+Refusals: none. A value that differs at every call makes the guard fail at every call, which `Programs` reports.
 """
 
 from __future__ import annotations
@@ -35,27 +35,38 @@ from torch import Tensor, nn
 
 from functionalize.ir.inputs import Call
 from functionalize.state.discovery import NUMBERS, Roots, globals_of, is_installed, is_standard
-from functionalize.state.fact_text import PLAIN, brief_text, portable_text
+from functionalize.state.fact_text import PLAIN, Path, brief, portable, text_of
 from functionalize.state.module_calls import without_watching
 
-_MANY = 64  # elements, from which on a container of plain values is one fact
-_MAX_ELEMENTS = 10_000  # of a container that holds other things; of longer ones counts the number
-_MAX_ARRAY = 1 << 16  # bytes of an array that is compared by contents
-_AS_THEY_ARE = PLAIN - {bool, float, complex, torch.Size, range}  # equal means the same
+_MAX_SEPARATE_FACTS = 64  # a container of plain values with more elements is one fact
+_MAX_ELEMENTS = (
+    10_000  # of a container with other elements, only the length is a fact if it is longer
+)
+_MAX_ARRAY = 1 << 16  # bytes; a larger array is compared by identity
+_BY_EQUALITY = PLAIN - {
+    bool,
+    float,
+    complex,
+    torch.Size,
+    range,
+}  # equal implies the same value
 _METHODS = frozenset({"forward", "__call__", "__getattr__", "__iter__", "__getitem__", "__len__"})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
-_BY_TORCH = "__composable_api_"  # FSDP2's state, under a name that differs from process to process
+_FSDP_ATTRIBUTE = (
+    "__composable_api_"  # FSDP2's state; the attribute's name differs between processes
+)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-Path = tuple[Any, ...]  # (the path of what holds it, its name there); () is the step itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SurroundingsGuard:
-    """What Python holds is as it was. facts, paths: what was found and where; known: ids of objects there.
+    """The Python state around a step equals that at the capture.
 
-    stale: what loading found changed. states: how much each optimizer keeps; a replay finds it by sources.
+    facts, paths: the facts of the walk, and the path of each.
+    known: ids of the objects that the walk visited.
+    stale: text about a difference that was found when the program was loaded, or None.
+    states: the number of entries in each optimizer's state, per parameter. Their values are inputs of the program.
     """
 
     fn: Callable[..., Any]
@@ -68,7 +79,7 @@ class SurroundingsGuard:
 
     @staticmethod
     def of(fn: Callable[..., Any], roots: Roots) -> SurroundingsGuard:
-        """The guard for everything around `fn`, as it is."""
+        """The guard for the Python state around `fn` as it is now."""
         walk = _walked(fn, roots)
         return SurroundingsGuard(
             fn, roots, walk.facts, walk.paths, frozenset(walk.seen), None, _states(roots)
@@ -84,12 +95,12 @@ class SurroundingsGuard:
             if path != was_path:
                 return f"`{text_of(path)}` is there, was not (`{text_of(was_path)}` was)"
             if new != old:
-                return f"`{text_of(path)}` is {brief_text(new)}, was {brief_text(old)}"
+                return f"`{text_of(path)}` is {brief(new)}, was {brief(old)}"
         longer, what = (now, "new") if len(now.facts) > len(self.facts) else (self, "gone")
         return f"`{text_of(longer.paths[min(len(now.facts), len(self.facts))])}` is {what}"
 
     def difference(self, call: Call) -> str | None:
-        """What the step itself changed: also what it keeps in an optimizer, which a replay would not."""
+        """A change made by the step itself, also to the entries of an optimizer's state; None without one."""
         for (name, was), (_, now) in zip(self.states, _states(self.roots), strict=True):
             if was != now:
                 counts = (
@@ -99,17 +110,17 @@ class SurroundingsGuard:
         return self.failure(call)
 
     def portable(self) -> list[list[str]]:
-        """Facts by path, as texts that mean the same in another process."""
-        return [[text_of(p), portable_text(f)] for p, f in zip(self.paths, self.facts, strict=True)]
+        """Pairs of path and fact, as texts that are comparable between processes."""
+        return [[text_of(p), portable(f)] for p, f in zip(self.paths, self.facts, strict=True)]
 
     @staticmethod
     def loaded(fn: Callable[..., Any], roots: Roots, saved: list[list[str]]) -> SurroundingsGuard:
-        """The guard for what was saved: it fails where this process holds something else."""
+        """The guard for saved facts: it fails if a fact differs in this process."""
         here = SurroundingsGuard.of(fn, roots)
         found: dict[str, list[str]] = {}
         for path, fact in here.portable():
             found.setdefault(path, []).append(fact)
-        for path, fact in saved:  # what only arguments led to is not found here, and does not count
+        for path, fact in saved:  # a path through an argument is not found here, and is skipped
             if path in found and fact not in found[path]:
                 stale = f"`{path}` is not what it was when the program was saved"
                 return SurroundingsGuard(fn, roots, here.facts, here.paths, stale=stale)
@@ -119,15 +130,6 @@ class SurroundingsGuard:
 def _states(roots: Roots) -> tuple[tuple[str, tuple[int, ...]], ...]:
     optimizers = roots.optimizers.items()
     return tuple((name, tuple(map(len, o.state.values()))) for name, o in optimizers)
-
-
-def text_of(path: Path) -> str:
-    """A path in one line: `self.weights.aux`."""
-    parts: list[str] = []
-    while path:
-        path, name = path
-        parts.append(str(name))
-    return ".".join(reversed(parts)) or "the step"
 
 
 def _walked(fn: Callable[..., Any], roots: Roots) -> _Walk:
@@ -141,36 +143,38 @@ def _walked(fn: Callable[..., Any], roots: Roots) -> _Walk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _TheSame:
+class _TensorIdentity:
     tensor: weakref.ref[Tensor]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TheSame) and other.tensor() is self.tensor() is not None
+        return isinstance(other, _TensorIdentity) and other.tensor() is self.tensor() is not None
 
     def __repr__(self) -> str:
         return "a tensor"
 
 
 class _Walk:
-    """One look at everything. named: attributes that some code of the step uses."""
+    """One walk over the Python state. named: names of attributes that occur in code of the step."""
 
     def __init__(self, named: Collection[Any]) -> None:
         self.facts: list[Any] = []
         self.paths: list[Path] = []
         self._named = named
-        self.seen: dict[int, Path] = {}  # where each object was found first
+        self.seen: dict[int, Path] = {}  # id -> the path of the first visit
         self._kinds: set[type] = set()
-        self._loosely = False  # whether tensors are found by no place
-        self._alive: list[Any] = []  # an id is an object's as long as the object lives
+        self._loosely = (
+            False  # whether tensors are compared by identity, since no source finds them
+        )
+        self._alive: list[Any] = []  # keeps objects alive, so that their ids are not reused
 
     def note(self, path: Path, fact: Any) -> None:
         self.facts.append(fact)
         self.paths.append(path)
 
     def visit(self, path: Path, value: Any) -> None:
-        """Note what a value is, and what it holds."""
+        """Add facts about a value and about the objects that it holds."""
         kind = type(value)
-        if kind in _AS_THEY_ARE:
+        if kind in _BY_EQUALITY:
             return self.note(path, value)
         if kind in PLAIN:  # -0.0 is not 0.0, True is not 1
             return self.note(path, (kind, repr(value)))
@@ -179,7 +183,7 @@ class _Walk:
         self.seen[id(value)] = path
         self._alive.append(value)
         if isinstance(value, Tensor) and self._loosely:
-            return self.note(path, _TheSame(weakref.ref(value)))
+            return self.note(path, _TensorIdentity(weakref.ref(value)))
         if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
             return self.note(path, ("kind", kind))
         if isinstance(value, types.FunctionType):
@@ -244,9 +248,9 @@ class _Walk:
         mapping = isinstance(value, (dict, types.MappingProxyType))
         size = len(value)
         self.note(path, (kind, size))
-        if size > _MANY:
+        if size > _MAX_SEPARATE_FACTS:
             parts = (*value, *value.values()) if mapping else tuple(value)
-            if set(map(type, parts)) <= _AS_THEY_ARE:
+            if set(map(type, parts)) <= _BY_EQUALITY:
                 same = frozenset(parts) if isinstance(value, (set, frozenset)) else parts
                 return self.note(path, same)
             if size > _MAX_ELEMENTS:
@@ -260,7 +264,7 @@ class _Walk:
         return None
 
     def _loose(self, path: Path, values: Sequence[Any]) -> None:
-        """Elements that are found by no place: a tensor among them is the same one, as the program holds it."""
+        """Visit elements that no source finds. Tensors among them are compared by identity: the program holds them."""
         self.note(path, ("values", len(values)))
         before, self._loosely = self._loosely, True
         for i, each in enumerate(values):
@@ -290,7 +294,7 @@ class _Walk:
                 self.visit((path, name), fn.__globals__[name])
 
     def _class(self, path: Path, kind: type) -> None:
-        """What the user's classes define under names that code uses, methods of Python's own among them."""
+        """Visit attributes of a user's class whose names occur in code, and special methods."""
         for base in kind.__mro__:
             if base in self._kinds or not _is_users(base.__module__):
                 continue
@@ -302,7 +306,7 @@ class _Walk:
     # -- modules and optimizers --------------------------------------------------------------------
 
     def module(self, path: Path, module: nn.Module) -> None:
-        """A module's class, its code, and what it keeps beside modules, tensors and numbers."""
+        """Add facts about a module: its class, its code, and attributes other than modules, tensors and numbers."""
         kind = type(module)
         self.note(path, kind)
         if kind not in self._kinds:
@@ -312,10 +316,10 @@ class _Walk:
         table = vars(module)
         for key in sorted(table.keys() - _OF_EVERY_MODULE):
             value = without_watching(table[key])
-            if type(value) in _GUARDED or key.startswith(_BY_TORCH):
+            if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
                 continue
             self._loosely = True
-            if isinstance(value, (list, tuple)):  # tensors right in there have sources
+            if isinstance(value, (list, tuple)):  # tensors directly in a list have sources
                 value = [None if isinstance(each, Tensor) else each for each in value]
             self.visit((path, key), value)
             self._loosely = False
@@ -324,7 +328,7 @@ class _Walk:
                 self.visit((path, hooks), list(table[hooks].values()))
 
     def optimizer(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's class, its hooks, what replaces its methods, and numbers in its state."""
+        """Add facts about an optimizer: its class, its hooks, replaced methods, and numbers in its state."""
         kind = type(optimizer)
         self.note(path, kind)
         self._class(path, kind)
@@ -337,12 +341,12 @@ class _Walk:
                     self.visit(((path, "state"), key), value)
 
 
-_GUARDED = frozenset({Tensor, nn.Parameter, *NUMBERS})  # in modules: by ModuleGuard, as sources
+_GUARDED = frozenset({Tensor, nn.Parameter, *NUMBERS})  # `ModuleGuard`, sources
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_users(module: str | None) -> bool:
-    """Whether a module is the user's own: not Python's, not installed, not ours."""
+    """Whether a Python module is the user's: not of the standard library, not installed, not this package."""
     package = (module or "").partition(".")[0]
     return (
         not is_standard(package)

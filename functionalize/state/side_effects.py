@@ -1,11 +1,11 @@
-"""What a step does in Python beside its tensors: a replay does not do it again, so the step is refused.
+"""Side effects of a step in Python, outside its tensors. A replay does not repeat them, so such a step is refused.
 
-    losses.append(loss)        a list, dict, set, deque or queue that the step can reach has other contents
-    self.last = loss           an attribute of an object holds another thing
-    random.random()            Python's or numpy's generator moved
-    file.write(...)            a file that the step can reach is at another place
+    losses.append(loss)        changes a list, dict, set, deque or queue that the step can reach
+    self.last = loss           assigns another object to an attribute
+    random.random()            advances Python's or numpy's random generator
+    file.write(...)            moves the position of a file that the step can reach
 
-Numbers that Python keeps are guarded (`guards.py`); the generators of torch are part of the program.
+Numbers in attributes are compared by guards (`step_guards.py`); torch's random generators are inputs of the program.
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ from torch import Tensor
 from functionalize.state.discovery import CONTAINERS, NUMBERS, Roots
 
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-_MAX_ELEMENTS = 100_000  # of one container; more are compared by their number
+_MAX_ELEMENTS = 100_000  # a container with more elements is compared by its length
 
 
 @dataclass(slots=True, eq=False)
 class HostState:
-    """What the step can reach, as it was: contents by name, and Python's generators."""
+    """The Python state that a step can reach, at one moment.
+
+    contents: for each container and attribute, its name, a function that reads it, and the value it returned.
+    generators: the states of Python's and numpy's random generators.
+    """
 
     contents: list[tuple[str, Callable[[], list[Any]], list[Any]]]
     generators: list[Any]
 
     @staticmethod
     def now(roots: Roots) -> HostState:
-        """Look at every container and object under `roots`."""
-        looks = [*_containers(roots), *_attributes(roots)]
-        return HostState([(n, look, look()) for n, look in looks], _generators())
+        """Read every container and object under `roots`."""
+        readers = [*_containers(roots), *_attributes(roots)]
+        return HostState([(n, read, read()) for n, read in readers], _generators())
 
     def difference(self) -> str | None:
-        """What is not as it was."""
-        for name, look, was in self.contents:
-            now = look()
+        """Text about a difference between the state now and this one, or None."""
+        for name, read, was in self.contents:
+            now = read()
             if len(now) != len(was) or not all(map(_same, now, was)):
                 return f"changes `{name}`, which a replay would not"
         if any(a != b for a, b in zip(_generators(), self.generators, strict=True)):
@@ -76,7 +80,7 @@ def _attribute(table: dict[str, Any], key: str) -> list[Any]:
 
 
 def _tokens(container: Any) -> list[Any]:
-    """What tells the contents of a container apart."""
+    """The contents of a container, as values that `_same` compares."""
     if isinstance(container, queue.SimpleQueue):
         return [("size", container.qsize())]
     if isinstance(container, io.IOBase):
@@ -91,21 +95,21 @@ def _tokens(container: Any) -> list[Any]:
 
 
 def _token(value: Any) -> Any:
-    """A value to compare with later; a tensor is not kept alive."""
+    """A value in a form that `_same` compares later: a weak reference to a tensor, an object by identity."""
     if isinstance(value, Tensor):
         return weakref.ref(value)
-    return (value,) if isinstance(value, NUMBERS) else _Same(value)
+    return (value,) if isinstance(value, NUMBERS) else _Identity(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Same:
+class _Identity:
     value: Any
 
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, weakref.ref) and isinstance(b, weakref.ref):
         return a() is not None and a() is b()
-    if isinstance(a, _Same) and isinstance(b, _Same):
+    if isinstance(a, _Identity) and isinstance(b, _Identity):
         return a.value is b.value
     return type(a) is type(b) and repr(a) == repr(b)
 

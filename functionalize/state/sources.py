@@ -1,10 +1,10 @@
-"""Where a step's tensors live: a source for each tensor that a step may read.
+"""Sources: the places of a step's tensors. A source reads the tensor at a place at every call.
 
     candidates(roots, leaves)     ->  every (name, source, tensor)
-    slots(roots, leaves)          ->  every place that a step may leave a gradient in: (name, slot)
+    slots(roots, leaves)          ->  every place that may hold a gradient after the step: (name, slot)
 
-A source is resolved at every call, so a replaced parameter or a loaded optimizer state is noticed. A slot is a
-source that a replay may assign to, and that may hold nothing.
+A source is resolved at every call, so a replay uses a replaced parameter or a loaded optimizer state. A slot is a
+source that a replay may assign to, and that may hold None.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ModuleTensor:
 
     @property
     def entries(self) -> dict[str, Tensor | None]:
-        """The table that holds it."""
+        """The table of the module that holds it."""
         table: dict[str, Tensor | None] = getattr(self.module, self.table)
         return table
 
@@ -51,14 +51,14 @@ class ModuleTensor:
 
 
 class Slot(Protocol):
-    """A place that holds a tensor or nothing, and that a step may assign to."""
+    """A place that holds a tensor or None, and that a step may assign to."""
 
     def resolve(self, call: Call) -> Any:
-        """What it holds now."""
+        """The tensor that it holds now, or None."""
         ...
 
     def assign(self, call: Call, value: Tensor | None) -> None:
-        """Put another tensor, or none, in its place."""
+        """Assign a tensor or None."""
         ...
 
 
@@ -78,7 +78,7 @@ class Gradient:
         return self.of.resolve(call).grad
 
     def assign(self, call: Call, value: Tensor | None) -> None:
-        """Put another tensor, or none, in its place."""
+        """Assign a tensor or None."""
         self.of.resolve(call).grad = value
 
 
@@ -99,7 +99,7 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerParameter:
-    """Parameter `index` of group `group`, whatever module holds it."""
+    """Parameter `index` of an optimizer's group `group`. No module needs to hold it."""
 
     optimizer: torch.optim.Optimizer
     group: int
@@ -112,7 +112,7 @@ class OptimizerParameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTensor:
-    """A hyperparameter kept as a tensor, such as `lr`."""
+    """A hyperparameter that is a tensor, such as `lr`."""
 
     optimizer: torch.optim.Optimizer
     group: int
@@ -147,7 +147,7 @@ def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Sour
 
 
 def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
-    """Every parameter and buffer, once per place it is registered."""
+    """Every parameter and buffer, once per place where it is registered."""
     for name, module in roots.walk():
         for table in ("_parameters", "_buffers"):
             for key, value in getattr(module, table).items():
@@ -155,7 +155,7 @@ def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
                     yield f"{name}.{key}", ModuleTensor(module, table, key), value
 
 
-_NO_TENSORS = frozenset({*NUMBERS, dict, OrderedDict, set})  # what a module has, and its tables
+_NO_TENSORS = frozenset({*NUMBERS, dict, OrderedDict, set})  # types of most attributes of modules
 
 
 def _plain_attributes(roots: Roots) -> Iterator[tuple[str, Held, Tensor]]:
@@ -187,17 +187,22 @@ def _optimizer_tensors(
 
 
 def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Source, Tensor]]:
-    """Every leaf of autograd whose `.grad` a step may assign, each once."""
+    """Every leaf tensor of autograd whose `.grad` a step may assign, each once."""
     seen: set[int] = set()
     found: list[tuple[str, Source, Any]] = []
-    for name, states in roots.states().items():  # first: what FSDP2 swaps is not where it was
+    for (
+        name,
+        states,
+    ) in (
+        roots.states().items()
+    ):  # first: module tables hold either the sharded or the unsharded one
         managed = fsdp_parameters(states)
         found += [(f"{name}.{n}", source, source.resolve(_NO_CALL)) for n, source in managed]
     found += module_tensors(roots)
     for name, optimizer in roots.optimizers.items():
-        found += _loose_parameters(name, optimizer)
-    given = zip(roots.arguments, leaves, strict=True)
-    found += [(name, Argument(i), leaf) for i, (name, leaf) in enumerate(given)]
+        found += _optimizer_parameters(name, optimizer)
+    arguments = zip(roots.arguments, leaves, strict=True)
+    found += [(name, Argument(i), leaf) for i, (name, leaf) in enumerate(arguments)]
     found += roots.tensors
     for name, source, value in found:
         if isinstance(value, Tensor) and id(value) not in seen and _may_have_grad(source, value):
@@ -209,7 +214,7 @@ _NO_CALL = Call((), [])
 
 
 def slots(roots: Roots, found: Sequence[tuple[str, Source, Tensor]]) -> Iterator[tuple[str, Slot]]:
-    """Every place that may hold a gradient: `.grad` of what `parameters` found, and FSDP2's own."""
+    """Every place that may hold a gradient: `.grad` of the tensors from `parameters`, and FSDP2's own slots."""
     for name, source, _ in found:
         yield f"{name}.grad", Gradient(source)
     for root_name, states in roots.states().items():
@@ -223,10 +228,10 @@ def leave(
     gradients: Sequence[Tensor | None],
     effects: FSDPEffects,
 ) -> None:
-    """What a replay leaves behind beside its epilogue: FSDP2's state, and gradients in their slots.
+    """Apply a replay's effects that the epilogue does not: FSDP2's Python state, and gradients in their slots.
 
-    Autograd takes a gradient of the leaf's `grad_dtype` only, and a `grad_dtype` that the gradient has: where the step
-    changes both, slots are emptied first.
+    Autograd requires that a leaf's `.grad` has its `grad_dtype`, at an assignment of either one. So if the step changes
+    `grad_dtype`, the slots are emptied first.
     """
     if effects.changes_grad_dtype:
         for slot in slots:
@@ -240,7 +245,7 @@ def _may_have_grad(source: Source, value: Tensor) -> bool:
     return value.is_leaf and (value.requires_grad or isinstance(value, nn.Parameter))
 
 
-def _loose_parameters(
+def _optimizer_parameters(
     name: str, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Source, Tensor]]:
     for g, group in enumerate(optimizer.param_groups):
@@ -251,7 +256,7 @@ def _loose_parameters(
 def candidates(
     roots: Roots, leaves: Sequence[Any], places: Sequence[tuple[str, Slot]]
 ) -> Iterator[tuple[str, Source, Tensor]]:
-    """Every place a step's input may come from, the most telling first; `places`: the slots."""
+    """Every place that an input may be read from, in order of preference. places: the slots from `slots`."""
     call = Call(leaves, [])
     for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True)):
         yield from unwrapped(name, Argument(i), leaf)
@@ -268,7 +273,7 @@ def candidates(
         for name, managed in fsdp_parameters(states):
             yield from unwrapped(f"{root_name}.{name}", managed, managed.resolve(call))
     for name, optimizer in roots.optimizers.items():
-        for full, loose, value in _loose_parameters(name, optimizer):
+        for full, loose, value in _optimizer_parameters(name, optimizer):
             yield from unwrapped(full, loose, value)
     for name, held, tensor in (*_plain_attributes(roots), *roots.tensors):
         yield from unwrapped(name, held, tensor)

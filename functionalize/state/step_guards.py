@@ -1,4 +1,4 @@
-"""Facts of a training step that are no tensor: modes, hyperparameters, train/eval, gradients present."""
+"""Guards of a training step on facts that are no tensors: modes, hyperparameters, train/eval, presence of gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from functionalize.state.sources import Slot
 
 @dataclass(frozen=True, slots=True)
 class ModeGuard:
-    """Modes of torch, and hooks that it runs for everything, are as at capture."""
+    """torch's modes and global hooks are those of the capture."""
 
     facts: tuple[tuple[str, Any], ...]
 
@@ -57,7 +57,7 @@ def _modes() -> tuple[tuple[str, Any], ...]:
     )
 
 
-# Which kernels scaled_dot_product_attention may take; the names say CUDA, the CPU goes by the same ones.
+# Which kernels scaled_dot_product_attention may use. The CPU reads the same flags as CUDA.
 _ATTENTION = (
     ("flash", torch.backends.cuda.flash_sdp_enabled),
     ("efficient", torch.backends.cuda.mem_efficient_sdp_enabled),
@@ -67,7 +67,7 @@ _ATTENTION = (
 
 
 def _spot(value: Any) -> str:
-    """Where a function or a class is defined, so that one that is made anew counts as the same."""
+    """Where a function or a class is defined: equal for two functions from one definition."""
     name = getattr(value, "__qualname__", type(value).__qualname__)
     line = getattr(getattr(value, "__code__", None), "co_firstlineno", "")
     return f"{getattr(value, '__module__', '')}.{name}{line and ':'}{line}"
@@ -75,7 +75,7 @@ def _spot(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleGuard:
-    """Every module is as it was: mode, children, registered names, hooks, and the numbers it keeps."""
+    """Every module has the same mode, children, registered names, hooks, and numbers as at the capture."""
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
@@ -97,7 +97,7 @@ class ModuleGuard:
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
-    """What of a module shapes the ops it runs; equal dicts mean the same ops."""
+    """The facts about a module that determine its ops: equal dicts mean equal ops."""
     table = vars(module)
     found = {key: value for key, value in table.items() if type(value) in _PLAIN}
     found["children"] = [id(child) for child in table.get("_modules", {}).values()]
@@ -129,7 +129,12 @@ def _changed(now: dict[str, Any], was: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaceGuard:
-    """What Python holds where the step looks is the same: objects are the same ones, numbers equal."""
+    """Places that the step reads hold the same objects, and equal numbers.
+
+    places: name, place, and value at the capture.
+    objects: name and `__dict__` of an object, and which of the names in `named` it had.
+    named: names of attributes that occur in the step's code.
+    """
 
     places: tuple[tuple[str, Held, Any], ...]
     objects: tuple[tuple[str, dict[str, Any], frozenset[str]], ...]
@@ -161,7 +166,7 @@ class PlaceGuard:
 
 
 class LeafFacts(NamedTuple):
-    """What of a leaf of autograd shapes its backward. same: the parameter itself, None for an argument."""
+    """The facts about a leaf tensor that determine its backward. same: the parameter itself, None for an argument."""
 
     requires_grad: bool
     hooks: tuple[int, int]
@@ -171,7 +176,7 @@ class LeafFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterGuard:
-    """Parameters are the same objects; they and tensor arguments have gradients and hooks as before."""
+    """Parameters are the same objects; they and tensor arguments have the same autograd properties."""
 
     sources: tuple[Source, ...]
     names: tuple[str, ...]
@@ -210,9 +215,9 @@ class ParameterGuard:
 
 
 def _grad_dtype(source: Source, value: Tensor) -> str:
-    """The dtype that autograd accumulates a leaf's gradient in, if it is not the leaf's own.
+    """The dtype of a leaf's gradient, if it is not the leaf's own.
 
-    FSDP2 changes that of an unsharded parameter in a step: see `python_state.py`.
+    That of an unsharded parameter changes during a step: `FSDPState` restores it, see `fsdp/python_state.py`.
     """
     if not value.is_leaf or getattr(source, "attribute", "") == "_unsharded_param":
         return _OWN
@@ -225,9 +230,9 @@ _OWN = "its own dtype"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HyperparameterGuard:
-    """What an optimizer reads that is no tensor (`betas`, ...) is as at capture: it is baked in.
+    """Hyperparameters that are no tensors (`betas`, ...) are those of the capture: constants of the program.
 
-    lifted: what is not, as every call looks it up (see hyperparameters.py); of these the type stays.
+    lifted: hyperparameters that are inputs of the program (see hyperparameters.py). Only their type is compared.
     """
 
     optimizer: torch.optim.Optimizer
@@ -240,11 +245,11 @@ class HyperparameterGuard:
         name: str, optimizer: torch.optim.Optimizer, lifted: Collection[Key] = ()
     ) -> HyperparameterGuard:
         """The guard for one optimizer."""
-        mine = frozenset(key for key in lifted if key[0] == name)
-        return HyperparameterGuard(optimizer, name, _hyperparameters(optimizer, mine), mine)
+        own = frozenset(key for key in lifted if key[0] == name)
+        return HyperparameterGuard(optimizer, name, _hyperparameters(optimizer, own), own)
 
     def changed_keys(self) -> frozenset[Key]:
-        """The hyperparameters that differ now, that are numbers as before, and so can be lifted."""
+        """The hyperparameters that differ now and are still numbers, so that they can be lifted."""
         now = _hyperparameters(self.optimizer, self.lifted)
         return frozenset(
             (self.name, i, key)
@@ -287,9 +292,9 @@ def _hyperparameters(
 
 
 def check_writable(name: str, slot: Slot, call: Call) -> None:
-    """Raise `UncapturableError` unless a slot can be assigned what it holds; changes nothing.
+    """Raise `UncapturableError` unless a slot accepts an assignment of its own value; changes nothing.
 
-    A replay assigns slots after its program has run: one that refused the value would leave the step half done.
+    A replay assigns slots after its program has run: a slot that refused the value would leave the step half done.
     """
     try:
         slot.assign(call, slot.resolve(call))
@@ -301,7 +306,7 @@ def check_writable(name: str, slot: Slot, call: Call) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotGuard:
-    """Every place for a gradient enters the step holding one, or none, as it did."""
+    """Every slot holds a gradient at the begin of the step if and only if it did at the capture."""
 
     slots: tuple[Slot, ...]
     names: tuple[str, ...]

@@ -1,12 +1,12 @@
-"""Where the tensors of a step are when it begins: for every storage that the step can reach, the places that hold it.
+"""The places of a step's tensors when it begins, by storage.
 
     places = Places.now(roots, leaves, found, recorder.storages)
     places.widest[3]        ("model.head.weight", ModuleTensor(...), TensorRef(s3, f32[8, 24]))
-    places.shared[3]        every place that holds a tensor on it, the most telling first
-    places.slots            where the step may leave gradients
+    places.shared[3]        every place that holds a tensor on storage 3, in the order of `candidates`
+    places.slots            places that may hold a gradient after the step
 
-The recorder's table learns of each storage here. Invariant: no tensor is held; a storage is told by the widest tensor
-on it.
+Each storage is added to the recorder's table here. Invariants: no tensor is held; the source of a storage is the place
+of the widest tensor on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from functionalize.ir.inputs import Argument, Source
 from functionalize.ir.ops import TensorRef
 from functionalize.recorder.storage_table import StorageTable
-from functionalize.state.alias_guard import Shared
+from functionalize.state.alias_guard import AliasPlace
 from functionalize.state.discovery import Roots
 from functionalize.state.sources import Slot, candidates, slots
 
@@ -29,28 +29,34 @@ Named = tuple[str, Source, Tensor]
 
 @dataclass(slots=True)
 class Places:
-    """What a step can reach, and where. leaves: of its arguments."""
+    """The objects that a step can reach, and the places of tensors.
+
+    leaves: of the step's arguments.
+    slots: the places that may hold a gradient.
+    widest: for each storage, name, source and geometry of the widest tensor on it.
+    shared: for each storage, every place that holds a tensor on it.
+    """
 
     roots: Roots
     leaves: Sequence[Any]
     slots: list[tuple[str, Slot]]
     widest: dict[int, tuple[str, Source, TensorRef]]
-    shared: dict[int, list[Shared]]
+    shared: dict[int, list[AliasPlace]]
 
     @staticmethod
     def now(
         roots: Roots, leaves: Sequence[Any], found: Sequence[Named], storages: StorageTable
     ) -> Places:
-        """Look at every place. found: the leaves of autograd that it may leave gradients of."""
+        """Read every place. found: the leaf tensors whose `.grad` the step may assign, from `parameters`."""
         held = list(slots(roots, found))
         widest: dict[int, tuple[str, Source, TensorRef]] = {}
-        shared: dict[int, list[Shared]] = {}
+        shared: dict[int, list[AliasPlace]] = {}
         for name, source, tensor in candidates(roots, leaves, held):
             ref = storages.bring_in(tensor, name)
             before = widest.get(ref.storage)
             if before is None or ref.geometry.end > before[2].geometry.end:
                 widest[ref.storage] = (name, source, ref)
-            place = Shared(name, source, ref.geometry, id(tensor))
+            place = AliasPlace(name, source, ref.geometry, id(tensor))
             shared.setdefault(ref.storage, []).append(place)
         return Places(roots, leaves, held, widest, shared)
 

@@ -43,7 +43,7 @@ from functionalize.ir.ops import OpRecord, refs_in
 from functionalize.ir.outputs import Constant, OutputRole
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
-from functionalize.recorder.builder import Builder, GivenInput
+from functionalize.recorder.builder import Builder, TensorInput
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.run.boxed import boxed
@@ -214,7 +214,7 @@ class StepRecording:
 
     def _inputs(
         self, builder: Builder, externals: Sequence[External] | None = None
-    ) -> Iterator[GivenInput]:
+    ) -> Iterator[TensorInput]:
         """One input per storage that came from outside, or for some of those."""
         for external in self.recorder.storages.externals if externals is None else externals:
             place = self.entry.places.widest.get(external.ref.storage)
@@ -222,9 +222,9 @@ class StepRecording:
                 builder.add_constant(external.ref, external.tensor)
             elif place is not None:
                 name, source, ref = place
-                yield GivenInput(name, ref, source)
+                yield TensorInput(name, ref, source)
             else:
-                yield GivenInput(external.info.name, external.ref, Captured(external.tensor))
+                yield TensorInput(external.info.name, external.ref, Captured(external.tensor))
 
 
 def _is_changeable(value: Any) -> bool:

@@ -110,7 +110,7 @@ def record(
         entry = EntryState.now(fn, call.leaves, recorder, varying, names)
         recorder.arguments = entry.places.arguments()
         if isinstance(recorder.observer, LifetimeObserver):
-            recorder.observer.notes.calls.know(entry.roots)
+            recorder.observer.notes.calls.register(entry.roots)
     except Exception as error:
         return Refused.of(error)
     with lifted(entry.roots.optimizers, entry.hyperparameters, recorder) as hyper, recorder:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 
 from functionalize.lifetimes.eager_memory import EagerMemory
-from functionalize.lifetimes.input_categories import given, gradients, origins
+from functionalize.lifetimes.input_categories import categories_of_inputs, gradients, origins
 from functionalize.lifetimes.lifetimes import Lifetimes
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.planning.scratch.scratch import scratch_of
@@ -50,7 +50,7 @@ class StepMemory(EagerMemory):
         found = origins(entry.places, storages)
         left = gradients(entry.slots, entry.leaves, storages.serial_of)
         lifetimes = observer.lifetimes(storages, found, left)
-        return StepMemory(lifetimes, program, given(recorded, entry.places, found))
+        return StepMemory(lifetimes, program, categories_of_inputs(recorded, entry.places, found))
 
     @cached_property
     def program(self) -> Timeline:

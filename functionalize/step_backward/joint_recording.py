@@ -36,7 +36,7 @@ from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.ir.outputs import Result
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
-from functionalize.recorder.builder import Builder, GivenInput
+from functionalize.recorder.builder import Builder, TensorInput
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.state.sources import Slot
@@ -197,7 +197,7 @@ class JointRecording(StepRecording):
 
     def _named_inputs(
         self, builder: Builder, externals: Sequence[External]
-    ) -> Iterator[GivenInput]:
+    ) -> Iterator[TensorInput]:
         """Inputs for these tensors; the backward's arguments beyond the forward's leaves are tangents."""
         leaves = len(self.end.entry.leaves)
         for each in self._inputs(builder, externals):

@@ -108,7 +108,7 @@ class PairBuilder(Builder):
         """
         outputs = self.roles(leaves, arguments)
         epilogue: list[Action] = []
-        for serial, index in self._home.items():
+        for serial, index in self._base_input.items():
             if serial not in deferred:
                 epilogue += actions_of(self.engine.storages[serial], index, self.emit, self.slot)
         half = Half(
@@ -144,19 +144,19 @@ class PairBuilder(Builder):
                 if isinstance(view.value, fx.Node):
                     found = view.geometry._replace(offset=0), storage.device
                     self._geometry.setdefault(view.value, found)
-            if serial in self._home and serial not in deferred:
+            if serial in self._base_input and serial not in deferred:
                 self._new_input(serial, storage)
             else:
                 storage.retake_views()
 
     def _new_input(self, serial: int, storage: FunctionalStorage) -> None:
         """The placeholder and record of an input's storage as the backward finds it."""
-        was = self.inputs[self._home[serial]]
+        was = self.inputs[self._base_input[serial]]
         name = self._unique(was.name)
         spec = InputSpec(name, was.geometry, storage.nbytes, was.device, was.source)
         node = self._placeholder(spec, serial)
-        self.names |= {self._nodes[self._home[serial]]: f"{was.name}_before", node: was.name}
-        self._home[serial] = len(self.inputs) - 1
+        self.names |= {self._nodes[self._base_input[serial]]: f"{was.name}_before", node: was.name}
+        self._base_input[serial] = len(self.inputs) - 1
         new = FunctionalStorage(
             serial, spec.geometry, spec.device, node, spec.nbytes, was.name, straight, external=True
         )
