@@ -1,16 +1,16 @@
-"""Which attention kernel a CUDA device takes for a call of `scaled_dot_product_attention`, and the call of it.
+"""Which attention kernel a CUDA device runs for a call of `scaled_dot_product_attention`, and the call of that kernel.
 
     choose(call, (9, 0), forced=None)   ->  Chosen("cudnn", "the first in the order of sm_90")
-    run("cudnn", call)                  ->  what aten._scaled_dot_product_cudnn_attention gives, as the C++ does it
+    run("cudnn", call)                  ->  the output of aten._scaled_dot_product_cudnn_attention, called as in C++
 
 Source: the rules of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and attention.cpp, torch 2.11 to 2.13, and
-the cuDNN of the wheels for CUDA 13. Those for CUDA 12 have an older one and try flash first on an H100, too: take
-`Target(attention="flash")` for them. A context `sdpa_kernel` is followed, and its order. Where versions differ the
-older rule holds: cuDNN takes heads up to 128 (and 192 with 128), memory-efficient attention no grouped heads
-(torch takes them after 2.13, pull request 191085).
-None of the fused kernels keeps the scores, so memory hardly depends on which of them it is.
-Refusals: math attention that nobody asked for. It keeps the scores of every head, so a plan that took it for a fused
-kernel would be wrong by several times.
+the cuDNN of the wheels for CUDA 13. The wheels for CUDA 12 have an older cuDNN and try flash first on an H100, too: use
+`Target(attention="flash")` for them. A `torch.nn.attention.sdpa_kernel` context is respected, and so is its order.
+Where torch versions differ the older rule holds: cuDNN accepts head sizes up to 128 (and 192 with 128 for the value),
+memory-efficient attention accepts no grouped heads (torch accepts them after 2.13, pull request 191085).
+None of the fused kernels stores the attention scores, so memory hardly depends on which of them runs.
+Refusals: math attention that neither the target nor `sdpa_kernel` requests. It stores the scores of every head, so a
+plan that mistook it for a fused kernel would be wrong by several times.
 """
 
 from __future__ import annotations
@@ -42,13 +42,18 @@ _NAMES = {
     SDPBackend.MATH.value: MATH,
 }
 KERNELS = tuple(_NAMES.values())
+# The order of kernels unless `sdpa_kernel(..., set_priority=True)` sets another one, and that of sm_90 and sm_100.
 _PLAIN_ORDER = ("flash", "efficient", MATH, "cudnn")
 _CUDNN_FIRST = ("cudnn", "flash", "efficient", MATH)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments of one call, (batch, heads, length, head size) each."""
+    """The arguments of one call of `scaled_dot_product_attention`.
+
+    query, key, value: of shape (batch, heads, length, head size). grouped: the argument `enable_gqa`, under which
+    several heads of the query share one head of the key and of the value.
+    """
 
     query: Tensor
     key: Tensor
@@ -66,7 +71,7 @@ class Call:
 
     @property
     def trains(self) -> bool:
-        """Whether a backward may follow."""
+        """Whether autograd records the call, so that a backward may follow."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
 
     def __str__(self) -> str:
@@ -82,14 +87,18 @@ class Call:
 
 
 class Chosen(NamedTuple):
-    """A kernel, and why it was taken."""
+    """A kernel, and why the device runs it."""
 
     kernel: str
     reason: str
 
 
 def choose(call: Call, capability: Capability, forced: str | None) -> Chosen:
-    """The kernel that a device takes. forced: the target's own wish. Raises `TargetError` where none but math can."""
+    """The kernel that a device of this compute capability runs for the call.
+
+    forced: the kernel that the target names; None: the device's own choice.
+    Raises `TargetError` if `forced` refuses the call, or if only math attention accepts it and nothing requests math.
+    """
     if forced == MATH:
         return Chosen(MATH, "the target says so")
     refused: dict[str, str] = {}
@@ -141,7 +150,7 @@ def _refused(
 
 
 def _order(capability: Capability) -> tuple[str, ...]:
-    """As `sdpa_kernel(..., set_priority=True)` has it, else as the device has it."""
+    """The order in which kernels are tried: that of `sdpa_kernel(..., set_priority=True)`, else the device's own."""
     order = tuple(_NAMES[number] for number in sdpa_order() if number in _NAMES)
     if order == _PLAIN_ORDER and capability[0] in (9, 10):
         return _CUDNN_FIRST
@@ -156,7 +165,7 @@ _ENABLED: dict[str, Callable[[], bool]] = {
 
 
 def refusal(kernel: str, call: Call, capability: Capability) -> str | None:
-    """Why a fused kernel does not take a call; None if it does."""
+    """Why a fused kernel does not accept a call; None if it accepts it."""
     return next(_RULES[kernel](call, capability), None)
 
 
@@ -275,7 +284,7 @@ _RULES = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}
 
 
 def is_valid(call: Call) -> bool:
-    """Whether eager takes the call at all: it raises errors of its own else."""
+    """Whether the arguments are acceptable in eager mode; if not, torch's own error should be raised."""
     same = len({t.dtype for t in call.tensors}) == 1 and len({t.device for t in call.tensors}) == 1
     mask = call.mask
     if mask is not None:
@@ -284,20 +293,21 @@ def is_valid(call: Call) -> bool:
     return same and all(t.dim() >= 2 for t in call.tensors)
 
 
-# -- calls, step by step as C++ makes them ------------------------------------------------------------
+# -- calls of the kernels' ops, with the same padding and casts as in C++ ------------------------------
 
 
 def run(kernel: str, call: Call) -> Tensor:
-    """The output of the kernel's op; autograd records it."""
+    """The output of the op that runs the kernel; autograd records that op."""
     return _RUNS[kernel](call)
 
 
 def _run_flash(call: Call) -> Tensor:
     size = call.query.size(-1)
     scale = 1 / math.sqrt(size) if call.scale is None else call.scale
-    given = [F.pad(t, (0, -size % 8)) if size % 8 else t for t in call.tensors]
+    # Flash attention needs head sizes that 8 divides: C++ pads them and slices the output.
+    padded = [F.pad(t, (0, -size % 8)) if size % 8 else t for t in call.tensors]
     out: Tensor = aten._scaled_dot_product_flash_attention(
-        *given, call.dropout, call.is_causal, False, scale=scale
+        *padded, call.dropout, call.is_causal, False, scale=scale
     )[0]
     return out[..., :size] if size % 8 else out
 
@@ -305,6 +315,7 @@ def _run_flash(call: Call) -> Tensor:
 def _run_efficient(call: Call) -> Tensor:
     bias = _as_bias(call, -math.inf)
     if bias is not None:
+        # The kernel loads the bias in vectors of 8: C++ pads rows whose strides do not allow that.
         if bias.stride(-1) != 1 or any(n % 8 for n in bias.stride()[:-1]):
             columns = bias.size(-1)
             bias = F.pad(bias, (0, 8 - columns % 8))[..., :columns]
@@ -337,12 +348,13 @@ def _run_math(call: Call) -> Tensor:
     return out
 
 
-def _as_bias(call: Call, hidden: float) -> Tensor | None:
+def _as_bias(call: Call, masked: float) -> Tensor | None:
+    """The mask as a bias added to the scores: a mask of bool becomes 0 where it is True and `masked` elsewhere."""
     mask = call.mask
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(
-        mask, 0.0, torch.scalar_tensor(hidden, dtype=call.query.dtype, device=mask.device)
+        mask, 0.0, torch.scalar_tensor(masked, dtype=call.query.dtype, device=mask.device)
     )
 
 
