@@ -34,7 +34,7 @@ from functionalize.util.user_stack import line_of
 _CPU = torch.device("cpu")
 
 
-class Device(Protocol):
+class TargetDevice(Protocol):
     """The attributes of a `Target` that a program can query."""
 
     @property
@@ -48,7 +48,7 @@ class Device(Protocol):
         ...
 
 
-Planning = Callable[[], Device | None]
+Planning = Callable[[], TargetDevice | None]
 Patch = tuple[Any, str, Any]
 
 
@@ -157,13 +157,13 @@ def _with_cpu(planning: Planning, original: Any) -> Any:
 # -- torch.cuda ------------------------------------------------------------------------------------------
 
 
-class Stream:
+class StreamStandIn:
     """Stand-in for `torch.cuda.Stream`: nothing runs on it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device, self.device_index, self.priority = torch.device("cuda", 0), 0, 0
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> StreamStandIn:
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -174,16 +174,16 @@ class Stream:
 
     wait_stream = wait_event = synchronize
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: EventStandIn | None = None) -> EventStandIn:
         """An event that has happened."""
-        return event or Event()
+        return event or EventStandIn()
 
     def query(self) -> bool:
         """Everything has run."""
         return True
 
 
-class Event:
+class EventStandIn:
     """Stand-in for `torch.cuda.Event`: every event has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +198,7 @@ class Event:
         """It has happened."""
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: EventStandIn) -> float:
         """No time passes."""
         return 0.0
 
@@ -259,7 +259,7 @@ def _cuda(planning: Planning) -> Iterator[Patch]:
     common = sys.modules["torch.cuda.amp.common"]
     name = "amp_definitely_not_available"
     yield common, name, _nothing(planning, getattr(common, name), False)
-    for name, kind in (("Stream", Stream), ("Event", Event)):
+    for name, kind in (("Stream", StreamStandIn), ("Event", EventStandIn)):
         yield cuda, name, _made(planning, getattr(cuda, name), kind)
 
 
@@ -305,8 +305,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "get_device_capability": lambda device, *args: device.capability,
     "get_device_name": lambda device, *args: _name(device),
     "get_device_properties": lambda device, *args: _properties(device),
-    "current_stream": lambda device, *args: Stream(),
-    "default_stream": lambda device, *args: Stream(),
+    "current_stream": lambda device, *args: StreamStandIn(),
+    "default_stream": lambda device, *args: StreamStandIn(),
     "stream": lambda device, stream: contextlib.nullcontext(stream),
     "get_rng_state": lambda device, *args: torch.empty(16, dtype=torch.uint8),
     "get_rng_state_all": lambda device: [torch.empty(16, dtype=torch.uint8)] * device.devices,
@@ -319,19 +319,19 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "set_device_index": lambda device, *args: None,
     "synchronize": lambda device, *args: None,
     "empty_cache": lambda device, *args: None,
-    "current_stream": lambda device, *args: Stream(),
+    "current_stream": lambda device, *args: StreamStandIn(),
     "reset_peak_memory_stats": lambda device, *args: None,
     "memory_allocated": lambda device, *args: 0,
     "max_memory_allocated": lambda device, *args: 0,
 }
 
 
-def _name(device: Device) -> str:
+def _name(device: TargetDevice) -> str:
     major, minor = device.capability
     return f"a planned CUDA device, sm_{major}{minor}"
 
 
-def _properties(device: Device) -> SimpleNamespace:
+def _properties(device: TargetDevice) -> SimpleNamespace:
     major, minor = device.capability
     return SimpleNamespace(name=_name(device), major=major, minor=minor)
 

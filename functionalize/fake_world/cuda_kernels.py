@@ -91,7 +91,9 @@ def _attention(find: Find) -> Any:
         enable_gqa: bool = False,
     ) -> Any:
         found = find(query)
-        call = attention.Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        call = attention.AttentionCall(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
         if found is None or not attention.is_valid(call):
             options = {"scale": scale, "enable_gqa": enable_gqa}
             return composite_kernel(

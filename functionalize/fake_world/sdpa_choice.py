@@ -48,7 +48,7 @@ _CUDNN_FIRST = ("cudnn", "flash", "efficient", MATH)
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AttentionCall:
     """The arguments of one call of `scaled_dot_product_attention`.
 
     query, key, value: of shape (batch, heads, length, head size). grouped: the argument `enable_gqa`, under which
@@ -93,7 +93,7 @@ class Chosen(NamedTuple):
     reason: str
 
 
-def choose(call: Call, capability: Capability, forced: str | None) -> Chosen:
+def choose(call: AttentionCall, capability: Capability, forced: str | None) -> Chosen:
     """The kernel that a device of this compute capability runs for the call.
 
     forced: the kernel that the target names; None: the device's own choice.
@@ -126,7 +126,7 @@ def _why(refused: dict[str, str], capability: Capability, forced: str | None) ->
 
 
 def _refused(
-    call: Call, refused: dict[str, str], capability: Capability, forced: str | None
+    call: AttentionCall, refused: dict[str, str], capability: Capability, forced: str | None
 ) -> TargetError:
     if forced is None:
         for kernel in _ENABLED:
@@ -164,7 +164,7 @@ _ENABLED: dict[str, Callable[[], bool]] = {
 }
 
 
-def refusal(kernel: str, call: Call, capability: Capability) -> str | None:
+def refusal(kernel: str, call: AttentionCall, capability: Capability) -> str | None:
     """Why a fused kernel does not accept a call; None if it accepts it."""
     return next(_RULES[kernel](call, capability), None)
 
@@ -174,7 +174,7 @@ def _sm(capability: Capability) -> str:
 
 
 def _common(
-    kernel: str, call: Call, capability: Capability, oldest: Capability, grouped: bool
+    kernel: str, call: AttentionCall, capability: Capability, oldest: Capability, grouped: bool
 ) -> Iterator[str]:
     if not _ENABLED[kernel]():
         yield "switched off (sdpa_kernel or torch.backends.cuda)"
@@ -190,7 +190,7 @@ def _common(
     yield from _heads(call, grouped, same=kernel != "cudnn")
 
 
-def _strides(call: Call, any_if_one: bool) -> Iterator[str]:
+def _strides(call: AttentionCall, any_if_one: bool) -> Iterator[str]:
     last = [t.stride(-1) for t in call.tensors]
     if last != [1, 1, 1] and not (any_if_one and call.query.size(-1) == 1):
         yield f"the last dimensions have strides {last}, not 1"
@@ -198,7 +198,7 @@ def _strides(call: Call, any_if_one: bool) -> Iterator[str]:
         yield f"the last dimension of the mask has stride {call.mask.stride(-1)}, not 1"
 
 
-def _heads(call: Call, grouped: bool, same: bool) -> Iterator[str]:
+def _heads(call: AttentionCall, grouped: bool, same: bool) -> Iterator[str]:
     if len({t.size(0) for t in call.tensors}) > 1:
         yield f"the batches differ: {[t.size(0) for t in call.tensors]}"
     heads = [t.size(1) for t in call.tensors]
@@ -210,14 +210,14 @@ def _heads(call: Call, grouped: bool, same: bool) -> Iterator[str]:
         yield f"heads {heads} are not groups of the same size"
 
 
-def _dtypes(call: Call, allowed: tuple[torch.dtype, ...]) -> Iterator[str]:
+def _dtypes(call: AttentionCall, allowed: tuple[torch.dtype, ...]) -> Iterator[str]:
     dtypes = [str(t.dtype).removeprefix("torch.") for t in call.tensors]
     if len(set(dtypes)) > 1 or call.query.dtype not in allowed:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         yield f"needs {names}, not {dtypes[0] if len(set(dtypes)) == 1 else dtypes}"
 
 
-def _flash(call: Call, capability: Capability) -> Iterator[str]:
+def _flash(call: AttentionCall, capability: Capability) -> Iterator[str]:
     yield from _common("flash", call, capability, (8, 0), grouped=True)
     if call.mask is not None:
         yield "takes no mask"
@@ -233,7 +233,7 @@ def _flash(call: Call, capability: Capability) -> Iterator[str]:
     yield from _dtypes(call, _HALF)
 
 
-def _efficient(call: Call, capability: Capability) -> Iterator[str]:
+def _efficient(call: AttentionCall, capability: Capability) -> Iterator[str]:
     yield from _common("efficient", call, capability, (5, 0), grouped=False)
     bits = 16 if call.query.dtype in _HALF else 32
     cores = capability[0] >= 8 or (capability[0] == 7 and bits == 16)
@@ -245,7 +245,7 @@ def _efficient(call: Call, capability: Capability) -> Iterator[str]:
     yield from _dtypes(call, (*half, torch.float32))
 
 
-def _cudnn(call: Call, capability: Capability) -> Iterator[str]:
+def _cudnn(call: AttentionCall, capability: Capability) -> Iterator[str]:
     yield from _common("cudnn", call, capability, (8, 0), grouped=True)
     if torch.are_deterministic_algorithms_enabled() and not (
         torch.is_deterministic_algorithms_warn_only_enabled()
@@ -267,7 +267,7 @@ def _cudnn(call: Call, capability: Capability) -> Iterator[str]:
         yield "a sequence has length 1"
 
 
-def _cudnn_mask(call: Call) -> Iterator[str]:
+def _cudnn_mask(call: AttentionCall) -> Iterator[str]:
     if call.mask is None:
         return
     if call.mask.requires_grad:
@@ -283,7 +283,7 @@ def _cudnn_mask(call: Call) -> Iterator[str]:
 _RULES = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}
 
 
-def is_valid(call: Call) -> bool:
+def is_valid(call: AttentionCall) -> bool:
     """Whether the arguments are acceptable in eager mode; if not, torch's own error should be raised."""
     same = len({t.dtype for t in call.tensors}) == 1 and len({t.device for t in call.tensors}) == 1
     mask = call.mask
@@ -296,12 +296,12 @@ def is_valid(call: Call) -> bool:
 # -- calls of the kernels' ops, with the same padding and casts as in C++ ------------------------------
 
 
-def run(kernel: str, call: Call) -> Tensor:
+def run(kernel: str, call: AttentionCall) -> Tensor:
     """The output of the op that runs the kernel; autograd records that op."""
     return _RUNS[kernel](call)
 
 
-def _run_flash(call: Call) -> Tensor:
+def _run_flash(call: AttentionCall) -> Tensor:
     size = call.query.size(-1)
     scale = 1 / math.sqrt(size) if call.scale is None else call.scale
     # Flash attention needs head sizes that 8 divides: C++ pads them and slices the output.
@@ -312,7 +312,7 @@ def _run_flash(call: Call) -> Tensor:
     return out[..., :size] if size % 8 else out
 
 
-def _run_efficient(call: Call) -> Tensor:
+def _run_efficient(call: AttentionCall) -> Tensor:
     bias = _as_bias(call, -math.inf)
     if bias is not None:
         # The kernel loads the bias in vectors of 8: C++ pads rows whose strides do not allow that.
@@ -326,7 +326,7 @@ def _run_efficient(call: Call) -> Tensor:
     return out
 
 
-def _run_cudnn(call: Call) -> Tensor:
+def _run_cudnn(call: AttentionCall) -> Tensor:
     bias = _as_bias(call, -65504.0)
     out: Tensor = aten._scaled_dot_product_cudnn_attention(
         *call.tensors, bias, call.trains, call.dropout, call.is_causal, False, scale=call.scale
@@ -334,7 +334,7 @@ def _run_cudnn(call: Call) -> Tensor:
     return out
 
 
-def _run_math(call: Call) -> Tensor:
+def _run_math(call: AttentionCall) -> Tensor:
     bias = _as_bias(call, -math.inf)
     out: Tensor = aten._scaled_dot_product_attention_math(
         *call.tensors,
@@ -348,7 +348,7 @@ def _run_math(call: Call) -> Tensor:
     return out
 
 
-def _as_bias(call: Call, masked: float) -> Tensor | None:
+def _as_bias(call: AttentionCall, masked: float) -> Tensor | None:
     """The mask as a bias added to the scores: a mask of bool becomes 0 where it is True and `masked` elsewhere."""
     mask = call.mask
     if mask is None or mask.dtype != torch.bool:
@@ -358,7 +358,7 @@ def _as_bias(call: Call, masked: float) -> Tensor | None:
     )
 
 
-_RUNS: dict[str, Callable[[Call], Tensor]] = {
+_RUNS: dict[str, Callable[[AttentionCall], Tensor]] = {
     "flash": _run_flash,
     "efficient": _run_efficient,
     "cudnn": _run_cudnn,

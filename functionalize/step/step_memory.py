@@ -18,7 +18,7 @@ from functionalize.lifetimes.input_categories import given, gradients, origins
 from functionalize.lifetimes.lifetimes import Lifetimes
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.planning.scratch.scratch import scratch_of
-from functionalize.planning.timeline.constants import Constant
+from functionalize.planning.timeline.constants import DeviceConstant
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
@@ -58,7 +58,7 @@ class StepMemory(EagerMemory):
         scratch = partial(scratch_of, device=self.lifetimes.target)
         return program_timeline(self.replayed, self.given, scratch=scratch)
 
-    def after(self, program: Program, constants: tuple[Constant, ...] = ()) -> StepMemory:
+    def after(self, program: Program, constants: tuple[DeviceConstant, ...] = ()) -> StepMemory:
         """The memory with another program in place of the recorded one, and with declared constants."""
         new = StepMemory(self.lifetimes, program, self.given)
         vars(new).update(eager=self.eager, constants=constants)
