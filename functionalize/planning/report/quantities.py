@@ -11,8 +11,8 @@
     mm = aten.mm(x, w)          in: x, w   out: mm   saved: mm       (relu's backward reads relu, mm's reads x and w)
     mm_1, mm_2 (its backward)   out: the gradients of x and of w
 
-Forward and backward are matched by autograd's sequence number (`seq_nr`), which FX keeps in `node.meta`: the backward is
-assigned to the first op of the forward that has the number and makes a storage. Ops of FSDP2's hooks in backward are
+Forward and backward are matched by autograd's sequence number, which FX keeps in `node.meta["seq_nr"]`: a backward
+belongs to the first op of the forward that has the number and makes a storage. Ops of FSDP2's hooks in backward are
 counted with the autograd node in which they run, and so are recomputed ops (checkpointing).
 Invariants: a storage is counted by the one op that makes it; sums over the rows are sums over storages. Needs a
 described program; linear in nodes and edges. The backward's columns are 0 for an op without one, and without phases.
