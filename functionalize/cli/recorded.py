@@ -124,7 +124,7 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
     return Recorded(
         ", ".join([script.name, *(f"{key} {value}" for key, value in job.given.items())]),
         program,
-        memory.given,
+        memory.input_categories,
         _world_text(world, job),
         world.target.name,
         stats,
