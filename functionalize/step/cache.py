@@ -114,7 +114,7 @@ class ProgramCache:
     def matching(
         self, key: Hashable, leaves: Sequence[Any], spec: Any
     ) -> Iterator[tuple[CachedProgram, Call]]:
-        """The programs whose guards hold, with their inputs, last used first; `reason` is the first guard that failed."""
+        """The programs whose guards hold, with their inputs, last used first; `reason`: the first failed guard."""
         self.reason = ""
         for cached in list(self._by_key.get(key, ())):
             call = cached.program.resolve(leaves)

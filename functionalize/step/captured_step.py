@@ -9,8 +9,8 @@
 
 Which recording is kept: see Note [Steady state] in `recording.py`. Several programs live side by side, see
 `cache.py`; when ranks must agree on replay or capture, see `vote.py`.
-Invariants: the effects of a step are applied exactly once per call. If a guard fails, nothing has changed yet, and the call runs eagerly
-while it is recorded. An exception of the step propagates as in eager, and no program is kept.
+Invariants: the effects of a step are applied exactly once per call. If a guard fails, nothing has changed yet, and the
+call runs eagerly while it is recorded. An exception of the step propagates as in eager, and no program is kept.
 Refusals (see `recording.py`): effects that a replay cannot repeat, and state that never settles. The call that was
 recorded returns its result; the next call raises `UncapturableError` before it runs anything, or runs eagerly
 (`on_uncapturable="eager"`).
