@@ -96,17 +96,17 @@ def _contents(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Wri
     check_order(roots)
     names = Names(roots)
     writer = Writer(Encoder(()))
-    programs, gone = [], SaveError("has no program yet: call the step until it is captured")
+    programs, error = [], SaveError("has no program yet: call the step until it is captured")
     for number, (key, cached) in enumerate(saved.programs, 1):
         # An encoder per program, so that the file has no records of a program that is left out.
         encoder = Encoder(forms(names, fn), names.of)
         try:
             programs.append(_write_program(replace(writer, encoder=encoder), key, cached, number))
-        except Gone as error:
-            gone = error
-            log.warning("program %d of %s is not saved: it %s", number, fn, error)
+        except Gone as lost:
+            error = lost
+            log.warning("program %d of %s is not saved: it %s", number, fn, lost)
     if not programs:
-        raise gone
+        raise error
     vote = saved.vote
     content = {
         "programs": programs,

@@ -22,11 +22,7 @@ SMALL = frozenset({torch.bfloat16, torch.float16})
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of an op.
-
-    name: the op's name without overload. arguments: by the names of the schema, geometries in place of tensors.
-    outputs: the geometries of its results. threads: the number of threads that the kernel uses.
-    """
+    """One call of an op. arguments: by the names of its schema; in these and in outputs, geometries for tensors."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -113,9 +109,7 @@ def attention(call: KernelCall) -> int:
 
 
 def attention_backward(call: KernelCall) -> int:
-    """Per thread: scores and their gradients. A copy of the output's gradient if its layout is not (batch, sequence,
-    heads, channels).
-    """
+    """Per thread: scores and their gradients. Also a copy of the output's gradient unless it is laid out as BSHD."""
     query, key, gradient = call["query"], call["key"], call["grad_out"]
     rows, columns = _splits(query.size[2], key.size[2])
     _, heads, length, depth = gradient.size
