@@ -165,7 +165,7 @@ class ReplayedForward:
             why_not = self._why_not_again()
             if why_not is not None:
                 raise GuardError(
-                    f"goes backward from a captured forward, but {reason}; and the forward cannot run again for "
+                    f"runs the backward of a captured forward, but {reason}; and the forward cannot run again for "
                     f"it, because {why_not}. Nothing was changed"
                 )
             with self._state_on_entry():

@@ -109,9 +109,9 @@ class _Boundary(torch.autograd.Function):
         others = (node for node in ctx.captured.reduced_together if node is not ctx)
         if any(map(will_execute, others)):
             raise UncapturableError(
-                "goes backward through several captured forwards of an FSDP2 model at once, whose gradients "
-                "eager reduces together and these would reduce one by one, which rounds differently: go backward "
-                "from each by itself, or capture one function that does all of them"
+                "runs one backward through several captured forwards of an FSDP2 model; eager reduces "
+                "their gradients together, these would be reduced one by one, which rounds differently: call backward on "
+                "each by itself, or capture one function that runs all of them"
             )
         first, *rest = (node is not None and will_execute(node) for node, _ in ctx.next_functions)
         requested = RequestedGradients(first, tuple(rest))

@@ -57,7 +57,7 @@ log = logging.getLogger("functionalize")
 _PATIENCE = 4  # recorded forwards in a row without a backward, before fewer are recorded
 _BACKWARDS = 8  # kept of one forward
 _NOT_WHOLE = (
-    "is for a forward that is gone backward from outside (`backward=True`): capture a whole step"
+    "is for a forward whose backward runs outside of it (`backward=True`): capture a whole step"
 )
 
 

@@ -44,8 +44,8 @@ from functionalize.step_backward.pair import ForwardProgram
 from functionalize.util.gc_pause import only_young_collections
 
 TWICE = (
-    "goes backward a second time through a captured forward, whose saved values are freed: give the first "
-    "backward retain_graph=True"
+    "runs backward a second time through a captured forward, whose saved values are freed: call the first "
+    "backward with retain_graph=True"
 )
 
 
