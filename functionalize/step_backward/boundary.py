@@ -110,8 +110,8 @@ class _Boundary(torch.autograd.Function):
         if any(map(will_execute, others)):
             raise UncapturableError(
                 "runs one backward through several captured forwards of an FSDP2 model; eager reduces "
-                "their gradients together, these would be reduced one by one, which rounds differently: call backward on "
-                "each by itself, or capture one function that runs all of them"
+                "their gradients together, these would be reduced one by one, which rounds differently: call "
+                "backward on each by itself, or capture one function that runs all of them"
             )
         first, *rest = (node is not None and will_execute(node) for node, _ in ctx.next_functions)
         requested = RequestedGradients(first, tuple(rest))
