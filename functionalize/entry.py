@@ -25,19 +25,19 @@ def capture(
     compile: Compile = None,
     memory: bool = False,
 ) -> Any:
-    """Record `train_step` (any callable; also a decorator) and replay it from then on.
+    """Record `train_step` (any callable) and replay it in later calls; also a decorator.
 
-    passes: a pipeline for the programs: its text (`"elide_copies"`) or `Pass` objects, see `docs/passes.md`.
-    on_uncapturable: what calls do after a call that could not be captured: raise `UncapturableError` before anything
-    runs, or run eagerly (one warning names the reason).
-    max_programs: how many programs are kept side by side (shapes, train and eval, microbatches); the least recently
-    used is dropped.
-    backward: `train_step` is a forward, and `backward()` is called on its outputs outside of it: the backward is a
-    program, too, see `captured_forward.py`.
-    compile: what runs the programs: Inductor (not bit for bit), CUDA graphs, or (None) one op after the other. A
+    passes: a pipeline of passes for the programs: its text (`"elide_copies"`) or `Pass` objects, see `docs/passes.md`.
+    on_uncapturable: the behaviour of calls after one that could not be captured: raise `UncapturableError` before
+    anything runs, or run eagerly (one warning names the reason).
+    max_programs: the number of programs that are cached (shapes, train and eval, microbatches); at the limit the least
+    recently used one is dropped.
+    backward: whether `train_step` is a forward on whose outputs the caller calls `backward()`: the backward becomes a
+    program as well, see `captured_forward.py`.
+    compile: the runner of the programs: Inductor (not bit for bit), CUDA graphs, or (None) op by op. A
     program that cannot be compiled is refused like a step that cannot be captured, with a `CompileError`.
-    memory: record when storages come and go, for `step.memory`, and which module each op belongs to.
-    Whatever the step itself raises passes through. Raises `ValueError` for an unknown mode, and for `memory`
+    memory: record the lifetimes of storages, for `step.memory`, and the module of each op.
+    Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, and for `memory`
     with `backward`.
     """
     options = CaptureOptions.of(passes, on_uncapturable, max_programs, compile, memory)

@@ -30,7 +30,7 @@ from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import memory_picture
 from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.memory import Memory
-from functionalize.planning.report.memory_figures import EAGER, PROGRAM, Row
+from functionalize.planning.report.memory_figures import EAGER, PROGRAM, StorageRow
 from functionalize.planning.report.memory_text import short_line, signed
 from functionalize.planning.time.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.time.step_time import step_time
@@ -286,7 +286,7 @@ def layers(found: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _storages(rows: Iterable[Row]) -> RichTable:
+def _storages(rows: Iterable[StorageRow]) -> RichTable:
     """Storages: what each is; when it was made, last used and freed; the line that made it."""
     made = RichTable.grid("", "", padding=(0, 2, 0, 0))
     made.columns[0].justify = "right"

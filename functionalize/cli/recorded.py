@@ -27,7 +27,7 @@ from functionalize.errors import FunctionalizeError, PlanError, UsageError
 from functionalize.fake_world.world import World
 from functionalize.planning.time.communication import members_of
 from functionalize.step.captured_step import CapturedStep
-from functionalize.sweep.grid import MODEL_KEYS, Wants, of
+from functionalize.sweep.grid import MODEL_KEYS, AcceptedKeys, of
 from functionalize.sweep.plan import arguments, called, change, record
 from functionalize.sweep.summary import assumptions, short
 
@@ -92,10 +92,10 @@ def _world(job: Job) -> Iterator[World]:
         yield world
 
 
-def wants(script: Script, keys: list[str]) -> Wants:
-    """Which function takes which key; raises `UsageError` for a key that nobody takes."""
+def wants(script: Script, keys: list[str]) -> AcceptedKeys:
+    """Which function accepts which key; raises `UsageError` for a key that none accepts."""
     try:
-        return Wants.of(keys, script.build, script.inputs, script.step)
+        return AcceptedKeys.of(keys, script.build, script.inputs, script.step)
     except PlanError as error:
         raise UsageError(str(error)) from None
 
@@ -124,7 +124,7 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
     return Recorded(
         ", ".join([script.name, *(f"{key} {value}" for key, value in job.given.items())]),
         program,
-        memory.given,
+        memory.input_categories,
         _world_text(world, job),
         world.target.name,
         stats,

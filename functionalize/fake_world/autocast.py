@@ -1,15 +1,15 @@
-"""`torch.autocast("cuda")` for tensors that stand for CUDA's but are fake ones of the CPU.
+"""`torch.autocast("cuda")` for fake CPU tensors that stand for CUDA tensors.
 
     with torch.autocast("cuda", dtype=torch.bfloat16):
         F.linear(x, w)          in bfloat16, as on either device
-        F.layer_norm(x, ...)    in float32: CUDA's list has it, the CPU's has not
-        torch.cat([x, y])       as it is: the CPU's list has it, CUDA's has not
+        F.layer_norm(x, ...)    in float32: on CUDA's list, not on the CPU's
+        torch.cat([x, y])       unchanged: on the CPU's list, not on CUDA's
 
-Autocast on the CPU is what is switched on, and where the two devices' lists differ its kernels are overridden: for fake
-tensors of a thread that plans, and for nothing else. Where both lists have an op they treat it alike (`prod` and
-`grid_sampler`, which differ, are overridden, too), so casts of weights are cached as on CUDA. A context that names the
-CPU gets CUDA's rules as well: its tensors stand for the device's.
-Source: aten/src/ATen/autocast_mode.h, whose lists a test compares with these.
+The context switches on the CPU's autocast. Where the lists of the two devices differ, the CPU's autocast kernels are
+overridden, only for fake tensors in a thread with a target. Ops on both lists are treated alike on both devices (except
+`prod` and `grid_sampler`, which are overridden too), so casts of weights are cached as on CUDA. A context that names
+the CPU applies CUDA's rules as well: its tensors stand for CUDA tensors.
+Source: aten/src/ATen/autocast_mode.h; a test compares its lists with those below.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from functionalize._compat.graphs import pytree
 Find = Callable[[Any], Any]
 _KEY = "AutocastCPU"
 
+# The policies of autocast_mode.h and their ops. LOWER: cast to the context's dtype. FLOAT: cast to float32.
 LOWER = (
     "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input "
     "conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm "
@@ -51,26 +52,28 @@ FLOAT = (
     "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
     "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
 )
+# Result in float32, by the argument `dtype`.
 FLOAT_RESULT = (
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
     "linalg_matrix_norm.str_ord sum sum.dim_IntList"
 )
-# Overloads by names of dimensions, which torch 2.13 took off the lists.
+# Overloads that take dimension names; torch 2.13 removed them from the lists.
 FLOAT_RESULT_BY_NAME = (
     "prod.dim_Dimname softmax.Dimname log_softmax.Dimname cumprod.dimname cumsum.dimname "
     "sum.dim_DimnameList"
 )
 FLOAT_NORM = "norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim"
+# Cast to the widest dtype among the arguments.
 WIDEST = (
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 )
-# Both lists have them, each in its own way.
+# On both lists, under different policies.
 _DIFFER = ("prod", "prod.dim_int", "prod.dim_Dimname", "grid_sampler")
 
 
 @contextmanager
 def overridden(find: Find) -> Iterator[None]:
-    """The overrides, for as long as this lasts. find: None for arguments that no target is for."""
+    """Register the overrides inside the `with`. find: returns the target for a tensor, or None: the original kernel."""
     here, cuda = set(ops_with_kernel(_KEY)), set(ops_with_kernel("AutocastCUDA"))
     kinds = {LOWER: _lower, FLOAT: _float, FLOAT_RESULT: _float_result}
     kinds |= {FLOAT_RESULT_BY_NAME: _float_result, FLOAT_NORM: _float_norm, WIDEST: _widest}
@@ -80,7 +83,7 @@ def overridden(find: Find) -> Iterator[None]:
     differ = {f"aten::{name}" for name in _DIFFER}
     with op_overrides("aten") as library:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of a kernel in the place of another
+            warnings.simplefilter("ignore")  # torch warns when a kernel replaces another
             for name in sorted((here ^ cuda) | (here & differ)):
                 if name.startswith("aten::") and (name not in cuda or name in policies):
                     op = _overload(name)
@@ -113,7 +116,7 @@ def _first(args: Any) -> Any:
     return next((a for a in pytree.tree_leaves(args) if isinstance(a, Tensor)), None)
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _is_cast(value: Any) -> bool:
@@ -122,36 +125,36 @@ def _is_cast(value: Any) -> bool:
     return value.is_floating_point() and value.dtype != torch.float64
 
 
-def _cast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Given:
+def _cast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Arguments:
     def cast(value: Any) -> Any:
         return value.to(dtype) if _is_cast(value) else value
 
-    done: Given = pytree.tree_map(cast, (args, kwargs))
-    return done
+    converted: Arguments = pytree.tree_map(cast, (args, kwargs))
+    return converted
 
 
-def _lower(op: Any, args: Any, kwargs: Any) -> Given:
+def _lower(op: Any, args: Any, kwargs: Any) -> Arguments:
     return _cast(args, kwargs, torch.get_autocast_dtype("cpu"))
 
 
-def _float(op: Any, args: Any, kwargs: Any) -> Given:
+def _float(op: Any, args: Any, kwargs: Any) -> Arguments:
     return _cast(args, kwargs, torch.float32)
 
 
-def _float_result(op: Any, args: Any, kwargs: Any) -> Given:
+def _float_result(op: Any, args: Any, kwargs: Any) -> Arguments:
     at = [a.name for a in op._schema.arguments].index("dtype")
-    given = args[at] if at < len(args) else kwargs.get("dtype")
-    if given is not None or not _is_cast(args[0]):
+    dtype = args[at] if at < len(args) else kwargs.get("dtype")
+    if dtype is not None or not _is_cast(args[0]):
         return args, kwargs
     return args[:at], {**kwargs, "dtype": torch.float32}
 
 
-def _float_norm(op: Any, args: Any, kwargs: Any) -> Given:
-    """`norm` casts inside, by an overload that takes the dtype: the same as to cast first, but for memory."""
+def _float_norm(op: Any, args: Any, kwargs: Any) -> Arguments:
+    """torch casts inside `norm`, by its `dtype` overload: a cast before it has the same result in more memory."""
     return _cast(args, kwargs, torch.float32)
 
 
-def _widest(op: Any, args: Any, kwargs: Any) -> Given:
+def _widest(op: Any, args: Any, kwargs: Any) -> Arguments:
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if _is_cast(t)]
     wide = any(t.dtype == torch.float32 for t in tensors)
     return _cast(args, kwargs, torch.float32 if wide else torch.get_autocast_dtype("cpu"))
@@ -161,11 +164,11 @@ def _widest(op: Any, args: Any, kwargs: Any) -> Given:
 
 
 def patches(planning: Callable[[], Any]) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, replacement) for the functions that name a device. planning: whether this thread plans."""
+    """(owner, name, replacement) for functions with a device argument. planning: the target of this thread, or None."""
     yield autocast_mode.autocast, "__init__", _init(planning, autocast_mode.autocast.__init__)
     enabled = torch.is_autocast_enabled
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
-        yield torch, name, _asked(planning, enabled, getattr(torch, name))
+        yield torch, name, _query(planning, enabled, getattr(torch, name))
 
 
 def _init(planning: Callable[[], Any], original: Any) -> Any:
@@ -186,11 +189,11 @@ def _init(planning: Callable[[], Any], original: Any) -> Any:
     return __init__
 
 
-def _asked(planning: Callable[[], Any], enabled: Any, original: Any) -> Any:
-    def asked(*device_type: str) -> Any:
+def _query(planning: Callable[[], Any], enabled: Any, original: Any) -> Any:
+    def query(*device_type: str) -> Any:
         if planning() and device_type in ((), ("cuda",)) and enabled("cpu"):
             return original("cpu")
         return original(*device_type)
 
-    asked.__doc__ = original.__doc__
-    return asked
+    query.__doc__ = original.__doc__
+    return query

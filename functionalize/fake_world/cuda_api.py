@@ -1,17 +1,18 @@
-"""A program that names CUDA, on fake CPU tensors that stand for CUDA's: what `torch.cuda` and "cuda" mean for it.
+"""`torch.cuda` and the device name "cuda" for a program whose CUDA tensors are fake CPU tensors.
 
     torch.empty(3, device="cuda"), x.to("cuda"), model.cuda()      fake CPU tensors: every tensor is on the device
     DeviceMesh("cuda", ...), init_device_mesh("cuda", ...)         a mesh of the CPU, whose group is the world's
     torch.cuda.Stream(), Event(), synchronize(), empty_cache()     accepted; nothing happens
-    torch.cuda.is_available(), current_device(), get_device_capability()   as the target says
-    torch.cuda.memory_allocated(), max_memory_allocated()          0: what a plan is for is in the plan
+    torch.cuda.is_available(), current_device(), get_device_capability()   from the target
+    torch.cuda.memory_allocated(), max_memory_allocated()          0: memory is read from the plan
     torch.optim.AdamW(...), clip_grad_norm_                        foreach by default, as on CUDA
 
-Only a thread that plans sees any of it. torch's own code goes on being told that there is no CUDA: it would call a
-driver. A constructor takes `device="cuda"` and no number: torch reads one before anybody else can.
-A tensor is on one device only: `.cpu()` and `.to("cuda")` give the same tensor, and what a program keeps on the host
-(offloaded parameters, pinned batches) counts as the device's.
-Refuses (`TargetError`): CUDA graphs and figures of a driver, which no fake device has.
+Only a thread with a CUDA target sees any of this. For torch's own modules `torch.cuda.is_available()` and the like
+keep their real result: torch would call the driver. A factory accepts `device="cuda"` but no device index: torch parses
+an index before a mode or a patch can replace it.
+All tensors are on one device: `.cpu()` and `.to("cuda")` return the same tensor, and what a program keeps on the host
+(offloaded parameters, pinned batches) counts as device memory.
+Refuses (`TargetError`): CUDA graphs and figures that only a driver has.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from functionalize.util.user_stack import line_of
 _CPU = torch.device("cpu")
 
 
-class Device(Protocol):
-    """What of a target a program can ask for."""
+class TargetDevice(Protocol):
+    """The attributes of a `Target` that a program can query."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -43,16 +44,20 @@ class Device(Protocol):
 
     @property
     def devices(self) -> int:
-        """How many devices a host has."""
+        """The number of devices of a host."""
         ...
 
 
-Planning = Callable[[], Device | None]
+Planning = Callable[[], TargetDevice | None]
 Patch = tuple[Any, str, Any]
 
 
 def patches(planning: Planning, corrected: Callable[[Any, Any], Any]) -> Iterator[Patch]:
-    """(owner, name, replacement) for everything. corrected: the output of an op as the device gives it."""
+    """(owner, name, replacement) per attribute of torch.
+
+    planning: returns the target of the calling thread, or None.
+    corrected: (op, output on the CPU) -> the output in the dtypes that the device returns.
+    """
     yield FakeTensorMode, "__torch_dispatch__", _on_cpu(planning, corrected)
     yield torch.Tensor, "to", _to(planning, torch.Tensor.to)
     for name in ("cuda", "pin_memory"):
@@ -133,7 +138,7 @@ def _meshes(planning: Planning) -> Iterator[Patch]:
 
 
 def _foreach(planning: Planning) -> Iterator[Patch]:
-    """Where optimizers and clipping decide between foreach and a loop."""
+    """The functions by which optimizers and clipping decide between foreach and a loop over tensors."""
     name, kinds = "_get_foreach_kernels_supported_devices", "_foreach_supported_types"
     for owner in foreach_owners():
         yield owner, name, _with_cpu(planning, getattr(owner, name))
@@ -152,13 +157,13 @@ def _with_cpu(planning: Planning, original: Any) -> Any:
 # -- torch.cuda ------------------------------------------------------------------------------------------
 
 
-class Stream:
-    """A stream on which nothing runs."""
+class StreamStandIn:
+    """Stand-in for `torch.cuda.Stream`: nothing runs on it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device, self.device_index, self.priority = torch.device("cuda", 0), 0, 0
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> StreamStandIn:
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -169,17 +174,17 @@ class Stream:
 
     wait_stream = wait_event = synchronize
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: EventStandIn | None = None) -> EventStandIn:
         """An event that has happened."""
-        return event or Event()
+        return event or EventStandIn()
 
     def query(self) -> bool:
         """Everything has run."""
         return True
 
 
-class Event:
-    """An event that has happened."""
+class EventStandIn:
+    """Stand-in for `torch.cuda.Event`: every event has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -193,7 +198,7 @@ class Event:
         """It has happened."""
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: EventStandIn) -> float:
         """No time passes."""
         return 0.0
 
@@ -254,7 +259,7 @@ def _cuda(planning: Planning) -> Iterator[Patch]:
     common = sys.modules["torch.cuda.amp.common"]
     name = "amp_definitely_not_available"
     yield common, name, _nothing(planning, getattr(common, name), False)
-    for name, kind in (("Stream", Stream), ("Event", Event)):
+    for name, kind in (("Stream", StreamStandIn), ("Event", EventStandIn)):
         yield cuda, name, _made(planning, getattr(cuda, name), kind)
 
 
@@ -268,24 +273,24 @@ def _refusing(planning: Planning, name: str, original: Any) -> Any:
         )
 
     function.__doc__ = original.__doc__
-    if isinstance(original, type):  # which annotations name
+    if isinstance(original, type):  # annotations need a class
         return _called(original, lambda kind, *args, **kwargs: function(*args, **kwargs))
     return function
 
 
 def _called(original: type, new: Callable[..., Any]) -> type:
-    """A class in place of another that makes its instances by `new`."""
+    """A subclass of `original` that makes its instances by `new`."""
     body = {"__new__": staticmethod(new), "__init__": lambda self, *args, **kwargs: None}
     return type(original.__name__, (original,), {**body, "__doc__": original.__doc__})
 
 
 def _answering(planning: Planning, original: Any, answer: Callable[..., Any]) -> Any:
-    """What the target says, to a program; the truth to torch's own code."""
+    """`answer(target)` for callers outside of torch; the original for torch's own modules."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         device = planning()
-        asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        if device is None or asks == "torch":
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if device is None or caller == "torch":
             return original(*args, **kwargs)
         return answer(device, *args)
 
@@ -295,44 +300,44 @@ def _answering(planning: Planning, original: Any, answer: Callable[..., Any]) ->
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "is_available": lambda device: True,
-    "is_bf16_supported": lambda device, *given: device.capability >= (8, 0),
+    "is_bf16_supported": lambda device, *args: device.capability >= (8, 0),
     "device_count": lambda device: device.devices,
-    "get_device_capability": lambda device, *given: device.capability,
-    "get_device_name": lambda device, *given: _name(device),
-    "get_device_properties": lambda device, *given: _properties(device),
-    "current_stream": lambda device, *given: Stream(),
-    "default_stream": lambda device, *given: Stream(),
+    "get_device_capability": lambda device, *args: device.capability,
+    "get_device_name": lambda device, *args: _name(device),
+    "get_device_properties": lambda device, *args: _properties(device),
+    "current_stream": lambda device, *args: StreamStandIn(),
+    "default_stream": lambda device, *args: StreamStandIn(),
     "stream": lambda device, stream: contextlib.nullcontext(stream),
-    "get_rng_state": lambda device, *given: torch.empty(16, dtype=torch.uint8),
+    "get_rng_state": lambda device, *args: torch.empty(16, dtype=torch.uint8),
     "get_rng_state_all": lambda device: [torch.empty(16, dtype=torch.uint8)] * device.devices,
 }
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "is_available": lambda device: True,
-    "current_accelerator": lambda device, *given: torch.device("cuda"),
+    "current_accelerator": lambda device, *args: torch.device("cuda"),
     "device_count": lambda device: device.devices,
     "current_device_index": lambda device: 0,
-    "set_device_index": lambda device, *given: None,
-    "synchronize": lambda device, *given: None,
-    "empty_cache": lambda device, *given: None,
-    "current_stream": lambda device, *given: Stream(),
-    "reset_peak_memory_stats": lambda device, *given: None,
-    "memory_allocated": lambda device, *given: 0,
-    "max_memory_allocated": lambda device, *given: 0,
+    "set_device_index": lambda device, *args: None,
+    "synchronize": lambda device, *args: None,
+    "empty_cache": lambda device, *args: None,
+    "current_stream": lambda device, *args: StreamStandIn(),
+    "reset_peak_memory_stats": lambda device, *args: None,
+    "memory_allocated": lambda device, *args: 0,
+    "max_memory_allocated": lambda device, *args: 0,
 }
 
 
-def _name(device: Device) -> str:
+def _name(device: TargetDevice) -> str:
     major, minor = device.capability
     return f"a planned CUDA device, sm_{major}{minor}"
 
 
-def _properties(device: Device) -> SimpleNamespace:
+def _properties(device: TargetDevice) -> SimpleNamespace:
     major, minor = device.capability
     return SimpleNamespace(name=_name(device), major=major, minor=minor)
 
 
 def _made(planning: Planning, original: type, stand_in: type) -> Any:
-    """A class that makes stand-ins in a thread that plans, and the real thing elsewhere."""
+    """A class that makes instances of `stand_in` in a thread with a target, and of `original` elsewhere."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Ops that a CUDA device computes by other kernels than the CPU, as a target overrides them in the dispatcher.
+"""Dispatcher overrides for ops that CUDA computes by other kernels than the CPU.
 
-    aten.scaled_dot_product_attention    the fused attention that the device takes, see sdpa_choice.py
+    aten.scaled_dot_product_attention    the fused attention that the device runs, see sdpa_choice.py
     aten.dropout                         native_dropout, which keeps a mask of one byte per element
     aten._fused_rms_norm                 one op that keeps one number per row; on CPU it is made of a dozen ops
     aten.softmax, log_softmax            from float16 to float32 in one op
     aten.native_layer_norm               keeps its statistics in float32 for inputs of half precision
 
-The overrides act on fake CPU tensors of a thread that plans; everything else gets the original kernel. They sit at
-autograd's key, so they hold in backward (recomputation) too, where no mode for functions is on, and autograd records
-what they call. Which kernel a convolution or a batch norm takes (cuDNN's or torch's) is not modelled: it changes no
-tensor that is kept, but for the reserve space of cuDNN's batch norm. A recurrent layer is taken step by step as on the
-CPU and reported so: cuDNN runs it as one op, and what that keeps is not modelled.
+The overrides apply to fake CPU tensors in a thread with a target; all other calls run the original kernel. They are
+registered at autograd's key: so they also apply in backward (recomputation), where no `TorchFunctionMode` is on, and
+autograd records the ops that they call. Whether a convolution or a batch norm runs by cuDNN or torch is not modelled:
+no tensor saved for backward depends on it, except the reserve space of cuDNN's batch norm. A recurrent layer runs step
+by step as on the CPU, and is reported so: cuDNN runs it as one op, whose saved tensors are not modelled.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _SOFTMAXES = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_softmax.default}
 
 
-class Wish(Protocol):
-    """What of a target the overrides ask for."""
+class KernelOptions(Protocol):
+    """The attributes of a `Target` that the overrides read."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -52,17 +52,17 @@ class Wish(Protocol):
 
     @property
     def attention(self) -> str | None:
-        """The attention kernel to take, None for the device's own choice."""
+        """The attention kernel to run, None for the device's own choice."""
         ...
 
 
-Found = tuple[Wish, Choices]
+Found = tuple[KernelOptions, Choices]
 Find = Callable[[Any], Found | None]
 
 
 @contextmanager
 def overridden(find: Find) -> Iterator[None]:
-    """The overrides, for as long as this lasts. find: the target for a tensor; None: the original kernel."""
+    """Register the overrides inside the `with`. find: returns the target for a tensor, or None: the original kernel."""
     attended = _attention(find)
     with op_overrides("aten") as library, composite_override(_ATTENTION, attended):
         library.impl("scaled_dot_product_attention", attended, "AutogradCPU")
@@ -91,7 +91,9 @@ def _attention(find: Find) -> Any:
         enable_gqa: bool = False,
     ) -> Any:
         found = find(query)
-        call = attention.Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        call = attention.AttentionCall(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
         if found is None or not attention.is_valid(call):
             options = {"scale": scale, "enable_gqa": enable_gqa}
             return composite_kernel(
@@ -154,12 +156,12 @@ def _rms_norm(find: Find, fused: Any) -> Any:
 
 
 def _needs_a_device(*args: Any, **kwargs: Any) -> Any:
-    """So that autograd's kernel for CUDA is the one of the fused op: in a build without CUDA it has none."""
+    """A CUDA kernel to register in a build without CUDA: autograd's kernel then dispatches to the fused op."""
     raise NotImplementedError("aten::_fused_rms_norm has no CUDA kernel in this build of torch")
 
 
 def as_on_cuda(func: Any, out: Any) -> Any:
-    """The output of an op on fake CPU tensors, as a CUDA device gives it."""
+    """The output of an op on fake CPU tensors, in the dtypes that a CUDA device returns."""
     if func is not _LAYER_NORM or out is NotImplemented:
         return out
     result, *statistics = out

@@ -1,12 +1,12 @@
-"""What a program asks of a fake tensor past the dispatcher, in a fake world: answered where it can be, else refused.
+"""Reads of a fake tensor that bypass the dispatcher, in a fake world: answered where possible, else refused.
 
-    f"{loss:.3f}"                              the number that is assumed, as of `loss.item()`
+    f"{loss:.3f}"                              formats the assumed number, the same as `loss.item()`
     tensor.numpy(), numpy.asarray(tensor)      WorldError: there is no data
-    DistributedDataParallel(model)             WorldError: its C++ reads data; what to plan in its place
+    DistributedDataParallel(model)             WorldError: its C++ reads data; names the alternative
     FullyShardedDataParallel(model)            the same, for FSDP1
-    SyncBatchNorm, flex_attention              WorldError for a target with kernels that the CPU has not
+    SyncBatchNorm, flex_attention              WorldError for a CUDA target: the CPU lacks their kernels
 
-torch's own errors for these speak of tensor subclasses, or of a CPU that nobody has named.
+torch's own errors here mention tensor subclasses, or a CPU that does not occur in the user's code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FLEX = (
 
 
 def patches(target: str, in_world: Callable[[], bool]) -> Iterator[Patch]:
-    """(owner, name, replacement). in_world: whether the calling thread is in one."""
+    """(owner, name, replacement) per attribute of torch. in_world: whether the calling thread is in a fake world."""
     yield Tensor, "__format__", _formatted(Tensor.__format__, in_world)
     yield Tensor, "numpy", _without_data(Tensor.numpy, in_world)
     kinds: tuple[Any, ...] = (

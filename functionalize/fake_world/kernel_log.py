@@ -1,9 +1,9 @@
-"""Which kernels a target device was taken to run, how often, and why: the report of a plan's assumptions.
+"""Which kernels a target device is assumed to run, how often, and why: the report of a plan's assumptions.
 
     choices.rows        [Choice("scaled_dot_product_attention", "cudnn", "the first in the order of sm_90", 64), ...]
     print(choices.text())
 
-Rows stand in the order in which they were first taken.
+Rows are in the order of their first call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """An op took a kernel, `count` times, for one reason."""
+    """An op ran a kernel `count` times for one reason."""
 
     op: str
     kernel: str
@@ -22,24 +22,24 @@ class Choice:
 
 
 class Choices:
-    """What was chosen so far, for a target named `target`."""
+    """The choices so far. target: the name of the target."""
 
     def __init__(self, target: str) -> None:
         self.target = target
         self._counts: dict[tuple[str, str, str], int] = {}
 
     def note(self, op: str, kernel: str, reason: str) -> None:
-        """Count one more."""
+        """Count one more call of `op`."""
         key = op, kernel, reason
         self._counts[key] = self._counts.get(key, 0) + 1
 
     @property
     def rows(self) -> list[Choice]:
-        """Every choice."""
+        """A row per op, kernel and reason."""
         return [Choice(*key, count) for key, count in self._counts.items()]
 
     def kernels(self, op: str) -> dict[str, int]:
-        """How often each kernel of an op was taken."""
+        """How often each kernel of an op ran."""
         found: dict[str, int] = {}
         for row in self.rows:
             if row.op == op:

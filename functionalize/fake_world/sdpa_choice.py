@@ -1,16 +1,16 @@
-"""Which attention kernel a CUDA device takes for a call of `scaled_dot_product_attention`, and the call of it.
+"""Which attention kernel a CUDA device runs for a call of `scaled_dot_product_attention`, and the call of that kernel.
 
     choose(call, (9, 0), forced=None)   ->  Chosen("cudnn", "the first in the order of sm_90")
-    run("cudnn", call)                  ->  what aten._scaled_dot_product_cudnn_attention gives, as the C++ does it
+    run("cudnn", call)                  ->  the output of aten._scaled_dot_product_cudnn_attention, called as in C++
 
 Source: the rules of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and attention.cpp, torch 2.11 to 2.13, and
-the cuDNN of the wheels for CUDA 13. Those for CUDA 12 have an older one and try flash first on an H100, too: take
-`Target(attention="flash")` for them. A context `sdpa_kernel` is followed, and its order. Where versions differ the
-older rule holds: cuDNN takes heads up to 128 (and 192 with 128), memory-efficient attention no grouped heads
-(torch takes them after 2.13, pull request 191085).
-None of the fused kernels keeps the scores, so memory hardly depends on which of them it is.
-Refusals: math attention that nobody asked for. It keeps the scores of every head, so a plan that took it for a fused
-kernel would be wrong by several times.
+the cuDNN of the wheels for CUDA 13. The wheels for CUDA 12 have an older cuDNN and try flash first on an H100, too: use
+`Target(attention="flash")` for them. A `torch.nn.attention.sdpa_kernel` context is respected, and so is its order.
+Where torch versions differ the older rule holds: cuDNN accepts head sizes up to 128 (and 192 with 128 for the value),
+memory-efficient attention accepts no grouped heads (torch accepts them after 2.13, pull request 191085).
+None of the fused kernels stores the attention scores, so memory hardly depends on which of them runs.
+Refusals: math attention that neither the target nor `sdpa_kernel` requests. It stores the scores of every head, so a
+plan that mistook it for a fused kernel would be wrong by several times.
 """
 
 from __future__ import annotations
@@ -42,13 +42,18 @@ _NAMES = {
     SDPBackend.MATH.value: MATH,
 }
 KERNELS = tuple(_NAMES.values())
+# The order of kernels unless `sdpa_kernel(..., set_priority=True)` sets another one, and that of sm_90 and sm_100.
 _PLAIN_ORDER = ("flash", "efficient", MATH, "cudnn")
 _CUDNN_FIRST = ("cudnn", "flash", "efficient", MATH)
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """The arguments of one call, (batch, heads, length, head size) each."""
+class AttentionCall:
+    """The arguments of one call of `scaled_dot_product_attention`.
+
+    query, key, value: of shape (batch, heads, length, head size). grouped: the argument `enable_gqa`, under which
+    several heads of the query share one head of the key and of the value.
+    """
 
     query: Tensor
     key: Tensor
@@ -66,7 +71,7 @@ class Call:
 
     @property
     def trains(self) -> bool:
-        """Whether a backward may follow."""
+        """Whether autograd records the call, so that a backward may follow."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
 
     def __str__(self) -> str:
@@ -82,14 +87,18 @@ class Call:
 
 
 class Chosen(NamedTuple):
-    """A kernel, and why it was taken."""
+    """A kernel, and why the device runs it."""
 
     kernel: str
     reason: str
 
 
-def choose(call: Call, capability: Capability, forced: str | None) -> Chosen:
-    """The kernel that a device takes. forced: the target's own wish. Raises `TargetError` where none but math can."""
+def choose(call: AttentionCall, capability: Capability, forced: str | None) -> Chosen:
+    """The kernel that a device of this compute capability runs for the call.
+
+    forced: the kernel that the target names; None: the device's own choice.
+    Raises `TargetError` if `forced` refuses the call, or if only math attention accepts it and nothing requests math.
+    """
     if forced == MATH:
         return Chosen(MATH, "the target says so")
     refused: dict[str, str] = {}
@@ -117,7 +126,7 @@ def _why(refused: dict[str, str], capability: Capability, forced: str | None) ->
 
 
 def _refused(
-    call: Call, refused: dict[str, str], capability: Capability, forced: str | None
+    call: AttentionCall, refused: dict[str, str], capability: Capability, forced: str | None
 ) -> TargetError:
     if forced is None:
         for kernel in _ENABLED:
@@ -141,7 +150,7 @@ def _refused(
 
 
 def _order(capability: Capability) -> tuple[str, ...]:
-    """As `sdpa_kernel(..., set_priority=True)` has it, else as the device has it."""
+    """The order in which kernels are tried: that of `sdpa_kernel(..., set_priority=True)`, else the device's own."""
     order = tuple(_NAMES[number] for number in sdpa_order() if number in _NAMES)
     if order == _PLAIN_ORDER and capability[0] in (9, 10):
         return _CUDNN_FIRST
@@ -155,8 +164,8 @@ _ENABLED: dict[str, Callable[[], bool]] = {
 }
 
 
-def refusal(kernel: str, call: Call, capability: Capability) -> str | None:
-    """Why a fused kernel does not take a call; None if it does."""
+def refusal(kernel: str, call: AttentionCall, capability: Capability) -> str | None:
+    """Why a fused kernel does not accept a call; None if it accepts it."""
     return next(_RULES[kernel](call, capability), None)
 
 
@@ -165,7 +174,7 @@ def _sm(capability: Capability) -> str:
 
 
 def _common(
-    kernel: str, call: Call, capability: Capability, oldest: Capability, grouped: bool
+    kernel: str, call: AttentionCall, capability: Capability, oldest: Capability, grouped: bool
 ) -> Iterator[str]:
     if not _ENABLED[kernel]():
         yield "switched off (sdpa_kernel or torch.backends.cuda)"
@@ -181,7 +190,7 @@ def _common(
     yield from _heads(call, grouped, same=kernel != "cudnn")
 
 
-def _strides(call: Call, any_if_one: bool) -> Iterator[str]:
+def _strides(call: AttentionCall, any_if_one: bool) -> Iterator[str]:
     last = [t.stride(-1) for t in call.tensors]
     if last != [1, 1, 1] and not (any_if_one and call.query.size(-1) == 1):
         yield f"the last dimensions have strides {last}, not 1"
@@ -189,7 +198,7 @@ def _strides(call: Call, any_if_one: bool) -> Iterator[str]:
         yield f"the last dimension of the mask has stride {call.mask.stride(-1)}, not 1"
 
 
-def _heads(call: Call, grouped: bool, same: bool) -> Iterator[str]:
+def _heads(call: AttentionCall, grouped: bool, same: bool) -> Iterator[str]:
     if len({t.size(0) for t in call.tensors}) > 1:
         yield f"the batches differ: {[t.size(0) for t in call.tensors]}"
     heads = [t.size(1) for t in call.tensors]
@@ -201,14 +210,14 @@ def _heads(call: Call, grouped: bool, same: bool) -> Iterator[str]:
         yield f"heads {heads} are not groups of the same size"
 
 
-def _dtypes(call: Call, allowed: tuple[torch.dtype, ...]) -> Iterator[str]:
+def _dtypes(call: AttentionCall, allowed: tuple[torch.dtype, ...]) -> Iterator[str]:
     dtypes = [str(t.dtype).removeprefix("torch.") for t in call.tensors]
     if len(set(dtypes)) > 1 or call.query.dtype not in allowed:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         yield f"needs {names}, not {dtypes[0] if len(set(dtypes)) == 1 else dtypes}"
 
 
-def _flash(call: Call, capability: Capability) -> Iterator[str]:
+def _flash(call: AttentionCall, capability: Capability) -> Iterator[str]:
     yield from _common("flash", call, capability, (8, 0), grouped=True)
     if call.mask is not None:
         yield "takes no mask"
@@ -224,7 +233,7 @@ def _flash(call: Call, capability: Capability) -> Iterator[str]:
     yield from _dtypes(call, _HALF)
 
 
-def _efficient(call: Call, capability: Capability) -> Iterator[str]:
+def _efficient(call: AttentionCall, capability: Capability) -> Iterator[str]:
     yield from _common("efficient", call, capability, (5, 0), grouped=False)
     bits = 16 if call.query.dtype in _HALF else 32
     cores = capability[0] >= 8 or (capability[0] == 7 and bits == 16)
@@ -236,7 +245,7 @@ def _efficient(call: Call, capability: Capability) -> Iterator[str]:
     yield from _dtypes(call, (*half, torch.float32))
 
 
-def _cudnn(call: Call, capability: Capability) -> Iterator[str]:
+def _cudnn(call: AttentionCall, capability: Capability) -> Iterator[str]:
     yield from _common("cudnn", call, capability, (8, 0), grouped=True)
     if torch.are_deterministic_algorithms_enabled() and not (
         torch.is_deterministic_algorithms_warn_only_enabled()
@@ -258,7 +267,7 @@ def _cudnn(call: Call, capability: Capability) -> Iterator[str]:
         yield "a sequence has length 1"
 
 
-def _cudnn_mask(call: Call) -> Iterator[str]:
+def _cudnn_mask(call: AttentionCall) -> Iterator[str]:
     if call.mask is None:
         return
     if call.mask.requires_grad:
@@ -274,8 +283,8 @@ def _cudnn_mask(call: Call) -> Iterator[str]:
 _RULES = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}
 
 
-def is_valid(call: Call) -> bool:
-    """Whether eager takes the call at all: it raises errors of its own else."""
+def is_valid(call: AttentionCall) -> bool:
+    """Whether the arguments are acceptable in eager mode; if not, torch's own error should be raised."""
     same = len({t.dtype for t in call.tensors}) == 1 and len({t.device for t in call.tensors}) == 1
     mask = call.mask
     if mask is not None:
@@ -284,27 +293,29 @@ def is_valid(call: Call) -> bool:
     return same and all(t.dim() >= 2 for t in call.tensors)
 
 
-# -- calls, step by step as C++ makes them ------------------------------------------------------------
+# -- calls of the kernels' ops, with the same padding and casts as in C++ ------------------------------
 
 
-def run(kernel: str, call: Call) -> Tensor:
-    """The output of the kernel's op; autograd records it."""
+def run(kernel: str, call: AttentionCall) -> Tensor:
+    """The output of the op that runs the kernel; autograd records that op."""
     return _RUNS[kernel](call)
 
 
-def _run_flash(call: Call) -> Tensor:
+def _run_flash(call: AttentionCall) -> Tensor:
     size = call.query.size(-1)
     scale = 1 / math.sqrt(size) if call.scale is None else call.scale
-    given = [F.pad(t, (0, -size % 8)) if size % 8 else t for t in call.tensors]
+    # Flash attention needs head sizes that 8 divides: C++ pads them and slices the output.
+    padded = [F.pad(t, (0, -size % 8)) if size % 8 else t for t in call.tensors]
     out: Tensor = aten._scaled_dot_product_flash_attention(
-        *given, call.dropout, call.is_causal, False, scale=scale
+        *padded, call.dropout, call.is_causal, False, scale=scale
     )[0]
     return out[..., :size] if size % 8 else out
 
 
-def _run_efficient(call: Call) -> Tensor:
+def _run_efficient(call: AttentionCall) -> Tensor:
     bias = _as_bias(call, -math.inf)
     if bias is not None:
+        # The kernel loads the bias in vectors of 8: C++ pads rows whose strides do not allow that.
         if bias.stride(-1) != 1 or any(n % 8 for n in bias.stride()[:-1]):
             columns = bias.size(-1)
             bias = F.pad(bias, (0, 8 - columns % 8))[..., :columns]
@@ -315,7 +326,7 @@ def _run_efficient(call: Call) -> Tensor:
     return out
 
 
-def _run_cudnn(call: Call) -> Tensor:
+def _run_cudnn(call: AttentionCall) -> Tensor:
     bias = _as_bias(call, -65504.0)
     out: Tensor = aten._scaled_dot_product_cudnn_attention(
         *call.tensors, bias, call.trains, call.dropout, call.is_causal, False, scale=call.scale
@@ -323,7 +334,7 @@ def _run_cudnn(call: Call) -> Tensor:
     return out
 
 
-def _run_math(call: Call) -> Tensor:
+def _run_math(call: AttentionCall) -> Tensor:
     bias = _as_bias(call, -math.inf)
     out: Tensor = aten._scaled_dot_product_attention_math(
         *call.tensors,
@@ -337,16 +348,17 @@ def _run_math(call: Call) -> Tensor:
     return out
 
 
-def _as_bias(call: Call, hidden: float) -> Tensor | None:
+def _as_bias(call: AttentionCall, masked: float) -> Tensor | None:
+    """The mask as a bias added to the scores: a mask of bool becomes 0 where it is True and `masked` elsewhere."""
     mask = call.mask
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(
-        mask, 0.0, torch.scalar_tensor(hidden, dtype=call.query.dtype, device=mask.device)
+        mask, 0.0, torch.scalar_tensor(masked, dtype=call.query.dtype, device=mask.device)
     )
 
 
-_RUNS: dict[str, Callable[[Call], Tensor]] = {
+_RUNS: dict[str, Callable[[AttentionCall], Tensor]] = {
     "flash": _run_flash,
     "efficient": _run_efficient,
     "cudnn": _run_cudnn,

@@ -1,21 +1,22 @@
-"""The target personality of a fake world: what the device that is planned for would do, on fake CPU tensors.
+"""The target of a fake world: fake CPU tensors behave as tensors of the device that is planned for.
 
     target = target_named("cuda")                     or Target(capability=(8, 0)), Target(attention="math")
     with target.applied() as choices:
-        step(batch)                                   unmodified code, that may name "cuda" throughout
+        step(batch)                                   unmodified code, which may name "cuda"
     print(choices.text())                             scaled_dot_product_attention -> flash (64 times): ...
 
-For the time of the `with`, in this thread and on fake tensors: the attention kernel of the device (`sdpa_choice.py`),
-its dropout and norms (`cuda_kernels.py`), its lists of `torch.autocast` (`autocast.py`), its defaults of optimizers,
-and what `torch.cuda` and the name "cuda" mean (`cuda_api.py`). The target "cpu" changes none of them. With either,
-`model.to(torch.bfloat16)` works on fake parameters and keeps their identity: torch's own fake mode often refuses it.
+Inside the `with`, in this thread and on fake tensors, these are the device's: the attention kernel
+(`sdpa_choice.py`), dropout and norms (`cuda_kernels.py`), the op lists of `torch.autocast` (`autocast.py`), the
+defaults of optimizers, and the meaning of `torch.cuda` and of the name "cuda" (`cuda_api.py`). The target "cpu" changes
+none of these. With any target `model.to(torch.bfloat16)` works on fake parameters and keeps their identity; under
+torch's own fake mode it often raises.
 
 Why fake CPU tensors and not fake CUDA ones: a build of torch without CUDA makes fake `cuda` tensors, but convolutions,
 linear layers and fused optimizers of them raise ("PyTorch is not linked with support for cuda devices"), and dropout,
-batch norm, attention and RMSNorm end the process. So "cuda" is a name here, and a program that checks
+batch norm, attention and RMSNorm crash the process. So "cuda" is only a name here, and a program that checks
 `tensor.is_cuda` or `tensor.device.type == "cuda"` sees a CPU tensor.
-Invariant: torch is as before after the `with`, whatever happened in it; other threads see no difference.
-Refuses (`TargetError`): unknown targets and kernels, a target inside a target, math attention that nobody asked for.
+Invariant: after the `with` torch is as before, also if its body raised; other threads see no difference.
+Refuses (`TargetError`): unknown targets and kernels, a target inside a target, math attention that is not requested.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ import torch
 
 from functionalize._compat.fakes import FakeTensor, is_fake, swap_fakes
 from functionalize.errors import TargetError
-from functionalize.fake_world import autocast as autocasts
-from functionalize.fake_world import cuda_api as device_names
-from functionalize.fake_world import cuda_kernels as kernels
+from functionalize.fake_world import autocast, cuda_api, cuda_kernels
 from functionalize.fake_world.kernel_log import Choice, Choices
 from functionalize.fake_world.sdpa_choice import KERNELS
 from functionalize.util.patching import Patches
@@ -46,10 +45,12 @@ _NAMES = ("cuda", "cpu")
 class Target:
     """A device to plan for.
 
-    name: "cuda" or "cpu". capability: of a CUDA device, (8, 0) for an A100, (9, 0) for an H100.
-    attention: take this kernel for every attention ("flash", "efficient", "cudnn", "math"), where None takes the
-    device's own choice and refuses math. devices: how many a host has, as `torch.cuda.device_count()` tells.
-    Raises `TargetError` for a name or a kernel that is not known.
+    name: "cuda" or "cpu".
+    capability: the compute capability of a CUDA device, (8, 0) for an A100, (9, 0) for an H100.
+    attention: the kernel that every attention runs ("flash", "efficient", "cudnn", "math"); None: the device's own
+    choice, which refuses math.
+    devices: the number of devices of a host, which `torch.cuda.device_count()` returns.
+    Raises `TargetError` for an unknown name or kernel.
     """
 
     name: str = "cuda"
@@ -70,7 +71,7 @@ class Target:
         return f"{self.name} (sm_{self.capability[0]}{self.capability[1]}{forced})"
 
     def applied(self) -> AbstractContextManager[Choices]:
-        """Be this target for the time of a `with`; gives what it chose. Raises `TargetError` inside another one."""
+        """Apply this target inside a `with`, which yields the `Choices`. Raises `TargetError` inside another target."""
         return _applied(self)
 
 
@@ -79,68 +80,69 @@ def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
 
 
 def target_named(target: str | Target) -> Target:
-    """A target by its name, or itself. Raises `TargetError` for a name that is not known."""
+    """The target of that name; a `Target` is returned unchanged. Raises `TargetError` for an unknown name."""
     return target if isinstance(target, Target) else Target(target)
 
 
 def placed(device: torch.device) -> torch.device:
-    """The device that an op on `device` is recorded with: the CPU's tensors stand for those of a planned one."""
+    """The device to record for an op on `device`: under a CUDA target, CPU tensors stand for CUDA tensors."""
     if device.type == "cuda" and _ACTIVE.planning() is not None:
         return torch.device("cpu")
     return device
 
 
 class _Active:
-    """The targets that are applied now, by thread; the dispatcher's overrides exist while there is one."""
+    """The target of each thread. The dispatcher overrides and patches are installed while any thread has one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[int, tuple[Target, Choices]] = {}
-        self._stack: ExitStack | None = None
+        self._targets: dict[int, tuple[Target, Choices]] = {}  # thread -> its target
+        self._stack: ExitStack | None = None  # removes the overrides and patches when it is closed
 
     def enter(self, target: Target, choices: Choices) -> None:
-        """Be `target` in this thread."""
+        """Apply `target` in this thread."""
         thread = threading.get_ident()
         with self._lock:
-            if thread in self._found:
+            if thread in self._targets:
                 raise TargetError(
-                    f"the target {target} is applied inside {self._found[thread][0]}: leave the one before "
+                    f"the target {target} is applied inside {self._targets[thread][0]}: leave the one before "
                     "entering another"
                 )
             if self._stack is None:
                 with ExitStack() as stack:
                     _PATCHES.install()
                     stack.callback(_PATCHES.remove)
-                    stack.enter_context(kernels.overridden(self.find))
-                    stack.enter_context(autocasts.overridden(self.find))
+                    stack.enter_context(cuda_kernels.overridden(self.find))
+                    stack.enter_context(autocast.overridden(self.find))
                     self._stack = stack.pop_all()
-            self._found[thread] = target, choices
+            self._targets[thread] = target, choices
 
     def leave(self) -> None:
-        """Be no target in this thread."""
+        """Remove the target of this thread."""
         with self._lock:
-            del self._found[threading.get_ident()]
-            if self._stack is not None and not self._found:
+            del self._targets[threading.get_ident()]
+            if self._stack is not None and not self._targets:
                 stack, self._stack = self._stack, None
                 stack.close()
 
     def find(self, value: Any) -> tuple[Target, Choices] | None:
-        """The target for an op on this tensor.
+        """The target for an op on this tensor; None if it is not fake, or the target is "cpu".
 
-        A thread without one may be autograd's, which runs a backward of a thread that has one.
+        A thread without a target may be an autograd thread that runs the backward of a thread with one: it is treated
+        as such if exactly one thread has a target.
         """
         if value is None or not is_fake(value):
             return None
-        found = self._found.get(threading.get_ident())
-        if found is None and len(self._found) == 1:
-            (found,) = self._found.values()
+        found = self._targets.get(threading.get_ident())
+        if found is None and len(self._targets) == 1:
+            (found,) = self._targets.values()
         return found if found is not None and found[0].name != "cpu" else None
 
     def swapping(self, original: Any) -> Any:
-        """`Module.to` and the like swap fake parameters: torch refuses where the fake mode knows one of them."""
+        """`torch.utils.swap_tensors` for fake tensors, as `Module.to` calls it: torch's raises on memoised ones."""
 
         def swap_tensors(t1: Any, t2: Any) -> None:
-            if threading.get_ident() in self._found and isinstance(t1, FakeTensor):
+            if threading.get_ident() in self._targets and isinstance(t1, FakeTensor):
                 swap_fakes(t1, t2)
             else:
                 original(t1, t2)
@@ -149,15 +151,15 @@ class _Active:
         return swap_tensors
 
     def planning(self) -> Target | None:
-        """The target of this thread, if it is another device than the CPU."""
-        found = self._found.get(threading.get_ident())
+        """The target of this thread, if it is not the CPU; else None."""
+        found = self._targets.get(threading.get_ident())
         return found[0] if found is not None and found[0].name != "cpu" else None
 
 
 def _patches() -> Iterator[tuple[Any, str, Any]]:
-    yield from device_names.patches(_ACTIVE.planning, kernels.as_on_cuda)
+    yield from cuda_api.patches(_ACTIVE.planning, cuda_kernels.as_on_cuda)
     yield torch.utils, "swap_tensors", _ACTIVE.swapping(torch.utils.swap_tensors)
-    yield from autocasts.patches(_ACTIVE.planning)
+    yield from autocast.patches(_ACTIVE.planning)
 
 
 _ACTIVE = _Active()

@@ -5,19 +5,21 @@
         step = fz.capture(train_step)
         step(batch), step(batch)              recorded as on any machine; nothing is allocated or sent
 
-What is other than in a world of real ranks, for the time of the `with`:
+What differs from a job of real ranks, inside the `with`:
 - every tensor is fake (a shape without data), and on the CPU whatever device the program names;
 - the process group is torch's fake one: collectives return at once. `mesh` shapes the default mesh;
-- `fully_shard` takes one chunk of a parameter and not one per rank, which is O(parameters * world) in torch;
-- the sharding propagation of DTensor runs on fake tensors of its own, which nobody may count;
-- a library that asks whether a tensor is fake is told no: Hugging Face would take masks that real training leaves out;
-- a number that Python reads from data that is not there is assumed, and told in `World.assumed`: what a tensor was made
-  of if that is known (`torch.zeros(1)`, and in-place ops leave it), `any` False, `all` True, else 1 (`True`);
-- the kernels, defaults and autocasts of the target, see `target.py`.
+- `fully_shard` makes the one chunk of a parameter that it keeps; torch makes one per rank, O(parameters * world);
+- the sharding propagation of DTensor runs under its own fake mode, so that its ops are neither recorded nor counted;
+- other libraries see the tensors as real (`isinstance(t, FakeTensor)` is False): given fake tensors, Hugging Face
+  builds attention masks that it leaves out in real training;
+- a number that Python reads from a fake tensor (`item()`) is assumed, and listed in `World.assumed`: the fill value if
+  the tensor comes from a factory (`torch.zeros(1)`; in-place ops do not change it), False for `any`, True for `all`,
+  else 1 (`True`);
+- the kernels, defaults and autocast lists are the target's, see `target.py`.
 
-Invariant: everything is as before after the `with`, whatever happened in it.
+Invariant: after the `with` everything is as before, also if its body raised.
 Refuses (`WorldError`): a process group that exists already, a world inside a world, a mesh that does not fit the size,
-results whose shape depends on data, decisions on data other than numbers (`torch.equal`), loops that read on and on.
+results whose shape depends on data, decisions on data other than numbers (`torch.equal`), loops that read without end.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from functionalize._compat.fsdp import fully_sharded_chunks
 from functionalize._compat.graphs import pytree
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.errors import WorldError
-from functionalize.fake_world import fake_queries as fake_asks
+from functionalize.fake_world import fake_queries
 from functionalize.fake_world.cuda_api import is_cuda
 from functionalize.fake_world.target import Choices, Target, target_named
 from functionalize.ir.fakes import FakeResultCache
@@ -64,14 +66,15 @@ from functionalize.util.patching import Patch, Patches
 from functionalize.util.user_stack import line_of
 
 aten = torch.ops.aten
-_MOST_READS = 20_000
+_MOST_READS = 20_000  # of one line: a loop that waits for a number to change would never end
 
 
-def _of_the_first(tensor: Any, *args: Any) -> Any:
+def _same_as_first(tensor: Any, *args: Any) -> Any:
+    """The number assumed for the op's first argument; None if there is none."""
     return getattr(tensor, "assumed", None)
 
 
-# What a tensor with one element is assumed to hold, from the arguments of the op that makes it.
+# The number that a one-element tensor is assumed to hold, computed from the arguments of the op that makes it.
 _ASSUMED: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
     {
         **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), lambda *args: False),
@@ -82,22 +85,23 @@ _ASSUMED: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
         aten.scalar_tensor.default: lambda value: value,
         **dict.fromkeys(
             (aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default),
-            _of_the_first,
+            _same_as_first,
         ),
-        **dict.fromkeys((aten.view.default, aten.reshape.default), _of_the_first),
+        **dict.fromkeys((aten.view.default, aten.reshape.default), _same_as_first),
     }
 )
 _DEVICE = torch.ops.prim.device.default
-_MOST_RANKS = 2**20
+_MOST_RANKS = 2**20  # the largest real integer tensor that still counts as a list of ranks
 _NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
 
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """A fake world. size: how many ranks. rank: the one whose step is seen. mesh: the default `DeviceMesh`.
+    """A fake world, as `world()` yields it.
 
-    target: the device it is planned for. choices: which kernels the target took, and why. assumed: the
-    numbers that Python read and no tensor holds, as text -> how often.
+    size: the number of ranks. rank: the rank whose step is recorded. mesh: the default `DeviceMesh`.
+    target: the device that is planned for. choices: which kernels the target runs, and why.
+    assumed: the user's lines that read a number from a fake tensor -> how often.
     """
 
     size: int
@@ -109,10 +113,10 @@ class World:
 
 
 class WorldMode(FakeTensorMode):
-    """The fakes of a world.
+    """The fake mode of a world.
 
-    Real tensors from outside are taken as fakes of their shape, but for small ones of whole numbers (the ranks of a
-    mesh, indices): ops on those alone run for real.
+    Real tensors from outside are converted to fake ones of the same geometry, except small integer tensors on the CPU
+    (the ranks of a mesh, indices): an op whose tensor arguments are all of that kind runs for real.
     """
 
     def __init__(self, target: str = "cpu") -> None:
@@ -124,7 +128,9 @@ class WorldMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if torch.is_inference_mode_enabled():  # where a fake view would have no version to share
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # inference tensors have no version counter, which a fake view shares
             with torch.inference_mode(False), torch.no_grad():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         if not types and _are_ranks(args, kwargs):
@@ -146,7 +152,7 @@ class WorldMode(FakeTensorMode):
             raise _needs_data(func, "gives a result whose size depends on data") from None
 
     def _assume(self, tensor: Tensor) -> Any:
-        """The number that stands for one that would be read."""
+        """The number that is returned in place of the one that `tensor` would hold."""
         where = line_of(CapturedTraceback.extract())
         self.assumed[where] += 1
         if self.assumed[where] > _MOST_READS:
@@ -159,13 +165,13 @@ class WorldMode(FakeTensorMode):
 
 
 def _are_ranks(args: Any, kwargs: Any) -> bool:
-    """Whether the tensors given are small, real, and hold whole numbers."""
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    return bool(given) and all(
+    """Whether there are tensor arguments and all are small integer tensors on the CPU."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(
         t.device.type == "cpu"
         and t.numel() <= _MOST_RANKS
         and not (t.is_floating_point() or t.is_complex())
-        for t in given
+        for t in tensors
     )
 
 
@@ -195,12 +201,14 @@ def world(
     rank: int = 0,
     target: str | Target = "cuda",
 ) -> Iterator[World]:
-    """A world of `size` ranks, seen from one of them.
+    """A world of `size` ranks, of which this process is one.
 
-    size: the number of ranks; the product of `mesh` if None. mesh: the default mesh's shape, by dimension names
-    (`{"dp": 2048, "tp": 8}`) or without; one dimension of all ranks if None. rank: the one whose shards are seen
-    (uneven shards differ by rank). target: whose kernels are taken: "cuda", "cpu" or a `Target`.
-    Raises `WorldError` for what does not fit, and inside for programs that need data.
+    size: the number of ranks; the product of `mesh` if None.
+    mesh: the shape of the default mesh, with dimension names (`{"dp": 2048, "tp": 8}`) or without; one dimension of
+    all ranks if None.
+    rank: the rank of this process, whose shards the model holds (uneven shards differ by rank).
+    target: the device whose kernels and defaults apply: "cuda", "cpu" or a `Target`.
+    Raises `WorldError` for arguments that do not fit; inside the `with`, for code that needs the data of a tensor.
     """
     shape, names, size = _shape_of(size, mesh)
     if type(rank) is not int or not 0 <= rank < size:
@@ -222,7 +230,7 @@ def world(
         patches.install()
         stack.callback(patches.remove)
         default = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-        stack.enter_context(_unseen_fakes())
+        stack.enter_context(_hidden_fakes())
         stack.enter_context(mode)
         choices = stack.enter_context(kind.applied())
         yield World(size, rank, default, kind, choices, mode.assumed)
@@ -253,10 +261,10 @@ def _shape_of(
 
 
 def _patches(apart: FakeTensorMode, target: str) -> Iterator[Patch]:
-    """(owner, name, replacement). apart: the fakes of sharding propagation."""
-    yield from fake_asks.patches(target, in_world)
+    """(owner, name, replacement) per attribute of torch. apart: the fake mode in which sharding propagation runs."""
+    yield from fake_queries.patches(target, in_world)
     owner, name = sharding_propagation()
-    yield owner, name, _on_other_fakes(getattr(owner, name), apart)
+    yield owner, name, _under_mode(getattr(owner, name), apart)
     for owner, name in fully_sharded_chunks():
         yield owner, name, _Chunks
     yield (*fake_work_ids(), itertools.count().__next__)  # torch draws them from Python's generator
@@ -265,32 +273,33 @@ def _patches(apart: FakeTensorMode, target: str) -> Iterator[Patch]:
 
 
 class _NoFake:
-    """What no tensor is an instance of."""
+    """A class without instances, shown to other libraries as `FakeTensor`."""
 
 
-class _Asked(types.ModuleType):
-    """torch's module of fakes, as it is to torch and us: nobody else finds out that a world's tensors are fake."""
+class _FakesModule(types.ModuleType):
+    """torch's module of fake tensors: modules other than torch's and ours read a `FakeTensor` without instances."""
 
     @property
     def FakeTensor(self) -> type:
         """The class of fakes, or one without instances."""
-        asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        return _NoFake if in_world() and asks not in ("torch", "functionalize") else FakeTensor
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return _NoFake if in_world() and caller not in ("torch", "functionalize") else FakeTensor
 
 
 @contextmanager
-def _unseen_fakes() -> Iterator[None]:
+def _hidden_fakes() -> Iterator[None]:
+    """Hide `FakeTensor` from other libraries, which branch on it."""
     module = fakes_module()
     before = module.__class__
-    module.__class__ = _Asked
+    module.__class__ = _FakesModule
     try:
         yield
     finally:
         module.__class__ = before
 
 
-def _on_other_fakes(original: Callable[..., Any], apart: FakeTensorMode) -> Callable[..., Any]:
-    """The function on fakes of `apart`, unseen by every mode, where a world is; elsewhere as it was."""
+def _under_mode(original: Callable[..., Any], apart: FakeTensorMode) -> Callable[..., Any]:
+    """In a world, `original` runs under the mode `apart` only; outside, unchanged."""
 
     @functools.wraps(original)
     def propagate(*args: Any, **kwargs: Any) -> Any:
@@ -303,7 +312,7 @@ def _on_other_fakes(original: Callable[..., Any], apart: FakeTensorMode) -> Call
 
 
 def _for_real(original: Any) -> Any:
-    """A method of a mesh on the tensors of ranks that it keeps, which are real in a world too, and on the CPU."""
+    """A method of `DeviceMesh`, run without modes in a world: the tensors of ranks that a mesh keeps stay real."""
     if isinstance(original, property):
         return property(_for_real(original.fget))
     if isinstance(original, staticmethod):
@@ -322,7 +331,7 @@ def _for_real(original: Any) -> Any:
 
 
 def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments of a mesh (its first is the mesh itself) with its device replaced, and its ranks real."""
+    """The arguments of `DeviceMesh.__init__` (`self` included) with the device "cpu" and a real tensor of ranks."""
     mesh = args[2] if len(args) > 2 else kwargs.get("mesh")
     if isinstance(mesh, FakeTensor):
         raise WorldError(
@@ -338,7 +347,7 @@ def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
 
 
 class _Chunks(Sequence[Tensor]):
-    """`torch.chunk` and empty tensors up to `count`, each made when it is asked for."""
+    """The result of `torch.chunk`, padded with empty tensors to `count` items; an item is made when it is indexed."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim

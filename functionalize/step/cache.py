@@ -1,12 +1,12 @@
 """The programs of one step, side by side: train and eval, first and last microbatch, sequence lengths.
 
-    cache.matching(key, leaves, spec)    those whose guards all hold, with their inputs
-    cache.add(key, cached)               one more; the least recently used goes when there are too many
+    cache.matching(key, leaves, spec)    the programs whose guards all hold, with their inputs
+    cache.add(key, cached)               adds a program; at the limit the least recently used one is dropped
 
-A call is looked up by what its arguments are (shapes, dtypes, numbers), then tried against the few programs of
-that key, the last used first; a guard that does not hold ends a try early.
-Invariant: at most `limit` programs. When as many in a row were dropped without one replay, recording stops:
-some fact is different at every call, and the warning names it.
+The key of a call is made of properties of its arguments (shapes, dtypes, numbers). The programs with that key are tried
+in order, the last used first; a program's first failing guard ends its trial.
+Invariant: at most `limit` programs. After `limit` programs in a row were dropped without a replay, recording stops:
+some fact differs at every call, and the warning names it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ STRUCTURE = "the structure of the arguments changed"
 
 @dataclass(eq=False)
 class CachedProgram:
-    """One program of a step, and what a replay does in Python.
+    """One program of a step, and the effects of a replay on Python objects.
 
-    slots: where the gradients that the program returns are assigned.
-    effects: what a replay does to FSDP2's state.
+    slots: the slots to which a replay assigns the gradients that the program returns.
+    effects: the changes of FSDP2's state in Python.
     has_grad_fn: for each leaf of the result, whether it had an autograd history in eager.
     reason: why the call was recorded.
-    replays: how often it was replayed.
-    fingerprints: of the collectives in each process group; empty unless passes may change collectives.
-    memory: lifetimes of eager's storages; None if they were not recorded.
+    replays: the number of replays.
+    fingerprints: those of the collectives in each process group; empty unless passes may change collectives.
+    memory: the memory report; None if lifetimes were not recorded.
     """
 
     program: Program
@@ -56,7 +56,7 @@ class CachedProgram:
 
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
-    """What a program is looked up by; calls with other keys cannot share a program."""
+    """The key of a call in the cache; calls with different keys cannot share a program."""
     return (spec, *[_key_of_leaf(leaf) for leaf in leaves])
 
 
@@ -72,7 +72,7 @@ def _key_of_leaf(leaf: Any) -> Hashable:
 
 
 def _same_numbers(a: CachedProgram, b: CachedProgram) -> bool:
-    """Whether Python read the same numbers from tensors in both recordings, which also have the same key."""
+    """Whether Python read the same numbers from tensors in two recordings with the same key."""
     if not a.program.value_guards:
         return False
     facts = [(g.where, repr(g.value)) for g in a.program.value_guards]
@@ -103,18 +103,18 @@ class ProgramCache:
 
     @property
     def latest(self) -> CachedProgram | None:
-        """The program last used or made."""
+        """The program that was last replayed or added."""
         return next(reversed(self._used), None)
 
     @property
     def thrashing(self) -> bool:
-        """Whether programs are made and dropped without being replayed."""
+        """Whether programs are added and dropped without a replay."""
         return self._unused_in_a_row >= self._limit
 
     def matching(
         self, key: Hashable, leaves: Sequence[Any], spec: Any
     ) -> Iterator[tuple[CachedProgram, Call]]:
-        """Every program whose guards hold, with its inputs, the last used first; `reason` says why not others."""
+        """The programs whose guards hold, with their inputs, last used first; `reason`: the first failed guard."""
         self.reason = ""
         for cached in list(self._by_key.get(key, ())):
             call = cached.program.resolve(leaves)
@@ -134,14 +134,14 @@ class ProgramCache:
         return call if isinstance(call, str) else "the arguments are of another kind"
 
     def missed(self, reason: str) -> None:
-        """A guard did not hold; the first one of a call is its `reason`."""
+        """Record that a guard failed; the first failure of a call is its `reason`."""
         self.reason = self.reason or reason
         kind = re.sub(r"-?\d[\d.e+-]*", "#", reason)
         self._misses[kind] += 1
         self._example[kind] = reason
 
     def used(self, cached: CachedProgram) -> None:
-        """A program was replayed."""
+        """Record that a program was replayed."""
         cached.replays += 1
         self._used.move_to_end(cached)
         bucket = self._by_key[self._used[cached]]
@@ -150,7 +150,7 @@ class ProgramCache:
             bucket.insert(0, cached)
 
     def add(self, key: Hashable, cached: CachedProgram) -> None:
-        """Add a program in place of one for the same numbers; else, at the limit, of the least recently used."""
+        """Add a program. It replaces one for the same numbers, else, at the limit, the least recently used one."""
         for same in [k for k in self._by_key.get(key, ()) if _same_numbers(k, cached)]:
             self._drop(same)
         if len(self._used) >= self._limit:

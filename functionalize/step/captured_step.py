@@ -5,14 +5,14 @@
     step(batch)      replays: one flat sequence of functional ops, then the epilogue
 
     call -> replay a cached program whose guards hold
-         -> else record -> judge -> build -> agree, then keep what the ranks agreed on (`stages.py`)
+         -> else record -> judge -> build -> agree, then keep the outcome on which all ranks agreed (`stages.py`)
 
 Which recording is kept: see Note [Steady state] in `recording.py`. Several programs live side by side, see
 `cache.py`; when ranks must agree on replay or capture, see `vote.py`.
-Invariants: a step is never lost and never run twice. A guard that fails means that the call runs eagerly,
-recording; nothing was changed before. An exception passes through as eager raised it, and no program is kept.
-Refusals (see `recording.py`): what a replay could not repeat, and state that never settles. The result of the
-recorded step is returned; the next call raises `UncapturableError` before it runs anything, or runs eagerly
+Invariants: the effects of a step are applied exactly once per call. If a guard fails, nothing has changed yet, and the
+call runs eagerly while it is recorded. An exception of the step propagates as in eager, and no program is kept.
+Refusals (see `recording.py`): effects that a replay cannot repeat, and state that never settles. The call that was
+recorded returns its result; the next call raises `UncapturableError` before it runs anything, or runs eagerly
 (`on_uncapturable="eager"`).
 """
 
@@ -46,9 +46,9 @@ from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, WarmUp
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stages import (
+    FinishedRun,
     Invocation,
     RecordedRun,
-    Run,
     agree,
     build,
     judge,
@@ -77,13 +77,15 @@ class CapturedStep:
         self._fn, self._options = train_step, options
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         self._cache = ProgramCache(self._name, options.max_programs)
-        # by the key of a call: how many were recorded and not kept, and the last of them
+        # key of a call -> (how many recordings were not kept, the summary of the last of them)
         self._warmups: dict[Hashable, tuple[int, RecordingSummary]] = {}
         self._refused: dict[Hashable, FunctionalizeError] = {}
         self._changed_hyperparameters: frozenset[Key] = frozenset()
         self._last_kept: RecordingSummary | None = None
         self._vote: RankVote | None = None
-        self._collectives_differ = False  # between the ranks' programs for this call
+        self._collectives_differ = (
+            False  # whether the ranks' programs for this call issue different collectives
+        )
 
     @property
     def program(self) -> Program | None:
@@ -93,18 +95,18 @@ class CapturedStep:
 
     @property
     def memory(self) -> StepMemory | None:
-        """What the step holds at every moment, with eager's lifetimes and with the program's; None without `memory`."""
+        """The memory of the step, with the lifetimes of eager and of the program; None without `memory=True`."""
         latest = self._cache.latest
         return latest.memory if latest is not None else None
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Every program kept, the last used at the end."""
+        """All cached programs, the most recently used at the end."""
         return tuple(cached.program for cached in self._cache)
 
     @property
     def is_busy(self) -> bool:
-        """Whether another recording is active, so that this call is a part of it."""
+        """Whether another recording is active, of which this call is then a part."""
         return any(isinstance(mode, Recorder) for mode in current_modes())
 
     def explain(self) -> str:
@@ -112,13 +114,13 @@ class CapturedStep:
         return explanation(self._name, self.stats, self._cache, self._refused.values())
 
     def forget(self) -> None:
-        """Drop every program: the next call records, at once if one was captured before."""
+        """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
         self._cache = ProgramCache(self._name, self._options.max_programs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
 
-        Raises `SaveError`, with nothing written, if a program refers to something that no name leads to.
+        Raises `SaveError`, with nothing written, if a program refers to an object that has no name in the step.
         """
         saved = SavedStep(list(self._cache.items()), self._changed_hyperparameters, self._vote)
         save_step(path, self._fn, saved)
@@ -126,7 +128,7 @@ class CapturedStep:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Add the programs that `save` wrote: the next call replays if the guards of one hold.
 
-        Every rank must call it: it sets FSDP2 up where that has not run yet. Raises `LoadError`, with nothing
+        Every rank must call it: it initialises FSDP2 if that has not run yet. Raises `LoadError`, with nothing
         loaded on any rank, if a file is damaged or is for another version, world, model, optimizer or code.
         """
         saved = load_step(path, self._fn)
@@ -136,9 +138,9 @@ class CapturedStep:
         self._vote = saved.vote | self._vote if saved.vote is not None else self._vote
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step: a replay if every guard of a program holds, else for real, recording.
+        """One step: a replay if all guards of a program hold, else a real run that is recorded.
 
-        Inside another recording it is a part of that one: it runs as the callable that it was made from.
+        Inside another recording the call is part of that recording, and only runs the callable.
         """
         grad_mode = torch.is_grad_enabled()
         try:
@@ -160,16 +162,18 @@ class CapturedStep:
             return self._capture(call)
         except Exception:
             raise
-        except BaseException:  # Ctrl-C can come between a change of the grad mode and its undoing
+        except (
+            BaseException
+        ):  # Ctrl-C can interrupt between a change of the grad mode and its reset
             torch.set_grad_enabled(grad_mode)
             raise
 
     def _leaves(self, flat: list[Any]) -> Sequence[Any]:
-        """The leaves of the arguments as the callable is to be called with."""
+        """The leaves of the arguments with which the callable is called."""
         return flat
 
     def _skips_recording(self, key: Hashable) -> bool:
-        """Whether to run this call eagerly, unrecorded; where ranks vote, all do or none."""
+        """Whether to run this call eagerly, unrecorded; if ranks vote, all ranks decide alike."""
         return self._collectives_differ or (self._cache.thrashing and self._vote is None)
 
     def _note_miss(self, reason: str) -> None:
@@ -184,7 +188,7 @@ class CapturedStep:
     # -- replay --------------------------------------------------------------------------------
 
     def _try_replay(self, key: Hashable, leaves: Sequence[Any], spec: Any) -> tuple[bool, Any]:
-        """Whether a program was replayed, on every rank if they vote; its result, or the reason why none was."""
+        """(True, result) if a program was replayed, on every rank if they vote; else (False, the reason why not)."""
         matching = self._cache.matching(key, leaves, spec)
         found = next(matching, None)
         if self._vote is not None:
@@ -201,7 +205,7 @@ class CapturedStep:
                 return True, self._replay(*found)
             except GuardError as error:
                 self._cache.missed(str(error))
-            # A program that communicates has issued its collectives: the ranks now run the step again together.
+            # With a vote, the graph has issued its collectives: no other program is tried, all ranks run eagerly.
             found = None if self._vote is not None else next(matching, None)
         return False, self._cache.reason
 
@@ -218,7 +222,7 @@ class CapturedStep:
     # -- record, judge, build, agree, keep -----------------------------------------------------
 
     def _capture(self, call: Invocation) -> Any:
-        """Run a call for real, recorded, and keep its program if it is the steady state."""
+        """Run a call for real while it is recorded; keep its program if it was the steady state."""
         with only_young_collections():
             run = self._record(call)
             if isinstance(run, RecordedRun):
@@ -228,7 +232,7 @@ class CapturedStep:
 
     def _record(self, call: Invocation) -> RecordedRun | Refused:
         warn_if_untested()
-        # A recording before has shown that the step keeps no number where it would stay live.
+        # Numbers are live only from the second recording on: the first one has shown that the step stores none of them.
         live = bool(call.key in self._warmups or self.stats.captures or len(self._cache))
         observer = LifetimeObserver() if self._options.memory else None
         recorder = Recorder(not in_world(), live=live, for_real=True, observer=observer)
@@ -237,8 +241,8 @@ class CapturedStep:
                 self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()
         return record(self._fn, call, recorder, self._changed_hyperparameters)
 
-    def _finish(self, run: Run, call: Invocation, rerun: bool = False) -> None:
-        """The stages after a recorded run. rerun: of a forward, for a backward that no program covers."""
+    def _finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
+        """The stages after a recorded run. rerun: it was a forward that ran again, for a backward without a program."""
         calls, previous = self._warmups.get(call.key, (0, self._last_kept))
         verdict = judge(run, calls, previous)
         outcome = build(verdict, lambda recording: self._build(recording, call))
@@ -268,7 +272,7 @@ class CapturedStep:
         return Built(cached, recording.summary, counts)
 
     def _keep(self, outcome: Outcome, key: Hashable) -> None:
-        """Keep the program, the recording to compare the next one with, or the refusal."""
+        """Keep the program, the summary with which the next recording is compared, or the refusal."""
         if isinstance(outcome, Built):
             self._add(key, outcome.cached)
             self._warmups.pop(key, None)
@@ -295,23 +299,25 @@ class CapturedStep:
         log.warning("%s cannot be captured, %s: %s", self._name, then, error)
 
     def _run_refused(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
-        """A call of a kind that was refused before."""
+        """A call whose key was refused before."""
         if self._options.raises:
             raise error
         if self._vote is None or _EVERY_CALL in self._refused:
             return self._run_eagerly(args, kwargs)
-        self._vote.before_replay(None)  # the others wait for this vote, record, and vote again
+        self._vote.before_replay(
+            None
+        )  # the other ranks wait for this vote, then record, and vote again
         return self._run_unrecorded(error, args, kwargs)
 
     def _run_unrecordable(self, refused: Refused, call: Invocation) -> Any:
-        """A call whose objects cannot be inspected; nothing ran yet."""
+        """A call that failed before the step ran, since its objects cannot be inspected."""
         self._refuse(call.key, refused.error)
         if self._options.raises and not refused.is_bug:
             raise refused.error
         return self._run_unrecorded(refused.error, call.args, call.kwargs)
 
     def _run_unrecorded(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
-        """Run a call that cannot be recorded; where ranks vote, none captures the step any more."""
+        """Run a call that cannot be recorded; if ranks vote, no rank captures the step from now on."""
         result = self._fn(*args, **kwargs)
         if self._vote is not None:
             self._vote.worst(Level.REFUSED)

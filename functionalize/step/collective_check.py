@@ -1,6 +1,6 @@
 """Whether the ranks recorded the same collectives: compared when a recording ends, without waiting for a rank.
 
-    rank 0  recorded  all_gather, reduce_scatter, ...     writes it under its number, reads its neighbours'
+    rank 0  recorded  all_gather, reduce_scatter, ...     writes it with its sequence number, reads its neighbours'
     rank 1  recorded  all_gather, all_reduce, ...         "collective 2 of 9 in process group '0' is ..., on rank 0 ..."
 
 Every rank writes the collectives that it recorded into the store of each process group, with the group's sequence
@@ -24,7 +24,7 @@ from functionalize.recorder.recorder import Recorder
 
 
 def collective_mismatch(recorder: Recorder) -> str | None:
-    """Where a neighbour recorded another collective than this rank; None if none has yet."""
+    """The first collective in which a neighbour's recording differs, as a message; None if none differs so far."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     found = None
@@ -57,7 +57,7 @@ def _global(group: Any, rank: int) -> int:
 
 
 def _first_difference(name: str, mine: Texts, theirs: Texts, rank: int) -> str | None:
-    """The first different collective. Both sequences end at the same one, and may begin at different ones."""
+    """The first different collective. Both sequences end at the same sequence number, but may differ in length."""
     pairs = list(zip_longest(reversed(mine), reversed(theirs)))[::-1]
     for back, (here, there) in enumerate(pairs):
         if here is not None and there is not None and here != there:

@@ -72,7 +72,7 @@ def _of_program(number: int, cached: CachedProgram) -> Iterator[str]:
 
 
 def source_text(spec: InputSpec, inputs: tuple[InputSpec, ...]) -> str:
-    """Where an input is found at every call, in words."""
+    """Where a call finds an input, as text."""
     source = spec.source
     if isinstance(source, WholeStorage):
         return f"the whole storage of {inputs[source.input].name}"

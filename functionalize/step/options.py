@@ -1,4 +1,4 @@
-"""The options of `capture`, checked before any step runs: how programs are made, run, cached and refused."""
+"""The options of `capture`, checked before any step runs: passes, runner, size of the cache, refusals."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Compile = Literal["inductor", "cudagraphs"] | None
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """passes, runner: what transforms a recorded program, and what runs it.
+    """The checked options of `capture`.
 
-    compares: whether passes may change collectives, so that ranks compare those of their programs.
+    passes: the passes that are applied to a recorded program. runner: makes the callable that runs its graph.
+    compares: whether ranks compare the collectives of their programs, since passes may change collectives.
     raises: whether a step that cannot be captured raises; else it runs eagerly.
-    max_programs: how many are cached. memory: whether lifetimes of storages and modules of ops are recorded, too.
+    max_programs: the size of the cache. memory: whether lifetimes of storages and modules of ops are recorded.
     """
 
     passes: tuple[Any, ...]
@@ -51,14 +52,12 @@ class CaptureOptions:
     def applied(self, program: Program) -> Program:
         """The program, or a copy of it after the passes, ready to run."""
         if self.passes:
-            import passes  # the arrow of imports points from passes to here
+            import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, self.passes)
         program.runner = self.runner
-        if (
-            self.runner is not boxed
-        ):  # compile now: a failure is a refusal, and no replay waits for it
-            program.prepare()
+        if self.runner is not boxed:
+            program.prepare()  # compile now: a failure becomes a refusal, and no replay waits for the compiler
         return program
 
 

@@ -4,7 +4,7 @@
     build     Built  | WarmUp | Refused     the program of a steady recording: an `Outcome`
     agree     Agreed                        the outcome after the worst on any rank
 
-Invariant: a result is a value. Nothing of the captured step has changed before it acts on the last one.
+Invariant: a result is an immutable value. The captured step changes only when it applies the last one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger("functionalize")
 class Refused:
     """The step cannot be captured. error: what later calls raise.
 
-    is_bug: `error` reports a bug of this package, which must not end the step that was to be recorded.
-    everywhere: calls of every kind are refused, since all ranks do the same.
+    is_bug: `error` reports a bug of this package, which must not prevent the call from running.
+    everywhere: calls with any key are refused, since all ranks decide alike.
     """
 
     error: FunctionalizeError
@@ -37,7 +37,7 @@ class Refused:
 
     @staticmethod
     def of(error: Exception) -> Refused:
-        """For an error that a stage raised."""
+        """The refusal for an error that a stage raised."""
         if isinstance(error, FunctionalizeError):
             return Refused(error)
         log.error("a bug in functionalize, please report it", exc_info=error)
@@ -48,9 +48,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The recording is not kept: the next call of this kind is recorded, too.
+    """The recording is not kept: the next call with the same key is recorded, too.
 
-    summary: what that recording is compared with. reason: why this one is not kept.
+    summary: the part of this recording with which the next one is compared. reason: why this one is not kept.
     """
 
     summary: RecordingSummary
@@ -67,7 +67,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A program that later calls can replay. summary: of its recording. counts: for `step.stats`."""
+    """A program that later calls can replay. summary: that of its recording. counts: the figures for `step.stats`."""
 
     cached: CachedProgram
     summary: RecordingSummary
@@ -81,7 +81,7 @@ Outcome = Built | WarmUp | Refused
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks do. vote: how they agree from now on; another than before only if all keep their programs."""
+    """The outcome on all ranks. vote: the vote of later calls; a new one only if all ranks keep their programs."""
 
     outcome: Outcome
     vote: RankVote | None

@@ -1,14 +1,14 @@
 """A recorded step: whether it is the steady state, and the program that it becomes.
 
     recording = StepRecording(recorder, entry, exit)     entry, exit: the state around the run, see `step_state.py`
-    recording.refusal()                                  what no later call would mend
-    recording.not_steady(previous)                       why the next call is to be recorded as well
+    recording.refusal()                                  why no call of this step can be captured, or None
+    recording.not_steady(previous)                       why the next call must be recorded as well, or None
     recording.program(in_spec)                           the op stream, discharged
     previous = recording.summary                         compared with the next recording
 
 Note [Steady state]
-The first step is not the one to keep: FSDP2 allocates where later steps resize, the optimizer makes its
-state. A recording is kept once it depends on nothing that later steps will not find again:
+The recording of the first step is not kept: FSDP2 allocates where later steps resize, and the optimizer makes its
+state. A recording is kept once everything on which it depends is present at later steps again:
 - no storage made by the step outlives it (gradients and outputs apart), or the step read none of the storages that
   outlived the previous one;
 - tensors found outside every module, optimizer and argument were found in the same places by the previous
@@ -16,8 +16,8 @@ state. A recording is kept once it depends on nothing that later steps will not 
 - the step changed nothing that is guarded: numbers that Python keeps, module attributes, hyperparameters,
   containers. A replay changes none of them.
 
-Two things may change, since a replay changes them likewise: slots for gradients, and what FSDP2 keeps in
-Python (`FSDPEffects`). With them a step may be one microbatch of several: gradients left unreduced, parameters
+Two kinds of state may change, since a replay changes them in the same way: slots for gradients, and FSDP2's state
+in Python (`FSDPEffects`). So a step may be one microbatch of several: gradients left unreduced, parameters
 left unsharded, flags set for the next call.
 """
 
@@ -58,11 +58,11 @@ from functionalize.util.user_stack import line_of
 
 @dataclass(frozen=True, slots=True)
 class RecordingSummary:
-    """What the next recording is compared with, once this one is gone.
+    """The part of a recording with which the next one is compared, after the recording itself is released.
 
-    identities: of the tensors that no argument, module or optimizer holds, see `StepRecording`.
+    identities: one value per tensor that no argument, module or optimizer holds, see `StepRecording`.
     outliving: addresses of the storages that the step made and that were alive after it.
-    pins: weak references to all these storages, so that no address is used again.
+    pins: weak references to these storages, which keep their addresses from being reused.
     """
 
     identities: list[Any]
@@ -71,11 +71,12 @@ class RecordingSummary:
 
 
 class StepRecording:
-    """One recorded step, before it is known whether its program is kept.
+    """One recorded step, not yet judged.
 
     outliving: the storages made by the step that are alive after it, gradients and outputs apart.
-    unowned: the tensors that the step found outside every argument, module and optimizer: reached through a
-    variable, unreachable, or made by Python from numbers. identities: one value each, equal for the same tensor.
+    unowned: the tensors that the step read and no argument, module or optimizer holds: reached through a variable,
+    unreachable, or made by Python from numbers.
+    identities: one value per unowned tensor, equal in two recordings if both read the same tensor.
     """
 
     def __init__(self, recorder: Recorder, entry: EntryState, exit: ExitState) -> None:
@@ -92,7 +93,7 @@ class StepRecording:
             e for e in recorder.storages.externals if self._is_unowned(e) and e.ref.geometry.numel
         ]
         if any(not self._is_unreachable(e) for e in self.unowned):
-            # The search of variables finds tensors that the step does not use.
+            # The search through variables also finds tensors that the step does not use.
             self.unowned = [e for e in self.unowned if e.ref.storage in self._used]
         self.identities = [self._identity(e) for e in self.unowned]
 
@@ -106,7 +107,7 @@ class StepRecording:
         return external.ref.storage not in self.entry.places.widest
 
     def _is_unowned(self, external: External) -> bool:
-        """Whether a tensor comes from no argument, module or optimizer."""
+        """Whether no argument, module or optimizer holds a tensor."""
         return self._is_unreachable(external) or isinstance(
             self.entry.places.widest[external.ref.storage][1], Held
         )
@@ -124,14 +125,14 @@ class StepRecording:
 
     @property
     def summary(self) -> RecordingSummary:
-        """What the next recording is compared with."""
+        """The part with which the next recording is compared."""
         pins = (*(e.info.weak for e in self.unowned), *(i.weak for i in self.outliving))
         return RecordingSummary(self.identities, frozenset(i.address for i in self.outliving), pins)
 
     # -- is it the steady state? -----------------------------------------------------------------
 
     def refusal(self) -> str | None:
-        """Why the step cannot be captured, whatever later calls record."""
+        """Why the step cannot be captured, whatever later calls do; None if it can."""
         self.recorder.checks.check_generators("after its last random op")
         modules = list(self.entry.roots.modules.values())
         reasons = dict.fromkeys(
@@ -201,7 +202,7 @@ class StepRecording:
         return program
 
     def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
-        """Have each replay return a copy of objects that the step made and that its caller may change."""
+        """Let each replay return a copy of a mutable object that the step made."""
         known = {*self.entry.python_state.known, *map(id, self.entry.leaves)}
         return [
             Constant(copy.deepcopy(role.value), made=True)
@@ -215,7 +216,7 @@ class StepRecording:
     def _inputs(
         self, builder: Builder, externals: Sequence[External] | None = None
     ) -> Iterator[TensorInput]:
-        """One input per storage that came from outside, or for some of those."""
+        """One input per storage that the step did not make. externals: only these; None: all."""
         for external in self.recorder.storages.externals if externals is None else externals:
             place = self.entry.places.widest.get(external.ref.storage)
             if external.literal:
@@ -234,7 +235,10 @@ def _is_changeable(value: Any) -> bool:
 
 
 def input_guards(program: Program, storages: tuple[int, ...], entry: EntryState) -> Iterator[Guard]:
-    """Guards on the first inputs, which are on these storages: geometry, aliases, other places on the storages."""
+    """Guards on the first inputs: their geometry, which inputs alias, and other aliases of their storages.
+
+    storages: the serial numbers of the storages of these inputs.
+    """
     inputs = program.inputs[: len(storages)]
     for i, spec in enumerate(inputs):
         yield TensorGuard(i, spec)

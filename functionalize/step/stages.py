@@ -7,15 +7,15 @@
 
 | stage  | does                                         | raises                                                  |
 | ------ | -------------------------------------------- | ------------------------------------------------------- |
-| record | runs the step for real, once                 | what the step raises; its modes, torch's methods and    |
+| record | runs the step for real, once                 | exceptions of the step; modes, torch's methods and      |
 |        |                                              | hyperparameters are as before. `Refused`: nothing ran   |
 | judge  | compares state and recordings                | nothing: the step has run, and its result is returned   |
 | build  | discharges, runs the passes, compiles        | nothing                                                 |
 | agree  | communicates with the other ranks            | `UncapturableError` if a rank does not answer in time   |
 
 Invariant: no stage changes the captured step (its cache, its warm-ups, its refusals), so that an error or Ctrl-C in
-one of them loses a recording and no more. Every rank whose step ran to its end calls `agree`, whatever it decided:
-no rank waits for another that has refused.
+one of them loses only a recording. Every rank whose step ran to its end calls `agree`, whatever its own outcome:
+no rank waits for a rank that has refused.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ _OTHERS_WARM_UP = "another rank does not keep its recording"
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """One call of a captured callable. reason: why no program covers it.
+    """One call of a captured callable that is to be recorded.
 
-    leaves, spec: the arguments, flat. key: what programs for such calls are looked up by.
+    leaves, spec: the flattened arguments. key: the key of this call in the program cache.
+    reason: why no cached program could be replayed.
     """
 
     args: tuple[Any, ...]
@@ -67,12 +68,12 @@ class Invocation:
     reason: str
 
 
-class Run(Protocol):
-    """A run that was recorded."""
+class FinishedRun(Protocol):
+    """A run that was recorded and ran to its end: `RecordedRun`, or `JointRun` with a backward."""
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder that was active in it."""
+        """The recorder that was active during the run."""
         ...
 
     def recording(self) -> StepRecording:
@@ -84,7 +85,7 @@ class Run(Protocol):
 class RecordedRun:
     """A step that ran to its end. entry: the state before it. result: what it returned.
 
-    changed: what it did to its arguments or hyperparameters that a replay would not; None: nothing.
+    changed: a change of its arguments or hyperparameters that a replay would not repeat; None: there is none.
     """
 
     recorder: Recorder
@@ -101,9 +102,9 @@ class RecordedRun:
 def record(
     fn: Callable[..., Any], call: Invocation, recorder: Recorder, varying: frozenset[Key]
 ) -> RecordedRun | Refused:
-    """Look at everything that `fn` reaches, then run it for real while `recorder` is active.
+    """Inspect all objects that `fn` reaches, then run it for real while `recorder` is active.
 
-    varying: hyperparameters that are to be live numbers, besides the learning rates.
+    varying: hyperparameters that become live numbers, besides the learning rates.
     """
     try:
         names = leaf_names(fn, call.spec)
@@ -119,10 +120,10 @@ def record(
     return RecordedRun(recorder, entry, result, changed)
 
 
-def judge(run: Run, calls: int, previous: RecordingSummary | None) -> Verdict:
+def judge(run: FinishedRun, calls: int, previous: RecordingSummary | None) -> Verdict:
     """Decide whether a run was the steady state: Note [Steady state] in `recording.py`.
 
-    calls: how many calls of this kind were recorded before and not kept. previous: the recording to compare with.
+    calls: how many recordings of calls with the same key were not kept. previous: the summary of the last recording.
     """
     try:
         with disable_current_modes():
@@ -141,7 +142,7 @@ def judge(run: Run, calls: int, previous: RecordingSummary | None) -> Verdict:
 
 
 def build(verdict: Verdict, make: Callable[[StepRecording], Built]) -> Outcome:
-    """Make the program of a steady recording; a refusal if that fails."""
+    """Make the program of a steady recording; an error becomes a refusal. Other verdicts are returned unchanged."""
     if not isinstance(verdict, Steady):
         return verdict
     try:
@@ -158,10 +159,10 @@ def agree(
     compares: bool = False,
     rerun: bool = False,
 ) -> Agreed:
-    """Do the same on every rank, where a difference would make ranks wait for each other: the worst outcome of all.
+    """Replace `mine` by the worst outcome of all ranks, if different outcomes would let ranks wait for each other.
 
-    vote: how the ranks agreed so far. compares: whether passes may have changed collectives. rerun: the forward ran
-    again for a backward that no program covers, see Note [A backward that was not recorded] in `captured_forward.py`.
+    vote: the vote of earlier calls. compares: whether passes may have changed collectives. rerun: the forward ran
+    again for a backward without a program, see Note [A backward that was not recorded] in `captured_forward.py`.
     """
     mine = _compared(mine, recorder)
     joined = RankVote.of(recorder, compares)
@@ -172,7 +173,7 @@ def agree(
         outcome = _worst(mine, joined.worst(mine.level))
         vote = joined if isinstance(outcome, Built) else vote
     if rerun and (everyone := RankVote.among(recorder)) is not None:
-        # A rank that kept its program alone would replay where the others run their forwards again.
+        # A rank that is alone in keeping its program would replay while the others run their forwards again.
         worst = everyone.worst(outcome.level)
         if isinstance(outcome, Built) and worst is not Level.KEPT:
             outcome = WarmUp(outcome.summary, _OTHERS_WARM_UP)
@@ -180,7 +181,7 @@ def agree(
 
 
 def _compared(mine: Outcome, recorder: Recorder) -> Outcome:
-    """A refusal if a neighbour recorded other collectives. A refused recording is written for the neighbours, too."""
+    """A refusal if a neighbour rank recorded other collectives; the neighbours see a refused recording too."""
     try:
         mismatch = collective_mismatch(recorder)
     except Exception as error:
@@ -191,7 +192,7 @@ def _compared(mine: Outcome, recorder: Recorder) -> Outcome:
 
 
 def _worst(mine: Outcome, worst: Level) -> Outcome:
-    """What `mine` becomes where `worst` is the worst outcome of all ranks."""
+    """The outcome of this rank if `worst` is the worst level of all ranks."""
     if worst is Level.REFUSED:
         other = UncapturableError("another rank cannot capture this step")
         return Refused(mine.error if isinstance(mine, Refused) else other, everywhere=True)

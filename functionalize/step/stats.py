@@ -1,4 +1,4 @@
-"""`step.stats`: what a captured step has done so far, and what its latest program was made from."""
+"""`step.stats`: counts of the calls of a captured step, and figures of its latest program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAILURES_KEPT = 100
 
 @dataclass(frozen=True, slots=True)
 class ProgramCounts:
-    """One program and its recording in numbers; the fields are those of `Stats`."""
+    """Figures of one program and its recording; the fields are those of `Stats`."""
 
     ops: int
     resizes: int
@@ -27,7 +27,7 @@ class ProgramCounts:
 
     @staticmethod
     def of(recorder: Recorder, nodes_recorded: int, program: Program) -> ProgramCounts:
-        """program: after the passes. nodes_recorded: those before the passes."""
+        """program: after the passes. nodes_recorded: the number of nodes before the passes."""
         return ProgramCounts(
             ops=len(recorder.records),
             resizes=sum(r.target is RESIZE_STORAGE for r in recorder.records),
@@ -41,12 +41,13 @@ class ProgramCounts:
 
 @dataclass(slots=True)
 class Stats:
-    """What happened so far, and what the latest program was made from.
+    """Counts of all calls so far, and figures of the latest program.
 
     calls = warmups + captures + replays + eager (a warm-up was recorded and not kept; `eager` ran without
-    being recorded). ops, resizes: recorded. guard_failures: the last hundred. nodes_recorded, nodes: in the graph
-    before and after the passes. Of a captured forward: backwards that were replayed, and reruns: forwards that ran
-    again for a backward that was not recorded.
+    being recorded). guard_failures: the last hundred messages.
+    ops, resizes: the numbers in the recording. nodes_recorded, nodes: in the graph before and after the passes.
+    backwards: replayed backwards of a captured forward. reruns: forwards that ran again for a backward that was not
+    recorded.
     """
 
     warmups: int = 0

@@ -1,17 +1,18 @@
-"""`step.save(path)` and `step.load(path)`: the programs of a captured step, from one process to another.
+"""`step.save(path)` and `step.load(path)`: move the programs of a captured step between processes.
 
     step.save("step.fzp")         step.rank0.fzp on rank 0 of several
     step.load("step.fzp")         in a new process, before or after its first call
 
-A file holds the programs, in which every object outside them is a name (object_names.py), and what they were recorded
-with (fingerprint.py). `load` looks the names up in its own step. The guards then compare with the state at recording:
-numbers that Python keeps have their old values, objects are those found by `load`.
+A file holds the programs, in which references to outside objects are names (object_names.py), and a description of the
+step and its environment (fingerprint.py). `load` resolves the names in its own step. Guards then compare numbers with
+their values at recording, and objects with those that `load` found.
 
-If FSDP2 has not run yet in the new process, `load` sets it up as a first forward does: roots, and one unshard
-of each module that was unsharded before. So it communicates, and every rank must load; if one cannot, none does.
+If FSDP2 has not run yet in the new process, `load` initialises it as a first forward does: it sets roots, and unshards
+each module once that was unsharded before. So `load` communicates, and every rank must call it; if one rank fails, no
+rank loads anything.
 
-Refusals: `SaveError` for a live object that no name leads to; `LoadError` for whatever does not match, with
-nothing loaded. A program for objects that no longer exist is left out with a warning: no call can replay it.
+Refusals: `SaveError` for a live object that has no name in the step; `LoadError` for any mismatch, with nothing
+loaded. A program for objects that no longer exist is left out with a warning: no call can replay it.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ Json = Any
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """The contents of a file. programs: with their keys, the last used at the end.
+    """The contents of a file.
 
-    hyperparameters: those that were seen to change. vote: how the ranks agree; None: they need not.
+    programs: pairs (key, program), the last used at the end. hyperparameters: those whose values have changed.
+    vote: the vote of the ranks; None: they need none.
     """
 
     programs: Sequence[tuple[Hashable, CachedProgram]]
@@ -80,31 +82,31 @@ def path_of_rank(path: FilePath) -> Path:
 
 
 def save_step(path: FilePath, fn: Callable[..., Any], saved: SavedStep) -> None:
-    """Write every program of a step; raises `SaveError`, with nothing written."""
+    """Write every program of a step. If it raises `SaveError`, nothing was written."""
     path = path_of_rank(path)
     try:
-        metadata, content, writer = _written(fn, saved)
+        metadata, content, writer = _contents(fn, saved)
     except SaveError as error:
         raise refusal(path, error, "saved") from None
     archive.write(path, metadata, content, writer.constants)
 
 
-def _written(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Writer]:
+def _contents(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Writer]:
     roots = reachable(fn)
     check_order(roots)
     names = Names(roots)
     writer = Writer(Encoder(()))
-    programs, gone = [], SaveError("has no program yet: call the step until it is captured")
+    programs, error = [], SaveError("has no program yet: call the step until it is captured")
     for number, (key, cached) in enumerate(saved.programs, 1):
-        # An encoder for each program: a program that is left out leaves no records behind.
+        # An encoder per program, so that the file has no records of a program that is left out.
         encoder = Encoder(forms(names, fn), names.of)
         try:
             programs.append(_write_program(replace(writer, encoder=encoder), key, cached, number))
-        except Gone as error:
-            gone = error
-            log.warning("program %d of %s is not saved: it %s", number, fn, error)
+        except Gone as lost:
+            error = lost
+            log.warning("program %d of %s is not saved: it %s", number, fn, lost)
     if not programs:
-        raise gone
+        raise error
     vote = saved.vote
     content = {
         "programs": programs,
@@ -142,18 +144,18 @@ def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number:
 
 
 def load_step(path: FilePath, fn: Callable[..., Any]) -> SavedStep:
-    """What `save_step` wrote, with the objects that `fn` reaches; raises `LoadError` on every rank or none."""
+    """Read a file of `save_step` for the step `fn`; raises `LoadError` on every rank or on none."""
     path = path_of_rank(path)
     names = Names(reachable(fn))
     metadata = _together(path, lambda: _checked(path, fn, names))
     _together(path, lambda: _set_up(names, metadata["fsdp"]))
-    names = Names(names.roots)  # with names for what `_set_up` made
+    names = Names(names.roots)  # now with names for the objects that `_set_up` made
     saved: SavedStep = _together(path, lambda: _read(path, names, metadata, fn))
     return saved
 
 
 def _checked(path: Path, fn: Callable[..., Any], names: Names) -> Json:
-    """The metadata, if the file is for this step in this process."""
+    """The metadata of the file; raises `LoadError` if it is not for this step and process."""
     metadata = archive.read_metadata(path)
     archive.check_versions(metadata)
     check_replays(metadata)
@@ -208,7 +210,7 @@ def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, Cached
 
 
 def _together(path: Path, part: Callable[[], Any]) -> Any:
-    """What `part` returns, if it raises on no rank; else `LoadError` on every rank."""
+    """The result of `part`; if it raises on any rank, `LoadError` on every rank."""
     error: LoadError | None = None
     result = None
     try:

@@ -1,11 +1,11 @@
-"""`step.memory`: what a step holds at every moment, with eager's lifetimes and with the program's.
+"""`step.memory`: the memory of a step over time, with the lifetimes of eager and of the program.
 
     step = fz.capture(train_step, memory=True)
-    step.memory.eager          as it was recorded, with what ops allocate inside themselves
-    step.memory.program        as a replay frees it: at the last use
+    step.memory.eager          the recorded allocations and frees, and the scratch of ops
+    step.memory.program        those of a replay, which frees at the last use
     step.memory.text(), ...    the report on both, see `planning/report/memory.py`
 
-Both are computed at their first use: a recording notes no more than `observer.py` says.
+Both are computed at their first use, from what `observer.py` has recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functionalize.lifetimes.input_categories import categories_of_inputs, gradi
 from functionalize.lifetimes.lifetimes import Lifetimes
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.planning.scratch.scratch import scratch_of
-from functionalize.planning.timeline.constants import Constant
+from functionalize.planning.timeline.constants import DeviceConstant
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
@@ -26,22 +26,25 @@ from functionalize.step.recording import StepRecording
 
 
 class StepMemory(EagerMemory):
-    """The memory of one recorded step and of its program. given: the category of each input, by its name."""
+    """The memory of one recorded step and of its program.
+
+    replayed: the program. input_categories: input name -> category.
+    """
 
     replayed: Program
-    given: Mapping[str, Category]
+    input_categories: Mapping[str, Category]
 
     def __init__(
-        self, lifetimes: Lifetimes, replayed: Program, given: Mapping[str, Category]
+        self, lifetimes: Lifetimes, replayed: Program, input_categories: Mapping[str, Category]
     ) -> None:
         super().__init__(lifetimes)
-        vars(self).update(replayed=replayed, given=given)
+        vars(self).update(replayed=replayed, input_categories=input_categories)
 
     @staticmethod
     def of(recording: StepRecording, recorded: Program, program: Program) -> StepMemory | None:
-        """The memory of a recording and of its program; None if the recorder noted no lifetimes.
+        """The memory of a recording and of its program; None if the recorder did not observe lifetimes.
 
-        recorded, program: before and after the passes.
+        recorded, program: the program before and after the passes.
         """
         recorder, entry = recording.recorder, recording.entry
         observer, storages = recorder.observer, recorder.storages
@@ -56,10 +59,10 @@ class StepMemory(EagerMemory):
     def program(self) -> Timeline:
         """The memory of a replay."""
         scratch = partial(scratch_of, device=self.lifetimes.target)
-        return program_timeline(self.replayed, self.given, scratch=scratch)
+        return program_timeline(self.replayed, self.input_categories, scratch=scratch)
 
-    def after(self, program: Program, constants: tuple[Constant, ...] = ()) -> StepMemory:
+    def after(self, program: Program, constants: tuple[DeviceConstant, ...] = ()) -> StepMemory:
         """The memory with another program in place of the recorded one, and with declared constants."""
-        new = StepMemory(self.lifetimes, program, self.given)
+        new = StepMemory(self.lifetimes, program, self.input_categories)
         vars(new).update(eager=self.eager, constants=constants)
         return new

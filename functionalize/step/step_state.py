@@ -1,12 +1,12 @@
-"""What holds before a step and after it: the state that a program is guarded by, and what the step changed of it.
+"""The state before and after a step: the facts that guard a program, and the changes that the step made to them.
 
-    entry = EntryState.now(fn, leaves, recorder)     tensors and where they are, guards, slots, FSDP2's state
+    entry = EntryState.now(fn, leaves, recorder)     tensors and their places, guards, slots, FSDP2's state
     with recorder: result = fn(...)
-    exit = ExitState.now(entry, result)              slots assigned, effects on FSDP2, what a replay cannot repeat
+    exit = ExitState.now(entry, result)              assigned slots, effects on FSDP2, changes that no replay repeats
 
 A slot is a place for a gradient: `p.grad`, or where FSDP2 keeps gradients between microbatches (`sources.py`).
-Invariant: both only look. `EntryState.now` raises before the step runs, for objects that cannot be inspected.
-Refusals: what the step changed and a replay would not is named in `ExitState.changed`; a slot that cannot be assigned
+Invariant: both only read state. `EntryState.now` raises before the step runs, for objects that cannot be inspected.
+Refusals: `ExitState.changed` names a change that a replay would not repeat; a slot that cannot be assigned
 raises `UncapturableError`.
 """
 
@@ -43,21 +43,21 @@ from functionalize.state.step_guards import (
 )
 from functionalize.state.storage_places import Places
 
-# A tensor that the step must leave in its place: name, where it is found, the tensor, the address of its storage.
+# A tensor that the step must not replace: its name, its source, the tensor, the address of its storage.
 FixedTensor = tuple[str, Source, Tensor, int | None]
 
 
 @dataclass(slots=True)
 class EntryState:
-    """What holds when the step begins.
+    """The state when the step begins.
 
-    places: every tensor that the callable reaches, by storage, with the modules and optimizers that lead there.
-    gradients: what each slot holds, weakly; None: an empty slot.
-    fsdp, slot_guard: state that a step may change, since a replay changes it likewise.
+    places: every tensor that the callable reaches, by storage, and the modules and optimizers that hold them.
+    gradients: a weak reference to the gradient in each slot; None: an empty slot.
+    fsdp, slot_guard: state that a step may change, since a replay changes it in the same way.
     host: Python objects that the step may have a side effect on.
     facts: guards on state that the step itself must not change.
-    python_state: the guard on what the code of the step reads in Python.
-    hyperparameters: those that are live numbers of the recording.
+    python_state: the guard on Python objects that the code of the step reads.
+    hyperparameters: those that are live numbers in the recording.
     fixed: tensors that the step must not replace.
     """
 
@@ -91,9 +91,9 @@ class EntryState:
         varying: frozenset[Key] = frozenset(),
         names: Sequence[str] | None = None,
     ) -> EntryState:
-        """Look at everything `fn` can reach.
+        """Inspect all objects that `fn` reaches.
 
-        varying: hyperparameters that are to be live, besides the learning rates. names: of the leaves.
+        varying: hyperparameters that become live numbers, besides the learning rates. names: the names of the leaves.
         """
         call, roots = Call(leaves, []), reachable(fn, leaves, names)
         found = list(parameters(roots, leaves))
@@ -114,7 +114,7 @@ class EntryState:
         )
 
     def changed(self) -> str | None:
-        """What the step changed that a replay would not."""
+        """A change that the step made and that a replay would not repeat; None if there is none."""
         call = Call(self.leaves, [])
         for name, source, was, address in self.fixed:
             try:
@@ -126,7 +126,7 @@ class EntryState:
                 return f"removes `{name}`"
         failures = (fact.failure(call) for fact in self.facts)
         failure = next((f for f in failures if f), None)
-        # A side effect says more of the cause than the guard on the code that reads the same object.
+        # The message of a side effect is more precise than that of the guard on the code that reads the object.
         if failure is None and (difference := self.host.difference()) is not None:
             return difference
         failure = failure or self.python_state.difference(call)
@@ -139,7 +139,7 @@ def _facts(
     found: Sequence[tuple[str, Source, Tensor]],
     live: frozenset[Key],
 ) -> list[Guard]:
-    """Guards on what a step reads and does not write; what differs most often comes first."""
+    """Guards on state that a step reads and does not write; those that fail most often come first."""
     arguments: list[tuple[str, Source, Tensor]] = [
         (name, Argument(i), leaf)
         for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True))
@@ -162,7 +162,7 @@ def _facts(
 
 
 def _fixed_tensors(roots: Roots, fsdp: FSDPState) -> Iterator[FixedTensor]:
-    """Tensors of modules and variables, apart from the parameters that FSDP2 swaps in every step."""
+    """Tensors of modules and variables, except the parameters that FSDP2 swaps in every step."""
     swapped = fsdp.tables()
     for name, source, value in module_tensors(roots):
         if (id(source.entries), source.name) not in swapped:
@@ -172,20 +172,20 @@ def _fixed_tensors(roots: Roots, fsdp: FSDPState) -> Iterator[FixedTensor]:
 
 
 def _address(tensor: Tensor) -> int | None:
-    """The address of a plain tensor's storage; None for other kinds of tensors, which have none of their own."""
+    """The address of a plain tensor's storage; None for other layouts and for wrapper subclasses."""
     plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
     return tensor.untyped_storage()._cdata if plain else None
 
 
 @dataclass(slots=True)
 class ExitState:
-    """What the step returned and changed.
+    """The result of the step and the state that it changed.
 
-    leaves, spec: of the pair (result, gradients in the slots that the step assigned).
-    assigned: the slots that the step assigned; the gradient is None where it emptied one.
-    effects: what the step did to FSDP2's state in Python.
+    leaves, spec: the flattened pair (result, gradients in the slots that the step assigned).
+    assigned: the slots that the step assigned; the gradient of a slot that it emptied is None.
+    effects: the changes of FSDP2's state in Python.
     has_grad_fn: for each leaf of the result, whether it has an autograd history.
-    changed: what the step changed that a replay would not; None: nothing.
+    changed: a change that a replay would not repeat; None: there is none.
     """
 
     leaves: list[Any]
@@ -197,7 +197,7 @@ class ExitState:
 
     @staticmethod
     def now(entry: EntryState, result: Any, changed: str | None = None) -> ExitState:
-        """Compare every slot and FSDP2's state with what they were; `changed`: what is known already."""
+        """Compare every slot and FSDP2's state with those on entry. changed: a change that is known already."""
         assigned, gradients = [], []
         call = Call(entry.leaves, [])
         for (name, slot), before in zip(entry.slots, entry.gradients, strict=True):

@@ -1,16 +1,17 @@
-"""How ranks agree on replay or capture where they could differ: on programs that read a number in the middle.
+"""A vote of the ranks on replay or capture, for programs on which they could differ: those that read a number.
 
-Eager and replay issue the same collectives in the same order, so a rank that replays works with one that
-records, whichever guard failed before. A number that Python reads (`.item()`) is known only after the graph
-ran with its collectives: a rank that then ran the step again would issue them twice, alone. So the ranks of
-such a program vote three times: after a recording (all keep their programs, or none does), before each replay (all
-have a program, or all record), and after the graph ran (every number is as it was, or all run the step again).
+Eager and replay issue the same collectives in the same order, so a replaying rank can communicate with a recording
+rank, whichever guard failed before. A number that Python reads (`.item()`) is known only after the graph, with its
+collectives, has run: a rank that then ran the step again would issue its collectives a second time, alone. So the
+ranks of such a program vote three times: after a recording (all keep their programs, or none does), before each replay
+(all have a program, or all record), and after the graph ran (every number has its recorded value, or all run the step
+again).
 
-A pass may merge, split or drop collectives. A program after such a pass works with the same program only, so its
-ranks vote likewise, and before a replay each sends the fingerprint of the collectives that its graph issues: where
-two differ (other shapes, other budgets), all ranks run the step eagerly.
+A pass may merge, split or drop collectives. Ranks can then communicate only if all replay programs with equal
+collectives: they vote in the same way, and before a replay each sends the fingerprint of the collectives in its graph.
+If two differ (other shapes, other budgets), all ranks run the step eagerly.
 
-Refusal: a rank that does not vote in time, because its step reads no number where another's does.
+Refusal: a rank that does not vote in time, because its step reads no number where that of another rank does.
 """
 
 from __future__ import annotations
@@ -36,13 +37,12 @@ from functionalize.recorder.recorder import Recorder
 _NAMESPACE = "_c10d_functional"
 _PATIENCE = timedelta(minutes=5)
 
-Fingerprints = Mapping[
-    str, int
-]  # of the collectives in each process group, see program/collective_order.py
+# process group -> fingerprint of the collectives in it, see program/collective_order.py
+Fingerprints = Mapping[str, int]
 
 
 def collectives(program: Program) -> Counter[str]:
-    """How many collectives of each kind the graph issues."""
+    """The number of collectives in the graph, by kind."""
     return Counter(
         str(n.target).split(".")[1]
         for n in program.graph.nodes
@@ -52,10 +52,11 @@ def collectives(program: Program) -> Counter[str]:
 
 
 class Level(enum.IntEnum):
-    """What one rank says in a vote. All ranks go by the worst, which is the greatest.
+    """The vote of one rank. All ranks act on the worst one, which has the greatest value.
 
-    KEPT: it keeps its recording, or has a program whose guards hold. DIFFERENT: so have all, but their programs issue
-    different collectives. NOT_YET: it warms up, or a guard failed. REFUSED: it cannot capture the step.
+    KEPT: the rank keeps its recording, or has a program whose guards hold.
+    DIFFERENT: all ranks have such a program, but their programs issue different collectives.
+    NOT_YET: the rank warms up, or a guard failed. REFUSED: the rank cannot capture the step.
     """
 
     KEPT = 0
@@ -68,7 +69,8 @@ class Level(enum.IntEnum):
 class RankVote:
     """A vote of the ranks of some process groups.
 
-    device: of the flags sent. compares: passes may have changed collectives, so that ranks compare fingerprints.
+    groups: the names of the process groups. device: the device of the tensors that are sent.
+    compares: whether ranks compare fingerprints, since passes may have changed collectives.
     """
 
     groups: tuple[str, ...]
@@ -97,7 +99,7 @@ class RankVote:
         return RankVote(tuple(names), next(iter(names.values()))) if names else None
 
     def __or__(self, other: RankVote | None) -> RankVote:
-        """The vote for programs of both."""
+        """The vote for programs of both: all groups of either."""
         if other is None:
             return self
         groups = tuple(dict.fromkeys((*other.groups, *self.groups)))
@@ -108,14 +110,14 @@ class RankVote:
         return self.worst(Level.NOT_YET if failed else Level.KEPT) is not Level.KEPT
 
     def worst(self, mine: Level) -> Level:
-        """The worst outcome on any rank of any of the groups, in as many small all-reduces."""
+        """The worst level on any rank of any of the groups: one small all-reduce per group."""
         flag = torch.tensor(int(mine), device=self.device)
         for name in self.groups:
             _all_reduce_max(flag, name)
         return Level(int(flag))
 
     def before_replay(self, fingerprints: Fingerprints | None) -> Level:
-        """What all ranks do with this call. fingerprints: of the collectives of this rank's program; None: it has none.
+        """The decision of all ranks on this call. fingerprints: those of this rank's program; None: it has no program.
 
         `KEPT`: replay. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they issue different collectives.
         """
@@ -123,13 +125,13 @@ class RankVote:
         if not self.compares:
             return self.worst(mine)
         for name in self.groups:
-            # Equal on all ranks if the greatest of them is minus the greatest of the negatives.
+            # The maximum of -f is -min(f): the fingerprints f of all ranks are equal if max(f) == min(f).
             sent = (fingerprints or {}).get(name, 0)
             flag = torch.tensor([int(mine), sent, -sent], device=self.device)
             _all_reduce_max(flag, name)
             level, high, low = flag.tolist()
             mine = Level(max(level, Level.DIFFERENT if high != -low else Level.KEPT))
-        # A second round: the ranks of an earlier group learn what was found in a later one.
+        # A second round over the earlier groups, whose ranks do not have the result of a later group yet.
         return replace(self, groups=self.groups[:-1]).worst(mine)
 
 
@@ -150,7 +152,7 @@ def _await(work: dist.Work, name: str) -> None:
 
 
 def reads_numbers(recorder: Recorder) -> bool:
-    """Whether the program of a recording has guards that are known only after its graph ran."""
+    """Whether the program of a recording has guards that can be checked only after its graph ran."""
     log, early = recorder.scalar_log, recorder.early_records()
     learned = log.facts.values() if log is not None else ()
     if any(id(scalar.record) not in early for scalar in recorder.scalars):

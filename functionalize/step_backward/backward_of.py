@@ -1,7 +1,7 @@
-"""The backward of a replayed forward: a program, or autograd's through a forward that runs again.
+"""The backward of a replayed forward: a replayed program, or autograd's backward of a forward that runs again.
 
     forward = ReplayedForward(owner, forward_program, call)     before the program runs
-    forward.take(saved)                                         the values that the program saved
+    forward.hold(saved)                                         the values that the program saved
     forward.backward(tangents, requested, keep)                 called by the node of `boundary.py`
 
 Invariant: a backward that no program covers changes nothing, and then the forward runs again
@@ -37,7 +37,10 @@ _WRITTEN = (
 
 
 class ReplayedForward:
-    """A forward that a program ran. Made before the program runs, so that a rerun begins from the same state."""
+    """A replayed forward, as the `CapturedBackward` of its node.
+
+    Made before the program runs: it saves generator states and overwritten inputs, which a rerun needs.
+    """
 
     def __init__(self, owner: Owner, forward: ForwardProgram, call: Call) -> None:
         self._owner, self._forward, self._call = owner, forward, call
@@ -53,7 +56,7 @@ class ReplayedForward:
         self._rerun: RecordedForward | None = None
 
     def _written(self) -> Iterator[tuple[Tensor, Any]]:
-        """The inputs that the program writes."""
+        """The inputs that the program writes, with the written geometries."""
         for action in self._forward.program.epilogue:
             if isinstance(action, Copy):
                 yield self._call.inputs[action.input], action.geometry
@@ -61,14 +64,14 @@ class ReplayedForward:
             tensor = self._call.inputs[index]
             yield tensor, geometry_of(tensor)
 
-    def take(self, saved: Sequence[Any]) -> None:
-        """Hold the values that the program saved for the backward."""
+    def hold(self, saved: Sequence[Any]) -> None:
+        """Keep the values that the program saved, and the versions of the inputs at this time."""
         self._saved = list(saved)
         found = [t for t in (*self._call.inputs, *self._leaves) if isinstance(t, Tensor)]
         self._versions = {id(t): (t, _version(t)) for t in found}
 
     def inputs(self) -> list[Tensor]:
-        """The tensors of the user's graph that gradients go to."""
+        """The inputs of the autograd node: arguments and parameters that require a gradient."""
         arguments = [self._leaves.originals[i] for i in self._leaves.detached]
         return arguments + [source.resolve(self._call) for source in self._forward.parameters]
 
@@ -111,7 +114,7 @@ class ReplayedForward:
     def _matching(
         self, tangents: Sequence[Tensor | None], requested: RequestedGradients
     ) -> tuple[BackwardProgram, Call] | str:
-        """A backward whose guards hold, with its inputs; or why there is none."""
+        """A recorded backward whose guards hold, with its inputs; else the reason why there is none."""
         assert self._saved is not None
         values = dict(zip(self._names, self._saved, strict=True))
         reason = "autograd requests other gradients than in any recorded backward"
@@ -162,7 +165,7 @@ class ReplayedForward:
             why_not = self._why_not_again()
             if why_not is not None:
                 raise GuardError(
-                    f"goes backward from a captured forward, but {reason}; and the forward cannot run again for "
+                    f"runs the backward of a captured forward, but {reason}; and the forward cannot run again for "
                     f"it, because {why_not}. Nothing was changed"
                 )
             with self._state_on_entry():
@@ -176,7 +179,7 @@ class ReplayedForward:
         return gradients
 
     def _why_not_again(self) -> str | None:
-        """What has changed since the forward began, apart from what `_state_on_entry` restores."""
+        """Why the forward cannot run again: a change that `_state_on_entry` does not restore; None if it can."""
         program = self._forward.program
         if any(not isinstance(action, Copy) for action in program.epilogue):
             return "it resizes or replaces one of its inputs"
@@ -194,7 +197,7 @@ class ReplayedForward:
 
     @contextmanager
     def _state_on_entry(self) -> Iterator[None]:
-        """Restore generators, and the inputs that the forward writes, to when it began; undone at the end."""
+        """Restore the generators and the inputs that the forward writes to their state on entry, inside the `with`."""
         states = generator_states()
         now = [tensor.clone() for tensor, _ in self._overwritten]
         try:
@@ -208,7 +211,7 @@ class ReplayedForward:
 
     def _write(self, values: Sequence[Tensor]) -> None:
         for (tensor, _), value in zip(self._overwritten, values, strict=True):
-            # Autograd may have saved one for its geometry alone: its version counter must not change.
+            # Autograd may have saved the tensor for its geometry only: its version counter must not change.
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
                 tensor.copy_(value)
 

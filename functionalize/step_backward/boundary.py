@@ -1,15 +1,16 @@
-"""Where autograd meets a captured forward: one node of the user's graph, which runs the captured backward.
+"""The autograd node of a captured forward: one node of the user's graph, which runs the captured backward.
 
     outputs ──grad_fn──▶ _Boundary ──▶ the arguments and parameters that require a gradient, an anchor
                             │
                             └ captured.backward(tangents, requested, keep)      a nested run, recorded or replayed
 
 Parameters and arguments are inputs of the node, so that autograd accumulates into their `.grad`, runs the hooks on
-them and answers `torch.autograd.grad` as for any other op. FSDP2's own backward, and leaves inside a reentrant
-checkpoint, run inside the node; if autograd requests the anchor's gradient, it requests all of them.
+them and computes `torch.autograd.grad` as for any other op. FSDP2's own backward, and leaves inside a reentrant
+checkpoint, run inside the node. The anchor is an empty tensor whose gradient autograd requests only in a backward over
+all leaves: the node then computes all gradients, also those of leaves that are not its inputs.
 The callable runs on detached arguments (`DetachedLeaves`), so that its own graph ends at them.
 
-Refusals: a backward that is to be differentiated (`create_graph=True`); one backward through several forwards of an
+Refusals: a differentiable backward (`create_graph=True`); one backward through several forwards of an
 FSDP2 model.
 """
 
@@ -39,7 +40,7 @@ aten = torch.ops.aten
 class DetachedLeaves(list[Any]):
     """The leaves of a call. Tensors that require a gradient are detached from the user's graph.
 
-    originals: the leaves before that. detached: the indices of those that differ.
+    originals: the leaves before detaching. detached: the indices of leaves that were detached.
     """
 
     def __init__(self, originals: Sequence[Any]) -> None:
@@ -61,7 +62,10 @@ def is_output(leaf: Any) -> bool:
 
 
 class RequestedGradients(NamedTuple):
-    """The gradients that autograd requests of one backward: all, or those of some arguments and parameters."""
+    """The gradients that autograd requests in one backward.
+
+    everything: whether those of all leaves. inputs: for each input of the node, whether its gradient is requested.
+    """
 
     everything: bool
     inputs: tuple[bool, ...]
@@ -72,11 +76,11 @@ class CapturedBackward(Protocol):
 
     @property
     def reduced_together(self) -> WeakSet[Any]:
-        """The nodes of all forwards whose gradients eager would reduce together, in one backward."""
+        """The autograd nodes of all forwards whose gradients eager would reduce in one backward."""
         ...
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Detached aliases of the outputs that the user gets, which share their version counters."""
+        """Hold detached aliases of the returned outputs, which share their version counters: these count writes."""
         ...
 
     def backward(
@@ -105,9 +109,9 @@ class _Boundary(torch.autograd.Function):
         others = (node for node in ctx.captured.reduced_together if node is not ctx)
         if any(map(will_execute, others)):
             raise UncapturableError(
-                "goes backward through several captured forwards of an FSDP2 model at once, whose gradients "
-                "eager reduces together and these would reduce one by one, which rounds differently: go backward "
-                "from each by itself, or capture one function that does all of them"
+                "runs one backward through several captured forwards of an FSDP2 model; eager reduces "
+                "their gradients together, these would be reduced one by one, which rounds differently: call "
+                "backward on each by itself, or capture one function that runs all of them"
             )
         first, *rest = (node is not None and will_execute(node) for node, _ in ctx.next_functions)
         requested = RequestedGradients(first, tuple(rest))
@@ -138,7 +142,7 @@ def _attached(
             fresh = [value.detach() for value in values]
         captured.watch([value.detach() for value in fresh])  # these count the writes to them
     anchor = torch.empty(0, requires_grad=True)
-    # Autograd does not tell whether it requests a leaf's gradient, but whether it will run the node before it.
+    # Autograd cannot be queried for a requested gradient of a leaf, only for a node that will run: alias the leaves.
     nodes = [aten.alias.default(t) if t.is_leaf else t for t in (anchor, *inputs)]
     result: Sequence[Tensor] = _Boundary.apply(captured, fresh, *nodes)
     captured.reduced_together.update(t.grad_fn for t in result[:1])
@@ -146,7 +150,7 @@ def _attached(
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that a backward from `outputs` would accumulate into, each once."""
+    """The leaves into which a backward from `outputs` would accumulate, each once."""
     found: dict[int, Tensor] = {}
     seen: set[Any] = set()
     todo = [t.grad_fn for t in outputs]
@@ -173,13 +177,13 @@ def run_backward(
     pairs = [(o, t) for o, t in zip(outputs, tangents, strict=True) if t is not None]
     roots, seeds = [o for o, _ in pairs], [t for _, t in pairs]
     if requested.everything:
-        with _set_aside(inputs):
+        with _without_grad_and_hooks(inputs):
             torch.autograd.backward(roots, seeds, retain_graph=keep)
             return [t.grad for t in inputs]
     selected = [t for t, yes in zip(inputs, requested.inputs, strict=True) if yes]
     if not selected:
         return [None] * len(inputs)
-    with _set_aside(selected):
+    with _without_grad_and_hooks(selected):
         found = iter(
             torch.autograd.grad(roots, selected, seeds, retain_graph=keep, allow_unused=True)
         )
@@ -187,8 +191,8 @@ def run_backward(
 
 
 @contextmanager
-def _set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Without `.grad` and hooks of `leaves`: autograd applies them later, in the user's graph."""
+def _without_grad_and_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Remove `.grad` and hooks of `leaves` inside the `with`: autograd applies them later, in the user's graph."""
     gradients = [leaf.grad for leaf in leaves]
     tables = [table for leaf in leaves for table in hook_tables(leaf)]
     hooks = [dict(table) for table in tables]

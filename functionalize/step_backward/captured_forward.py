@@ -1,19 +1,20 @@
-"""`capture(fn, backward=True)`: a forward that is replayed, and whose backward is a program, too.
+"""`capture(fn, backward=True)`: a forward and its backward, each replayed by a program of its own.
 
     forward = functionalize.capture(loss_of, backward=True)
     loss = forward(batch)          recorded, later replayed; the loss requires a gradient
-    loss.backward()                recorded, later replayed; gradients are where eager leaves them
-    optimizer.step()               eager, as anything outside
+    loss.backward()                recorded, later replayed; gradients are in the same places as in eager
+    optimizer.step()               eager, as all code outside
 
-A call whose result has no autograd history (under `no_grad`) is an ordinary captured step. Programs come in pairs,
-made of one forward and the backward that was called on it; a forward without a backward is recorded and not kept.
+A call whose result has no autograd history (under `no_grad`) is an ordinary captured step. Programs are made in
+pairs, from one forward and the backward that was called on it; the recording of a forward without one is not kept.
 
 Note [A backward that was not recorded]
 A replayed forward may be followed by another backward than the recorded one: with other tangents, for other
-inputs, into gradients that were not there. Then the forward runs again, eagerly, on the same arguments, from the
-generators and the buffers it had, and autograd goes backward through that; the run is recorded, and its backward
-is kept beside the others of the same forward. The ranks of a step must agree on it, as they must on any
-collective. It is refused (`GuardError`), before anything changes, if what the forward read was changed since.
+inputs, or with empty gradients where they were accumulated. Then the forward runs again, eagerly, on the same
+arguments, with generators and buffers restored to their state on entry, and autograd runs the backward through that
+graph. The run is recorded, and its backward is kept beside the others of the same forward. All ranks must run it again
+together, as it issues collectives. If a value that the forward read has changed since, it is refused (`GuardError`)
+before anything changes.
 
 Invariant: guards of a backward are checked when it is called, before anything changes.
 Refusals: `create_graph=True`; a result that is a parameter; arguments that the callable writes in place while they
@@ -56,12 +57,12 @@ log = logging.getLogger("functionalize")
 _PATIENCE = 4  # recorded forwards in a row without a backward, before fewer are recorded
 _BACKWARDS = 8  # kept of one forward
 _NOT_WHOLE = (
-    "is for a forward that is gone backward from outside (`backward=True`): capture a whole step"
+    "is for a forward whose backward runs outside of it (`backward=True`): capture a whole step"
 )
 
 
 class CapturedForward(CapturedStep):
-    """A callable whose forward and backward are replayed, each when it is called."""
+    """A captured forward: replays the forward when it is called, and its backward when autograd runs it."""
 
     def __init__(self, forward: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(forward, options)
@@ -71,14 +72,14 @@ class CapturedForward(CapturedStep):
                 f"`{changing}` changes collectives, and a forward's backward may be replayed on one rank and run on "
                 "another: capture a whole step, or leave the pass out"
             )
-        # by the key of a call: how many recorded forwards in a row had no backward
+        # key of a call -> the number of recorded forwards in a row without a backward
         self._without_backward: dict[Hashable, int] = {}
         self._is_sharded = False  # whether FSDP2 reduces the gradients
         self._nodes: WeakSet[Any] = WeakSet()
 
     @property
     def backward_programs(self) -> tuple[Program, ...]:
-        """Every backward kept, by forward, the last recorded first."""
+        """The programs of all backwards, by forward, the last recorded first."""
         forwards = (cached for cached in self._cache if isinstance(cached, ForwardProgram))
         return tuple(each.program for forward in forwards for each in forward.backwards)
 
@@ -92,17 +93,17 @@ class CapturedForward(CapturedStep):
 
     @property
     def callable(self) -> Callable[..., Any]:
-        """What was captured."""
+        """The callable that was captured."""
         return self._fn
 
     @property
     def reduced_together(self) -> WeakSet[Any]:
-        """The nodes of this forward's calls, where FSDP2 would reduce the gradients of all in one backward."""
+        """The autograd nodes of all calls, if FSDP2 would reduce their gradients in one backward; else empty."""
         return self._nodes if self._is_sharded else WeakSet()
 
     @property
     def vote(self) -> RankVote | None:
-        """How the ranks agree on replay; None: they need not."""
+        """The vote of the ranks on replay; None: they need none."""
         return self._vote
 
     def _leaves(self, flat: list[Any]) -> DetachedLeaves:
@@ -112,7 +113,10 @@ class CapturedForward(CapturedStep):
         return super()._skips_recording(key) or self._lacks_backwards(key)
 
     def _lacks_backwards(self, key: Hashable) -> bool:
-        """Whether to record no more for now: no backward was called on what was recorded."""
+        """Whether to skip recording this call, since no backward was called on the forwards recorded last.
+
+        After the first `_PATIENCE` calls it is tried again at calls whose number is a power of two.
+        """
         count = self._without_backward[key] = self._without_backward.get(key, 0) + 1
         if count == _PATIENCE + 1:
             log.warning(
@@ -129,7 +133,7 @@ class CapturedForward(CapturedStep):
             return super()._replay(cached, call)
         replayed = ReplayedForward(self, cached, call)
         values = cached.program.replay(call, self._vote)
-        replayed.take(values[cached.results :])
+        replayed.hold(values[cached.results :])
         result, gradients = unflatten_result(values[: cached.results], cached.spec)
         leave(call, cached.slots, gradients, cached.effects)
         self._cache.used(cached)
@@ -138,12 +142,12 @@ class CapturedForward(CapturedStep):
         return with_backward(result, cached.has_grad_fn, replayed, call.leaves, replayed.inputs())
 
     def missed_backward(self, reason: str) -> None:
-        """No backward of a forward covers what autograd requests."""
+        """Count a request of autograd that no recorded backward covers."""
         self._note_miss(f"backward: {reason}")
         self.stats.reruns += 1
 
     def run_again(self, leaves: DetachedLeaves, forward: ForwardProgram, reason: str) -> Any:
-        """The forward for real, on the leaves of an earlier call; its backward may be kept beside the others."""
+        """Run the forward for real on the leaves of an earlier call; its backward may be kept beside the others."""
         spec = forward.program.in_spec
         assert spec is not None
         fresh = DetachedLeaves(leaves)
@@ -161,7 +165,7 @@ class CapturedForward(CapturedStep):
         return forward.result()
 
     def _run_forward(self, call: Invocation, rerun_of: ForwardProgram | None = None) -> Any:
-        """Run for real, recording: a `RecordedForward`, or the result if it has no autograd history.
+        """Run for real while recording: a `RecordedForward`, or the result if it has no autograd history.
 
         The callable runs on detached arguments, so that its graph ends there.
         """
@@ -231,8 +235,8 @@ class CapturedForward(CapturedStep):
         ):
             super()._add(key, cached)
             return
-        # The same forward, which now saves the values for all its backwards. It ran again after the first one, so that
-        # the state it began in, which `facts` guard, was another.
+        # The same forward, whose new program saves the values for all its backwards. The new recording ran after the
+        # first forward, so its `facts` describe a later state: keep the facts of the first one.
         cached.program.facts = known.program.facts
         known.program, known.saved = cached.program, cached.saved
         known.backwards = [*cached.backwards, *known.backwards][:_BACKWARDS]

@@ -1,20 +1,21 @@
-"""A forward and its backward, recorded as one op stream, made into two programs.
+"""A forward and its backward, recorded as one op stream and split into two programs.
 
     records  |  forward .......... | backward ..........
     programs |  inputs -> outputs, saved values    inputs, saved values, tangents -> gradients
 
-    end = ForwardEnd.now(entry, result, recorder)      where the forward ended
+    end = ForwardEnd.now(entry, result, recorder)      the state after the forward
     run = JointRun(recorder, end, later, ...)          after the backward; later: the state before it
-    run.recording().pair(spec, keep)                   both programs, and what is passed from one to the other
+    run.recording().pair(spec, keep)                   both programs, and the saved values between them
 
-The forward's epilogue writes to its inputs at its end; the backward looks each input up again, so that it
-reads what the input holds then, and no parameter and no view of one is saved.
+The forward's epilogue writes to its inputs at its end. The backward resolves each input again and reads its contents
+at that time, so that no parameter and no view of one is saved.
 
 Note [FSDP2 between forward and backward]
-Eager FSDP2 keeps the root unsharded in between, and remembers in Python which groups ran. A replay of the forward
-leaves all that as it was on entry, and the backward does both halves' part of it: an unsharded storage is
-compared with its state when the forward began, and what the root's layers need is among the saved values.
-So a forward without a backward changes nothing that FSDP2 keeps, and neither does a second forward before it.
+Between forward and backward eager FSDP2 keeps the root unsharded, and records in Python which groups ran. A replayed
+forward leaves this state as it was on entry; the replayed backward applies the effects of both. So the epilogue of the
+backward compares an unsharded storage with its state on entry of the forward, and the unsharded parameters that the
+backward of the root's layers reads are among the saved values. A forward without a backward, and a second forward
+before the backward, therefore leave FSDP2's state unchanged.
 
 Refusals: see `ForwardEnd.changed`; a storage that is resized between forward and backward.
 """
@@ -51,11 +52,12 @@ from functionalize.util.tensor_wrappers import plain_tensors
 
 @dataclass(frozen=True, slots=True)
 class ForwardEnd:
-    """The moment when a recorded forward has ended.
+    """The state at the end of a recorded forward.
 
-    entry, exit: the state around the forward. changed: what it changed that a replay would not; None: nothing.
-    fsdp: FSDP2's state, as the forward left it. unsharded: the storages of unsharded FSDP2 parameters.
-    records, externals, facts: how many of each the recorder had.
+    entry, exit: the state before and after the forward.
+    changed: a change by the forward that a replay would not repeat; None: there is none.
+    fsdp: FSDP2's state after the forward. unsharded: serial numbers of the storages of unsharded FSDP2 parameters.
+    records, externals, facts: the numbers of these in the recorder at that time, where the forward's part ends.
     """
 
     entry: EntryState
@@ -69,7 +71,7 @@ class ForwardEnd:
 
     @staticmethod
     def now(entry: EntryState, result: Any, recorder: Recorder, changed: str | None) -> ForwardEnd:
-        """Look at the state after the forward; `changed`: what is known already."""
+        """Read the state after the forward. changed: a change that is known already."""
         recorder.checks.check_generators("after its last random op")
         modules = list(entry.roots.modules.values())
         plain = [t for m in modules for u in fsdp_unsharded(m) for t in plain_tensors(u)]
@@ -89,12 +91,12 @@ class ForwardEnd:
 
 @dataclass(eq=False)
 class Pair:
-    """Both programs.
+    """The programs of a forward and of its backward.
 
-    results: how many leaves the forward returns; saved: the names of the values that it returns after them.
-    used: the names of the saved values that the backward takes.
-    text, sources: the ops of the forward and where they find their inputs; equal for the same forward.
-    slots, backward_slots: which slots each program assigns. effects: of both on FSDP2's state.
+    results: the number of leaves that the forward returns. saved: the names of the values that it returns after them.
+    used: the names of the saved values that are inputs of the backward.
+    text, sources: the ops of the forward as text, and the sources of its inputs; equal for equal forwards.
+    slots, backward_slots: the slots that each program assigns. effects: those of both on FSDP2's state.
     """
 
     forward: Program
@@ -113,10 +115,11 @@ class Pair:
 class JointRun:
     """A forward and its backward that ran to their ends.
 
-    end: where the forward ended. later: the state before the backward. gradients: what the backward returned.
-    changed: what it did to hyperparameters that a replay would not; None: nothing.
-    requested: the gradients that autograd requested. parameters: where the leaves are that gradients went to.
-    rerun_of: the forward that ran again for this backward; None: it was recorded at once.
+    end: the state after the forward. later: the state before the backward. gradients: the result of the backward.
+    changed: a change of hyperparameters that a replay would not repeat; None: there is none.
+    requested: the gradients that autograd requested. parameters: the sources of the leaves that have a gradient,
+    besides arguments.
+    rerun_of: the cached forward that ran again for this backward; None: the forward is a new recording.
     """
 
     recorder: Recorder
@@ -133,10 +136,11 @@ class JointRun:
 
 
 class JointRecording(StepRecording):
-    """A forward and a backward of it, before it is known whether their programs are kept.
+    """A forward and its backward as one recording, not yet judged.
 
-    backward_exit: the state after the backward, whose result are gradients.
-    expected: FSDP2's state when a replayed backward begins. effects: of both halves on FSDP2's state.
+    backward_exit: the state after the backward, whose result is the list of gradients.
+    expected: FSDP2's state when a replayed backward begins; None: unknown, see `expected_state`.
+    effects: the changes of FSDP2's state by forward and backward together.
     """
 
     def __init__(self, run: JointRun, backward_exit: ExitState) -> None:
@@ -160,7 +164,10 @@ class JointRecording(StepRecording):
         self.expected, self.effects = expected, effects
 
     def pair(self, in_spec: pytree.TreeSpec, keep: Collection[str] = ()) -> Pair:
-        """Discharge both halves. keep: values that the forward must save for other backwards."""
+        """Discharge forward and backward into one graph and split it.
+
+        keep: names of values that the forward must save for its other backwards.
+        """
         end, recorder, builder = self.end, self.recorder, PairBuilder(self.recorder)
         facts = list(recorder.scalar_log.facts.values()) if recorder.scalar_log is not None else []
         first, rest = (
@@ -173,13 +180,15 @@ class JointRecording(StepRecording):
         builder.guard(facts[: end.facts])
         forward_half = builder.half(end.exit.leaves, end.entry.leaves, end.unsharded)
         text, sources = builder.summary()
-        builder.cross(end.unsharded)
+        builder.begin_backward(end.unsharded)
         builder.add_inputs(list(self._named_inputs(builder, rest)))
         builder.run(recorder.records[end.records :])
         builder.guard(facts[end.facts :])
         backward_half = builder.half(self.backward_exit.leaves, self.later.leaves, ())
         graph, names = builder.emit.graph, builder.names
-        cut = split(graph, builder.before, forward_half.results, backward_half.results, keep, names)
+        cut = split(
+            graph, builder.forward_nodes, forward_half.results, backward_half.results, keep, names
+        )
         forward = self._forward(builder, cut, forward_half, in_spec)
         backward = self._backward(builder, cut, backward_half, forward)
         return Pair(
@@ -198,7 +207,7 @@ class JointRecording(StepRecording):
     def _named_inputs(
         self, builder: Builder, externals: Sequence[External]
     ) -> Iterator[TensorInput]:
-        """Inputs for these tensors; the backward's arguments beyond the forward's leaves are tangents."""
+        """Inputs for these tensors. The backward's arguments are the forward's leaves, then the tangents."""
         leaves = len(self.end.entry.leaves)
         for each in self._inputs(builder, externals):
             source = each.source
@@ -232,7 +241,7 @@ class JointRecording(StepRecording):
         return program
 
     def _slot_guard(self, slots: Sequence[tuple[str, Slot]]) -> SlotGuard:
-        """The guard on which of these slots held a gradient when the backward began."""
+        """The guard that these slots hold a gradient, or are empty, as when the backward began."""
         held = {
             id(s): g is not None
             for (_, s), g in zip(self.later.slots, self.later.gradients, strict=True)
@@ -256,14 +265,15 @@ def _chain(source: Any) -> Iterator[Any]:
 
 
 def expected_state(end: ForwardEnd, later: FSDPState) -> FSDPState | None:
-    """FSDP2's state in a replay when the backward begins: as on entry, apart from what the user changed since.
+    """FSDP2's state when a replayed backward begins: that on entry, with the user's changes since the forward.
 
-    None if the states cannot be compared, since FSDP2 set itself up in between.
+    None if the states cannot be compared, since FSDP2 initialised itself in between.
     """
     entry = end.entry.fsdp
     keys = [[(p.key, id(p.table)) for p in state.places] for state in (entry, end.fsdp, later)]
     if keys[0] != keys[1] or keys[1] != keys[2]:
         return None
+    # A replayed forward does not change these values: only a change after the forward is the user's.
     triples = zip(entry.values, end.fsdp.values, later.values, strict=True)
     return replace(
         entry, values=tuple(was if same_value(b, now) else now for was, b, now in triples)
@@ -275,7 +285,7 @@ def _storages(builder: Builder, kept: Sequence[int]) -> tuple[int, ...]:
 
 
 def _with_geometry(saved: Sequence[InputSpec], cut: Split, forward: Program) -> list[InputSpec]:
-    """The geometry of values that are on no storage of the recording, from fake values of the forward's graph."""
+    """The saved values with geometries, for those without a recorded storage from fake values of the forward."""
     copy = forward.copy()
     copy.describe()
     outs = copy.graph.find_nodes(op="output")[0].args[0]
@@ -287,7 +297,7 @@ def _with_geometry(saved: Sequence[InputSpec], cut: Split, forward: Program) -> 
 
 
 def _has_no_geometry(saved: InputSpec) -> bool:
-    """Whether the geometry of a saved value is unknown; a number has none, but a hint."""
+    """Whether a saved value is a tensor of unknown geometry; a number has a hint in place of a geometry."""
     source: Any = saved.source
     return not isinstance(saved.geometry, Geometry) and source.hint is None
 

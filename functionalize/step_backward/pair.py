@@ -3,8 +3,8 @@
     forward.program         arguments, parameters -> results, saved values
     backward.program        arguments, parameters, tangents, saved values -> gradients
 
-A backward is for the gradients that it was recorded with (`requested`); another request is another backward of the
-same forward. `is_same_forward` finds that a forward that ran again for one is a forward that is cached already.
+A backward computes the gradients that were requested at its recording (`requested`); another request needs another
+backward of the same forward. `is_same_forward` compares a forward that ran again for one with the cached forward.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from functionalize.step_backward.boundary import RequestedGradients
 
 @dataclass(eq=False)
 class BackwardProgram:
-    """One backward of a forward. used: the names of the saved values that it takes.
+    """One backward of a forward.
 
-    slots, effects: what a replay assigns and does to FSDP2's state. replays: how often it was replayed.
+    used: the names of the saved values that are its inputs. slots: the slots that a replay assigns.
+    effects: the changes of FSDP2's state by a replay. replays: the number of replays.
     """
 
     program: Program
@@ -40,12 +41,12 @@ class BackwardProgram:
 class ForwardProgram(CachedProgram):
     """A forward and its backwards.
 
-    spec: of the pair (result, gradients that the callable assigned). results: how many leaves that are.
+    spec: the pytree spec of the pair (result, gradients that the callable assigned). results: the number of its leaves.
     saved: the names of the values that the program returns after them.
-    text, sources: its ops and where they find their inputs; equal for the same forward.
-    parameters: where the leaves are that gradients go to, besides arguments.
+    text, sources: its ops as text, and the sources of its inputs; equal for equal forwards.
+    parameters: the sources of the leaves that have a gradient, besides arguments.
     is_random: whether the graph draws random numbers.
-    rerun_of: the forward that ran again, so that this recording was made; None: no forward did.
+    rerun_of: the cached forward whose rerun was recorded as this program; None: this is a new recording.
     """
 
     spec: Any = None
@@ -69,7 +70,7 @@ def is_same_forward(a: ForwardProgram, b: ForwardProgram) -> bool:
 
 
 def _identity(source: Any) -> Any:
-    """Equal for equal sources: their types, the names in them, and the objects that they look in."""
+    """A value that is equal for equal sources: their types, their names, the identities of their objects."""
     if source is None or isinstance(source, (str, int, tuple)):
         return source
     slots = getattr(type(source), "__slots__", None)

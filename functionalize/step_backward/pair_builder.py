@@ -1,10 +1,10 @@
-"""Discharge a recording with a boundary in it: first the forward's ops, then the backward's, in one graph.
+"""Discharge the recording of a forward and its backward into one graph: the forward's ops, then the backward's.
 
     builder.run(records of the forward);  forward = builder.half(...)     its outputs, epilogue, guards
-    builder.cross(...)
+    builder.begin_backward(...)                           a new placeholder for each input
     builder.run(records of the backward); backward = builder.half(...)    likewise
 
-Invariant: after `cross`, a read of an input reads what its storage holds when the backward begins.
+Invariant: after `begin_backward`, a read of an input reads the contents of its storage when the backward begins.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from functionalize.state.arguments import flatten_result
 
 @dataclass(frozen=True, slots=True)
 class SavedValue:
-    """The source of a saved value: a leaf of the backward's arguments, after the forward's leaves and the tangents.
+    """The source of a saved value in the backward's program.
 
+    leaf: its index in the backward's arguments: the forward's leaves, the tangents, then the saved values.
     hint: the value at recording, if it is a number.
     """
 
@@ -53,7 +54,7 @@ class SavedValue:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """One side of the boundary, discharged. results: the values of the outputs and of the epilogue."""
+    """The discharged forward or backward. results: the nodes of its outputs and of its epilogue's values."""
 
     outputs: list[OutputRole]
     epilogue: list[Action]
@@ -70,7 +71,7 @@ class Half:
         saved: Any,
         in_spec: Any,
     ) -> Program:
-        """The program of this side; it returns a flat list, saved values at the end."""
+        """The program of this half; it returns a flat list, with saved values at the end."""
         outputs = (*self.outputs, *saved)
         return Program(
             graph=graph,
@@ -88,23 +89,25 @@ class Half:
 
 
 class PairBuilder(Builder):
-    """Discharges a recording that has a boundary in it.
+    """Discharges the recording of a forward and its backward.
 
-    before: the ops of the forward. names: of placeholders in the backward's program, where they differ.
+    forward_nodes: the op nodes of the forward. names: placeholder -> its name in the backward's program, if it differs
+    from that in the joint graph.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self.before: list[fx.Node] = []
+        self.forward_nodes: list[fx.Node] = []
         self.names: dict[fx.Node, str] = {}
         self._geometry: dict[fx.Node, tuple[Geometry, torch.device]] = {}
 
     def half(
         self, leaves: Sequence[Any], arguments: Sequence[Any], deferred: Collection[int]
     ) -> Half:
-        """Outputs, epilogue and guards of the ops discharged since the last half.
+        """Outputs, epilogue and guards of the ops discharged since the last call of `half`.
 
-        leaves: of the result. arguments: the leaves of these. deferred: storages that get no epilogue here.
+        leaves: the leaves of the result. arguments: the leaves of the arguments.
+        deferred: storages without an epilogue in this half.
         """
         outputs = self.roles(leaves, arguments)
         epilogue: list[Action] = []
@@ -124,21 +127,22 @@ class PairBuilder(Builder):
         return half
 
     def summary(self) -> tuple[str, tuple[Source, ...]]:
-        """The ops so far as text, and where the inputs that they read come from."""
+        """The ops so far as text, and the sources of the inputs that they read."""
         nodes = self.emit.graph.nodes
         read = [i for i, node in enumerate(self._nodes) if node.users]
         text = [node_text(node) for node in nodes if node.op != "placeholder"]
         text += [self._nodes[i].name for i in read]
-        # Two runs differ in the addresses of profiler ranges, which are dead code.
+        # Addresses of profiler ranges, which are dead code, differ between two equal runs.
         same = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(text))
         return same, tuple(self.inputs[i].source for i in read)
 
-    def cross(self, deferred: Collection[int]) -> None:
-        """Begin the backward: each input gets a placeholder of its own, and each view is taken again.
+    def begin_backward(self, deferred: Collection[int]) -> None:
+        """Make a new placeholder for each input, and mark views stale so that the backward regenerates them.
 
-        A view that the forward took of a value of its own is taken again from the whole value, which is saved.
+        A view of a value that the forward made is regenerated from the whole value, which is saved.
+        deferred: storages that keep their placeholder, since the backward writes their epilogue.
         """
-        self.before = [n for n in self.emit.graph.nodes if n.op == "call_function"]
+        self.forward_nodes = [n for n in self.emit.graph.nodes if n.op == "call_function"]
         for serial, storage in list(self.engine.storages.items()):
             for view in storage.views.values():
                 if isinstance(view.value, fx.Node):
@@ -150,7 +154,7 @@ class PairBuilder(Builder):
                 storage.retake_views()
 
     def _new_input(self, serial: int, storage: FunctionalStorage) -> None:
-        """The placeholder and record of an input's storage as the backward finds it."""
+        """Make the placeholder and the storage record of an input for the backward."""
         was = self.inputs[self._base_input[serial]]
         name = self._unique(was.name)
         spec = InputSpec(name, was.geometry, storage.nbytes, was.device, was.source)

@@ -1,8 +1,8 @@
-"""A captured forward that ran for real, with the backward that autograd then runs through its graph.
+"""A captured forward that ran for real, and the backward that autograd runs through its graph.
 
     forward = RecordedForward(owner, run, end, call)     after the run, which `record` of `stages.py` recorded
-    forward.result()                                     its outputs lead to one node: `boundary.py`
-    forward.backward(tangents, requested, keep)          recorded into the same op stream; then both halves are kept
+    forward.result()                                     its outputs have one autograd node: `boundary.py`
+    forward.backward(tangents, requested, keep)          recorded into the same op stream; both programs are kept
 
 Invariant: the backward is recorded once, at its first call; a second one (`retain_graph=True`) runs eagerly.
 Refusals, noted in the recording: a gradient for a tensor that no module and no argument holds; a result that is a
@@ -44,8 +44,8 @@ from functionalize.step_backward.pair import ForwardProgram
 from functionalize.util.gc_pause import only_young_collections
 
 TWICE = (
-    "goes backward a second time through a captured forward, whose saved values are freed: give the first "
-    "backward retain_graph=True"
+    "runs backward a second time through a captured forward, whose saved values are freed: call the first "
+    "backward with retain_graph=True"
 )
 
 
@@ -66,29 +66,33 @@ class Owner(Protocol):
 
     @property
     def vote(self) -> RankVote | None:
-        """How the ranks agree on replay; None: they need not."""
+        """The vote of the ranks on replay; None: they need none."""
         ...
 
     @property
     def reduced_together(self) -> WeakSet[Any]:
-        """The nodes of all calls, if FSDP2 would reduce their gradients in one backward."""
+        """The autograd nodes of all calls, if FSDP2 would reduce their gradients in one backward; else empty."""
         ...
 
     def missed_backward(self, reason: str) -> None:
-        """No backward covers this request."""
+        """Count a request that no recorded backward covers."""
         ...
 
     def run_again(self, leaves: DetachedLeaves, forward: ForwardProgram, reason: str) -> Any:
-        """Run the forward of an earlier call for real: a `RecordedForward`, or the result of another kind of call."""
+        """Run the forward of an earlier call for real: a `RecordedForward`, or a result without autograd history."""
         ...
 
     def finish_backward(self, run: JointRun, call: Invocation) -> None:
-        """The backward of a recorded forward ran to its end: keep both programs, if they are to be kept."""
+        """Judge, build and agree after the backward of a recorded forward; both programs are kept, or neither."""
         ...
 
 
 class RecordedForward:
-    """A forward that ran for real. end: where it ended; None once its backward was recorded."""
+    """A forward that ran for real, as the `CapturedBackward` of its node.
+
+    end: the state after the forward; None once its backward was recorded. call: the call on detached arguments.
+    rerun_of: the cached forward that ran again; None: this is a new recording.
+    """
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class RecordedForward:
         self._inputs = [self._leaves[i] for i in self._leaves.detached] + found
 
     def _parameters(self, entry: EntryState) -> Iterator[Source]:
-        """Where the leaves are that autograd would accumulate into, apart from arguments and FSDP2's."""
+        """The sources of the leaves into which autograd accumulates, except arguments and FSDP2's parameters."""
         call = Call(self._leaves, [])
         places = {
             id(slot.of.resolve(call)): slot.of
@@ -143,7 +147,7 @@ class RecordedForward:
                 )
 
     def result(self) -> Any:
-        """The result of the callable; `backward` runs when autograd goes backward from its outputs."""
+        """The result of the callable; autograd calls `backward` when it runs the backward of the outputs."""
         assert self._end is not None
         result, self._result = self._result, None
         count = len(self._leaves.detached)
@@ -164,7 +168,9 @@ class RecordedForward:
         if not self._outputs:
             raise RuntimeError(TWICE)
         for output, (seen, version) in zip(self._outputs, self._watched, strict=False):
-            if seen._version != version:  # autograd raises, if it needs the value before the write
+            if (
+                seen._version != version
+            ):  # the caller wrote to it: let autograd raise if it saved the value
                 torch.autograd.graph.increment_version(output)
         end, self._end = self._end, None
         gradients: Sequence[Tensor | None]
@@ -209,7 +215,7 @@ class RecordedForward:
         return gradients
 
     def _note_resizes(self) -> None:
-        """Record that storages were emptied since the forward; refuse the recording if one grew."""
+        """Record resizes of storages since the forward; refuse the recording if a storage has grown."""
         recorder = self._recorder
         for external in recorder.storages.externals:
             info = external.info

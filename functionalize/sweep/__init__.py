@@ -1,1 +1,1 @@
-"""`functionalize.plan`: a step planned at every point of a grid."""
+"""`functionalize.plan`: the memory and time of a step, planned at every point of a grid of settings."""

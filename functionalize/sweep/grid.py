@@ -1,15 +1,15 @@
-"""The points of a what-if grid, and who takes what of a point: the world, the model, the step, what is asked of both.
+"""The points of a grid of settings, and which function receives which key of a point.
 
     points({"world": [64, 1024], "batch": [1, 2]})    ->  4 dicts, the first key slowest
-    Wants.of(["layers"], build, inputs, step)            the keyword arguments that each function takes
+    AcceptedKeys.of(["layers"], build, inputs, step)     the keyword arguments that each function accepts
 
-    key                            goes to
+    key                            passed to
     world, mesh, rank, target      `fz.world`
-    reshard, checkpoint            every wrapped module but the root, unless `build` takes them itself
+    reshard, checkpoint            every wrapped module but the root, unless `build` accepts them
     passes, machine                the finished program
-    any other                      `build`, `inputs` and `step`, whichever have a parameter of that name
+    any other                      those of `build`, `inputs` and `step` that have a parameter of that name
 
-Refuses (`PlanError`): a key that nobody takes, and a grid with an empty axis.
+Refuses (`PlanError`): a key that no function accepts, and a grid with an empty axis.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ Point = Mapping[str, Any]
 
 
 def points(grid: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Every point of a grid; one axis is a key and its values, or one value."""
-    axes = {key: _values(key, given) for key, given in (grid or {}).items()}
+    """Every point of a grid. grid: key -> its values (a sequence, a set, an iterator, an array), or one value."""
+    axes = {key: _values(key, axis) for key, axis in (grid or {}).items()}
     for values in itertools.product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
 
 
-def _values(key: str, given: Any) -> list[Any]:
-    if key == "mesh" and isinstance(given, (tuple, Mapping)):  # one mesh, not several sizes
-        return [given]
-    if callable(getattr(given, "tolist", None)):  # an array
-        given = given.tolist()
-    if isinstance(given, (str, Mapping)) or not isinstance(given, (Sequence, Set, Iterator)):
-        return [given]
-    values = list(given)
+def _values(key: str, axis: Any) -> list[Any]:
+    if key == "mesh" and isinstance(axis, (tuple, Mapping)):  # one mesh, not several sizes
+        return [axis]
+    if callable(getattr(axis, "tolist", None)):  # an array
+        axis = axis.tolist()
+    if isinstance(axis, (str, Mapping)) or not isinstance(axis, (Sequence, Set, Iterator)):
+        return [axis]
+    values = list(axis)
     if not values:
         raise PlanError(f"the axis `{key}` of the grid has no values")
     return values
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
-    """The names of a point that each function takes."""
+class AcceptedKeys:
+    """The keys of a point that each function accepts as keyword arguments."""
 
     build: frozenset[str]
     inputs: frozenset[str]
@@ -62,29 +62,29 @@ class Wants:
         build: Callable[..., Any],
         inputs: Callable[..., Any] | None,
         step: Callable[..., Any],
-    ) -> Wants:
-        """Raises `PlanError` for a key that neither they nor the plan itself takes."""
+    ) -> AcceptedKeys:
+        """Raises `PlanError` for a key that neither a function nor the plan itself accepts."""
         named = [key for key in keys if key not in (*WORLD_KEYS, *PROGRAM_KEYS)]
-        wants = Wants(*(_taken(fn, named) for fn in (build, inputs, step)))
-        lost = [
+        accepted = AcceptedKeys(*(_accepted(fn, named) for fn in (build, inputs, step)))
+        unused = [
             key
             for key in named
-            if key not in wants.build | wants.inputs | wants.step | set(MODEL_KEYS)
+            if key not in accepted.build | accepted.inputs | accepted.step | set(MODEL_KEYS)
         ]
-        if lost:
+        if unused:
             own = ", ".join((*WORLD_KEYS, *MODEL_KEYS, *PROGRAM_KEYS))
             raise PlanError(
-                f"nobody takes `{lost[0]}`: give `build`, `inputs` or `step` a parameter of that name "
-                f"(the plan itself takes {own})"
+                f"no function accepts `{unused[0]}`: give `build`, `inputs` or `step` a parameter of that name "
+                f"(the plan itself accepts {own})"
             )
-        return wants
+        return accepted
 
     def model(self, point: Point) -> dict[str, Any]:
-        """What the model depends on, besides its world."""
+        """The keys on which the model depends, besides those of its world."""
         return {key: point[key] for key in point if key in self.build or key in MODEL_KEYS}
 
     def call(self, point: Point) -> dict[str, Any]:
-        """What a call of the step depends on, besides the model."""
+        """The keys on which a call of the step depends, besides those of the model."""
         return {key: point[key] for key in point if key in self.inputs | self.step}
 
 
@@ -93,7 +93,7 @@ def of(point: Point, keys: frozenset[str] | Sequence[str]) -> dict[str, Any]:
     return {key: point[key] for key in point if key in keys}
 
 
-def _taken(fn: Callable[..., Any] | None, keys: Sequence[str]) -> frozenset[str]:
+def _accepted(fn: Callable[..., Any] | None, keys: Sequence[str]) -> frozenset[str]:
     if fn is None:
         return frozenset()
     parameters = inspect.signature(fn).parameters.values()

@@ -1,4 +1,4 @@
-"""`fz.plan`: a training step on other machines, batches and meshes, without any of them.
+"""`fz.plan`: the memory and time of a training step on other machines, batches and meshes, computed on this machine.
 
     def build(layers=32):                                 model and optimizer, as on real ranks
         model = ...; fully_shard(model)
@@ -12,12 +12,13 @@
     print(found.text())
     found.largest("batch", limit=80e9)                    the largest batch that fits
 
-`step` is called with what `build` returns (a tuple is spread, a dict becomes keyword arguments), then what `inputs`
-returns, then what it takes of the point by name. Each point is a capture in a fake world (`fake_world/world.py`).
-What one point shares with the last is used again: the world, the model and optimizer that were built, and what torch
-has cached of shapes; a point with another batch is one recorded call.
-Invariant: nothing is left behind, and a point comes out the same whatever was planned before it.
-Refuses (`PlanError`): keys that nobody takes, `build`s that return no module where one is needed.
+The arguments of `step` are the result of `build` (a tuple is spread, a dict becomes keyword arguments), then that of
+`inputs`, then the keys of the point that `step` has as parameters. Each point is a capture in a fake world
+(`fake_world/world.py`). Consecutive points share what is equal: the world, the model and optimizer that were built, and
+the shapes that torch has cached; a point that differs only in the batch costs one recorded call.
+Invariant: after `plan` torch is as before, and the figures of a point do not depend on the points planned before it.
+Refuses (`PlanError`): keys that no function accepts, a `build` that returns no module where `reshard` or `checkpoint`
+needs one.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from functionalize.fsdp.objects import fsdp_states
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.step_memory import StepMemory
-from functionalize.sweep.grid import WORLD_KEYS, Point, Wants, of, points
+from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
 from functionalize.sweep.summary import Figures, Plan, Sweep
 from functionalize.util.gc_pause import only_young_collections
 
-_MOST_CALLS = 6  # until a step has settled; `capture` refuses before
+_MOST_CALLS = 6  # recorded calls until a step settles; `capture` refuses one that needs more
 Progress = Callable[[int, int, Point], None]
 
 
@@ -61,25 +62,25 @@ def plan(
 ) -> Sweep:
     """Plan a step at every point of a grid.
 
-    grid: key -> values; fixed: keys with one value. Keys of the plan itself: `world` (ranks), `mesh` (shape or names),
-    `rank`, `target`, `reshard` (`reshard_after_forward` of every wrapped module but the root), `checkpoint`
-    (activation checkpointing of the same), `passes` (a pipeline for the program), `machine` (a name or a
-    `costs.Machine`); every other one goes to the functions that have a parameter of its name.
+    grid: key -> values. fixed: keys with one value. Keys of the plan itself: `world` (the number of ranks), `mesh`
+    (shape or names with sizes), `rank`, `target`, `reshard` (`reshard_after_forward` of every wrapped module but the
+    root), `checkpoint` (activation checkpointing of the same modules), `passes` (a pipeline for the program),
+    `machine` (a name or a `costs.Machine`). Every other key is passed to the functions with a parameter of its name.
     progress: called with (points done, points, the next point).
-    A point that fails has its error in place of figures; if all do, the first error is raised.
+    A point that fails has an error in place of figures; if all fail, the first error is raised.
     Raises `PlanError` for a grid that does not fit the functions.
     """
     _check(build, step, inputs, grid, fixed)
     axes = {**{key: [value] for key, value in fixed.items()}, **(grid or {})}
-    planner = Planner(build, step, inputs, Wants.of(list(axes), build, inputs, step))
-    given = list(points(axes))
+    planner = Planner(build, step, inputs, AcceptedKeys.of(list(axes), build, inputs, step))
+    every = list(points(axes))
     found: dict[int, Plan] = {}
     with planner.searching():
-        for i in planner.order(given):
+        for i in planner.order(every):
             if progress is not None:
-                progress(len(found), len(given), given[i])
-            found[i] = planner.at(given[i])
-    plans = [found[i] for i in range(len(given))]
+                progress(len(found), len(every), every[i])
+            found[i] = planner.at(every[i])
+    plans = [found[i] for i in range(len(every))]
     if all(each.error is not None for each in plans):
         assert plans[0].cause is not None
         raise plans[0].cause
@@ -87,7 +88,7 @@ def plan(
 
 
 def _check(build: Any, step: Any, inputs: Any, grid: Any, fixed: Mapping[str, Any]) -> None:
-    """Raises `PlanError` for what is no plan."""
+    """Raises `PlanError` for arguments of the wrong kind."""
     for name, function in (("build", build), ("step", step), ("inputs", inputs)):
         if not callable(function) and not (name == "inputs" and function is None):
             raise PlanError(f"`{name}` is a function, not {type(function).__name__}")
@@ -100,7 +101,10 @@ def _check(build: Any, step: Any, inputs: Any, grid: Any, fixed: Mapping[str, An
 
 @dataclass(eq=False)
 class _Open:
-    """A world that is open, the model in it, its captured step."""
+    """The fake world that is entered now, the model built in it, and its captured step.
+
+    key: of the world. manager: the context manager of the world. built: the result of `build`.
+    """
 
     key: Any
     manager: Any
@@ -111,30 +115,30 @@ class _Open:
 
 
 class Planner:
-    """Plans points one after the other, and keeps what the next one may use."""
+    """Plans points one after the other; keeps the world and the model for the next point."""
 
     def __init__(
         self,
         build: Callable[..., Any],
         step: Callable[..., Any],
         inputs: Callable[..., Any] | None,
-        wants: Wants,
+        accepted: AcceptedKeys,
     ) -> None:
-        self._build, self._step, self._inputs, self._wants = build, step, inputs, wants
+        self._build, self._step, self._inputs, self._accepted = build, step, inputs, accepted
         self._open: _Open | None = None
 
-    def order(self, given: Sequence[Point]) -> list[int]:
-        """Points with the same world together, and in these those with the same model."""
+    def order(self, every: Sequence[Point]) -> list[int]:
+        """The indices of points, ordered so that equal worlds, and in these equal models, are consecutive."""
         seen: dict[Any, int] = {}
 
         def rank(*key: Any) -> int:
             return seen.setdefault(repr(key), len(seen))
 
         def key(i: int) -> tuple[int, int, int]:
-            where = of(given[i], WORLD_KEYS)
-            return rank("world", where), rank("model", where, self._wants.model(given[i])), i
+            where = of(every[i], WORLD_KEYS)
+            return rank("world", where), rank("model", where, self._accepted.model(every[i])), i
 
-        return sorted(range(len(given)), key=key)
+        return sorted(range(len(every)), key=key)
 
     def at(self, point: Point) -> Plan:
         """Plan one point."""
@@ -148,7 +152,7 @@ class Planner:
 
     @contextmanager
     def searching(self) -> Iterator[Planner]:
-        """Plan more points, and close at the end."""
+        """A `with` in which `at` may be called; closes the world at its end."""
         try:
             yield self
         finally:
@@ -160,18 +164,18 @@ class Planner:
         if now is not None:
             now.built = now.captured = None
             now.manager.__exit__(None, None, None)
-            gc.collect()  # models are cycles, which lead to groups that are no more
+            gc.collect()  # models are in reference cycles and refer to destroyed process groups
 
     def _settled(self, point: Point) -> _Open:
-        """The world and model of a point: those that are open if they are the same."""
+        """The world, model and captured step for a point; those of the last point are used again if they are equal."""
         key = repr(of(point, WORLD_KEYS))
         if self._open is None or self._open.key != key:
             self.close()
             size, mesh = point.get("world"), point.get("mesh")
-            given = {key: point[key] for key in ("rank", "target") if key in point}
-            manager = world(size if size is not None or mesh is not None else 1, mesh, **given)
+            options = {key: point[key] for key in ("rank", "target") if key in point}
+            manager = world(size if size is not None or mesh is not None else 1, mesh, **options)
             self._open = _Open(key, manager, manager.__enter__())
-        now, wanted = self._open, self._wants.model(point)
+        now, wanted = self._open, self._accepted.model(point)
         if now.captured is None or now.model_key != repr(wanted):
             if now.captured is not None:
                 now.built = now.captured = None
@@ -182,35 +186,38 @@ class Planner:
         return now
 
     def _built(self, point: Point, wanted: Mapping[str, Any]) -> Any:
-        built = called("build", self._build, (), of(point, self._wants.build))()
-        left = {key: value for key, value in wanted.items() if key not in self._wants.build}
-        if left:
-            change(built, **left)
+        built = called("build", self._build, (), of(point, self._accepted.build))()
+        changes = {key: value for key, value in wanted.items() if key not in self._accepted.build}
+        if changes:
+            change(built, **changes)
         return built
 
     def _planned(self, point: Point, now: _Open, start: float) -> Plan:
         assert now.captured is not None
-        step, wants = now.captured, self._wants
+        step, accepted = now.captured, self._accepted
         made: Any = ()
         if self._inputs is not None:
-            made = called("inputs", self._inputs, (), of(point, wants.inputs))()
+            made = called("inputs", self._inputs, (), of(point, accepted.inputs))()
         args, kwargs = arguments(now.built, made)
-        kwargs |= of(point, wants.step)
+        kwargs |= of(point, accepted.step)
         called("step", self._step, args, kwargs)
         step.forget()
         recorded, program, _ = record(step, args, kwargs)
         if point.get("passes"):
-            import passes  # the arrow of imports points from passes to here
+            import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, point["passes"])
         figures = Figures.of(program, recorded, now.world.target.name, point.get("machine"))
-        _ = figures.row  # groups are looked up in the world
+        _ = figures.row  # computed now: process groups exist only inside the world
         choices, assumed = now.world.choices.rows, dict(now.world.assumed)
         return Plan(point, figures, choices, assumed, time.perf_counter() - start)
 
 
 def arguments(built: Any, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the step: tuples are spread, dicts are keyword arguments, else one argument."""
+    """The arguments of the step. A tuple is spread, a dict becomes keyword arguments, any other object is one argument.
+
+    built: the result of `build`. made: the result of `inputs`.
+    """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for each in (built, made):
@@ -226,17 +233,17 @@ def arguments(built: Any, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def called(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """The call of a user's function; raises `PlanError` for arguments that do not fit what it takes."""
+    """The call of a user's function, not made yet; raises `PlanError` for arguments that do not fit its signature."""
     try:
-        takes = inspect.signature(function)
-        takes.bind(*args, **kwargs)
-    except ValueError:  # one without a signature
+        signature = inspect.signature(function)
+        signature.bind(*args, **kwargs)
+    except ValueError:  # a builtin may have no signature
         pass
     except TypeError as error:
-        given = "what `build` and `inputs` return, and " if name == "step" else ""
+        results = "the results of `build` and `inputs`, and " if name == "step" else ""
         raise PlanError(
-            f"`{name}({', '.join(takes.parameters)})` cannot be called: {error}. It is given {given}the keys of the "
-            "plan that it takes by name"
+            f"`{name}({', '.join(signature.parameters)})` cannot be called: {error}. Its arguments are {results}the "
+            "keys of the plan that it has as parameters"
         ) from None
     return functools.partial(function, *args, **kwargs)
 
@@ -247,7 +254,10 @@ def record(
     kwargs: Mapping[str, Any],
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[StepMemory, Program, int]:
-    """Call a step with `memory=True` until it is recorded: its memory, its program, the number of calls."""
+    """Call a step with `memory=True` until it is captured: its memory, its program, the number of calls.
+
+    say: reports progress.
+    """
     for call in range(1, _MOST_CALLS + 1):
         say(f"recording the step, call {call}")
         step(*args, **kwargs)
@@ -261,22 +271,22 @@ def _in_short(error: Exception) -> str:
     return name + (str(error).strip().splitlines() or [""])[0]
 
 
-# -- what is asked of a model that was built without it --------------------------------------------
+# -- changes to a model after `build` ----------------------------------------------------------------
 
 
 def change(built: Any, reshard: Any = None, checkpoint: Any = None) -> None:
-    """Reshard after forward or not, and checkpoint activations, in every wrapped module but the root.
+    """Set resharding after forward and activation checkpointing in every wrapped module but the root.
 
-    False asks nothing of a model that has no such module.
+    False is accepted for a model without such a module.
     """
     for name, value in (("reshard", reshard), ("checkpoint", checkpoint)):
         if value not in (None, True, False):
             raise PlanError(
-                f"`{name}` is True or False, not {value!r}: for anything else give `build` a parameter of that name"
+                f"`{name}` is True or False, not {value!r}: for other values give `build` a parameter of that name"
             )
     wrapped = list(_wrapped(built))
-    asks = reshard or checkpoint or (reshard is not None and not _roots(built))
-    if asks and not wrapped:
+    needed = reshard or checkpoint or (reshard is not None and not _roots(built))
+    if needed and not wrapped:
         raise PlanError(
             "`reshard` and `checkpoint` change the modules that `build` wraps by `fully_shard` below a root, and it "
             "returned none: give `build` a parameter of that name, or return the model"

@@ -1,13 +1,13 @@
-"""The figures of planned points, as a table for people, JSON and CSV; and the largest that fits.
+"""The figures of planned points as a table, JSON and CSV, and a search for the largest value that fits.
 
-    sweep.text()                               the table; `sweep.table()` for rich
+    sweep.text()                               the table as text; `sweep.table()` for `rich`
     sweep.rows(), sweep.to_json(), sweep.to_csv()
-    sweep.largest("batch", limit=80e9)         the largest batch whose step fits in so many bytes
+    sweep.largest("batch", limit=80e9)         the largest batch whose step fits in `limit` bytes
 
     peak      requested bytes of the peak with eager's lifetimes     exact for what is recorded (`docs/plan.md`)
-    program   the same with those of the program, after its passes   exact
+    program   the same with lifetimes of the program, after passes   exact
     reserved  eager's, by a simulated caching allocator              simulated
-    device    reserved and declared constants                        what must fit
+    device    reserved and declared constants                        must fit in the device
     step      seconds of a step                                      modelled: a roofline
 
 Invariant: a row has the figures of its point or its error, never both.
@@ -43,7 +43,10 @@ from functionalize.sweep.grid import Point
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """The figures of one point. machine: what is modelled. members: the ranks of every process group."""
+    """The figures of one point.
+
+    machine: the machine whose times are modelled. members: process group -> its ranks.
+    """
 
     program: Program
     memory: Memory
@@ -54,26 +57,26 @@ class Figures:
     def of(
         program: Program, recorded: StepMemory, target: str, machine: str | Machine | None
     ) -> Figures:
-        """Made inside the world that the program is of. Raises `PlanError` for a machine that is not known."""
-        given = machine if machine is not None else MACHINE_OF[target]
-        if isinstance(given, str) and given not in MACHINES:
-            raise PlanError(f"no machine `{given}`; there are {', '.join(sorted(MACHINES))}")
-        if not isinstance(given, (str, Machine)):
-            raise PlanError(f"a machine is a name or a `Machine`, not {given!r}")
+        """Must be called inside the world of the program. Raises `PlanError` for an unknown machine."""
+        chosen = machine if machine is not None else MACHINE_OF[target]
+        if isinstance(chosen, str) and chosen not in MACHINES:
+            raise PlanError(f"no machine `{chosen}`; there are {', '.join(sorted(MACHINES))}")
+        if not isinstance(chosen, (str, Machine)):
+            raise PlanError(f"a machine is a name or a `Machine`, not {chosen!r}")
         program.describe()
         members = members_of(program)
-        constants = declared(given, len(members)) if isinstance(given, str) else ()
-        modelled = MACHINES[given] if isinstance(given, str) else given
+        constants = declared(chosen, len(members)) if isinstance(chosen, str) else ()
+        modelled = MACHINES[chosen] if isinstance(chosen, str) else chosen
         return Figures(program, recorded.after(program, constants), modelled, members)
 
     @cached_property
     def traffic(self) -> list[Traffic]:
-        """What travels."""
+        """The bytes that collectives send."""
         return communication(self.program, self.members)
 
     @cached_property
     def work(self) -> list[Work]:
-        """What is computed."""
+        """The FLOPs and bytes of compute ops."""
         return compute(self.program)
 
     @cached_property
@@ -116,10 +119,11 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One point. figures: its program, memory, traffic and time; None, with `error`, if it cannot be run.
+    """One planned point.
 
-    choices: which kernels the target took. assumed: the numbers that Python read and no fake tensor holds.
-    seconds: how long planning took.
+    figures: its program, memory, traffic and time; None if the point failed.
+    choices: the kernels that the target runs. assumed: lines that read a number from a fake tensor -> how often.
+    seconds: the duration of planning. error: the failure in one line, cause: its exception; None if there is none.
     """
 
     point: Point
@@ -132,7 +136,7 @@ class Plan:
 
 
 class PlansPoints(Protocol):
-    """What a sweep asks for more points."""
+    """The methods of the planner that a sweep uses to plan more points."""
 
     def at(self, point: Point) -> Plan:
         """Plan one point."""
@@ -141,7 +145,7 @@ class PlansPoints(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The plans of a grid, in its order. axes: the keys. searching: plans more points."""
+    """The plans of a grid, in its order. axes: the keys. searching: enters a planner for more points."""
 
     plans: Sequence[Plan]
     axes: tuple[str, ...]
@@ -152,7 +156,7 @@ class Sweep:
         return [_row(each) for each in self.plans]
 
     def to_json(self) -> str:
-        """The rows, with choices and assumptions."""
+        """The rows as JSON, with the choices of kernels and the assumed numbers."""
         more = [
             {"choices": [asdict(c) for c in each.choices], "assumed": dict(each.assumed)}
             for each in self.plans
@@ -161,7 +165,7 @@ class Sweep:
         return json.dumps(rows, indent=2, default=str)
 
     def to_csv(self) -> str:
-        """The rows, numbers as they are."""
+        """The rows as CSV, with unformatted numbers."""
         rows = self.rows()
         names = list(dict.fromkeys(name for row in rows for name in row))
         file = io.StringIO()
@@ -177,7 +181,7 @@ class Sweep:
         return [heads, *(_cells(each, shown or self.axes) for each in self.plans)]
 
     def text(self) -> str:
-        """The table in plain text, what every point shares above it, what was assumed below."""
+        """The table as plain text: above it the keys that all points share, below it the assumptions."""
         cells = self.cells()
         heads = cells[0]
         same = [a for a in self.axes if a not in heads]
@@ -204,7 +208,7 @@ class Sweep:
         return table
 
     def notes(self) -> list[str]:
-        """What the figures rest on: the kernels that the target was taken to run, numbers that were assumed."""
+        """The assumptions of the figures: the kernels of the target, and numbers read from fake tensors."""
         return assumptions(
             (choice for each in self.plans for choice in each.choices),
             (line for each in self.plans for line in each.assumed),
@@ -213,21 +217,21 @@ class Sweep:
     def largest(
         self, key: str, limit: float, low: int = 1, most: int = 1 << 20, **fixed: Any
     ) -> int:
-        """The largest whole number `key` (a batch, a length) with which the step fits in `limit` bytes of the device.
+        """The largest integer value of `key` (a batch, a length) with which the eager step fits in `limit` bytes.
 
-        Found by doubling and halving, which takes it that more of `key` needs more memory; each try is a plan. The
-        rest of the point is that of the grid's first one, changed by `fixed`; what must fit is the step as eager runs
-        it. Raises `PlanError` if `low` does not fit, or if a try cannot be run.
+        Found by doubling, then bisection, assuming that memory grows with the value; each trial is a plan. The other
+        keys have the values of the grid's first point, replaced by `fixed`.
+        Raises `PlanError` if `low` does not fit, or if a trial cannot be planned.
         """
         if isinstance(limit, str) or not limit > 0:
             raise PlanError(f"a limit is a number of bytes, not {limit!r}")
         if not 1 <= low <= most:
             raise PlanError(f"`{key}` is searched from {low} to {most}: give 1 <= low <= most")
         point = {**self.plans[0].point, **fixed}
-        point.pop("passes", None)  # what must fit is eager's
-        lost = [name for name in (key, *fixed) if name not in self.plans[0].point]
-        if lost:
-            key = lost[0]
+        point.pop("passes", None)  # passes do not change eager's memory
+        unknown = [name for name in (key, *fixed) if name not in self.plans[0].point]
+        if unknown:
+            key = unknown[0]
             raise PlanError(
                 f"`{key}` is no key of this sweep: give it to `fz.plan`, as one value or in the grid"
             )
@@ -254,7 +258,7 @@ class Sweep:
 
 
 def assumptions(choices: Iterable[Choice], assumed: Iterable[str]) -> list[str]:
-    """A line for each kernel that a target was taken to run, then for each number that was read, each once."""
+    """A line for each kernel that a target runs, then for each line that read a number, without duplicates."""
     kernels = (f"assumed kernel: {c.op} -> {c.kernel}: {c.reason}" for c in choices)
     numbers = (f"assumed: the number read {line}" for line in assumed)
     return list(dict.fromkeys([*kernels, *numbers]))
@@ -278,7 +282,7 @@ def _cells(each: Plan, axes: Sequence[str]) -> list[str]:
 
 
 def short(value: Any) -> str:
-    """The value of a key in a row: a mesh as `dp 64 x tp 8` or `64 x 8`."""
+    """The value of a key as text: a mesh as `dp 64 x tp 8` or `64 x 8`, a `Machine` as `own`."""
     if isinstance(value, Mapping):
         return " x ".join(f"{name} {size}" for name, size in value.items())
     if isinstance(value, tuple):

@@ -56,7 +56,10 @@ def test_wrong_usage(command: Command) -> None:
             ("capture", TRAINING, "--step", "fly"),
             "has no function `fly`: it has build, inputs, step",
         ),
-        (("capture", TRAINING, "--set", "layer=3"), "nobody takes `layer`: give `build`, `inputs`"),
+        (
+            ("capture", TRAINING, "--set", "layer=3"),
+            "no function accepts `layer`: give `build`, `inputs`",
+        ),
         (
             ("capture", TRAINING, "--set", "layers"),
             "--set 'layers' cannot be read: write --set key=v",
@@ -81,7 +84,7 @@ def test_wrong_usage(command: Command) -> None:
         (("memory", TRAINING, "--png", "a.gif"), "--png a.gif: the file of a picture ends in .png"),
         (("memory", TRAINING, "--of", "both"), "--of both: write eager or program"),
         (("plan", TRAINING, "--grid", "batch="), "a value is empty"),
-        (("plan", TRAINING, "--grid", "batches=1"), "nobody takes `batches`"),
+        (("plan", TRAINING, "--grid", "batches=1"), "no function accepts `batches`"),
         (("plan", TRAINING, "--grid", "machine=h100,abacus"), "no machine `abacus`"),
         (("plan", TRAINING, "--grid", "passes=default,fly"), "no pass `fly`"),
         (("plan", TRAINING, "--largest", "batch"), "--largest needs --limit"),

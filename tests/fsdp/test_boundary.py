@@ -343,6 +343,6 @@ def two_forwards_at_once(record: bool) -> tuple[str, bool]:
 def test_two_forwards_that_eager_reduces_together_are_refused(record: bool) -> None:
     for message, same in run_on_ranks(two_forwards_at_once, record):
         assert message.startswith(
-            "goes backward through several captured forwards of an FSDP2 model"
+            "runs one backward through several captured forwards of an FSDP2 model"
         )
         assert same

@@ -119,7 +119,7 @@ def test_gradients_that_are_kept_are_sharded_gradients() -> None:
 
 def test_every_input_of_the_program_has_a_category() -> None:
     step = captured()
-    given = step.memory.given
+    given = step.memory.input_categories
     assert set(given) == {spec.name for spec in step.program.inputs}
     assert set(given.values()) == {
         Category.SHARDED_PARAMETERS,

@@ -196,7 +196,7 @@ def test_a_forward_without_its_backward_is_neither_saved_nor_loaded(
     whole: Path, tmp_path: Path
 ) -> None:
     forward = fz.capture(lambda x: x.sin().sum(), backward=True)
-    said = "is for a forward that is gone backward from outside"
+    said = "is for a forward whose backward runs outside of it"
     with pytest.raises(SaveError, match=said):
         forward.save(tmp_path / "forward.fzp")
     with pytest.raises(LoadError, match=said):

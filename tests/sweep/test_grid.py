@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from functionalize.errors import PlanError
-from functionalize.sweep.grid import Wants, points
+from functionalize.sweep.grid import AcceptedKeys, points
 
 
 def test_points_are_the_product_of_the_axes():
@@ -28,7 +28,7 @@ def step(model, *, batch): ...
 
 
 def test_functions_take_what_they_name():
-    wants = Wants.of(["world", "layers", "batch", "length", "reshard"], build, inputs, step)
+    wants = AcceptedKeys.of(["world", "layers", "batch", "length", "reshard"], build, inputs, step)
     assert wants.build == {"layers"}
     assert wants.inputs == {"batch", "length"} and wants.step == {"batch"}
     point = {"world": 8, "layers": 2, "batch": 4, "length": 16, "reshard": True}
@@ -37,12 +37,14 @@ def test_functions_take_what_they_name():
 
 
 def test_what_takes_everything():
-    wants = Wants.of(["layers"], lambda **given: None, None, lambda *args: None)
+    wants = AcceptedKeys.of(["layers"], lambda **given: None, None, lambda *args: None)
     assert wants.build == {"layers"} and not wants.step
 
 
 def test_what_a_grid_refuses():
-    with pytest.raises(PlanError, match="nobody takes `widht`: give `build`, `inputs` or `step`"):
-        Wants.of(["widht"], build, inputs, step)
+    with pytest.raises(
+        PlanError, match="no function accepts `widht`: give `build`, `inputs` or `step`"
+    ):
+        AcceptedKeys.of(["widht"], build, inputs, step)
     with pytest.raises(PlanError, match="the axis `batch` of the grid has no values"):
         list(points({"batch": []}))

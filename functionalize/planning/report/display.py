@@ -1,11 +1,11 @@
-"""What the pictures and the page have in common: colours, units, phases as stretches, the peak in words.
+"""Shared by the text, the pictures and the page: colours, units, the stretches of phases, the peak in words.
 
     28020000000 -> '26.1 GiB'      0.0123 -> '12.3 ms'
     forward forward backward recompute backward -> Stretch(forward, 0, 2), Stretch(backward, 2, 3), ...
     Peak.of(timeline)              bytes, op, phase, module, and the largest categories and allocations
 
-Invariants: two categories that may lie on one another differ in lightness or hue for eyes of every kind (a test
-simulates the three kinds of colour blindness); nothing here asks for matplotlib. Linear in events.
+Invariants: categories that a picture stacks on one another differ in lightness or hue, also for colour-blind readers (a
+test simulates the three kinds); this file does not import matplotlib. Linear in events.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from functionalize.planning.timeline.timeline import (
     by_category,
 )
 
-# Families: blue is state, grey what a step is given, orange full parameters, purple full gradients, green
-# activations, yellow what is gone at once. In a family the lightness tells the members apart.
+# Families: blue is state, grey inputs and buffers, orange unsharded parameters, purple unsharded gradients, green
+# activations, yellow temporaries. The members of a family differ in lightness.
 COLOURS: Mapping[Category, str] = MappingProxyType(
     {
         Category.SHARDED_PARAMETERS: "#174593",
@@ -54,7 +54,7 @@ PHASE_COLOURS: Mapping[str, str] = MappingProxyType(
     {FORWARD: "#e4eff8", BACKWARD: "#fadebb", RECOMPUTE: "#add4c8", OPTIMIZER: "#dbcafa"}
 )
 OTHER_PHASE = "#c9c9c9"
-# Of a schedule: compute by phase, communication by kind.
+# The colours of a schedule: compute by phase, communication by kind of collective.
 COMPUTE_COLOURS: Mapping[str, str] = MappingProxyType(
     {FORWARD: "#5f9fd8", BACKWARD: "#1b4f8a", RECOMPUTE: "#5fc4a4", OPTIMIZER: "#6b6b6b"}
 )
@@ -86,7 +86,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def _digits(x: float) -> str:
-    """Three digits, more only for what is larger than that."""
+    """A number with three digits, or with all its integer digits if it has more."""
     size = abs(x)
     return f"{x:.2f}" if size < 9.995 else f"{x:.1f}" if size < 99.95 else f"{x:,.0f}"
 
@@ -95,7 +95,7 @@ def _digits(x: float) -> str:
 
 
 class Stretch(NamedTuple):
-    """Events of one phase that follow one another: from `start` to before `end`."""
+    """Consecutive events of one phase: indices from `start` up to but not including `end`."""
 
     phase: str
     start: int
@@ -103,13 +103,13 @@ class Stretch(NamedTuple):
 
 
 def first_event(timeline: Timeline) -> int:
-    """The last event before the step: all that was there is live after it, and a picture starts with it."""
+    """The last event before the step: after it everything from before the step is live, and a picture starts there."""
     first = next((i for i, e in enumerate(timeline.events) if e.op != BEFORE), len(timeline.events))
     return max(first - 1, 0)
 
 
 def stretches(timeline: Timeline) -> list[Stretch]:
-    """The events of a step by phase, in order; those before the step are of the first phase."""
+    """The stretches of a timeline in order; the last event before the step belongs to the first stretch."""
     found: list[Stretch] = []
     start = first_event(timeline)
     last, phase = BEFORE, ""
@@ -129,7 +129,7 @@ def stretches(timeline: Timeline) -> list[Stretch]:
 
 
 def coarse(found: Sequence[Stretch]) -> list[Stretch]:
-    """The same with each backward in one piece: what is recomputed lies inside."""
+    """The stretches with backward and the recomputation inside it merged into one."""
     merged: list[Stretch] = []
     inside = (BACKWARD, RECOMPUTE)
     for each in found:
@@ -144,12 +144,14 @@ def coarse(found: Sequence[Stretch]) -> list[Stretch]:
 
 
 def anchors(of: Timeline, on: Timeline) -> list[tuple[int, int]]:
-    """Where two timelines of one step meet: (event of the one, event of the other) at each start of a phase.
+    """Pairs (event of timeline `of`, event of timeline `on`) that are drawn at one place: the starts of phases.
 
-    Between two of them events are spread evenly. If passes moved ops from phase to phase, the timelines meet where each
-    phase begins; ops without a phase (an epilogue) belong to what lies before them.
+    Between two pairs events are spread evenly. If passes moved ops between phases, so that the sequences of phases
+    differ, the pairs are the first stretches of each phase. Ops without a phase (the epilogue) belong to the stretch
+    before them.
     """
     mine, others = _with_phases(stretches(of)), _with_phases(stretches(on))
+    # From the finest match to the coarsest: all stretches, backward as one, the first stretch of each phase.
     for a, b in ((mine, others), (coarse(mine), coarse(others)), _beginnings(mine, others)):
         if a and [s.phase for s in a] == [s.phase for s in b]:
             pairs = [(x.start, y.start) for x, y in zip(a, b, strict=True)]
@@ -158,7 +160,7 @@ def anchors(of: Timeline, on: Timeline) -> list[tuple[int, int]]:
 
 
 def _with_phases(found: Sequence[Stretch]) -> list[Stretch]:
-    """Each stretch of no phase, but for the first, as a part of the one before it."""
+    """The stretches, those without a phase merged into the one before them (a first one stays)."""
     merged: list[Stretch] = []
     for each in found:
         if merged and each.phase in (NO_PHASE, merged[-1].phase):
@@ -169,7 +171,7 @@ def _with_phases(found: Sequence[Stretch]) -> list[Stretch]:
 
 
 def _beginnings(a: Sequence[Stretch], b: Sequence[Stretch]) -> tuple[list[Stretch], list[Stretch]]:
-    """The first stretch of each phase that both have; the very first ones stand for each other."""
+    """The first stretch of each phase that both have; the first pair starts where both timelines start."""
     firsts = [{s.phase: s for s in reversed(coarse(found))} for found in (a, b)]
     common = [phase for phase in PHASE_COLOURS if all(phase in first for first in firsts)]
     x, y = (sorted((first[phase] for phase in common), key=lambda s: s.start) for first in firsts)
@@ -179,7 +181,7 @@ def _beginnings(a: Sequence[Stretch], b: Sequence[Stretch]) -> tuple[list[Stretc
 
 
 def placed(pairs: Sequence[tuple[int, int]], events: Iterable[int]) -> list[float]:
-    """Events of the one timeline as (fractional) events of the other, by their anchors."""
+    """Events of one timeline as (fractional) events of the other. pairs: the result of `anchors`."""
     starts = [a for a, _ in pairs]
     found = []
     for event in events:
@@ -192,8 +194,8 @@ def placed(pairs: Sequence[tuple[int, int]], events: Iterable[int]) -> list[floa
 # -- the peak --------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
-    """Allocations whose names differ by numbers only, as the layers of a model do: `layers.*.wq`."""
+class AllocationGroup(NamedTuple):
+    """Allocations whose names differ in numbers only, such as those of a model's layers: `layers.*.wq`."""
 
     category: Category
     name: str
@@ -202,24 +204,26 @@ class Group(NamedTuple):
 
 
 def pattern(name: str) -> str:
-    """A name without its numbers: `layers.*.wq`."""
+    """A name with its numbers replaced: `layers.*.wq`."""
     return _NUMBERS.sub("*", name)
 
 
-def groups(allocations: Iterable[Allocation]) -> list[Group]:
-    """Allocations of one category and kind of name together, the largest first; one alone keeps its name."""
+def groups(allocations: Iterable[Allocation]) -> list[AllocationGroup]:
+    """Allocations grouped by category and `pattern` of the name, largest first; a group of one keeps the name."""
     found: dict[tuple[Category, str], list[Allocation]] = {}
     for each in allocations:
         found.setdefault((each.category, pattern(each.name)), []).append(each)
     made = (
-        Group(c, name if len(some) > 1 else some[0].name, len(some), sum(a.nbytes for a in some))
+        AllocationGroup(
+            c, name if len(some) > 1 else some[0].name, len(some), sum(a.nbytes for a in some)
+        )
         for (c, name), some in found.items()
     )
     return sorted(made, key=lambda group: -group.nbytes)
 
 
 def brief(name: str) -> str:
-    """A name without what most names have: `aten.mm.default layers.0` as `mm layers.0`."""
+    """A name without namespace and default overload: `aten.mm.default layers.0` as `mm layers.0`."""
     return (
         name.replace("aten.", "", 1).replace(".default", "", 1)
         if name.startswith("aten.")
@@ -228,7 +232,7 @@ def brief(name: str) -> str:
 
 
 def check_reserved(reserved: Sequence[int], timeline: Timeline) -> None:
-    """Raise `PictureError` if reserved bytes are not those of a timeline's events."""
+    """Raise `PictureError` unless there is one number of reserved bytes per event of the timeline."""
     if len(reserved) != len(timeline.events):
         raise PictureError(
             f"Reserved bytes of {len(reserved):,} moments were given for the {len(timeline.events):,} events of "
@@ -237,7 +241,11 @@ def check_reserved(reserved: Sequence[int], timeline: Timeline) -> None:
 
 
 class Peak(NamedTuple):
-    """The peak of a timeline. op: None if it is reached before the step. live: the largest first."""
+    """The peak of a timeline.
+
+    event: the index of the event after which it is reached. op: the op of that event; None before the step.
+    live: the allocations that are live then, largest first.
+    """
 
     nbytes: int
     event: int
@@ -247,7 +255,7 @@ class Peak(NamedTuple):
 
     @classmethod
     def of(cls, timeline: Timeline) -> Peak:
-        """The first moment with the most bytes."""
+        """The first event after which the most bytes are live."""
         live = timeline.live_at(timeline.peak_at) if timeline.events else []
         op = timeline.peak_op
         return cls(timeline.peak, timeline.peak_at, op, live, by_category(live))
@@ -264,7 +272,7 @@ class Peak(NamedTuple):
         return sorted(self.categories.items(), key=lambda item: -item[1])[:count]
 
     def words(self) -> str:
-        """One sentence: how much, where, and of what."""
+        """One sentence: the bytes, the op, the largest categories."""
         share = max(self.nbytes, 1)
         of = ", ".join(
             f"{c.value} {human_bytes(n)} ({100 * n / share:.0f}%)" for c, n in self.largest()

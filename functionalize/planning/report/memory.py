@@ -1,4 +1,4 @@
-"""`Memory`: the report on a step's memory: its figures (`memory_figures.py`) and its text (`memory_text.py`)."""
+"""`Memory`: the report on the memory of a step: the figures of `memory_figures.py` and the text of `memory_text.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functionalize.planning.report.memory_text import memory_text
 
 @dataclass(frozen=True, eq=False)
 class Memory(MemoryFigures):
-    """The figures, and a report of them."""
+    """The figures of a step's memory, and their report as text."""
 
     def text(self, k: int = 10) -> str:
         """The report; k: rows of each table. Raises `MemoryReportError` without a timeline."""

@@ -1,21 +1,21 @@
-"""`MemoryFigures`: the memory of a step, with eager's lifetimes and with the program's side by side.
+"""`MemoryFigures`: the memory of a step, with the lifetimes of eager and of the program side by side.
 
     memory = Memory(eager, program)          two timelines, or one of them; `memory.py` adds the text
-    memory.peak                              requested bytes of the program (of eager, where there is no program)
-    memory.levels("eager")                   requested, allocated, reserved and declared bytes, each a number of its own
-    memory.difference()                      why one peak is not the other: by category, and by storages
-    memory.top(10)                           the largest storages of the peak: what, where made, last used and freed
-    memory.by_module(), by_op(), by_line(), by_phase()       the bytes of the peak, by what made them
+    memory.peak                              requested bytes of the program (of eager if there is no program)
+    memory.levels("eager")                   requested, allocated, reserved and declared bytes, separately
+    memory.difference()                      why the two peaks differ: by category, and by storages
+    memory.top(10)                           the largest storages of the peak: where made, last used and freed
+    memory.by_module(), by_op(), by_line(), by_phase()       the bytes of the peak, by the op that made them
     memory.to_json()
 
-    requested   what tensors ask for                       exact: the timelines
-    allocated   each storage rounded up to 512 bytes       as CUDA's caching allocator does
+    requested   the sizes of storages                      exact: the timelines
+    allocated   each storage rounded up to 512 bytes       as in CUDA's caching allocator
     reserved    the allocator's segments                   simulated: `allocator.py`
-    constants   what torch does not see                    declared: `constants.py`
+    constants   memory outside of torch's allocator        declared: `constants.py`
 
-Invariants: the numbers of one level are never added to those of another, but for `device`, which is reserved and
-constants; every breakdown sums up to the requested peak. Linear in events, but for `reserved`.
-Refuses (`MemoryReportError`): a timeline that it was not given.
+Invariants: numbers of different levels are never added up, except in `device`, the sum of reserved and constants; every
+breakdown sums up to the requested peak. Linear in events, except `reserved`.
+Refuses (`MemoryReportError`): a timeline that the report does not have.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 from functionalize.errors import MemoryReportError
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import StreamOf, simulate
-from functionalize.planning.report.display import Group, Peak, groups
-from functionalize.planning.timeline.constants import Constant
+from functionalize.planning.report.display import AllocationGroup, Peak, groups
+from functionalize.planning.timeline.constants import DeviceConstant
 from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Op, Timeline
 
 EAGER, PROGRAM = "eager", "program"
 BEFORE_THE_STEP, AFTER_THE_STEP = "before the step", "after the step"
-_BLOCK = 512  # bytes: what CUDA's caching allocator rounds to
+_BLOCK = 512  # bytes: CUDA's caching allocator rounds sizes up to a multiple
 
 
 class Levels(NamedTuple):
@@ -49,12 +49,15 @@ class Levels(NamedTuple):
 
     @property
     def device(self) -> int:
-        """What the device must have room for."""
+        """The bytes that the device must have: reserved and constants."""
         return self.reserved + self.constants
 
 
-class Row(NamedTuple):
-    """A storage that is live at the peak. op, module, line, phase: of what made it."""
+class StorageRow(NamedTuple):
+    """A storage that is live at the peak.
+
+    op, module, line, phase: those of the op that made it. made, last_use, freed: the ops of these events, as text.
+    """
 
     nbytes: int
     category: Category
@@ -69,7 +72,7 @@ class Row(NamedTuple):
     freed: str
 
 
-class Change(NamedTuple):
+class CategoryChange(NamedTuple):
     """A category's bytes at the peak of each timeline."""
 
     category: Category
@@ -78,7 +81,7 @@ class Change(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many more the program has."""
+        """The bytes that the program has more than eager."""
         return self.program - self.eager
 
 
@@ -90,22 +93,24 @@ class Difference(NamedTuple):
 
     eager: int
     program: int
-    categories: tuple[Change, ...]
-    only_eager: tuple[Group, ...]
-    only_program: tuple[Group, ...]
+    categories: tuple[CategoryChange, ...]
+    only_eager: tuple[AllocationGroup, ...]
+    only_program: tuple[AllocationGroup, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryFigures:
-    """The memory of one step. constants: `declared(...)`.
+    """The memory of one step.
 
-    settings: of the simulated allocator. stream_of: the streams on which eager allocates. caching: False on a CPU,
-    whose allocator gives memory back: what is allocated and reserved is what was requested.
+    eager, program: the timelines; one of them may be None. constants: memory outside of torch's allocator, as
+    `declared(...)` returns it. settings: the settings of the simulated allocator; None: the defaults.
+    stream_of: returns the stream on which eager allocates a storage; None: one stream.
+    caching: False on a CPU, whose allocator keeps no freed memory: allocated and reserved bytes are the requested ones.
     """
 
     eager: Timeline | None = None
     program: Timeline | None = None
-    constants: tuple[Constant, ...] = ()
+    constants: tuple[DeviceConstant, ...] = ()
     settings: Settings | None = None
     stream_of: StreamOf | None = None
     caching: bool = True
@@ -114,12 +119,12 @@ class MemoryFigures:
 
     @cached_property
     def timelines(self) -> dict[str, Timeline]:
-        """What there is, by name."""
-        given = {EAGER: self.eager, PROGRAM: self.program}
-        return {name: timeline for name, timeline in given.items() if timeline is not None}
+        """The timelines of this report, by name."""
+        both = {EAGER: self.eager, PROGRAM: self.program}
+        return {name: timeline for name, timeline in both.items() if timeline is not None}
 
     def timeline(self, of: str | None = None) -> Timeline:
-        """The timeline of that name; by default the program's, if there is one. Raises `MemoryReportError`."""
+        """The timeline of that name; None: the program's, else eager's. Raises `MemoryReportError` if it is missing."""
         name = of or (PROGRAM if self.program is not None or self.eager is None else EAGER)
         if name not in self.timelines:
             there = " and ".join(self.timelines) or "none"
@@ -139,7 +144,7 @@ class MemoryFigures:
         return {name: Peak.of(timeline) for name, timeline in self.timelines.items()}
 
     def peak_of(self, of: str | None = None) -> Peak:
-        """The moment of the peak: when, while which op, and what is live."""
+        """The peak of a timeline: its event, its op, the live allocations."""
         return self._peaks[self._name(of)]
 
     def _name(self, of: str | None) -> str:
@@ -154,7 +159,7 @@ class MemoryFigures:
         if name not in self._known_levels:
             timeline = self.timelines[name]
             constants = sum(constant.nbytes for constant in self.constants)
-            streams = self.stream_of if name == EAGER else None  # a program runs on one
+            streams = self.stream_of if name == EAGER else None  # a program allocates on one stream
             rounded = reserved = timeline.peak
             if self.caching:
                 rounded = max(allocated(timeline), default=0)
@@ -173,19 +178,19 @@ class MemoryFigures:
         return self.peak_of(of).categories
 
     def by_module(self, of: str | None = None) -> dict[str, int]:
-        """By the module whose ops made them; the largest first."""
+        """The requested bytes of the peak by the module whose ops made them, the largest first."""
         return self._by(of, lambda op: op.module or "(no module)")
 
     def by_op(self, of: str | None = None) -> dict[str, int]:
-        """By the op that made them."""
+        """The requested bytes of the peak by the op that made them."""
         return self._by(of, lambda op: op.name)
 
     def by_line(self, of: str | None = None) -> dict[str, int]:
-        """By the user's line that made them."""
+        """The requested bytes of the peak by the user's line that made them."""
         return self._by(of, lambda op: op.line or "(no line)")
 
     def by_phase(self, of: str | None = None) -> dict[str, int]:
-        """By the phase that made them."""
+        """The requested bytes of the peak by the phase that made them."""
         return self._by(of, lambda op: op.phase or "(no phase)")
 
     def _by(self, of: str | None, key: Callable[[Op], str]) -> dict[str, int]:
@@ -195,7 +200,7 @@ class MemoryFigures:
             found[name] += each.nbytes
         return dict(found.most_common())
 
-    def top(self, k: int = 10, of: str | None = None) -> list[Row]:
+    def top(self, k: int = 10, of: str | None = None) -> list[StorageRow]:
         """The k largest storages that are live at the peak."""
         timeline = self.timeline(of)
         return [_row(each, timeline) for each in self.peak_of(of).live[:k]]
@@ -203,12 +208,13 @@ class MemoryFigures:
     # -- two peaks ---------------------------------------------------------------------------------
 
     def difference(self) -> Difference:
-        """Why the program's peak is not eager's. Storages are the same that look the same and serve the same."""
+        """Why the two peaks differ. Storages of the same category, size and padding are matched one to one."""
         self.timeline(EAGER), self.timeline(PROGRAM)
         eager, program = self._peaks[EAGER], self._peaks[PROGRAM]
         every = [c for c in Category if c in eager.categories or c in program.categories]
         changes = (
-            Change(c, eager.categories.get(c, 0), program.categories.get(c, 0)) for c in every
+            CategoryChange(c, eager.categories.get(c, 0), program.categories.get(c, 0))
+            for c in every
         )
         return Difference(
             eager.nbytes,
@@ -221,9 +227,9 @@ class MemoryFigures:
     # -- for people and programs -------------------------------------------------------------------
 
     def to_json(self, k: int = 20, timelines: bool = False) -> dict[str, Any]:
-        """The report as plain dicts, lists, numbers and texts.
+        """The report as plain dicts, lists, numbers and strings.
 
-        k: rows of each table. timelines: with the bytes of every category after every event.
+        k: rows of each table. timelines: whether to add the bytes of every category after every event.
         """
         self.timeline()
         found: dict[str, Any] = {
@@ -264,9 +270,9 @@ def allocated(timeline: Timeline) -> Iterable[int]:
     return accumulate(size if event.made else -size for event, size in pairs)
 
 
-def _row(each: Allocation, timeline: Timeline) -> Row:
+def _row(each: Allocation, timeline: Timeline) -> StorageRow:
     op = timeline.ops[each.made] if each.made != BEFORE else Op("", "")
-    return Row(
+    return StorageRow(
         each.nbytes,
         each.category,
         each.name,
@@ -282,15 +288,15 @@ def _row(each: Allocation, timeline: Timeline) -> Row:
 
 
 def place(timeline: Timeline, op: int | None) -> str:
-    """`12: aten.mm.default`; an op that there is not is before the step, or after it."""
+    """`12: aten.mm.default`; an index outside the step is `before the step` or `after the step`."""
     if op is None or op >= len(timeline.ops):
         return AFTER_THE_STEP
     return BEFORE_THE_STEP if op == BEFORE else f"{op}: {timeline.ops[op].name}"
 
 
-def _not_in(those: Iterable[Allocation], these: Iterable[Allocation]) -> list[Allocation]:
-    """Those of `these` that have no like among `those`, one for one."""
-    left = Counter((each.category, each.nbytes, each.padding) for each in those)
+def _not_in(others: Iterable[Allocation], these: Iterable[Allocation]) -> list[Allocation]:
+    """The allocations of `these` without a match in `others`; each of `others` matches one allocation."""
+    left = Counter((each.category, each.nbytes, each.padding) for each in others)
     found = []
     for each in these:
         like = (each.category, each.nbytes, each.padding)
@@ -306,7 +312,7 @@ def _texts(by_category: Mapping[Category, Any]) -> dict[str, Any]:
 
 
 def _json_of(difference: Difference, k: int) -> dict[str, Any]:
-    def plain(found: Iterable[Group]) -> list[dict[str, Any]]:
+    def plain(found: Iterable[AllocationGroup]) -> list[dict[str, Any]]:
         return [{**group._asdict(), "category": group.category.value} for group in found]
 
     return {

@@ -5,17 +5,17 @@
       ...
     peak of program: 24.0 GiB in backward, while aten.mm.default runs in layers.31: saved activations 9.1 GiB (38%), ...
 
-Bytes have three digits and a binary unit. Invariant: nothing here computes, all numbers are `Memory`'s.
+Bytes have three digits and a binary unit. Invariant: this file computes no figures, it formats those of `Memory`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from functionalize.planning.report.display import Group, human_bytes
-from functionalize.planning.report.memory_figures import EAGER, PROGRAM, MemoryFigures, Row
+from functionalize.planning.report.display import AllocationGroup, human_bytes
+from functionalize.planning.report.memory_figures import EAGER, PROGRAM, MemoryFigures, StorageRow
 
-_WIDE = 60  # characters of a name, the end of which tells more than its beginning
+_WIDE = 60  # characters of a name; a longer one loses its beginning, as its end is more specific
 
 
 def memory_text(memory: MemoryFigures, k: int) -> str:
@@ -73,7 +73,7 @@ def _categories(memory: MemoryFigures) -> str:
     return _table(rows)
 
 
-def _top(name: str, rows: Sequence[Row]) -> str:
+def _top(name: str, rows: Sequence[StorageRow]) -> str:
     lines = [f"{name}, largest at the peak"]
     for row in rows:
         lines.append(
@@ -99,7 +99,7 @@ def _breakdown(title: str, found: Mapping[str, int], k: int) -> str:
     return _table(rows)
 
 
-def _only(here: str, there: str, found: Sequence[Group], k: int) -> str:
+def _only(here: str, there: str, found: Sequence[AllocationGroup], k: int) -> str:
     if not found:
         return ""
     lines = [f"live at the peak of {here}, not at that of {there}"]
@@ -120,7 +120,7 @@ def signed(nbytes: int) -> str:
 
 
 def short_line(line: str) -> str:
-    """`fsdp/train.py:12, in step: out = a.sin()`: the file in its folder, the code cut off where it is long."""
+    """`fsdp/train.py:12, in step: out = a.sin()`: the file with its folder only, a long line of code cut off."""
     path, colon, code = line.partition(":")
     line = "/".join(path.replace("\\", "/").split("/")[-2:]) + colon + code
     return line if len(line) <= 2 * _WIDE else f"{line[: 2 * _WIDE - 3]}..."
@@ -131,7 +131,7 @@ def _short(name: str) -> str:
 
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
-    """Columns that line up: the first to the left, the others to the right."""
+    """Aligned columns: the first to the left, the others to the right."""
     rows = list(rows)
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [

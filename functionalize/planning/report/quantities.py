@@ -1,21 +1,21 @@
-"""The memory of every op of a forward, and of its backward, in bytes: what a planner of stages or checkpoints asks.
+"""The memory of every op of a forward and of its backward, in bytes: the input of a stage or checkpoint planner.
 
     rows = quantities(program)
-    forward_in          what the op reads: activations, parameters, inputs; each storage once
-    forward_tmp         what it makes that nobody reads (outputs that only another device needs, say)
-    forward_out         what it makes that is read later; a view makes nothing
-    saved               of what it makes, what a backward reads: once per storage, however many values are views of it
-    backward_tmp        what the ops of its backward make, and only they read
-    backward_out        what they make that others read: the gradients of its inputs and parameters
+    forward_in          read by the op: activations, parameters, inputs; each storage once
+    forward_tmp         made by the op and never read (for example outputs for another device)
+    forward_out         made by the op and read later; a view makes nothing
+    saved               made by the op and read by a backward: once per storage, however many views it has
+    backward_tmp        made by the ops of its backward and read by these only
+    backward_out        made by these and read by others: the gradients of its inputs and parameters
 
     mm = aten.mm(x, w)          in: x, w   out: mm   saved: mm       (relu's backward reads relu, mm's reads x and w)
     mm_1, mm_2 (its backward)   out: the gradients of x and of w
 
-Forward and backward belong together by autograd's number of the node (`seq_nr`), which FX keeps: the first op of a
-forward that has a number and makes something stands for it. What FSDP2's hooks do in backward is counted with the
-node that they run in, and so is what runs again there (checkpointing).
+Forward and backward are matched by autograd's sequence number, which FX keeps in `node.meta["seq_nr"]`: a backward
+belongs to the first op of the forward that has the number and makes a storage. Ops of FSDP2's hooks in backward are
+counted with the autograd node in which they run, and so are recomputed ops (checkpointing).
 Invariants: a storage is counted by the one op that makes it; sums over the rows are sums over storages. Needs a
-described program; linear in nodes and edges. What has no backward has zeros there, and so has a graph without phases.
+described program; linear in nodes and edges. The backward's columns are 0 for an op without one, and without phases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from functionalize.program.program import Program
 
 
 class Quantities(NamedTuple):
-    """One op of a forward; all numbers are bytes."""
+    """One op of a forward; all numbers are bytes, see the top of the file."""
 
     name: str
     op: str
@@ -51,7 +51,7 @@ class Quantities(NamedTuple):
 def quantities(program: Program) -> list[Quantities]:
     """A row for each op of the forwards (of all ops, if the graph has no phases), in their order.
 
-    Left out is what makes nothing and has no backward: most views.
+    Ops that make no storage and have no backward are left out: most views.
     """
     program.describe()
     live = Liveness(program.graph)
@@ -59,7 +59,8 @@ def quantities(program: Program) -> list[Quantities]:
     backwards = _backwards(live.nodes)
     numbered = [n for n in live.nodes if phase_of(n) == FORWARD and "seq_nr" in n.meta]
     makers = [n for n in numbered if any(live.nodes[s.first] is n for s in live.of[n])]
-    stands_for = {n.meta["seq_nr"]: n for n in (*reversed(numbered), *reversed(makers))}
+    # Later entries overwrite: the first op that makes a storage, else the first op.
+    owner = {n.meta["seq_nr"]: n for n in (*reversed(numbered), *reversed(makers))}
     known = any(phase_of(n) for n in live.nodes)
     rows = []
     for node in live.nodes:
@@ -67,11 +68,11 @@ def quantities(program: Program) -> list[Quantities]:
             continue
         made = [s for s in live.of[node] if live.nodes[s.first] is node]
         number = node.meta.get("seq_nr", -1)
-        of_it = backwards.get(number, []) if stands_for.get(number) is node else []
-        if not made and not of_it:
+        backward = backwards.get(number, []) if owner.get(number) is node else []
+        if not made and not backward:
             continue
         tmp, out = readers.split(made, {node})
-        inside, gradients = readers.split(_made_by(of_it, live), set(of_it))
+        inside, gradients = readers.split(_made_by(backward, live), set(backward))
         saved = sum(s.nbytes for s in made if readers.in_backward(s))
         name, module = str(node.target), str(node.meta.get("module") or "")
         reads = _read_by(node)
@@ -80,7 +81,7 @@ def quantities(program: Program) -> list[Quantities]:
 
 
 class _Readers:
-    """Who reads each storage, list items aside."""
+    """The nodes that read each storage; taking an item of a list is no read."""
 
     def __init__(self, live: Liveness) -> None:
         self._readers: dict[Storage, set[fx.Node]] = {s: set() for s in live.storages}
@@ -92,7 +93,7 @@ class _Readers:
                     self._readers[storage].add(node)
 
     def split(self, made: list[Storage], ops: set[fx.Node]) -> tuple[int, int]:
-        """(bytes that nobody but these ops reads, bytes that others read)."""
+        """(bytes of the storages that no node outside of `ops` reads, bytes of the others)."""
         total = sum(s.nbytes for s in made)
         out = sum(s.nbytes for s in made if self._readers[s] - ops)
         return total - out, out
@@ -103,7 +104,7 @@ class _Readers:
 
 
 def _backwards(nodes: list[fx.Node]) -> dict[int, list[fx.Node]]:
-    """The ops of each backward by autograd's number of the node that runs them."""
+    """seq_nr -> the ops of the backward whose autograd node has this number."""
     found: dict[int, list[fx.Node]] = {}
     for node in nodes:
         if phase_of(node) in (BACKWARD, RECOMPUTE) and node.meta.get("autograd_node"):
@@ -117,11 +118,11 @@ def _made_by(nodes: list[fx.Node], live: Liveness) -> list[Storage]:
 
 
 def _read_by(node: fx.Node) -> int:
-    """The bytes of the storages that a node is given, each once; of a list, what is taken out of it."""
-    sizes = {storage_key(v): v.untyped_storage().nbytes() for v in _given(node)}
+    """The bytes of the storages that a node reads, each once."""
+    sizes = {storage_key(v): v.untyped_storage().nbytes() for v in _inputs(node)}
     return sum(sizes.values())
 
 
-def _given(node: fx.Node) -> Iterator[Tensor]:
+def _inputs(node: fx.Node) -> Iterator[Tensor]:
     for each in node.all_input_nodes:
         yield from tensors_of(each.meta.get("val"))

@@ -1,8 +1,8 @@
-"""A schedule as rows: a row per stream, merged into as few rectangles as a picture shows, and what waits for what.
+"""A schedule as rows of rectangles, one row per stream, and its exposed communication.
 
     rows_of(spans)              {'compute': [...], 'all-gather 0': [...]}, each in order of time
-    exposed(spans)              when a communication stream is busy and compute is idle: seconds a step waits for data
-    rectangles(row, width)      spans of one phase with less than `width` seconds between them, as one
+    exposed(spans)              the intervals in which communication runs and compute is idle
+    rectangles(row, width)      spans of one phase with less than `width` seconds between them, merged
 
 Invariant: rectangles cover every span of the row, and are at most two per `width` of time. Linear after sorting.
 """
@@ -19,7 +19,7 @@ Interval = tuple[float, float]
 
 
 class Rectangle(NamedTuple):
-    """Spans of one phase that are drawn as one."""
+    """Merged spans of one phase, drawn as one rectangle."""
 
     phase: str
     start: float
@@ -36,7 +36,7 @@ def rows_of(spans: Iterable[Span]) -> dict[str, list[Span]]:
 
 
 def rectangles(row: Sequence[Span], width: float) -> list[Rectangle]:
-    """What to draw of a row. Spans shorter than `width` that follow one another count as one."""
+    """The rectangles of a row. Adjacent spans shorter than `width` are merged, whatever their phases."""
     found: list[Rectangle] = []
     for span in row:
         last = found[-1] if found else None
@@ -52,7 +52,7 @@ def rectangles(row: Sequence[Span], width: float) -> list[Rectangle]:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals, in order, without the empty ones."""
+    """The union of intervals as disjoint intervals in order, without empty ones."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -65,7 +65,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def exposed(spans: Iterable[Span]) -> list[Interval]:
-    """When communication runs and compute does not."""
+    """The intervals in which communication runs and compute is idle."""
     spans = list(spans)
     busy = merged((s.start, s.end) for s in spans if s.stream == COMPUTE)
     found: list[Interval] = []
@@ -86,5 +86,5 @@ def exposed(spans: Iterable[Span]) -> list[Interval]:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Their length in seconds, if they do not overlap."""
+    """The total length of disjoint intervals, in seconds."""
     return sum(end - start for start, end in intervals)

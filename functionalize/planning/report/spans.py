@@ -1,4 +1,4 @@
-"""When ops run on a model of a machine: one row of spans per stream, for schedules and pictures of them."""
+"""`Span`: when an op runs on a modelled machine, for schedules and pictures of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import NamedTuple
 class Span(NamedTuple):
     """An op on a stream.
 
-    stream: `compute`, or a communication stream such as `all-gather 0` (kind and process group). start, end: modelled
-    seconds from the start of the step. nbytes: those that a collective sends per rank, 0 for others.
+    stream: `compute`, or a communication stream such as `all-gather 0` (kind and process group).
+    start, end: modelled seconds since the start of the step.
+    nbytes: the bytes that a collective sends per rank; 0 for other ops.
     """
 
     stream: str

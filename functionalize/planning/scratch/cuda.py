@@ -1,4 +1,4 @@
-"""Scratch of CUDA kernels, from public sources: modelled, not measured (no GPU was at hand).
+"""Scratch of CUDA kernels, from public sources: modelled, not measured.
 
     Op                                             bytes
     flash attention, forward                       0: its log-sum-exp and random state are outputs
@@ -6,8 +6,8 @@
                                                    keys' gradients per query head where heads are grouped
     memory-efficient attention, backward           float32 gradient of the queries, row sums of the gradient
 
-What has no entry is not known to need none: partial sums of norms, sorts and embeddings are missing.
-cuBLAS's and cuDNN's workspaces are constants of a process and are declared elsewhere, not here.
+An op without an entry may still have scratch: partial sums of norms, sorts and embeddings are missing.
+The workspaces of cuBLAS and cuDNN are constants of a process: see `planning/timeline/constants.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _rounded(n: int, to: int) -> int:
 
 
 def flash_attention_backward(call: Any) -> int:
-    """`dq_accum` and `softmax_d` in float32, for grouped heads also `dk` and `dv` of every query head.
+    """`dq_accum` and `softmax_d` in float32; with grouped heads also `dk` and `dv` of every query head.
 
     Rows are rounded up to 128, channels to 32 (past 192 to 256).
     Source: Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp, `mha_bwd`, which torch builds in

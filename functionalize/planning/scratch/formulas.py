@@ -1,9 +1,9 @@
-"""What kernels of torch's CPU build allocate and free inside themselves, by the geometry of a call.
+"""Memory that kernels of torch's CPU build allocate and free internally, from the geometries of a call.
 
-    layer_norm_backward(call)      bytes; each function's docstring says what they hold
+    layer_norm_backward(call)      bytes; each function's docstring names the buffers
 
-A kernel's buffers follow ATen's source. What oneDNN, MKL and FBGEMM allocate inside an op is left out: see `scratch`.
-What depends on data is taken from the size of the result: how many elements a mask selects.
+The formulas follow ATen's source. Memory that oneDNN, MKL and FBGEMM allocate inside an op is left out: see `scratch`.
+Scratch that depends on data (how many elements a mask selects) is computed from the size of the result.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ SMALL = frozenset({torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of an op: its arguments by the names of its schema, with geometries for tensors, and its outputs."""
+class KernelCall:
+    """One call of an op. arguments: by the names of its schema; in these and in outputs, geometries for tensors."""
 
     name: str
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     outputs: tuple[Geometry, ...]
     threads: int
 
     def __getitem__(self, argument: str) -> Any:
-        return self.given[argument]
+        return self.arguments[argument]
 
     def get(self, argument: str, default: Any = None) -> Any:
-        """An argument; `default` where the op has none of that name."""
-        return self.given.get(argument, default)
+        """An argument; `default` if the op has none of that name."""
+        return self.arguments.get(argument, default)
 
     @property
     def first(self) -> Geometry:
@@ -42,8 +42,8 @@ class Call:
         return next(self.tensors())
 
     def tensors(self) -> Iterator[Geometry]:
-        """Every tensor given, through lists."""
-        for value in self.given.values():
+        """Every tensor argument, items of lists included."""
+        for value in self.arguments.values():
             yield from geometries(value)
 
 
@@ -59,8 +59,8 @@ def geometries(value: Any) -> Iterator[Geometry]:
 # -- products --------------------------------------------------------------------------------------
 
 
-def product(call: Call) -> int:
-    """mm, addmm, bmm…: copies of operands with no unit stride."""
+def product(call: KernelCall) -> int:
+    """mm, addmm, bmm…: contiguous copies of operands without a unit stride."""
     *_, left, right = (
         t for t in call.tensors() if len(t.size) >= 2 or call.name in ("mv", "addmv")
     )
@@ -70,15 +70,15 @@ def product(call: Call) -> int:
 
 
 def _unit(tensor: Geometry) -> bool:
-    """Whether BLAS takes a matrix as it is: rows or columns without gaps."""
+    """Whether BLAS reads a matrix without a copy: its rows or its columns have unit stride."""
     rows, columns = zip(tensor.size[-2:], tensor.stride[-2:], strict=True)
     return any(inner[1] == 1 or inner[0] == 1 for inner in (rows, columns)) and not (
         rows[1] == 0 or columns[1] == 0
     )
 
 
-def distances(call: Call) -> int:
-    """cdist by a product (`_euclidean_dist`): both operands with their squared norms and ones beside them."""
+def distances(call: KernelCall) -> int:
+    """cdist by a matrix product (`_euclidean_dist`): both operands, concatenated with their squared norms and ones."""
     left, right = (call.get("x1"), call.get("x2"))
     rows, columns, wide = left.size[-2], right.size[-2], left.size[-1]
     if call.name == "_cdist_forward":
@@ -93,13 +93,13 @@ def distances(call: Call) -> int:
 
 
 def _splits(queries: int, keys: int) -> tuple[int, int]:
-    """Rows of queries and of keys that a thread takes (ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    """Rows of queries and of keys per block of a thread (ATen/native/cpu/FlashAttentionKernel.cpp)."""
     rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
     return min(rows, queries), min(512, keys)
 
 
-def attention(call: Call) -> int:
-    """Each thread's scores, maxima, sums and result in float32; in bfloat16 its scores again."""
+def attention(call: KernelCall) -> int:
+    """Per thread: scores, maxima, sums and result in float32; for bfloat16 inputs also the scores in bfloat16."""
     query, key, value = call["query"], call["key"], call["value"]
     rows, columns = _splits(query.size[2], key.size[2])
     buffers = 4 * rows * (columns + 2 + value.size[3])
@@ -108,26 +108,26 @@ def attention(call: Call) -> int:
     return call.threads * buffers
 
 
-def attention_backward(call: Call) -> int:
-    """Each thread's scores and their gradients; the gradient, if it lies unlike (batch, sequence, heads, channels)."""
+def attention_backward(call: KernelCall) -> int:
+    """Per thread: scores and their gradients. Also a copy of the output's gradient unless it is laid out as BSHD."""
     query, key, gradient = call["query"], call["key"], call["grad_out"]
     rows, columns = _splits(query.size[2], key.size[2])
     _, heads, length, depth = gradient.size
-    as_made = (length * heads * depth, depth, heads * depth, 1)
-    laid = all(
-        s == 1 or st == e for s, st, e in zip(gradient.size, gradient.stride, as_made, strict=True)
+    expected = (length * heads * depth, depth, heads * depth, 1)
+    has_layout = all(
+        s == 1 or st == e for s, st, e in zip(gradient.size, gradient.stride, expected, strict=True)
     )
     buffers = 2 * 4 * rows * columns
     if query.dtype in SMALL:
         buffers += 2 * 2 * rows * columns
-    return call.threads * buffers + 4 * rows + (0 if laid else gradient.nbytes)
+    return call.threads * buffers + 4 * rows + (0 if has_layout else gradient.nbytes)
 
 
 # -- norms, losses, reductions -----------------------------------------------------------------------
 
 
-def layer_norm_backward(call: Call) -> int:
-    """Per thread the sums of both gradients of parameters."""
+def layer_norm_backward(call: KernelCall) -> int:
+    """Per thread: partial sums of the gradients of weight and bias."""
     wide = math.prod(call["normalized_shape"])
     rows = call["input"].numel // max(wide, 1)
     if not any(call["output_mask"][1:]):
@@ -135,52 +135,52 @@ def layer_norm_backward(call: Call) -> int:
     return 2 * min(call.threads, rows) * wide * call["input"].dtype.itemsize
 
 
-def group_norm(call: Call) -> int:
+def group_norm(call: KernelCall) -> int:
     """Channels last: two sums for each channel of each image."""
     return 0 if call["input"].is_contiguous else group_norm_backward(call)
 
 
-def group_norm_backward(call: Call) -> int:
+def group_norm_backward(call: KernelCall) -> int:
     """Two sums for each channel of each image."""
     return 2 * call["N"] * call["C"] * 4
 
 
-def batch_norm(call: Call) -> int:
+def batch_norm(call: KernelCall) -> int:
     """Scale and shift of every channel, in float32."""
-    return 2 * call["input"].size[1] * 4  # and one or two more values a channel in channels last
+    return 2 * call["input"].size[1] * 4  # channels last needs one or two more values per channel
 
 
-def batch_norm_backward(call: Call) -> int:
-    """A gradient of the input beside the one that is given back."""
+def batch_norm_backward(call: KernelCall) -> int:
+    """A second buffer of the size of the input's gradient."""
     x = call["input"]
     return x.nbytes if call["output_mask"][0] else 0
 
 
-def mean(call: Call) -> int:
-    """In bfloat16, the input and the result in float32."""
+def mean(call: KernelCall) -> int:
+    """mean of bfloat16: the input and the result in float32."""
     x, made = call.first, sum(out.numel for out in call.outputs)
     return 4 * (x.numel + made) if x.dtype in SMALL else 0
 
 
-def summed(call: Call) -> int:
-    """sum, cumsum, norms…: the input in the dtype of the result, if it is another one."""
+def summed(call: KernelCall) -> int:
+    """sum, cumsum, norms…: the input cast to the dtype of the result, if they differ."""
     x, dtype = call.first, call.outputs[0].dtype
     return 0 if dtype == x.dtype else x.numel * dtype.itemsize
 
 
-def tested(call: Call) -> int:
+def tested(call: KernelCall) -> int:
     """any, all: the input as booleans."""
     x = call.first
     return 0 if x.dtype == torch.bool else x.numel
 
 
-def log_sum_exp(call: Call) -> int:
+def log_sum_exp(call: KernelCall) -> int:
     """The exponentials, and the maxima."""
     return call.first.nbytes + sum(out.nbytes for out in call.outputs)
 
 
-def loss(call: Call) -> int:
-    """mse_loss…: every element's loss, and what their mean takes; none without a reduction."""
+def loss(call: KernelCall) -> int:
+    """mse_loss…: the loss of every element, and the scratch of their mean; 0 without a reduction."""
     x, reduction = call["self"], call.get("reduction", 1)
     return x.nbytes + _mean(x, reduction) if reduction else 0
 
@@ -190,18 +190,18 @@ def _mean(x: Geometry, reduction: int) -> int:
     return 4 * x.numel if reduction == 1 and x.dtype in SMALL else 0
 
 
-def cross_entropy(call: Call) -> int:
-    """binary_cross_entropy: what its mean takes; every element's loss stays, as the result's storage."""
+def cross_entropy(call: KernelCall) -> int:
+    """binary_cross_entropy: the scratch of its mean; the losses of the elements stay in the result's storage."""
     return _mean(call["self"], call["reduction"])
 
 
-def logits(call: Call) -> int:
+def logits(call: KernelCall) -> int:
     """binary_cross_entropy_with_logits: two terms for each element."""
     x = call["self"]
     return (1 if call["reduction"] == 0 else 2) * x.nbytes + _mean(x, call["reduction"])
 
 
-def softmax(call: Call) -> int:
+def softmax(call: KernelCall) -> int:
     """softmax, log_softmax: a contiguous copy of the input."""
     x = call["self"]
     if x.is_contiguous:
@@ -211,8 +211,8 @@ def softmax(call: Call) -> int:
     return x.nbytes + (tile if transposed else 0)
 
 
-def safe_softmax(call: Call) -> int:
-    """_safe_softmax: which scores are masked, and which rows are."""
+def safe_softmax(call: KernelCall) -> int:
+    """_safe_softmax: masks of bool for scores and for rows."""
     x = call["self"]
     return x.numel + x.numel // max(x.size[call["dim"]], 1)
 
@@ -220,8 +220,8 @@ def safe_softmax(call: Call) -> int:
 # -- indexing, sorting, random ---------------------------------------------------------------------
 
 
-def scattered(call: Call) -> int:
-    """scatter, in bfloat16: the sums in float32, of a row if the index is one per row."""
+def scattered(call: KernelCall) -> int:
+    """scatter of bfloat16: sums in float32, of one row if the index has one value per row."""
     x = call["self"]
     if x.dtype not in SMALL:
         return 0
@@ -231,92 +231,92 @@ def scattered(call: Call) -> int:
     return 4 * x.numel // max(x.size[0], 1) if added and len(x.size) > 1 else 0
 
 
-def gathered(call: Call) -> int:
-    """gather, in bfloat16: the result in float32."""
+def gathered(call: KernelCall) -> int:
+    """gather of bfloat16: the result in float32."""
     x, index = call["self"], call["index"]
     return 4 * index.numel if x.dtype in SMALL and _spread(index, call["dim"]) else 0
 
 
 def _spread(index: Geometry, dim: int) -> bool:
-    """Whether an index is not the expansion of a vector along all dimensions but one."""
+    """Whether an index is other than a vector along `dim` that is expanded over all other dimensions."""
     return not all(st == 0 for d, st in enumerate(index.stride) if d != dim % len(index.size))
 
 
-def sort(call: Call) -> int:
-    """A slice's keys beside its indices; argsort also the sorted values."""
+def sort(call: KernelCall) -> int:
+    """sort: 8 bytes for each element of one slice along `dim`; argsort also the sorted values."""
     x = call["self"]
     along = x.size[call["dim"]] if x.size else 1
     return along * 8 + (x.nbytes if call.name == "argsort" else 0)
 
 
-def indexed(call: Call) -> int:
-    """index: the places that a leading mask selects."""
+def indexed(call: KernelCall) -> int:
+    """index: the positions that a mask as first index selects."""
     return _selected(call, call.outputs[0])
 
 
-def put(call: Call) -> int:
-    """index_put: the same, counted by the values; of a single value it is not known how many."""
+def put(call: KernelCall) -> int:
+    """index_put: the same, counted by the values; 0 for a single value, which does not show the count."""
     return _selected(call, call["values"])
 
 
-def _selected(call: Call, values: Geometry) -> int:
+def _selected(call: KernelCall, values: Geometry) -> int:
     mask = call["indices"][0] if call["indices"] else None
     if not isinstance(mask, Geometry) or mask.dtype not in (torch.bool, torch.uint8):
         return 0
     return 8 * len(mask.size) * values.size[0] if values.size else 0
 
 
-def masked_select(call: Call) -> int:
-    """A count for every element of the mask, free when the result is made."""
+def masked_select(call: KernelCall) -> int:
+    """A counter for every element of the mask, freed before the result is allocated."""
     mask, x = call["mask"], call["self"]
     return 8 * max(mask.numel, x.numel) - call.outputs[0].nbytes
 
 
-def index_added(call: Call) -> int:
-    """index_add, in bfloat16: sums in float32, of a row if rows are added."""
+def index_added(call: KernelCall) -> int:
+    """index_add of bfloat16: sums in float32, of one row if `dim` is 0."""
     x = call["self"]
     if x.dtype not in SMALL or len(x.size) < 2:
         return 0
     return 4 * x.numel // (max(x.size[0], 1) if call["dim"] % len(x.size) == 0 else 1)
 
 
-def rolled(call: Call) -> int:
-    """roll along several dimensions, one by one."""
+def rolled(call: KernelCall) -> int:
+    """roll along several dimensions: intermediate results, one dimension at a time."""
     return call["self"].nbytes * min(max(len(call["dims"]) - 1, 0), 2)
 
 
-def one_copy(call: Call) -> int:
+def one_copy(call: KernelCall) -> int:
     """A copy of the input."""
     return call.first.nbytes
 
 
-def native_dropout(call: Call) -> int:
-    """The mask as numbers, in training."""
+def native_dropout(call: KernelCall) -> int:
+    """In training, the mask in the dtype of the input."""
     return call["input"].nbytes if call["train"] is not False and call["p"] else 0
 
 
 # -- resizing ----------------------------------------------------------------------------------------
 
 
-def _tables(points: int) -> Callable[[Call], int]:
-    """Per place of each dimension of the result: places that are read, and their weights."""
+def _tables(points: int) -> Callable[[KernelCall], int]:
+    """Resizing by tables: per position of each dimension of the result, `points` source positions with weights."""
 
-    def formula(call: Call) -> int:
+    def formula(call: KernelCall) -> int:
         out = call.outputs[0]
         return points * sum(out.size[2:]) * (8 + out.dtype.itemsize)
 
     return formula
 
 
-def _resized(points: int) -> Callable[[Call], int]:
-    """Images: small ones are resized in channels last, others with tables.
+def _resized(points: int) -> Callable[[KernelCall], int]:
+    """Resizing of images: small ones through copies in channels last, large ones by tables.
 
-    `_use_vectorized_kernel_cond_2d` in ATen/native/cpu/UpSampleKernel.cpp: small is height and width of the
-    result up to 128 together.
+    `_use_vectorized_kernel_cond_2d` in ATen/native/cpu/UpSampleKernel.cpp: small means that height plus width of
+    the result are at most 128.
     """
     tables = _tables(points)
 
-    def formula(call: Call) -> int:
+    def formula(call: KernelCall) -> int:
         x, out = call.first, call.outputs[0]
         last = _channels_last(x)
         if not (last and x.size[1] > 3) and sum(out.size[2:]) > 128:
@@ -338,7 +338,7 @@ def _channels_last(x: Geometry) -> bool:
     return images == 1 or x.stride[0] == expected
 
 
-RESIZED: Mapping[str, Callable[[Call], int]] = {
+RESIZED: Mapping[str, Callable[[KernelCall], int]] = {
     **{
         f"{name}{n}d": _tables(1)
         for name in ("upsample_nearest", "_upsample_nearest_exact")
@@ -356,8 +356,8 @@ RESIZED: Mapping[str, Callable[[Call], int]] = {
 # -- copies and promotion ----------------------------------------------------------------------------
 
 
-def copied(call: Call) -> int:
-    """copy_, clone, _to_copy: a tile of 60 x 60 elements where a matrix is transposed."""
+def copied(call: KernelCall) -> int:
+    """copy_, clone, _to_copy: a tile of 60 x 60 elements if the copy transposes a matrix."""
     into = call.outputs[0] if call.outputs else None
     source = call.get("src", call["self"])
     if into is None or not isinstance(source, Geometry) or into.dtype != source.dtype:
@@ -368,14 +368,14 @@ def copied(call: Call) -> int:
     return 60 * 60 * into.dtype.itemsize if transposed else 0
 
 
-def promoted(call: Call) -> int:
-    """An elementwise op on tensors of several dtypes: those that are cast first, and a result that is cast last."""
+def promoted(call: KernelCall) -> int:
+    """An elementwise op on several dtypes: operands cast to the common dtype, and a result that is cast from it."""
     masked = call.name in ("where", "masked_fill")
-    given = [t for t in call.tensors() if not (masked and t.dtype == torch.bool)]
-    if len({t.dtype for t in given}) < 2:
+    operands = [t for t in call.tensors() if not (masked and t.dtype == torch.bool)]
+    if len({t.dtype for t in operands}) < 2:
         return 0
-    common = _common(given)
-    cast = sum(t.numel for t in given if t.dtype != common) * common.itemsize
+    common = _common(operands)
+    cast = sum(t.numel for t in operands if t.dtype != common) * common.itemsize
     made = [o for o in call.outputs if o.dtype not in (common, torch.bool)]
     return cast + sum(o.numel for o in made[:1]) * common.itemsize
 
@@ -393,7 +393,7 @@ def _common(tensors: Sequence[Geometry]) -> torch.dtype:
     return common
 
 
-def concatenated(call: Call) -> int:
-    """cat, stack: each tensor that is not of the result's dtype, one at a time."""
+def concatenated(call: KernelCall) -> int:
+    """cat, stack: the largest tensor that is cast to the result's dtype; they are cast one at a time."""
     dtype = call.outputs[0].dtype
     return max((t.nbytes for t in call.tensors() if t.dtype != dtype), default=0)

@@ -1,18 +1,19 @@
-"""What an op allocates and frees inside its kernel, which no dispatcher sees: a table by op and geometry.
+"""Memory that an op allocates and frees inside its kernel, below the dispatcher: a table by op and geometry.
 
     scratch_bytes(record), scratch_of(node)      bytes at the op's own peak beyond its inputs and outputs
-    scratch_bytes(record, threads=8)             some kernels give every thread a buffer; default: torch's number
+    scratch_bytes(record, threads=8)             some kernels have a buffer per thread; default: torch's number
     scratch_bytes(record, device="cuda")         a smaller table, modelled and not measured (see `scratch_cuda`)
-    unseen_outputs(record or node)               bytes of outputs that fake tensors leave out (an LSTM's workspace)
+    unseen_outputs(record or node)               bytes of outputs that are empty on fake tensors (LSTM workspace)
 
-            ┌──┐ scratch      An op's peak is what it reads, what it makes, and its scratch. An output of a
-        ┌───┘  └─ output      size that is not there yet at that peak makes the scratch smaller, never negative.
+            ┌──┐ scratch      The peak of an op: its inputs, its outputs and its scratch. An output that is
+        ┌───┘  └─ output      allocated only after that peak reduces the scratch, to 0 at least.
 
-The table has what ATen's own kernels allocate, the same on every CPU; `python -m benchmarks.scratch` compares it with
-torch's CPU allocator. Left out: scalars that kernels wrap (up to 64 bytes), and what oneDNN, MKL and FBGEMM allocate
-inside an op (convolutions, LSTM layers, matrix products in bfloat16), which follows their release and the CPU's
-instructions. `docs/plan.md` has the size of that gap. What depends on data is taken from the result's size, so that
-an assignment of one value to what a mask selects counts none. Refuses nothing: an op without an entry has 0 bytes.
+The table has the allocations of ATen's own kernels, the same on every CPU; `python -m benchmarks.scratch` compares it
+with torch's CPU allocator. Not in it: scalars that kernels wrap (up to 64 bytes), and memory that oneDNN, MKL and
+FBGEMM allocate inside an op (convolutions, LSTM layers, matrix products in bfloat16), which depends on their release
+and on the CPU's instruction set. `docs/plan.md` has the size of that gap. Scratch that depends on data is computed from
+the size of the result, so that the assignment of one value to the elements of a mask counts 0.
+Refuses nothing: an op without an entry has 0 bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from torch import Tensor, fx
 
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, geometry_of
 from functionalize.planning.scratch import cuda as scratch_cuda
-from functionalize.planning.scratch import formulas as formulas
+from functionalize.planning.scratch import formulas
 
 
 def scratch_bytes(record: OpRecord, *, threads: int | None = None, device: str = "cpu") -> int:
-    """Bytes that an op holds at its own peak beyond its inputs and outputs; 0 where the table knows none."""
+    """Bytes that an op holds at its own peak beyond its inputs and outputs; 0 without an entry in the table."""
     formula = _formula(record.target, device)
     if formula is None:
         return 0
@@ -39,7 +40,7 @@ def scratch_bytes(record: OpRecord, *, threads: int | None = None, device: str =
 
 
 def scratch_of(node: fx.Node, *, threads: int | None = None, device: str = "cpu") -> int:
-    """The same of a node of a graph, by its fake values (`meta["val"]`)."""
+    """`scratch_bytes` of a node of a graph, from its fake values (`meta["val"]`)."""
     formula = _formula(node.target, device) if node.op == "call_function" else None
     if formula is None:
         return 0
@@ -48,16 +49,16 @@ def scratch_of(node: fx.Node, *, threads: int | None = None, device: str = "cpu"
 
 
 def is_shaped(target: Any) -> bool:
-    """Whether the scratch of an op, or what fakes leave out of it, follows from how its tensors look."""
+    """Whether the scratch or the unseen outputs of an op depend on the geometries of its tensors."""
     if base_name(target) == _LSTM:
         return True
     return any(_formula(target, device) is not None for device in ("cpu", "cuda"))
 
 
 def unseen_outputs(call: OpRecord | fx.Node) -> int:
-    """Bytes of outputs that are empty on fake tensors and not for real: the workspace of an LSTM.
+    """Bytes of outputs that are empty on fake tensors but not on real ones: the workspace of an LSTM.
 
-    It is live until backward has read it. 0 if the output has its real size.
+    The workspace is live until backward has read it. 0 if the output has its real size.
     """
     if base_name(call.target) != _LSTM:
         return 0
@@ -72,7 +73,7 @@ def unseen_outputs(call: OpRecord | fx.Node) -> int:
 _LSTM = "mkldnn_rnn_layer"
 
 
-def _lstm_workspace(call: formulas.Call) -> int:
+def _lstm_workspace(call: formulas.KernelCall) -> int:
     """The fourth output of `mkldnn_rnn_layer`, in which forward saves gates and states for backward.
 
     Leading dimensions are padded to 64 bytes, and by 64 more where they are a multiple of 256 elements; every
@@ -101,11 +102,11 @@ def _leading(n: int, itemsize: int) -> int:
 
 # -- from an op to its formula ---------------------------------------------------------------------
 
-Formula = Callable[[formulas.Call], int]
+Formula = Callable[[formulas.KernelCall], int]
 
 
 def base_name(target: Any) -> str | None:
-    """An op's name without overload and in-place underscore; None for what is no op (`getitem`)."""
+    """An op's name without overload and in-place underscore; None for a target that is not an op (`getitem`)."""
     packet = getattr(target, "overloadpacket", None)
     if packet is None:
         return None
@@ -138,25 +139,28 @@ def _value(
     return max(formula(_bind(target, args, kwargs, outputs, threads)), 0)
 
 
-def _bind(target: Any, args: Any, kwargs: Any, outputs: Any, threads: int) -> formulas.Call:
+def _bind(target: Any, args: Any, kwargs: Any, outputs: Any, threads: int) -> formulas.KernelCall:
     """A call with its arguments by name and geometries for tensors."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for i, argument in enumerate(target._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-        given[argument.name] = _seen(value)
-    return formulas.Call(
-        base_name(target) or "", given, tuple(formulas.geometries(_seen(outputs))), threads
+        arguments[argument.name] = _geometries(value)
+    return formulas.KernelCall(
+        base_name(target) or "",
+        arguments,
+        tuple(formulas.geometries(_geometries(outputs))),
+        threads,
     )
 
 
-def _seen(value: Any) -> Any:
-    """`value` with geometries for tensors."""
+def _geometries(value: Any) -> Any:
+    """`value` with tensors replaced by their geometries."""
     if isinstance(value, Tensor):
         return geometry_of(value) if value.layout == torch.strided else None
     if type(value) is TensorRef:
         return value.geometry
     if isinstance(value, list | tuple) and type(value) is not Geometry:
-        return [_seen(each) for each in value]
+        return [_geometries(each) for each in value]
     return value
 
 

@@ -1,4 +1,4 @@
-"""What the storages of a program are for: a `Category` for each input, and for each storage that its graph makes.
+"""The purpose of each storage of a program: a `Category` for each input, and for each storage that the graph makes.
 
     w ─▶ view ─▶ cat ─▶ all_gather ─▶ wait ─▶ split_with_sizes_copy ─▶ view ─▶ addmm ─▶ relu ─▶ ...
     └ sharded    └ all-gather buffers ┘       └ unsharded parameters     └ temporaries, or saved
@@ -7,12 +7,13 @@
     └ unsharded   └ reduce-scatter └ sharded gradients            └ as what they are copied to
       gradients     buffers
 
-Told by the flow of values alone, not by names. A parameter is unsharded by a collective of what is made of parameters
-alone; a buffer that the model itself reads is the parameter. Gradients are what is made in backward and goes, over
-casts, sums, packing and collectives, to the optimizer or the caller. So an all-gather or a reduce-scatter of
-activations (tensor parallelism) is none of these: its values are activations like all others.
-Inputs are told by their sources, which say where they live. Needs `val` and `phase`; linear in nodes and edges.
-Invariant: every storage has one category. `UNKNOWN` is an input whose source tells nothing.
+Derived from the data flow, not from names. An unsharded parameter is the result of a collective whose inputs derive
+from parameters only; if the model reads the collective's buffer itself, that buffer is the unsharded parameter. A
+gradient is made in backward and reaches the optimizer or the caller through casts, sums, packing and collectives only.
+So an all-gather or a reduce-scatter of activations (tensor parallelism) matches neither rule: its values are
+activations like all others. The category of an input follows from its `Source`.
+Needs `val` and `phase` in `node.meta`; linear in nodes and edges.
+Invariant: every storage has one category. `UNKNOWN` is an input whose source has no category.
 """
 
 from __future__ import annotations
@@ -41,38 +42,44 @@ _PACKS = ("cat", "_chunk_cat", "stack", "slice_scatter", "split_with_sizes_copy"
 _ARITHMETIC = ("add", "sub", "mul", "div", "_to_copy", "clone", "copy", "copy_", "add_", "mul_")
 _LISTS = tuple(f"_foreach_{name}" for name in ("add", "mul", "div", "copy", "add_", "mul_", "div_"))
 _TRANSFERS = frozenset((*_PACKS, *_ARITHMETIC, *_LISTS, "div_", "select_scatter", "as_strided"))
-_REDUCTION, _UPDATE = 1, 2  # what may lie on the way of a gradient
+# Flags of a gradient's way to its readers: it passes a collective; it ends in the optimizer.
+_REDUCTION, _UPDATE = 1, 2
 
 
 class Categories:
-    """The categories of a described program. given: of inputs by name, where the caller knows better."""
+    """The categories of a described program.
+
+    known: input name -> category, where the caller knows it; it overrides the category of the input's source.
+    """
 
     def __init__(
-        self, program: Program, live: Liveness, given: Mapping[str, Category] | None = None
+        self, program: Program, live: Liveness, known: Mapping[str, Category] | None = None
     ) -> None:
         self.program, self.live = program, live
-        given = given or {}
+        known = known or {}
         self.inputs = tuple(
-            given.get(spec.name) or category_of_input(spec, program.inputs)
+            known.get(spec.name) or category_of_input(spec, program.inputs)
             for spec in program.inputs
         )
         self.placeholders = [n for n in live.nodes if n.op == "placeholder"]
         self._input = dict(zip(self.placeholders, self.inputs, strict=True))
         self._phase = _phases(live.nodes)
-        self._found: dict[Storage, Category] = {}  # the first that is found holds
-        self.names: dict[Storage, str] = {}  # of unsharded parameters, and of new values of inputs
-        self.new: dict[Storage, int] = {}  # the input that each is copied to in the end
-        self.parts: dict[
-            Storage, list[Storage]
-        ] = {}  # what is copied out of an all-gather's result
-        self.pieces: dict[Storage, list[fx.Node]] = {}  # the inputs that are packed for one
+        self._found: dict[Storage, Category] = {}  # a storage keeps its first category
+        # The names of unsharded parameters, and of new values of inputs.
+        self.names: dict[Storage, str] = {}
+        # storage -> the input into which the epilogue copies it
+        self.new: dict[Storage, int] = {}
+        # result of an all-gather -> the storages of the parameters that are copied out of it
+        self.parts: dict[Storage, list[Storage]] = {}
+        # input of an all-gather -> the placeholders of the shards that are packed into it
+        self.pieces: dict[Storage, list[fx.Node]] = {}
         self.gathers = self._parameters()
         self._results()
         self._gradients()
         self._optimizer()
 
     def of(self, storage: Storage) -> Category:
-        """What a storage that the graph makes is for."""
+        """The category of a storage that the graph makes."""
         found = self._found.get(storage)
         if found is not None:
             return found
@@ -85,7 +92,7 @@ class Categories:
         return Category.SAVED_ACTIVATIONS if saved else Category.TEMPORARIES
 
     def phase(self, node: fx.Node) -> str | None:
-        """The phase of a node; of one without, that which it lies in."""
+        """The phase of a node; a node without one is of the phase of the node before it."""
         return self._phase[node]
 
     def _set(self, node: fx.Node, category: Category) -> None:
@@ -101,7 +108,8 @@ class Categories:
     # -- parameters --------------------------------------------------------------------------------
 
     def _parameters(self) -> bool:
-        """Buffers of the gathers of parameters, and what is made of the gathered alone; whether there are any."""
+        """Find the all-gathers of parameters, their buffers and the unsharded parameters; whether there are any."""
+        # shards: nodes that derive from parameters only, before a collective. whole: those after one.
         shards = {n for n, category in self._input.items() if category in _PARAMETERS}
         starts: dict[fx.Node, None] = {}
         whole: dict[fx.Node, None] = {}
@@ -119,7 +127,8 @@ class Categories:
                 whole[node] = None
         for node in _leading_to(starts, shards):
             self._set(node, Category.ALL_GATHER_BUFFERS)
-        for node in shards:  # of a group of one rank, and what autocast casts
+        # Without a collective between: an all-gather in a group of one rank is a clone, autocast makes a cast.
+        for node in shards:
             if packet(node) in ("clone", "_to_copy") and self._phase[node] != OPTIMIZER:
                 self._set(node, Category.UNSHARDED_PARAMETERS)
         models = (n for n in whole if any(u not in whole for u in n.users))
@@ -132,7 +141,8 @@ class Categories:
             for storage in self.live.of[source]
             if storage not in self.live.of[node]
         }
-        for node in whole:  # what only others of these are copied from
+        # A buffer of the all-gather is read by copies into parameters only, never by the model.
+        for node in whole:
             for storage in self.live.of[node]:
                 if storage not in read_by_model and (node in starts or storage in copied):
                     self._found.setdefault(storage, Category.ALL_GATHER_BUFFERS)
@@ -143,7 +153,7 @@ class Categories:
         return bool(starts)
 
     def _name(self, start: fx.Node) -> None:
-        """Note what one gather's result is split into, and the inputs that each part is gathered from."""
+        """Record the parameters into which the result of an all-gather is split, and the inputs of each."""
         sent: Any = start.args[0]
         packed = isinstance(sent, fx.Node) and packet(sent) == "cat"
         pieces = sent.args[0] if packed else [sent] if isinstance(sent, fx.Node) else sent
@@ -166,9 +176,9 @@ class Categories:
     # -- gradients ---------------------------------------------------------------------------------
 
     def _gradients(self) -> None:
-        """What is made in backward and goes to the optimizer, or to the caller, with nothing computed of it."""
+        """Find values of backward that only transfers and collectives carry to the optimizer or the caller."""
         sums = self._sums_of_messages()
-        bound: dict[fx.Node, int] = {}  # goes there -> what lies on the way
+        bound: dict[fx.Node, int] = {}  # a gradient -> the flags of its way
         for node in reversed(self.live.nodes):
             if self._phase[node] == BACKWARD and node.op == "call_function" and node.users:
                 ways = [self._way(user, bound, sums) for user in node.users]
@@ -181,8 +191,8 @@ class Categories:
             if node not in bound:
                 continue
             read = node.all_input_nodes
-            given_on = node in sums or _is_transfer(node)
-            if is_communication(node) or (given_on and any(n in reduced for n in read)):
+            carries = node in sums or _is_transfer(node)
+            if is_communication(node) or (carries and any(n in reduced for n in read)):
                 reduced.add(node)
                 self._set(node, Category.SHARDED_GRADIENTS)
                 continue
@@ -191,7 +201,7 @@ class Categories:
             self._set(node, self._unreduced(bound[node], node in packed))
 
     def _sums_of_messages(self) -> set[fx.Node]:
-        """Sums over what other ranks sent: a reduction that somebody wrote by hand."""
+        """Sums over the results of collectives: a reduction written by hand, as an all-gather and a sum."""
         after: set[fx.Node] = set()
         found: set[fx.Node] = set()
         for node in self.live.nodes:
@@ -206,33 +216,34 @@ class Categories:
     def _way(
         self, user: fx.Node, bound: Mapping[fx.Node, int], sums: Collection[fx.Node]
     ) -> int | None:
-        """What lies on the way over `user`; None if that way leads elsewhere."""
+        """The flags of the way through `user`; None if `user` computes something else from the value."""
         if user.op == "output":
             return 0
         if self._phase[user] == OPTIMIZER:
             return _UPDATE
         if user in bound and is_communication(user):
             return bound[user] | _REDUCTION
-        given_on = user in bound and (_is_transfer(user) or user in sums)
-        return bound[user] if given_on else None
+        carries = user in bound and (_is_transfer(user) or user in sums)
+        return bound[user] if carries else None
 
     def _unreduced(self, way: int, packed: bool) -> Category:
         if way & _REDUCTION:
             return Category.REDUCE_SCATTER_BUFFERS if packed else Category.UNSHARDED_GRADIENTS
-        kept = self.gathers and not way & _UPDATE  # by FSDP2, for a later microbatch to reduce
+        # FSDP2 keeps unreduced gradients for the reduction in a later microbatch.
+        kept = self.gathers and not way & _UPDATE
         return Category.UNSHARDED_GRADIENTS if kept else Category.SHARDED_GRADIENTS
 
     # -- the optimizer -----------------------------------------------------------------------------
 
     def _optimizer(self) -> None:
-        """What a gradient becomes by a factor, as clipping and unscaling do, is the gradient."""
+        """A gradient multiplied by a scalar, as in clipping and unscaling, is still a gradient."""
         gradients = {n for n, c in self._input.items() if c == Category.SHARDED_GRADIENTS}
         for node in self.live.nodes:
             if node.op != "call_function":
                 continue
             looks = is_part(node) or is_view(node)
             if self._phase[node] == BACKWARD or (looks and node.args[0] in gradients):
-                gradients.add(node)  # whatever the optimizer reads of a backward
+                gradients.add(node)  # every value of backward that the optimizer reads
             elif self._phase[node] == OPTIMIZER and not looks:
                 read = _tensors_read(node)
                 sizes = {t.numel() for n in read if n in gradients for t in _values(n)}
@@ -243,7 +254,7 @@ class Categories:
                     self._set(node, Category.SHARDED_GRADIENTS)
 
     def _results(self) -> None:
-        """What is copied to an input in the end is for what that input is for."""
+        """A value that the epilogue copies into an input has the category of that input."""
         slots = results(self.program.graph)
         for action in self.program.epilogue:
             node = slots[action.slot] if isinstance(action, Copy) else None
@@ -258,7 +269,7 @@ class Categories:
 
 
 def category_of(source: Source) -> Category:
-    """What a tensor is for, by where it lives: sources of the front end have a `category`."""
+    """The category of a tensor from its source; sources of captured state have an attribute `category`."""
     if isinstance(source, Argument):
         return Category.INPUTS
     if isinstance(source, Captured):
@@ -268,7 +279,7 @@ def category_of(source: Source) -> Category:
 
 
 def category_of_input(spec: InputSpec, inputs: tuple[InputSpec, ...]) -> Category:
-    """What an input is for; the whole storage of another input is for what that one is for."""
+    """The category of an input; the whole storage of another input has the category of that input."""
     while isinstance(spec.source, WholeStorage):
         spec = inputs[spec.source.input]
     return category_of(spec.source)
@@ -289,7 +300,7 @@ def is_part(node: fx.Node) -> bool:
 
 
 def _phases(nodes: Iterable[fx.Node]) -> dict[fx.Node, str | None]:
-    """The phase of every node; one without is of the phase it lies in."""
+    """The phase of every node; a node without one is of the phase of the node before it."""
     found: dict[fx.Node, str | None] = {}
     latest: str | None = None
     for node in nodes:
@@ -305,14 +316,14 @@ def packet(node: fx.Node) -> str:
 
 
 def _is_transfer(node: fx.Node) -> bool:
-    """Whether a node gives on what it reads: moved, cast, packed or summed up."""
+    """Whether a node carries on the values that it reads: moved, cast, packed or added up."""
     return (
         is_part(node) or is_view(node) or node.target is WAIT or packet(node) in _TRANSFERS
     ) and node.op == "call_function"
 
 
 def _tensors_read(node: fx.Node) -> list[fx.Node]:
-    """The tensors and lists of tensors that a node reads; numbers aside."""
+    """The tensors and lists of tensors that a node reads, without symbolic numbers."""
     kinds = (Tensor, list, tuple)
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), kinds)]
 
@@ -322,14 +333,14 @@ def _values(node: fx.Node) -> Iterable[Tensor]:
 
 
 def _origin(piece: fx.Node) -> fx.Node:
-    """The input that a piece is made of."""
+    """The input from which a packed piece is computed."""
     while piece.op == "call_function" and piece.all_input_nodes:
         piece = piece.all_input_nodes[0]
     return piece
 
 
 def _leading_to(ends: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
-    """The nodes of a set that `ends` are made of."""
+    """The nodes of `among` from which `ends` are computed, through nodes of `among` only."""
     found: set[fx.Node] = set()
     todo = list(ends)
     while todo:

@@ -1,20 +1,20 @@
-"""Device memory that no allocation of torch shows: declared, not computed. A table with the source of each figure.
+"""Device memory outside of torch's allocator: declared, not computed. A table with the source of each figure.
 
-    declared("h100", communicators=2)     CUDA context, NCCL twice, cuBLAS workspace, as `Constant`s of bytes
-    declared("cpu")                       nothing
+    declared("h100", communicators=2)     CUDA context, NCCL twice, cuBLAS workspace, as `DeviceConstant`s of bytes
+    declared("cpu")                       ()
 
     what                    bytes               source
-    CUDA context            500 MiB             no document gives it: what `nvidia-smi` shows of a process after
+    CUDA context            500 MiB             not documented: what `nvidia-smi` shows of a process after
                                                 `torch.cuda.init()` is 300 to 600 MiB, by device and driver
     NCCL, a communicator    10 MiB x channels   10,485,760 bytes per channel and connection, as NCCL_DEBUG_SUBSYS=ALLOC
                                                 showed (github.com/NVIDIA/nccl, issue 1685); a ring needs one in each
                                                 channel (issue 864); 32 channels on Hopper's NVLink, 24 on Ampere's;
-                                                Blackwell is taken to be as Hopper
+                                                Blackwell is assumed to equal Hopper
     cuBLAS workspace        32 MiB, 8.125 MiB   the cuBLAS reference's recommendation for Hopper (`cublasSetWorkspace`),
                                                 its default :4096:2:16:8 for others; one for each stream with matrix
-                                                products, which torch takes from its own allocator
+                                                products, which torch allocates by its own allocator
 
-Measure your own and give them to `Memory(constants=...)` where they decide whether a step fits.
+Where they decide whether a step fits, measure them on your machine and pass them as `Memory(constants=...)`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from functionalize.errors import MemoryReportError
 MIB = 1 << 20
 
 
-class Constant(NamedTuple):
-    """Bytes of a device that torch does not see."""
+class DeviceConstant(NamedTuple):
+    """Bytes of a device outside of torch's allocator."""
 
     name: str
     nbytes: int
@@ -52,8 +52,8 @@ _DEVICES: Mapping[str, _Device | None] = types.MappingProxyType(
 )
 
 
-def declared(device: str, communicators: int = 1) -> tuple[Constant, ...]:
-    """The constants of a device by its name; communicators: process groups that the step talks in.
+def declared(device: str, communicators: int = 1) -> tuple[DeviceConstant, ...]:
+    """The constants of a device, by its name. communicators: the number of process groups that the step uses.
 
     Raises `MemoryReportError` for a device that is not in the table.
     """
@@ -67,7 +67,7 @@ def declared(device: str, communicators: int = 1) -> tuple[Constant, ...]:
         return ()
     nccl = "NCCL communicator" if communicators == 1 else f"{communicators} NCCL communicators"
     return (
-        Constant("CUDA context", found.context),
-        Constant(nccl, communicators * found.communicator),
-        Constant("cuBLAS workspace", found.workspace),
+        DeviceConstant("CUDA context", found.context),
+        DeviceConstant(nccl, communicators * found.communicator),
+        DeviceConstant("cuBLAS workspace", found.workspace),
     )

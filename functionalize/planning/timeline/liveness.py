@@ -1,15 +1,16 @@
-"""Which storages of a graph are live when, if every value is freed after its last use, as the boxed runner does.
+"""When the storages of a graph are live, if every value is freed after its last use, as the boxed runner does.
 
     live = Liveness(program.graph)
-    live.peak, live.peak_at          bytes, and the place (index of the node) where they are live
-    live.timeline[i]                 bytes live while node i runs: what it reads, what it makes, what is used later
+    live.peak, live.peak_at          bytes, and the place (the index of the node) at which they are live
+    live.timeline[i]                 bytes live while node i runs: its inputs, its outputs, values that are used later
     live.storages                    a record per storage that the graph makes: nbytes, first, last, nodes
 
-Inputs and constants are the caller's and are not counted: they are live throughout. Results are live to the end.
-What a collective reads is live until its wait: the backend holds it, or a copy of it as large (gloo's reduce-scatter).
+Inputs and constants belong to the caller and are not counted: they are live throughout. Results are live to the end.
+The input of a collective is live until its wait: the backend holds it, or a copy of the same size (gloo's
+reduce-scatter).
 Sizes are those of the fake values in `node.meta["val"]`. Linear in nodes and edges.
-Invariant: a storage counts once however many values are views of it.
-Not counted: what an op, or a backend for a collective, allocates and frees while it runs.
+Invariant: a storage counts once, however many values are views of it.
+Not counted: memory that an op, or the backend of a collective, allocates and frees while it runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _FUNCTIONAL = "_c10d_functional"
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """One storage that a graph makes. first, last: the places of the node that makes it and of its last use."""
+    """One storage that a graph makes.
+
+    first: the place of the node that makes it. last: the place of its last use. nodes: the values on it.
+    """
 
     nbytes: int
     first: int
@@ -58,7 +62,7 @@ class Liveness:
         self.peak_at = self.timeline.index(self.peak) if self.timeline else 0
 
     def _find(self, aliases: Aliases) -> None:
-        """A storage per group of aliases, and per storage of a list that no value stands for."""
+        """A storage per group of aliases, and per storage of a list's items that no node aliases."""
         group: dict[int, Any] = {}  # fake storage -> the group of the values on it
         for node in self.nodes:
             value = node.meta.get("val")
@@ -66,15 +70,15 @@ class Liveness:
                 group.setdefault(storage_key(value) or 0, aliases.of(node))
         of_key: dict[Any, Storage | None] = {}
         for place, node in enumerate(self.nodes):
-            borrowed = node.op in ("placeholder", "get_attr")
+            of_caller = node.op in ("placeholder", "get_attr")
             found: dict[int, Storage] = {}
             for value in tensors_of(node.meta.get("val")):
                 fake = storage_key(value)
                 key = aliases.of(node) if value is node.meta["val"] else group.get(fake or 0, fake)
                 nbytes = int(value.untyped_storage().nbytes())
                 if key not in of_key:
-                    of_key[key] = None if borrowed else Storage(nbytes, place, place)
-                    if not borrowed:
+                    of_key[key] = None if of_caller else Storage(nbytes, place, place)
+                    if not of_caller:
                         self.storages.append(of_key[key])  # type: ignore[arg-type]
                 storage = of_key[key]
                 if storage is not None and id(storage) not in found:
@@ -84,7 +88,7 @@ class Liveness:
         self._use()
 
     def _use(self) -> None:
-        """Let every storage live to its last use: once per node, a list's parts would each ask for all of it."""
+        """Extend each storage to its last use. Last uses are merged per node first, for lists with many parts."""
         last: dict[fx.Node, int] = {}
         for place, node in enumerate(self.nodes):
             for used in (node, *node.all_input_nodes):
@@ -97,11 +101,11 @@ class Liveness:
 
 
 def held_before(node: fx.Node) -> list[fx.Node]:
-    """What a backend holds no longer than to this wait: what the collective reads."""
+    """The inputs of the collective whose wait this node is: the backend releases them at the wait."""
     if getattr(node.target, "namespace", "") != _FUNCTIONAL or not node.all_input_nodes:
         return []
     source = node.all_input_nodes[0]
-    if source.target is operator.getitem:  # of a coalesced collective
+    if source.target is operator.getitem:  # a coalesced collective returns a list
         source = source.all_input_nodes[0]
     started = getattr(source.target, "namespace", "") == _FUNCTIONAL
     return source.all_input_nodes if started else []

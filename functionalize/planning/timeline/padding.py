@@ -1,11 +1,12 @@
-"""How many bytes of a storage hold nothing: FSDP2 pads shards so that every rank has as much.
+"""The padding bytes of a storage: FSDP2 pads shards so that those of all ranks have one size.
 
-    parameter [3, 8] on 2 ranks      rank 1's shard: [1, 8] in room for [2, 8]    padding 32 bytes
-    all-gather                       [2 x 16] elements, the model sees 24         padding 32 bytes
+    parameter [3, 8] on 2 ranks      rank 1's shard: [1, 8] stored as [2, 8]       padding 32 bytes
+    all-gather                       [2 x 16] elements, the model reads 24        padding 32 bytes
     reduce-scatter                   _chunk_cat of [3, 8] into [2, 16]            padding 32 bytes
 
-Told by what is read: of a shard by the optimizer, of what is gathered by the model, of a pack by what is packed.
-Invariant: never more than a storage has; 0 where nothing tells. Linear in nodes and edges.
+Derived from reads: padding is the part of a shard that the optimizer does not read, the part of an all-gather's result
+that the model does not read, and the part of a packed buffer that no gradient fills.
+Invariant: at most the size of the storage; 0 where no read is found. Linear in nodes and edges.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Padding:
 
     def __init__(self, categories: Categories, aliases: Aliases) -> None:
         self._categories, self._aliases = categories, aliases
-        self._read: dict[fx.Node, int] = {}  # of a shard: the end of what the optimizer reads
+        # node of a shard -> the end, in bytes, of the part that the optimizer reads
+        self._read: dict[fx.Node, int] = {}
         for node in categories.live.nodes:
             updates = categories.phase(node) == OPTIMIZER and packet(node) not in _SCATTERS
             for read in node.all_input_nodes if updates and not is_view(node) else ():
@@ -39,14 +41,15 @@ class Padding:
 
         named = (s for s in categories.names if s not in categories.new)
         pairs = ((_look(storage, categories), seen(storage)[1]) for storage in named)
-        self._like = {look: end for look, end in pairs if end}  # what one use of a parameter reads
+        # (name, size) of an unsharded parameter -> the end of the part that one of its uses reads
+        self._like = {look: end for look, end in pairs if end}
 
     def of_shard(self, placeholder: fx.Node, nbytes: int) -> int:
-        """Of a sharded parameter that is an input."""
+        """The padding of a sharded parameter that is an input of `nbytes` bytes."""
         return max(0, nbytes - self._read.get(self._aliases.of(placeholder), nbytes))
 
     def of(self, storage: Storage) -> int:
-        """Of a storage that the graph makes."""
+        """The padding of a storage that the graph makes."""
         found, category = self._categories, self._categories.of(storage)
         if category == Category.UNSHARDED_PARAMETERS:
             seen_end = seen(storage)[1] or self._like.get(_look(storage, found), storage.nbytes)
@@ -65,7 +68,7 @@ class Padding:
         return 0
 
     def _of_piece(self, shard: fx.Node, pack: Storage) -> int:
-        """In the dtype of the pack."""
+        """The padding of a shard inside a packed buffer, in bytes of the buffer's dtype."""
         value, like = shard.meta.get("val"), next(tensors_of(pack.nodes[0].meta["val"]))
         if not isinstance(value, Tensor):
             return 0
@@ -74,7 +77,7 @@ class Padding:
 
 
 def seen(storage: Storage) -> tuple[str, int]:
-    """(how the model sees an unsharded parameter, the bytes up to its end); 0 for one that nobody reads."""
+    """(the geometry in which the model reads an unsharded parameter, the bytes up to its end); 0 bytes if unread."""
     views = [n for n in storage.nodes if isinstance(n.meta["val"], Tensor)]
     read = [n for n in views if not n.users or any(not is_view(u) for u in n.users)]
     end = max((geometry_of(n.meta["val"]).end for n in read), default=0)
@@ -88,7 +91,7 @@ def _look(storage: Storage, categories: Categories) -> tuple[str | None, int]:
 
 
 def _packed(storage: Storage) -> int:
-    """The bytes of gradients in a pack, or in its cast."""
+    """The bytes that gradients fill in a packed buffer, or in its cast."""
     pack, value = storage.nodes[0], next(tensors_of(storage.nodes[0].meta["val"]))
     if packet(pack) == "_to_copy":
         source = pack.all_input_nodes[0]

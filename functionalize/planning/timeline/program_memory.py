@@ -1,20 +1,20 @@
-"""The memory of one replay of a program, as a `Timeline`: every storage from the op that makes it to its last use.
+"""The memory of one replay of a program, as a `Timeline`: each storage from the op that makes it to its last use.
 
     timeline = program_timeline(program)
-    timeline.peak                       requested bytes: the program's own, and its inputs, which live throughout
+    timeline.peak                       requested bytes: values of the graph, and inputs, which are live throughout
     timeline.ops[timeline.peak_at]      one `Op` for each node of the graph, and one for the epilogue
 
-    inputs      ████████████████████████████████   made before the first op; as large as a replay finds them
-    values         ███   ██████    ████            freed after the last use, as the boxed runner does (`Liveness`)
-    results             ████████████████████       until the epilogue has copied them; the caller's own live on
-    epilogue                               ██      storages that it grows are new, those that it empties are freed
+    inputs      ████████████████████████████████   made before the first op; their size on entry
+    values         ███   ██████    ████            freed after the last use, as in the boxed runner (`Liveness`)
+    results             ████████████████████       until the epilogue has copied them; outputs outlive the step
+    epilogue                               ██      a storage that it grows is new, one that it empties is freed
 
-What a collective reads is held until its wait. A program that draws random numbers keeps the state of the generator
-to put it back if a replay fails. An op that writes in place (stage INPLACE) makes nothing.
-Counted is one kind of device: the accelerator if the program has values on one, else the CPU.
-Invariants: for values that the graph makes, what is live while an op runs is what `Liveness` tells and what the
-allocator sees; a storage counts once however many values are views of it. Linear in nodes and edges.
-Not counted: what backends of collectives allocate and free inside themselves; and what ops do, unless `scratch` tells.
+The input of a collective is held until its wait. A program that draws random numbers keeps a copy of the generator's
+state, to restore it if a replay fails. An op that writes in place (stage INPLACE) makes no storage.
+One kind of device is counted: the accelerator if the program has values on one, else the CPU.
+Invariants: the live values of the graph are those of `Liveness` and of the allocator at every op; a storage counts
+once, however many values are views of it. Linear in nodes and edges.
+Not counted: memory that backends of collectives allocate and free internally; that of ops, except by `scratch`.
 """
 
 from __future__ import annotations
@@ -47,55 +47,57 @@ from functionalize.program.metadata import tensors_of
 from functionalize.program.program import Program
 
 EPILOGUE = "epilogue"
-_GENERATOR = 5056  # bytes of the state of the CPU's generator
+_GENERATOR_BYTES = 5056  # the state of the CPU's generator
 _NO_CATEGORIES: Mapping[str, Category] = {}
 
 
 def program_timeline(
     program: Program,
-    given: Mapping[str, Category] = _NO_CATEGORIES,
+    known: Mapping[str, Category] = _NO_CATEGORIES,
     device: str = "auto",
     scratch: Callable[[fx.Node], int] | None = None,
 ) -> Timeline:
-    """The memory of a replay. given: categories of inputs by name, where the caller knows better.
+    """The memory of a replay.
 
-    device: the type that is counted (`"cuda"`); `"auto"`: the accelerator's if there is one, else `"cpu"`.
-    scratch: the bytes that an op allocates and frees inside itself, as `scratch_of` tells; None: none.
+    known: input name -> category, where the caller knows it; it overrides the category of the input's source.
+    device: the type that is counted (`"cuda"`); `"auto"`: the accelerator's if the program uses one, else `"cpu"`.
+    scratch: returns the bytes that an op allocates and frees inside its kernel, as `scratch_of` does; None: 0 bytes.
     """
     program.describe()
-    return _Replay(program, given, device, scratch).timeline()
+    return _ReplayMemory(program, known, device, scratch).timeline()
 
 
-class _Replay:
+class _ReplayMemory:
     """Collects allocations and events, in the order of a replay."""
 
     def __init__(
         self,
         program: Program,
-        given: Mapping[str, Category],
+        known: Mapping[str, Category],
         device: str,
         scratch: Callable[[fx.Node], int] | None,
     ) -> None:
         self.program, self.scratch = program, scratch
         self.live = Liveness(program.graph)
         self.aliases = self.live.aliases
-        self.categories = Categories(program, self.live, given)
+        self.categories = Categories(program, self.live, known)
         self.padding = Padding(self.categories, self.aliases)
         self.device = _device(self.live.nodes) if device == "auto" else device
-        self.end = len(self.live.nodes)  # the epilogue
+        self.end = len(self.live.nodes)  # the index of the epilogue's op
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
         self.uses = _last_uses(self.live.nodes)
-        self.last_uses: dict[
-            fx.Node, int
-        ] = {}  # of groups of aliases, by the node that stands for it
+        # root node of a group of aliases -> the last use of any of them
+        self.last_uses: dict[fx.Node, int] = {}
         for node, place in self.uses.items():
             root = self.aliases.of(node)
             self.last_uses[root] = max(place, self.last_uses.get(root, BEFORE))
-        self.home: dict[int, Allocation] = {}  # input -> its storage, now
+        self.home: dict[
+            int, Allocation
+        ] = {}  # input -> the allocation of its storage at its present size
 
     def timeline(self) -> Timeline:
-        """Inputs, the graph, the epilogue."""
+        """Allocations and events of inputs, then of the graph, then of the epilogue."""
         self._inputs()
         self._constants()
         generator = self._generator()
@@ -136,7 +138,7 @@ class _Replay:
                 self._make(allocation)
 
     def _constants(self) -> None:
-        """What the program holds itself."""
+        """An allocation for each tensor that the graph reads as an attribute."""
         nodes = (n for n in self.live.nodes if n.op == "get_attr")
         for root, node in {self.aliases.of(n): n for n in nodes}.items():
             value = node.meta["val"]
@@ -146,18 +148,18 @@ class _Replay:
                 self._make(Allocation(nbytes, Category.BUFFERS, name, BEFORE, None, last, look))
 
     def _generator(self) -> Allocation | None:
-        """The state that is put back if a replay fails."""
+        """The copy of the generator's state that is restored if a replay fails."""
         if self.device != "cpu" or not any(map(is_random, self.live.nodes)):
             return None
         state = Allocation(
-            _GENERATOR, Category.RNG_STATE, "generator", BEFORE, None, self.end, "uint8[5056]"
+            _GENERATOR_BYTES, Category.RNG_STATE, "generator", BEFORE, None, self.end, "uint8[5056]"
         )
         return self._make(state)
 
     # -- the graph ---------------------------------------------------------------------------------
 
     def _graph(self) -> list[tuple[Storage, Allocation]]:
-        """Makes and frees every value; returns what the graph returns."""
+        """Make and free every value of the graph; the storages that are still live when it returns."""
         dying: list[list[tuple[Storage, Allocation]]] = [[] for _ in self.live.nodes]
         making = [s for s in self.live.storages if self._is_counted(s)]
         making.reverse()
@@ -165,13 +167,13 @@ class _Replay:
             while making and making[-1].first == place:
                 storage = making.pop()
                 dying[storage.last].append((storage, self._make(self._allocation(storage))))
-            self._pass(place)
+            self._scratch(place)
             for _, dead in dying[place] if place < len(dying) - 1 else ():
                 self._free(dead, place)
         return dying[-1] if dying else []
 
-    def _pass(self, place: int) -> None:
-        """Scratch is there when an op has made its results, and gone when it ends."""
+    def _scratch(self, place: int) -> None:
+        """Make an op's scratch after its results, and free it at the same op."""
         node = self.live.nodes[place]
         nbytes = self.scratch(node) if self.scratch is not None else 0
         if nbytes:
@@ -181,7 +183,7 @@ class _Replay:
     def _allocation(self, storage: Storage) -> Allocation:
         first = storage.nodes[0]
         if not isinstance(first.meta["val"], Tensor) and len(storage.nodes) > 1:
-            first = storage.nodes[1]  # the item of a list has a name of its own
+            first = storage.nodes[1]  # the node of the list's item has a better name
         name = self.categories.names.get(storage, first.name)
         category, value = self.categories.of(storage), first.meta["val"]
         shape = str(geometry_of(value)) if isinstance(value, Tensor) else ""
@@ -199,14 +201,17 @@ class _Replay:
     # -- after -------------------------------------------------------------------------------------
 
     def _epilogue(self) -> None:
-        """Storages of inputs that end with another size: those that grow first, all of them."""
+        """Resize storages of inputs, all that grow before any that shrinks; then move inputs to other storages."""
         resizes = [a for a in self.program.epilogue if isinstance(a, Resize)]
         growing = [a for a in resizes if a.nbytes > self._nbytes(a.input)]
-        for resize in (*growing, *resizes):  # those that have grown have their size
+        for resize in (
+            *growing,
+            *resizes,
+        ):  # the second time, a storage that has grown has its final size
             self._resize(resize)
         for action in self.program.epilogue:
             if isinstance(action, Set) and action.input in self.home:
-                self._leave(action)
+                self._move(action)
 
     def _nbytes(self, input: int) -> int:
         return self.home[input].nbytes if input in self.home else 0
@@ -224,8 +229,8 @@ class _Replay:
         if old.nbytes:
             self._free(old, self.end)
 
-    def _leave(self, action: Set) -> None:
-        """An input moves to another storage: its own is freed, unless another input is on it."""
+    def _move(self, action: Set) -> None:
+        """Move an input to another storage; free its former one, unless another input is on it."""
         old = self.home.pop(action.input)
         if action.other is not None:
             self.home[action.input] = self.home.get(action.other, old)
@@ -233,7 +238,7 @@ class _Replay:
             self._free(old, self.end)
 
     def _outliving(self) -> set[Storage]:
-        """The storages that the caller is handed, or that inputs move to."""
+        """The storages of outputs, and those that inputs are moved to."""
         slots = results(self.program.graph)
         kept = [role.slot for output in self.program.outputs for role in results_of(output)]
         kept += [a.slot for a in self.program.epilogue if isinstance(a, Set) and a.slot is not None]
@@ -256,11 +261,11 @@ class _Replay:
 
 
 class Ops(Sequence[Op]):
-    """An `Op` for each node, made when it is asked for, and one for the epilogue."""
+    """An `Op` for each node, made when it is indexed, and one for the epilogue."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._nodes = nodes
-        self._lines: dict[str, str] = {}  # traces are shared by many nodes
+        self._lines: dict[str, str] = {}  # many nodes share a stack trace
 
     def __len__(self) -> int:
         return len(self._nodes) + 1
@@ -284,7 +289,7 @@ class Ops(Sequence[Op]):
 
 
 def user_line(trace: str) -> str:
-    """`train.py:12, in step: out = a.sin()` of the innermost frame of a `stack_trace` as FX keeps it; or empty."""
+    """The innermost frame of an FX `stack_trace`, as `train.py:12, in step: out = a.sin()`; empty without frames."""
     at = trace.rfind('  File "')
     if at < 0:
         return ""
@@ -298,7 +303,10 @@ def user_line(trace: str) -> str:
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The last place that reads or writes each node; items of lists count by themselves. Of a result: the epilogue."""
+    """The last place that reads or writes each node; reading an item of a list does not count for the list.
+
+    For a result of the graph it is the place of the epilogue.
+    """
     found: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
         found[node] = place
@@ -309,7 +317,7 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _storages_of_inputs(program: Program) -> tuple[Any, ...]:
-    """A key per input, equal for those on one storage; without a guard that knows, each has its own."""
+    """A key per input, equal for inputs on one storage; without an `AliasGuard` each input has its own."""
     for guard in program.guards:
         if isinstance(guard, AliasGuard) and len(guard.groups) == len(program.inputs):
             return guard.groups
@@ -320,7 +328,7 @@ def _storages_of_inputs(program: Program) -> tuple[Any, ...]:
 
 
 def _device(nodes: Sequence[fx.Node]) -> str:
-    """The type of the accelerator that an input, a constant or what a factory makes is on, else the CPU's."""
+    """The type of the accelerator on which an input, a constant or a factory's result is, else "cpu"."""
     begin = (n for n in nodes if n.op != "call_function" or "device" in n.kwargs)
     kinds = (t.device.type for n in begin for t in tensors_of(n.meta.get("val")))
     return next((kind for kind in kinds if kind not in ("cpu", "meta")), "cpu")

@@ -1,9 +1,9 @@
-"""Rows of a table summed up: by kind, by group, by module, or by any of their keys.
+"""Sums over the rows of a table: by kind, by group, by module, or by any of their keys.
 
     summed(rows, "kind", "phase")      one row for every kind in every phase, in the order of the first of each
 
-A row is a frozen dataclass: the fields that its `KEYS` name tell rows apart, the others are added up. A key that is
-not asked for stays if all rows that are summed agree in it, and is empty (`""`, 0) if they do not.
+A row is a frozen dataclass: the fields in its `KEYS` identify a row, the others are added up. A key that is not among
+the arguments keeps its value if all summed rows have the same, and is empty (`""`, 0) if they differ.
 Refuses (`ValueError`): a key that rows do not have.
 Linear in rows.
 """
@@ -15,14 +15,14 @@ from dataclasses import fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 
-class Row(Protocol):
-    """A row of a table. KEYS: the fields that tell rows apart."""
+class SummableRow(Protocol):
+    """A row of a table. KEYS: the names of the fields that identify a row."""
 
     KEYS: ClassVar[tuple[str, ...]]
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=SummableRow)
 
 
 def summed(rows: Iterable[R], *keys: str) -> list[R]:

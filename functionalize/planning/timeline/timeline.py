@@ -1,4 +1,4 @@
-"""What memory a step holds at every moment: what is allocated and freed, in order.
+"""The memory of a step over time: its allocations and frees, in order.
 
     timeline = Timeline("eager", ops, allocations, events)
     timeline.peak, timeline.peak_at          requested bytes, and the event after which they are live
@@ -6,13 +6,13 @@
     timeline.stacked()                       category -> bytes after every event
 
         bytes   ┌──┐   an event is one allocation made or freed, while one op runs;
-             ┌──┘  └─┐ what existed before the step is made before the first op (op -1)
+             ┌──┘  └─┐ allocations from before the step are made at op -1
          ────┘       └──
 
-A storage that is resized is one allocation per size: that is what an allocator sees. What an op allocates and frees
-inside itself (scratch) is an allocation that is made and freed at that op.
-Invariants: every allocation has one event that makes it and at most one that frees it, later; the categories of a
-moment sum up to its bytes. Linear in events.
+A resized storage is one allocation per size, as in an allocator. Scratch, which an op allocates and frees inside its
+kernel, is an allocation made and freed at that op.
+Invariants: every allocation has one event that makes it and at most one later event that frees it; the bytes of all
+categories after an event sum up to the live bytes. Linear in events.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-BEFORE = -1  # the op of what existed before the step
+BEFORE = -1  # the op index of allocations from before the step
 
 
 class Category(enum.StrEnum):
-    """What a storage is for. The order is that of a stacked picture, from the bottom."""
+    """The purpose of a storage. The order is that of a stacked picture, from the bottom."""
 
     SHARDED_PARAMETERS = "sharded parameters"
     OPTIMIZER_STATE = "optimizer state"
@@ -49,7 +49,10 @@ class Category(enum.StrEnum):
 
 
 class Op(NamedTuple):
-    """An op of the step. module: the fully qualified name, empty outside every module; line: the user's, or empty."""
+    """An op of the step.
+
+    module: the fully qualified name of the module whose forward runs it, or empty. line: the user's line, or empty.
+    """
 
     name: str
     phase: str
@@ -61,8 +64,10 @@ class Op(NamedTuple):
 class Allocation:
     """A storage at one size.
 
-    nbytes: as requested. padding: how many of them hold nothing (FSDP2's even shards). made, freed: the ops while
-    which that happens; `BEFORE`, and None for what outlives the step. last_use: the last op that reads or writes it.
+    nbytes: the requested bytes. padding: how many of these are padding (FSDP2's even shards).
+    made: the index of the op that allocates it; `BEFORE` if it existed before the step.
+    freed: the index of the op at which it is freed; None if it outlives the step.
+    last_use: the index of the last op that reads or writes it. shape: its geometry as text, or empty.
     """
 
     nbytes: int
@@ -76,7 +81,7 @@ class Allocation:
 
 
 class Event(NamedTuple):
-    """An allocation is made (`made`), or freed, while an op runs."""
+    """An allocation is made (`made` is True) or freed (False) while the op of that index runs."""
 
     op: int
     allocation: Allocation
@@ -84,13 +89,13 @@ class Event(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """By how much the requested bytes change."""
+        """The change of the live requested bytes."""
         return self.allocation.nbytes if self.made else -self.allocation.nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The memory of one run of a step, or of one replay. name: whose lifetimes these are (`eager`, `program`)."""
+    """The memory of one run of a step, or of one replay. name: the run that it describes (`eager`, `program`)."""
 
     name: str
     ops: Sequence[Op]
@@ -114,7 +119,7 @@ class Timeline:
 
     @property
     def peak_op(self) -> Op | None:
-        """The op while which the peak is reached; None if that is before the step."""
+        """The op during which the peak is reached; None if it is reached before the step."""
         op = self.events[self.peak_at].op if self.events else BEFORE
         return self.ops[op] if op != BEFORE else None
 
@@ -129,11 +134,11 @@ class Timeline:
         return sorted(live.values(), key=lambda each: -each.nbytes)
 
     def categories_at(self, event: int) -> dict[Category, int]:
-        """The bytes of every category after an event; those without any are left out."""
+        """The bytes of each category after an event, without categories of 0 bytes."""
         return by_category(self.live_at(event))
 
     def stacked(self) -> dict[Category, list[int]]:
-        """The bytes of every category after each event; categories that never have any are left out."""
+        """The bytes of each category after each event, without categories that always have 0."""
         changes: dict[Category, list[int]] = {}
         for i, (_, allocation, made) in enumerate(self.events):
             for category, nbytes in parts(allocation):
@@ -145,7 +150,7 @@ class Timeline:
 
 
 def parts(allocation: Allocation) -> Iterator[tuple[Category, int]]:
-    """The bytes of an allocation by category: its padding is one of its own."""
+    """The bytes of an allocation by category: its padding has a category of its own."""
     if allocation.nbytes > allocation.padding:
         yield allocation.category, allocation.nbytes - allocation.padding
     if allocation.padding:

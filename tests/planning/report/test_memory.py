@@ -27,7 +27,7 @@ from functionalize.planning.report.memory_figures import (
     place,
 )
 from functionalize.planning.report.memory_text import short_line, signed
-from functionalize.planning.timeline.constants import MIB, Constant, declared
+from functionalize.planning.timeline.constants import MIB, DeviceConstant, declared
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category
 from tests.planning.timelines import Maker, step_of
@@ -68,7 +68,7 @@ def test_the_peak_is_the_programs():
 
 
 def test_levels_are_kept_apart():
-    both = memory(constants=(Constant("context", 500 * MIB),))
+    both = memory(constants=(DeviceConstant("context", 500 * MIB),))
     levels = both.levels("eager")
     assert levels == Levels(6513, 1024 + 3072 + 1024 + 2048, 2 * MIB, 500 * MIB)
     assert levels.device == 502 * MIB
