@@ -25,7 +25,7 @@ from functionalize.errors import (
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import fsdp2_streams, simulate
 from functionalize.planning.allocator.snapshot import write_snapshot
-from functionalize.planning.pictures.chrome_trace import Run, reached, write_trace
+from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import memory_picture
 from functionalize.planning.report.display import human_bytes
@@ -184,7 +184,7 @@ def _write(
         if wanted.trace is not None:
             say(f"writing {wanted.trace}")
             write_trace(
-                wanted.trace, [Run("", timelines, spans, reached(found.program.graph, spans))]
+                wanted.trace, [TraceRun("", timelines, spans, reached(found.program.graph, spans))]
             )
     except OSError as error:
         raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error

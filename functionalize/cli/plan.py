@@ -18,7 +18,7 @@ from functionalize.cli.memory import brief, check_machine, check_picture
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
 from functionalize.cli.scripts import Script, opened
 from functionalize.errors import SaveError, UsageError
-from functionalize.planning.pictures.chrome_trace import Run, reached, write_trace
+from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import tradeoff_picture
 from functionalize.planning.report.display import human_bytes
@@ -278,14 +278,14 @@ def _page(path: str, sweep: Sweep, job: Job, asked: Asked) -> None:
     )
 
 
-def _runs(sweep: Sweep) -> list[Run]:
+def _runs(sweep: Sweep) -> list[TraceRun]:
     """Each point that could be planned, for a trace."""
     found = []
     for each in sweep.plans:
         if (figures := each.figures) is not None:
             timelines, spans = [*figures.memory.timelines.values()], figures.time.spans
             name = label(each.point, _varying(sweep))
-            found.append(Run(name, timelines, spans, reached(figures.program.graph, spans)))
+            found.append(TraceRun(name, timelines, spans, reached(figures.program.graph, spans)))
     return found
 
 

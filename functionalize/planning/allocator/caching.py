@@ -270,9 +270,8 @@ class CachingAllocator:
         block = self._first_fit(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
-        while (
-            block.size < size
-        ):  # `block` is free and an unmapped range follows: map it, which merges both
+        # `block` is free and an unmapped range follows: mapping that merges both.
+        while block.size < size:
             hole = block.next
             assert hole is not None and not hole.mapped
             if not self._map(hole, min(size - block.size, hole.size)):

@@ -27,10 +27,8 @@ T = TypeVar("T", bound=HasPeak)
 
 def within(order: Sequence[M], trial: Callable[[Sequence[M]], T], budget: int) -> T:
     """The trial of the shortest prefix found whose peak is at most `budget` bytes, else that of the lowest peak."""
-    low, high = (
-        0,
-        len(order),
-    )  # `low` measures are too few; `high` is the shortest prefix that may be enough
+    # `low` measures are too few; `high` is the shortest prefix that may be enough.
+    low, high = 0, len(order)
     best = trial(order)
     while high - low > 1:
         middle = (low + high) // 2

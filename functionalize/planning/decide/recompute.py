@@ -222,9 +222,8 @@ class Recomputation:
 
     def _peak(self, steps: Sequence[Step], dropped: frozenset[Storage]) -> int:
         """The most bytes live in an order with copies; other storages live at least as long as before."""
-        index = [
-            i for i, step in enumerate(steps) if not step.value.copied
-        ]  # place -> index in `steps`
+        # place -> index in `steps`
+        index = [i for i, step in enumerate(steps) if not step.value.copied]
         of: dict[Value, tuple[StorageCopy, ...]] = {}  # the storages of each value
         first: dict[StorageCopy, int] = {}
         last: dict[StorageCopy, int] = {}

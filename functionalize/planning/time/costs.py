@@ -119,9 +119,8 @@ MACHINES: Mapping[str, Machine] = types.MappingProxyType(
         "b200": _gpu(80e12, 2250e12, 8e12, 900e9, 64e9, 50e9, 4500e12),
     }
 )
-MACHINE_OF: Mapping[str, str] = types.MappingProxyType(  # the machine of a target, if none is named
-    {"cuda": "h100", "cpu": "cpu"}
-)
+# Target -> the machine to model if none is named.
+MACHINE_OF: Mapping[str, str] = types.MappingProxyType({"cuda": "h100", "cpu": "cpu"})
 
 
 def machine_named(name: str, graph: fx.Graph | None = None) -> Machine:
@@ -218,9 +217,7 @@ def moved(node: fx.Node) -> int:
         return into - read[0] + min(read[0], out) + out
     if _is_mutable(node):  # its results are the arguments that it wrote
         out = sum(nbytes_of(t) for _, n in written_nodes(node) for t in tensors_of(n.meta["val"]))
-    elif leaves_gradients(
-        node
-    ):  # the functional form returns the gradients besides its own results
+    elif leaves_gradients(node):  # the functional form returns the gradients, too
         out -= sum(nbytes_of(t) for n in _nodes(node.args[1]) for t in tensors_of(n.meta["val"]))
     return into + out
 

@@ -67,12 +67,9 @@ from functionalize.planning.time.costs import (
 aten = torch.ops.aten
 
 COMPUTE = "compute"
-_AFTER_REDUCE = (
-    aten._to_copy,
-    aten.add,
-    aten.div,
-    aten.mul,
-)  # the ops that FSDP2 applies to reduced gradients
+# The ops that FSDP2 applies to reduced gradients.
+_AFTER_REDUCE = (aten._to_copy, aten.add, aten.div, aten.mul)
+# The ops by which FSDP2 packs gradients into the input buffer of a reduce-scatter.
 _PACKS = (aten._chunk_cat, aten.cat)
 
 
