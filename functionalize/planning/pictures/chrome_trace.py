@@ -4,9 +4,8 @@
 
     process `modelled schedule`     a thread per stream: a complete event (`X`) per op and per collective
                                     a thread `compute waits`: when communication runs and the compute stream is idle
-    process `memory of eager`       a counter (`C`) per category, and one (`all`) of their sum: requested bytes after
-    each
-                                    event
+    process `memory of eager`       a counter (`C`) per category, and one (`all`) of their sum: requested bytes
+                                    after each event
     process `memory of program`     the same with the program's lifetimes
 
 Memory and schedule have one time axis. An event of the program has the time at which the compute stream reaches its op;
