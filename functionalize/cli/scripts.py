@@ -77,10 +77,8 @@ def opened(where: str, names: FunctionNames) -> Iterator[Script]:
 @contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
     sys.path.insert(0, str(folder))
-    arguments, sys.argv = (
-        sys.argv,
-        sys.argv[:1],
-    )  # hide this command's arguments from a script that reads `sys.argv`
+    # Hide this command's arguments from a script that reads `sys.argv`.
+    arguments, sys.argv = sys.argv, sys.argv[:1]
     try:
         yield
     finally:
