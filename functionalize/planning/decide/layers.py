@@ -17,7 +17,7 @@ from itertools import accumulate
 
 from torch import Tensor, fx
 
-from functionalize.planning.decide.saved import Region
+from functionalize.planning.decide.saved import ForwardRegion
 from functionalize.planning.timeline.liveness import Liveness, Storage
 
 _MIN_VALUES = 16  # a forward with fewer values is one layer
@@ -27,7 +27,7 @@ _GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 class Layers:
     """The layers of one forward. boundaries: the places at which the layers after the first one begin."""
 
-    def __init__(self, live: Liveness, region: Region) -> None:
+    def __init__(self, live: Liveness, region: ForwardRegion) -> None:
         self.live, self.region = live, region
         self.unsharded = _unsharded(live, region)
         self._last = _last_uses(live, region)
@@ -88,7 +88,7 @@ class Layers:
         return found
 
 
-def _last_uses(live: Liveness, region: Region) -> dict[Storage, int]:
+def _last_uses(live: Liveness, region: ForwardRegion) -> dict[Storage, int]:
     """Storage created in a forward -> the place of its last use in that forward."""
     used: dict[fx.Node, int] = {}
     for place in range(region.start, region.end):
@@ -101,7 +101,7 @@ def _last_uses(live: Liveness, region: Region) -> dict[Storage, int]:
     return last
 
 
-def _unsharded(live: Liveness, region: Region) -> dict[fx.Node, fx.Node]:
+def _unsharded(live: Liveness, region: ForwardRegion) -> dict[fx.Node, fx.Node]:
     """Node that depends on graph inputs only through one all-gather of shards -> that all-gather."""
     found: dict[fx.Node, fx.Node] = {}
     from_inputs = {n for n in live.nodes if n.op in ("placeholder", "get_attr")}

@@ -30,7 +30,7 @@ from functionalize.analysis.dead_code import is_impure
 from functionalize.ir.generators import is_random
 from functionalize.ir.waits import WAIT
 from functionalize.planning.decide.layers import Layers
-from functionalize.planning.decide.saved import Saved, forwards, made_in, saved_values
+from functionalize.planning.decide.saved import SavedStorage, forwards, made_in, saved_values
 from functionalize.planning.time.costs import Machine, is_collective, seconds
 from functionalize.planning.timeline.liveness import Liveness, Storage
 
@@ -56,7 +56,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedNode:
     """A node of the new order, or a copy of one. reads: for arguments that are replaced, the new argument."""
 
     value: Value
@@ -64,11 +64,11 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class RecomputeTrial:
     """The effect of dropping some storages. peak: bytes; seconds: modelled time of all copies."""
 
     dropped: frozenset[Storage]
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedNode, ...]
     peak: int
     seconds: float
 
@@ -97,11 +97,11 @@ class Recomputation:
         able, _ = self._droppable(frozenset(self.saved))
         self.candidates = [s for s in saved if s.storage in able]
 
-    def layer_of(self, saved: Saved) -> int:
+    def layer_of(self, saved: SavedStorage) -> int:
         """The number of the layer, in its forward, that creates a saved storage."""
         return self.layers[saved.region].of(saved.storage.first)
 
-    def price(self, saved: Saved) -> float:
+    def price(self, saved: SavedStorage) -> float:
         """Modelled seconds to recompute one storage if all others stay saved."""
         found = set(saved.read)
         todo = list(found)
@@ -114,12 +114,12 @@ class Recomputation:
                     todo.append(node)
         return sum(seconds(node, self.machine) for node in found)
 
-    def without(self, drop: Iterable[Saved]) -> Trial:
+    def without(self, drop: Iterable[SavedStorage]) -> RecomputeTrial:
         """Drop as many of these storages as can be dropped together."""
         dropped, ready = self._droppable(frozenset(s.storage for s in drop))
         steps = tuple(self._new_order(ready))
         time = sum(seconds(s.value.node, self.machine) for s in steps if s.value.copied)
-        return Trial(dropped, steps, self._peak(steps, dropped), time)
+        return RecomputeTrial(dropped, steps, self._peak(steps, dropped), time)
 
     # -- equal values ------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Recomputation:
 
     # -- the new order -----------------------------------------------------------------------------
 
-    def _new_order(self, ready: dict[fx.Node, int]) -> Iterator[Step]:
+    def _new_order(self, ready: dict[fx.Node, int]) -> Iterator[PlannedNode]:
         """Every node in the order of the graph, each preceded by the copies of which it is the first reader."""
         copied: set[fx.Node] = set()
         ends = {region.end for region in self.regions}
@@ -196,8 +196,8 @@ class Recomputation:
             for each in self._missing(freed, place, ready, copied):
                 copied.add(each)
                 above = [n for n in each.all_input_nodes if ready.get(n, -1) >= 0]
-                yield Step(Value(each, True), {n: self._source(n, copied) for n in above})
-            yield Step(Value(node), {n: self._source(n, copied) for n in freed})
+                yield PlannedNode(Value(each, True), {n: self._source(n, copied) for n in above})
+            yield PlannedNode(Value(node), {n: self._source(n, copied) for n in freed})
 
     def _missing(
         self, freed: list[fx.Node], place: int, ready: dict[fx.Node, int], copied: set[fx.Node]
@@ -220,7 +220,7 @@ class Recomputation:
         """The value to read instead of a freed one: its copy or its twin."""
         return Value(node, True) if node in copied else Value(self._twins[node])
 
-    def _peak(self, steps: Sequence[Step], dropped: frozenset[Storage]) -> int:
+    def _peak(self, steps: Sequence[PlannedNode], dropped: frozenset[Storage]) -> int:
         """The most bytes live in an order with copies; other storages live at least as long as before."""
         # place -> index in `steps`
         index = [i for i, step in enumerate(steps) if not step.value.copied]
@@ -247,7 +247,7 @@ class Recomputation:
         return max(accumulate(change))
 
     def _storages_of(
-        self, step: Step, of: dict[Value, tuple[StorageCopy, ...]], moved: set[Value]
+        self, step: PlannedNode, of: dict[Value, tuple[StorageCopy, ...]], moved: set[Value]
     ) -> tuple[StorageCopy, ...]:
         """The storages of a value: a copy has new ones; a view has those of the value it is now a view of."""
         node, copied = step.value.node, step.value.copied

@@ -23,7 +23,7 @@ from functionalize.planning.timeline.liveness import Liveness, Storage
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ForwardRegion:
     """The places [start, end) of one forward."""
 
     start: int
@@ -31,7 +31,7 @@ class Region:
 
 
 @dataclass(slots=True, eq=False)
-class Saved:
+class SavedStorage:
     """One saved storage.
 
     region: the number of the forward that creates it.
@@ -47,31 +47,31 @@ class Saved:
     read: list[fx.Node] = field(default_factory=list)
 
 
-def forwards(live: Liveness) -> list[Region]:
+def forwards(live: Liveness) -> list[ForwardRegion]:
     """The forwards of a step that nodes of another phase follow. A node without a phase counts to the current one."""
-    found: list[Region] = []
+    found: list[ForwardRegion] = []
     start: int | None = None
     for place, node in enumerate(live.nodes):
         phase = phase_of(node)
         if phase == FORWARD and start is None:
             start = place
         elif phase not in (FORWARD, None) and start is not None:
-            found.append(Region(start, place))
+            found.append(ForwardRegion(start, place))
             start = None
     return found
 
 
-def saved_values(live: Liveness, regions: list[Region]) -> list[Saved]:
+def saved_values(live: Liveness, regions: list[ForwardRegion]) -> list[SavedStorage]:
     """The saved storages of all forwards, in the order of their creation."""
     (output,) = (n for n in live.nodes if n.op == "output")
     returned = {s for node in output.all_input_nodes for s in live.of[node]}
-    found: list[Saved] = []
+    found: list[SavedStorage] = []
     uses: dict[fx.Node, list[int]] = {}
     for region, storage in made_in(live, regions):
         end = regions[region].end
         if storage.last < end or storage in returned:
             continue
-        saved = Saved(storage, region, storage.first, len(live.nodes))
+        saved = SavedStorage(storage, region, storage.first, len(live.nodes))
         for node in storage.nodes:
             if node not in uses:  # computed once for a tuple, which has several storages
                 uses[node] = sorted(live.place[user] for user in node.users)
@@ -87,7 +87,7 @@ def saved_values(live: Liveness, regions: list[Region]) -> list[Saved]:
     return found
 
 
-def made_in(live: Liveness, regions: list[Region]) -> Iterator[tuple[int, Storage]]:
+def made_in(live: Liveness, regions: list[ForwardRegion]) -> Iterator[tuple[int, Storage]]:
     """(number of a forward, storage that it creates), in the order of creation."""
     at = 0
     for storage in live.storages:
