@@ -2,11 +2,11 @@
 
     with counted() as count:
         step(batch)
-    count.before, count.peak     bytes live when it began; the most at one moment, less `before`
-    count.where                  the ops at that moment, outermost first
+    count.before, count.peak     bytes live at the start; the most live at one moment, minus `before`
+    count.where                  the ops running at that moment, outermost first
 
-The count knows every allocation of the process since `count_everything()`, whichever thread makes or frees it: what
-gloo's threads allocate for a collective is in it, for eager and replay alike.
+The count includes every allocation of the process since `count_everything()`, on any thread: those of gloo's threads
+for a collective too, for eager and replay alike.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def counted() -> Iterator[Count]:
         with profile(  # torch 2.11 and 2.12 warn of what an unaccumulated profile would forget
             activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
         ) as profiler:
-            first = torch.empty(64, dtype=torch.uint8)  # an event that tells the count so far
+            first = torch.empty(64, dtype=torch.uint8)  # an event whose record has the total so far
             yield count
     finally:
         gc.enable()

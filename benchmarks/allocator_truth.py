@@ -4,8 +4,8 @@
     python -m benchmarks.allocator_truth DIR [--runs N] [--record tests/planning/allocator/allocator_runs.json]
 
 The allocator is in `libc10_cuda.so` of the CUDA build; `benchmarks/cuda_runtime` stands in for CUDA under it and counts
-bytes. Random requests go to both: bytes reserved and allocated after every event, releases of the cache, what does not
-fit, and the blocks at the end must be the same. Needs g++; the installed torch must be of the same version.
+bytes. Both serve the same random requests: bytes reserved and allocated after every event, releases of the cache,
+requests that fail, and the blocks at the end must be equal. Needs g++; the installed torch must be of the same version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ cudaMemPoolSetAttribute cudaMemPoolTrimTo cudaMemcpyAsync cudaMemcpyPeerAsync cu
 cudaStreamCreateWithPriority cudaStreamGetCaptureInfo cudaStreamQuery cudaStreamWaitEvent
 cudaThreadExchangeStreamCaptureMode
 """
-# options, MiB of the device (0: no end), memory fraction (0: unset)
+# options, MiB of the device (0: unlimited), memory fraction (0: unset)
 CASES = [
     ("", 0, 0),
     ("expandable_segments:True", 0, 0),
@@ -57,7 +57,7 @@ CASES = [
 
 
 def build(wheels: Path, folder: Path) -> Path:
-    """The driver, linked with the allocator of the CUDA build and with the runtime that stands in for CUDA."""
+    """The driver, linked with the allocator of the CUDA build and with the stand-in CUDA runtime."""
     for wheel in wheels.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             libraries = ("torch/lib/libc10.so", "torch/lib/libc10_cuda.so")
@@ -132,7 +132,7 @@ def requests(seed: int, limited: bool, events: int = 220) -> list[list[int]]:
 def of_torch(
     drive: Path, steps: list[list[int]], options: str, mib: int, fraction: float
 ) -> dict[str, Any]:
-    """What torch's allocator does with the requests."""
+    """The result of torch's allocator for the requests."""
     lines, made = [options, str(fraction)], 0
     for step in steps:
         lines.append(f"a {made} {step[0]} {step[1]}" if step[0] > 0 else f"f {-step[0] - 1}")
@@ -165,7 +165,7 @@ def of_torch(
 
 
 def agrees(truth: dict[str, Any]) -> bool:
-    """Whether the simulation does the same."""
+    """Whether the simulation has the same result."""
     made: list[Allocation] = []
     streams: dict[int, int] = {}
     events = []
@@ -203,12 +203,12 @@ def main() -> None:
     parser.add_argument(
         "--record", type=Path, help="write the most telling run of each case to a file"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     recorded = []
     with tempfile.TemporaryDirectory() as folder:
-        drive = build(given.wheels, Path(folder))
+        drive = build(options.wheels, Path(folder))
         for case, (options, mib, fraction) in enumerate(CASES):
-            seeds = range(1000 * case, 1000 * case + given.runs)
+            seeds = range(1000 * case, 1000 * case + options.runs)
             runs = [
                 of_torch(drive, requests(seed, mib > 0), options, mib, fraction) for seed in seeds
             ]
@@ -222,9 +222,9 @@ def main() -> None:
             )
             recorded.append(max(retried or runs, key=lambda run: len(set(run["reserved"]))))
             recorded += refused[:1] if case < 4 else []
-    if given.record:
+    if options.record:
         text = ",\n".join(json.dumps(run, separators=(",", ":")) for run in recorded)
-        given.record.write_text(f"[\n{text}\n]\n")
+        options.record.write_text(f"[\n{text}\n]\n")
 
 
 if __name__ == "__main__":

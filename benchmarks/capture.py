@@ -66,7 +66,7 @@ class Transformer(nn.Module):
 
 
 class Empty(TorchDispatchMode):
-    """The floor: sees every op, does nothing."""
+    """The floor: a dispatch mode that only runs every op."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -169,7 +169,7 @@ DEAR = ("make_fx", "aot_function", "compile_aot_eager")
 
 
 def measure(layers: int, repeat: int) -> dict[str, tuple[float, int]]:
-    """Median seconds and node count per way; the dear ones run once after one cheap warm-up of torch."""
+    """Median seconds and node count per way; the slow ones run once after one cheap warm-up of torch."""
     subject = Subject(layers)
     for name in CHEAP:
         getattr(subject, name)()

@@ -1,4 +1,4 @@
-"""Peak live bytes of a training step, on two gloo ranks: eager FSDP2, and what a captured step makes of it.
+"""Peak live bytes of a training step, on two gloo ranks: eager FSDP2, and its captured step.
 
     python -m benchmarks.memory [--only NAME ...] [--passes PIPELINE ...] [--where] [--json]
 
@@ -6,9 +6,9 @@ Counted by c10's own allocator count on rank 0, the same for every way (`benchma
 byte of the process, gloo's buffers included; medians of seven steps. Megabytes of 10**6 bytes:
 
     state   live when the step begins: shards, optimizer state, the batch
-    peak    the most that is live at one moment of the step beyond `state`: what the step itself needs
+    peak    the most that is live at one moment of the step, minus `state`: the need of the step itself
 
-The columns after are `peak` as a ratio to eager's, and behind the bar `state + peak` as a ratio to eager's. AdamW.
+The columns after are `peak` as a ratio to eager's, and after the bar `state + peak` as a ratio to eager's. AdamW.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def settle(step: Step, batch: Callable[[], Tensor]) -> None:
 
 
 def measure(case: Case, pipeline: str) -> Peak:
-    """The counter's view of the step in the middle of several, by peak: gloo's threads free when they get to it."""
-    with counted() as others:  # what is left of the ways before this one
+    """The count of the step with the median peak of several: gloo's threads free at varying times."""
+    with counted() as others:  # bytes left over from the ways measured before
         pass
     step = captured(case.step(), pipeline)
     settle(step, case.batch)

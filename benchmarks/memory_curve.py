@@ -43,7 +43,7 @@ PIPELINES = {
 
 
 def measure(name: str, pipelines: dict[str, str], runs: int) -> dict[str, Any]:
-    """Peak bytes and median seconds of a step in every way, or why there is none."""
+    """Peak bytes and median seconds of a step in every way, or the error of one that cannot run."""
     case = cases()[name]
     found: dict[str, Any] = {}
     steps = {}
@@ -98,7 +98,7 @@ def points(found: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def frontier(found: dict[str, tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one beats in both, from the smallest."""
+    """The Pareto frontier of the points, from the smallest."""
     best: list[tuple[float, float]] = []
     for point in sorted(found.values()):
         if not best or point[1] < best[-1][1]:

@@ -1,16 +1,16 @@
-"""What it costs to record a step with its memory: the FSDP2 Llama of `benchmarks.memory_truth`, bound by dispatch.
+"""The cost of recording a step with its memory: the FSDP2 Llama of `benchmarks.memory_truth`, bound by dispatch.
 
     python -m benchmarks.memory_overhead [--layers 3 12] [--json]
 
     eager       the step
     empty       the same under a `TorchDispatchMode` that does nothing
     noted       `fz.record_memory(step)`: eager's lifetimes alone
-    recorded    the same, recorded: with the search for places and guards, without making a program of it
+    recorded    the same, recorded: with the search for inputs and guards, without building a program
     memory      the same, with lifetimes and modules
     capture     all of `fz.capture(step, memory=True)`, the program included
 
 One process on a fake group of two, whose collectives cost nothing. CPU time of the step's thread, medians; the ways
-take turns, a step each, and each has a model of its own. Ratios to eager.
+alternate step by step, and each has its own model. Ratios to eager.
 """
 
 from __future__ import annotations

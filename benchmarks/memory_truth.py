@@ -1,4 +1,4 @@
-"""How true `step.memory.eager` is: against the allocator's own events, and against torch's `FSDPMemTracker`.
+"""The accuracy of `step.memory.eager`: against the allocator's own events, and against torch's `FSDPMemTracker`.
 
     python -m benchmarks.memory_truth [--only NAME ...] [--json]
 
@@ -7,21 +7,21 @@ a U-Net and an LSTM on one rank. Three equal models take the same step: one unde
 `memory=True`, one under `FSDPMemTracker`. Then the last two again, on fake tensors of two fake ranks.
 
 The truth is every allocation and free of CPU memory on the thread that runs the step (autograd's is the same on the
-CPU), in order, in bytes, as c10 reports them, apart from gloo's: what its threads allocate is on no such list, and what
-it allocates on the step's thread, inside a collective or while that is waited for, is counted by itself (`gloo`: the
-most at one moment). Other backends have other buffers: they are no part of a step. gloo's threads also let go of a
-collective's tensors a moment after it is done, sometimes after they are gone in Python: so the truth is the step with
-the lowest peak of five, and the recording the one of three.
+CPU), in order, in bytes, as c10 reports them, except gloo's: allocations of its threads are not reported, and its
+allocations on the step's thread, inside a collective or its wait, are counted separately (`gloo`: the most at one
+moment). Other backends have other buffers: they are not part of a step. gloo's threads also release a collective's
+tensors shortly after it completes, sometimes after Python released them: so the truth is the step with the lowest peak
+of five, and the recording that of three.
 
     peak        the most bytes of the truth beyond those that were live when the step began
-    eager       how far the timeline's peak is from it, without what ops hold inside themselves; `scratch`: with what
-                the table of ops knows, as in `step.memory`. The rest is what oneDNN allocates: see docs/plan.md
+    eager       difference of the timeline's peak from it, without scratch; `scratch`: with the table of ATen's scratch,
+                as in `step.memory`. The rest is what oneDNN allocates: see docs/plan.md
     anywhere    the two sequences of signed bytes, aligned as a diff does it: the greatest difference between the
                 running totals after any event that both have
-    extra       events that the timeline has and the allocator has not
-    inside      the most bytes that ops hold inside themselves at any moment of the truth
-    tracker     how far `FSDPMemTracker`'s peak is, also beyond what it knew when the step began; `fails` if it raises
-    fake        the same of fake tensors
+    extra       events of the timeline that the allocator does not have
+    inside      the most scratch bytes of ops at any moment of the truth
+    tracker     difference of `FSDPMemTracker`'s peak, minus its bytes when the step began; `fails` if it raises
+    fake        the same on fake tensors
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ ALONE = [name for name, case in CASES.items() if case.model is not None]
 
 @dataclass
 class Truth:
-    """Signed bytes, event by event. gloo: those of allocations that are made inside a collective or its wait."""
+    """Signed bytes, event by event. gloo: the allocations inside a collective or its wait."""
 
     events: list[int]
     gloo: list[int]
@@ -272,7 +272,7 @@ def inside(truth: list[int], ours: list[int]) -> int:
 
 
 def tracked(case: Case, mesh: Any = None) -> int | None:
-    """The peak of `FSDPMemTracker` beyond what it knows on entry; None if it fails."""
+    """The peak of `FSDPMemTracker` minus its bytes on entry; None if it fails."""
     try:
         subject = case.build(mesh)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Small models whose kernels hold memory of their own while they run: convolutions, transposed ones, an LSTM.
+"""Small models whose kernels allocate scratch memory: convolutions, transposed convolutions, an LSTM.
 
 ResNet()(images), UNet()(images), Recurrent()(sequence)      a loss, of one number
 ResNet.batch                                                 the size of the batch

@@ -1,4 +1,4 @@
-"""What passes cost: time per node in a small and a large graph, and the way from a step to a compiled program.
+"""The cost of passes: time per node in a small and a large graph, and the time from a step to a compiled program.
 
     python -m benchmarks.passes [--nodes 2000 50000] [--layers 4 16 64 126] [--only fold_views,verify]
                                 [--skip-passes] [--skip-compile] [--json]
@@ -7,8 +7,9 @@ First table: microseconds per node of every registered pass, and of what runs ar
 captured FSDP2 step of a transformer (width 16, fused AdamW, every block wrapped) with as many blocks as give that many
 nodes. A ratio of 1 is linear. Second table: seconds from a step to a program (the capture itself), to its metadata, to
 an optimised and to a compiled program. One process of a fake process group of two: no data is exchanged, and none of
-this depends on data. Medians, each run started from a clean garbage collector. What Inductor compiled for one depth it
-finds in its cache for the next: give one depth, and an empty TORCHINDUCTOR_CACHE_DIR, to measure it cold.
+this depends on data. Medians, each run started from a clean garbage collector. Inductor
+finds kernels of one depth in its cache at the next: to measure it cold, pass one depth and an empty
+TORCHINDUCTOR_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def of_size(nodes: int) -> fz.Program:
 
 
 def ways(only: str | None) -> dict[str, Callable[[fz.Program], Callable[[], Any]]]:
-    """What is measured: each makes of a program something to time, which may change its own copy."""
+    """What is measured: each returns, for a program, a function to time, which may change its own copy."""
     found: dict[str, Callable[[fz.Program], Callable[[], Any]]] = {
         "copy": lambda p: p.copy,
         "lint": lambda p: p.graph.lint,

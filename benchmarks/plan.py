@@ -1,4 +1,4 @@
-"""What planning costs: from nothing to the figures of a Llama step, and again with another batch.
+"""The cost of planning: from nothing to the figures of a Llama step, and again with another batch.
 
     python -m benchmarks.plan [--sizes 8B 70B 405B] [--world 16384] [--json]
 
@@ -59,7 +59,7 @@ def measured(size: str, world: int) -> Row:
 
 
 def figures(step: Any) -> None:
-    """All that a plan tells."""
+    """Compute all figures of a plan."""
     from functionalize.sweep.summary import Figures
 
     assert Figures.of(step.program, step.memory, "cuda", None).row

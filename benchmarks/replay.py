@@ -2,8 +2,8 @@
 
     python -m benchmarks.replay [--layers 2] [--hidden 32] [--runs 30] [--json]
 
-A Hugging Face Llama, wrapped layer by layer, with the optimizers that users take: AdamW as it is by default (its
-step count is read by Python), fused, and SGD with momentum. Medians; ratios to eager.
+A Hugging Face Llama, wrapped layer by layer, with common optimizers: AdamW with its defaults (Python
+reads its step count), fused, and SGD with momentum. Medians; ratios to eager.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What single ops allocate inside themselves: the allocator's truth beside the table of `planning.scratch`.
+"""The scratch memory of single ops: measured by the allocator, and by the table of `planning.scratch`.
 
     python -m benchmarks.scratch                 the table: op, shape, dtype, truth, formula, difference
     python -m benchmarks.scratch --threads 2 --only attention
     python -m benchmarks.scratch --without-onednn        the table's claim: both columns are equal
 
-Truth: the events of torch's CPU allocator by `torch.profiler` while the op runs once (after a run to warm up), its
-peak less what is live at its end. oneDNN's products and attention in bfloat16 allocate more than the table has.
+Truth: the events of torch's CPU allocator by `torch.profiler` while the op runs once (after a warm-up), its
+peak minus the bytes live at its end. oneDNN's products and attention in bfloat16 allocate more than the table has.
 `share` is the scratch in the op's own peak (inputs, outputs, scratch), and `error` the difference as a part of it.
 """
 
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """Bytes: inside the op, left when it is over, and those of its inputs."""
+    """Bytes: scratch inside the op, live after it, and of its inputs."""
 
     scratch: int
     outputs: int
@@ -102,7 +102,7 @@ def _truth(case: Case, sizes: list[int]) -> Truth:
 
 
 def record(case: Case) -> OpRecord:
-    """The op as a recorder tells it."""
+    """The op in the form that a recorder passes it."""
     outputs = case.target(*case.args, **case.kwargs)
     return OpRecord(case.target, *refs((case.args, case.kwargs, outputs)))
 

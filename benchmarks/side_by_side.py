@@ -41,7 +41,7 @@ import torch._dynamo
 from examples import compare
 from examples.programs import PROGRAMS, ResizeProgram
 
-# The second argument asks for one whole graph; only torch.compile has a choice.
+# The second argument requests one whole graph; only torch.compile has this option.
 Runner = Callable[[ResizeProgram, bool], compare.Outcome]
 
 

@@ -1,4 +1,4 @@
-"""The time of a training step, on two gloo ranks: eager FSDP2, and what a captured step makes of it.
+"""The time of a training step, on two gloo ranks: eager FSDP2, and its captured step.
 
     python -m benchmarks.step_time [--only NAME ...] [--runs 20] [--device cuda] [--json]
 
@@ -9,8 +9,8 @@
     fast        fz.capture(step, passes="fast")
     inductor    fz.capture(step, passes="fast", compile="inductor")
 
-Every way has a model of its own with the same weights and fused AdamW; the ways take turns, a step each. Medians,
-and ratios to eager. `--device cuda` takes one NCCL rank and adds `cudagraphs`; it has not been run on a GPU.
+Every way has its own model with the same weights and fused AdamW; the ways alternate step by step. Medians, and
+ratios to eager. `--device cuda` uses one NCCL rank and adds `cudagraphs`; it has not been run on a GPU.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything one run left behind. A leaf of outputs that is no tensor is kept as it is."""
+    """The results and effects of one run. A leaf of the outputs that is not a tensor is kept unchanged."""
 
     outputs: tuple[TensorRecord | object, ...]
     inputs: tuple[TensorRecord, ...]

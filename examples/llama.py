@@ -1,4 +1,4 @@
-"""A compact Llama 3 in its three sizes under `fully_shard`: what a plan needs of a user, and nothing of ours in it.
+"""A compact Llama 3 in its three sizes under `fully_shard`: all that a plan needs; it imports nothing of this package.
 
     python -m functionalize plan examples.llama --world 64 --set size=8B --set length=8192
     fz.plan(build, step, inputs=inputs, world=16384, grid={"size": ["8B", "70B", "405B"]})
@@ -105,7 +105,7 @@ class Llama(nn.Module):
 
 
 def build(size: str = "8B", layers: int | None = None, fused: bool = True):
-    """The model of a size (with fewer layers, if given), sharded, and its optimizer."""
+    """The sharded model of a size, and its optimizer. layers: None for all layers of that size."""
     shape = SHAPES[size]
     if layers is not None:
         shape = Shape(layers, shape.width, shape.hidden, shape.heads, shape.key_heads)

@@ -1,4 +1,4 @@
-"""Sections 1 to 4: one storage goes down, up, up and down, and up and down around a matmul.
+"""Sections 1 to 4: one storage is shrunk, grown, grown and shrunk, and grown and shrunk around a matmul.
 
 In sections 3 and 4 nothing of the mutation is visible to the caller afterwards, so a functional
 program has no mutating op left at all, and never reads the empty input.

@@ -42,7 +42,7 @@ from functionalize.errors import PassError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import FORWARD
 from functionalize.planning.decide.budget import within
-from functionalize.planning.decide.saved import Region, Saved, forwards, saved_values
+from functionalize.planning.decide.saved import ForwardRegion, SavedStorage, forwards, saved_values
 from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
 from passes.base import Pass
@@ -131,7 +131,7 @@ class Trial:
 class Journeys:
     """The storages that can be offloaded, and the accelerator's memory in use without them."""
 
-    def __init__(self, live: Liveness, regions: list[Region], ahead: int) -> None:
+    def __init__(self, live: Liveness, regions: list[ForwardRegion], ahead: int) -> None:
         self.live, self.regions, self.ahead = live, regions, ahead
         self._change = [0] * (len(live.nodes) + 1)
         for storage in live.storages:
@@ -139,7 +139,7 @@ class Journeys:
                 self._change[storage.first] += storage.nbytes
                 self._change[storage.last + 1] -= storage.nbytes
 
-    def of(self, saved: Saved) -> Journey | None:
+    def of(self, saved: SavedStorage) -> Journey | None:
         """The journey of a saved storage; None if it cannot be offloaded, or is never idle long enough."""
         base = next((n for n in saved.storage.nodes if isinstance(n.meta.get("val"), Tensor)), None)
         if base is None or not _is_whole(base, saved.storage):
@@ -154,7 +154,7 @@ class Journeys:
             saved.storage, base, leaves, returns, self._readers(saved), frozenset(saved.read)
         )
 
-    def _readers(self, saved: Saved) -> tuple[fx.Node, ...]:
+    def _readers(self, saved: SavedStorage) -> tuple[fx.Node, ...]:
         """The readers of a storage after its forward, in order."""
         end, place = self.regions[saved.region].end, self.live.place
         users = {user for node in saved.read for user in node.users if place[user] >= end}

@@ -39,8 +39,8 @@ from functionalize._compat.autograd import RECOMPUTE
 from functionalize.analysis.dead_code import drop_dead_code
 from functionalize.errors import PassError
 from functionalize.planning.decide.budget import within
-from functionalize.planning.decide.recompute import Recomputation, Step, Trial
-from functionalize.planning.decide.saved import Saved
+from functionalize.planning.decide.recompute import PlannedNode, Recomputation, RecomputeTrial
+from functionalize.planning.decide.saved import SavedStorage
 from functionalize.planning.time.costs import machine_named
 from functionalize.program.program import Program
 from passes.base import Pass
@@ -96,7 +96,7 @@ class Remat(Pass):
         if (self.select == "layer") != bool(self.layers):
             raise PassError("`remat`: select=layer and layers go together; give both or neither")
 
-    def _trial(self, plan: Recomputation) -> Trial | None:
+    def _trial(self, plan: Recomputation) -> RecomputeTrial | None:
         if self.select == "budget":
             budget = int((self.budget_mb or 0) * _MB)
             order = sorted(plan.candidates, key=lambda s: _worth(plan, s), reverse=True)
@@ -114,7 +114,7 @@ def remat(
     return on_graph_module(Remat(**options))(gm, example_inputs)
 
 
-def _worth(plan: Recomputation, saved: Saved) -> float:
+def _worth(plan: Recomputation, saved: SavedStorage) -> float:
     return saved.storage.nbytes / (plan.price(saved) or 1e-9)
 
 
@@ -132,11 +132,11 @@ def _numbers(layers: Sequence[str], count: int) -> set[int]:
     return found
 
 
-def _rewrite(graph: fx.Graph, steps: Sequence[Step]) -> None:
+def _rewrite(graph: fx.Graph, steps: Sequence[PlannedNode]) -> None:
     """Make the copies of a new order, each before the node that comes after it."""
     copies: dict[fx.Node, fx.Node] = {}
     wiring = Rewiring(graph)
-    waiting: list[Step] = []
+    waiting: list[PlannedNode] = []
     for step in steps:
         if step.value.copied:
             waiting.append(step)
@@ -151,7 +151,7 @@ def _rewrite(graph: fx.Graph, steps: Sequence[Step]) -> None:
     wiring.settle()
 
 
-def _copy(graph: fx.Graph, step: Step, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+def _copy(graph: fx.Graph, step: PlannedNode, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     sources = _sources(step, copies)
     copy = graph.node_copy(step.value.node, lambda n: sources.get(n, n))
     copy.meta["phase"] = RECOMPUTE
@@ -159,5 +159,5 @@ def _copy(graph: fx.Graph, step: Step, copies: dict[fx.Node, fx.Node]) -> fx.Nod
     return copy
 
 
-def _sources(step: Step, copies: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+def _sources(step: PlannedNode, copies: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     return {n: copies[v.node] if v.copied else v.node for n, v in step.reads.items()}

@@ -15,7 +15,7 @@ from tests.expect import NEWEST, PINNED, OrphanCheck, Snapshots, normalise
 
 pytest_plugins = ["pytester"]
 
-MODULE = "tests/discharge/test_resize.py"
+MODULE = "tests/core/test_resize.py"
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_mismatch_is_a_diff(snapshots: Snapshots) -> None:
         failure(snapshots, "grow", "one\nthree"),
         """\
 expect/discharge/resize/grow.txt: differs. \
-To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/discharge/test_resize.py
+To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/core/test_resize.py
 --- expect/discharge/resize/grow.txt
 +++ now
 @@ -1,2 +1,2 @@
@@ -67,7 +67,7 @@ def test_missing_file_says_how_to_accept(snapshots: Snapshots) -> None:
         failure(snapshots, "shrink", "one"),
         """\
 expect/discharge/resize/shrink.txt: no such snapshot. \
-To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/discharge/test_resize.py
+To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/core/test_resize.py
 It would hold:
 one
 """,

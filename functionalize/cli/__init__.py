@@ -2,10 +2,10 @@
 
     functionalize capture | show | opt | memory | plan
 
-    scripts.py    a user's script and values as text      app.py            the commands and their options
-    recorded.py   its step, recorded in a fake world      recorded_step.py  what is recorded of it
-    files.py      the same in a file                      graphs.py         capture, show, opt
-    console.py    what is printed, progress, errors       memory.py, plan.py
+    scripts.py    a user's script; values as text         app.py            the commands and their options
+    recorded.py   records its step in a fake world        recorded_step.py  the recorded step
+    files.py      writes and reads a recorded step        graphs.py         capture, show, opt
+    console.py    output, progress, errors                memory.py, plan.py
 
 Exit codes: 0; 1 if the step or the plan failed, or nothing fits in `--limit`; 2 for wrong usage; 130 for Ctrl-C.
 Without typer and rich: 2, and what to install.
@@ -19,7 +19,7 @@ _NEEDS = ("typer", "rich")
 
 
 def main() -> int:
-    """Run the command line on `sys.argv`; the exit code, unless typer has exited before."""
+    """Run the command line on `sys.argv`; return the exit code, unless typer raises `SystemExit` before."""
     try:
         from functionalize.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""The commands and their options; what they do is in the other files of this folder.
+"""The commands and their options; the other files of this folder implement them.
 
 @command(Source)
-def opt(out: Out, job: Job, pipeline: Pipeline, ...): ...        --build, --world, --json, ... come with `command`
+def opt(out: Out, job: Job, pipeline: Pipeline, ...): ...        `command` adds --build, --world, --json, ...
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functionalize.cli import memory as memory_command
 from functionalize.cli import plan as plan_command
 from functionalize.cli.console import Out, run
 from functionalize.cli.recorded import DEFAULT_WORLD, Job
-from functionalize.cli.scripts import Names, assignments, axis, nbytes
+from functionalize.cli.scripts import FunctionNames, assignments, axis, nbytes
 from functionalize.cli.scripts import mesh as sizes
 from functionalize.errors import UsageError
 
@@ -133,25 +133,27 @@ def _job(
     build: Build = "build",
     step: Step = "step",
     inputs: Inputs = None,
-    given: Set = None,
+    set_: Set = None,
     world: World = None,
     mesh: Mesh = None,
     rank: Rank = 0,
     target: Target = "cuda",
 ) -> Job:
-    """The job that the options of script and world ask for."""
-    names, made = Names(build, step, inputs), sizes(mesh) if mesh is not None else None
-    return Job(source, names, assignments(given or ()), world, made, rank, target)
+    """The job described by the options on the script and the world."""
+    names = FunctionNames(build, step, inputs)
+    mesh_sizes = sizes(mesh) if mesh is not None else None
+    return Job(source, names, assignments(set_ or ()), world, mesh_sizes, rank, target)
 
 
 def _printed(as_json: Json = False, debug: Debug = False) -> None:
-    """The options that say what is printed."""
+    """The options on output."""
 
 
 def command(source: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """A command of `app`, with options of its own, those of `_job` and those of `_printed`.
+    """A decorator that registers a command of `app` with its own options, those of `_job` and those of `_printed`.
 
-    source: the annotation of its first argument. The function is called with what prints, the job, its own options.
+    source: the annotation of the command's first argument. The function is called with the `Out`, the `Job` and its own
+    options.
     """
 
     def registered(function: Callable[..., int | None]) -> Callable[..., None]:
@@ -160,8 +162,8 @@ def command(source: Any) -> Callable[[Callable[..., int | None]], Callable[..., 
 
         @wraps(function)
         def main(as_json: bool, debug: bool, **values: Any) -> None:
-            asked = {option.name: values.pop(option.name) for option in (first, *shared)}
-            run(lambda out: function(out, _job(**asked), **values), as_json, debug)
+            of_job = {option.name: values.pop(option.name) for option in (first, *shared)}
+            run(lambda out: function(out, _job(**of_job), **values), as_json, debug)
 
         options = [first.replace(annotation=source), *own, *shared, *_options(_printed)]
         main.__signature__ = Signature(options)  # type: ignore[attr-defined]
@@ -172,7 +174,7 @@ def command(source: Any) -> Callable[[Callable[..., int | None]], Callable[..., 
 
 
 def _options(function: Callable[..., Any]) -> list[Parameter]:
-    """The parameters of a function, as typer is given them."""
+    """The parameters of a function, keyword-only as typer needs them."""
     found = signature(function, eval_str=True).parameters.values()
     return [each.replace(kind=Parameter.KEYWORD_ONLY) for each in found]
 
@@ -258,10 +260,10 @@ def memory(
 
     Example: [bold]functionalize memory train.py --world 64 --limit 80GB --png memory.png[/]
     """
-    wanted = memory_command.Wanted(
+    options = memory_command.MemoryOptions(
         top, of, passes, machine, alloc_conf, _size(limit), png, html, snapshot, trace
     )
-    return memory_command.memory(out, job, wanted)
+    return memory_command.memory(out, job, options)
 
 
 @command(Script)
@@ -292,8 +294,10 @@ def plan(
     Example: [bold]functionalize plan train.py --grid world=64,1024 --grid batch=1,2,4 --largest batch --limit 80GB[/]
     """
     size = _size(limit)
-    asked = plan_command.Asked(_axes(grid), passes, machine, largest, size, csv, html, png, trace)
-    return plan_command.plan(out, job, asked)
+    options = plan_command.PlanOptions(
+        _axes(grid), passes, machine, largest, size, csv, html, png, trace
+    )
+    return plan_command.plan(out, job, options)
 
 
 def _axes(grid: list[str] | None) -> dict[str, list[object]]:

@@ -1,12 +1,12 @@
-"""What the command line prints: tables and text, or JSON alone on stdout; progress and errors on stderr.
+"""Output of the command line: tables and text, or only JSON, on stdout; progress and errors on stderr.
 
-    run(command, json, debug)          the command's exit code; every error as one paragraph
-    out.working(text) -> say           a spinner with what goes on, where stderr is a terminal
-    out.emit(data, show)               data() as JSON, or show(console)
+    run(command, json, debug)          run a command and exit with its code; print an error as one paragraph
+    out.working(text) -> say           a spinner with a status text, if stderr is a terminal
+    out.emit(data, show)               print data() as JSON, or call show(console)
 
-With `--json` all else that is printed meanwhile, by the script too, goes to stderr, and an error is
-`{"error": {"kind", "message"}}`. Pipes are given lines as long as they are.
-Warnings and logs are for those who debug: they are shown with `--debug` alone, with tracebacks.
+With `--json` all other output, including the script's, is redirected to stderr, and an error is printed as
+`{"error": {"kind", "message"}}`. In a pipe, lines are neither wrapped nor cut.
+Tracebacks, warnings and logs are shown only with `--debug`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ from functionalize.errors import FunctionalizeError, InvariantError, Uncapturabl
 from functionalize.util.user_stack import user_frames
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
-_NO_END = 100_000  # columns of what is no terminal
+_UNLIMITED_WIDTH = 100_000  # columns when stdout is not a terminal
 _STDLIB = os.path.dirname(os.__file__)
 _LOGGERS = ("functionalize", "torch")
 
 
 @dataclass(eq=False)
 class Out:
-    """Where a command prints. stdout: the real one."""
+    """The outputs of a command.
+
+    json, debug: the options. stdout: the stream that `run` found, even while `sys.stdout` is redirected.
+    console: for text on stdout. errors: for stderr.
+    """
 
     json: bool
     debug: bool
@@ -58,11 +62,11 @@ class Out:
 
     @staticmethod
     def of(as_json: bool, debug: bool) -> Out:
-        """For the streams of now."""
+        """Create it for the current `sys.stdout` and `sys.stderr`."""
         return Out(as_json, debug, sys.stdout, _console(sys.stdout), _console(sys.stderr))
 
     def emit(self, data: Callable[[], Any], show: Callable[[Console], None]) -> None:
-        """Print the one or the other."""
+        """Print `data()` with --json, else call `show`."""
         if self.json:
             print(json.dumps(_finite(data()), indent=2, default=str), file=self.stdout, flush=True)
         else:
@@ -70,7 +74,7 @@ class Out:
 
     @contextmanager
     def working(self, text: str = "") -> Iterator[Callable[[str], None]]:
-        """What goes on, in place of what went on before."""
+        """Show a spinner; the yielded function replaces its text."""
         with self._progress(
             SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         ) as bar:
@@ -79,7 +83,7 @@ class Out:
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[int, int, str], None]]:
-        """How many of how many are done, and what comes next."""
+        """Show a progress bar; the yielded function has the arguments (done, total, text of the next item)."""
         columns = (
             BarColumn(),
             MofNCompleteColumn(),
@@ -101,19 +105,19 @@ class Out:
         )
 
     def note(self, text: str) -> None:
-        """A line beside the result, on stderr."""
+        """Print a remark on stderr."""
         self.errors.print(Text(text, style="dim"), soft_wrap=True)
 
     def fail(self, text: str, kind: str) -> None:
-        """An error, on stderr, and as JSON if that was asked for."""
+        """Print an error on stderr, and with --json as JSON on stdout."""
         if self.json:
-            told = {"error": {"kind": kind, "message": text}}
-            print(json.dumps(told, indent=2), file=self.stdout, flush=True)
+            content = {"error": {"kind": kind, "message": text}}
+            print(json.dumps(content, indent=2), file=self.stdout, flush=True)
         self.errors.print(Text.assemble(("error: ", "bold red"), text))
 
 
 def _finite(data: Any) -> Any:
-    """The same with text in place of infinities and NaN, for which JSON has no words."""
+    """Replace infinities and NaN by text, because JSON cannot represent them."""
     if isinstance(data, float) and not math.isfinite(data):
         return str(data)
     if isinstance(data, dict):
@@ -123,20 +127,20 @@ def _finite(data: Any) -> Any:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # where rich would exit with 1
+        raise BrokenPipeError  # rich would exit with code 1 instead
 
 
 def _console(stream: TextIO) -> Console:
-    there = stream.isatty() or "COLUMNS" in os.environ
-    return _Console(file=stream, highlight=False, width=None if there else _NO_END)
+    has_width = stream.isatty() or "COLUMNS" in os.environ
+    return _Console(file=stream, highlight=False, width=None if has_width else _UNLIMITED_WIDTH)
 
 
 def run(command: Callable[[Out], int | None], as_json: bool, debug: bool) -> None:
-    """Run a command and leave with its exit code (None: 0)."""
+    """Run a command, then raise `typer.Exit` with its exit code (None: 0)."""
     out = Out.of(as_json, debug)
     with ExitStack() as stack:
         if as_json:
-            stack.enter_context(_alone(out))
+            stack.enter_context(_file_descriptor_redirected(out))
             stack.enter_context(redirect_stdout(sys.stderr))
         if not debug:
             stack.enter_context(_quiet())
@@ -146,30 +150,29 @@ def run(command: Callable[[Out], int | None], as_json: bool, debug: bool) -> Non
 
 @contextmanager
 def wrong_usage() -> Iterator[None]:
-    """An option or a command that typer does not know, told as any other error."""
+    """Report an option or a command that typer rejects in the format of other errors; exit with its code."""
     try:
         yield
     except Exception as error:
-        message = getattr(
-            error, "format_message", None
-        )  # click's, which typer may have its own copy of
+        # An exception of click, recognised by its method because typer may bundle its own copy of click.
+        message = getattr(error, "format_message", None)
         if message is None:
             raise
         if "--json" in sys.argv:
-            told = {"error": {"kind": "UsageError", "message": message()}}
-            print(json.dumps(told, indent=2))
+            content = {"error": {"kind": "UsageError", "message": message()}}
+            print(json.dumps(content, indent=2))
         rich_format_error(error)  # type: ignore[arg-type]
         raise SystemExit(getattr(error, "exit_code", 2)) from None
 
 
 @contextmanager
-def _alone(out: Out) -> Iterator[None]:
-    """What is written past Python's `sys.stdout`, by C code or to the file descriptor, goes to stderr, too."""
+def _file_descriptor_redirected(out: Out) -> Iterator[None]:
+    """Redirect file descriptor 1 to stderr too, for C code and others that bypass `sys.stdout`."""
     try:
-        is_its_own = out.stdout.fileno() == 1 and sys.stderr.fileno() == 2
-    except (OSError, ValueError, AttributeError):  # no file
-        is_its_own = False
-    if not is_its_own:
+        is_process_stdout = out.stdout.fileno() == 1 and sys.stderr.fileno() == 2
+    except (OSError, ValueError, AttributeError):  # a stream without a file descriptor
+        is_process_stdout = False
+    if not is_process_stdout:
         yield
         return
     out.stdout.flush()
@@ -192,18 +195,18 @@ def _code(command: Callable[[Out], int | None], out: Out) -> int:
     except KeyboardInterrupt:
         out.errors.print("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # who reads has enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # so that the interpreter's last flush does not fail
         return 0
     except (Exception, SystemExit) as error:
         if out.debug:
             out.errors.print(Text(traceback.format_exc()), soft_wrap=True)
-        out.fail(told(error), type(error).__name__)
+        out.fail(error_text(error), type(error).__name__)
         return 2 if isinstance(error, UsageError) else 1
 
 
-def told(error: BaseException) -> str:
-    """What a person reads of an error: ours as it is, others with their kind and the user's line."""
+def error_text(error: BaseException) -> str:
+    """The text of an error: of this package's its message, of others their type, message and the user's line."""
     if isinstance(error, UncapturableError):
         return f"the step cannot be recorded: {error}"
     if isinstance(error, FunctionalizeError):
@@ -225,7 +228,7 @@ def told(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings and logs."""
+    """Suppress warnings and logs."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -255,7 +258,7 @@ def table(
 def table_of(
     heads: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)
 ) -> Table:
-    """A table without lines: numbers to the right and whole, texts (`left`) shortened where they must be."""
+    """A table without borders. left: columns of text, cut to fit; the others are right-aligned and never cut."""
     rows = [*rows]
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, column in enumerate(zip(heads, *rows, strict=True)):
@@ -269,16 +272,16 @@ def table_of(
 
 
 def fits(console: Console, made: Table) -> bool:
-    """Whether a table has room."""
-    endless = console.options.update(width=_NO_END)
-    return console.measure(made, options=endless).maximum <= console.width
+    """Whether a table fits in the width of the console without being cut."""
+    unlimited = console.options.update(width=_UNLIMITED_WIDTH)
+    return console.measure(made, options=unlimited).maximum <= console.width
 
 
 def plain(console: Console, text: str, style: str = "") -> None:
-    """Text as it is, lines as long as they are."""
+    """Print text without wrapping or cutting lines."""
     console.print(Text(text, style), soft_wrap=True)
 
 
 def wrapped(console: Console, text: str) -> None:
-    """Text in lines of the terminal's width."""
+    """Print text, wrapped to the width of the terminal."""
     console.print(Text(text))

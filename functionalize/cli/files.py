@@ -1,13 +1,13 @@
-"""A recorded graph in a file: `functionalize capture -o step.fzp`, to look at and to try passes on.
+"""The file of a recorded graph (`functionalize capture -o step.fzp`), for inspection and for trying passes.
 
-    write_graph(path, recorded)       one program, what its inputs are for, the ranks of its process groups
-    read_graph(path)                  the same again, without eager's timeline
+    write_graph(path, recorded)       one program, the categories of its inputs, the ranks of its process groups
+    read_graph(path)                  the recorded step again, without eager's timeline
 
-What the program of a step refers to (modules, optimizers, guards on them) is of the process and the fake world that
-recorded it, and is left out: its inputs become arguments. So such a file can be shown, rewritten and measured with the
-program's lifetimes; it cannot be replayed on a model (`step.save` writes what can be), and has no timeline of eager's.
-`functionalize.load` and `step.load` refuse it.
-Refuses: `SaveError` for constants without data (a fake world has none) that are large; `LoadError` as `archive.py`.
+The program of a step refers to objects (modules, optimizers, guards on them) of the process and the fake world that
+recorded it. The file leaves them out: inputs become arguments. So the graph can be shown, rewritten and measured with
+the program's lifetimes; it cannot be replayed on a model (`step.save` writes a file that can), and has no timeline of
+eager's. `functionalize.load` and `step.load` refuse it.
+Refuses: `SaveError` for large constants without data (tensors of a fake world have none); `LoadError` as `archive.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from functionalize.program.program import Program
 from functionalize.program.program_file import FORMS, Reader, Writer
 
 KIND = "graph"
-_LARGEST = 1 << 20  # bytes of a constant that stands for one without data
-_TOLD = ("name", "world", "target", "stats", "notes")
+_MAX_PLACEHOLDER = 1 << 20  # bytes, at most, of the zeros that replace a constant without data
+_PLAIN_FIELDS = ("name", "world", "target", "stats", "notes")
 
 
 def write_graph(path: str, found: Recorded) -> None:
@@ -44,16 +44,16 @@ def write_graph(path: str, found: Recorded) -> None:
     with disable_current_modes():
         writer = Writer(Encoder(FORMS))
         try:
-            code = writer.program(alone(found.program), "program")
+            code = writer.program(detached(found.program), "program")
         except SaveError as error:
             raise refusal(path, error, "saved") from None
         content = {"records": writer.encoder.records, "programs": [code]}
         metadata = {
             **archive.versions(),
             "kind": KIND,
-            "told": {name: getattr(found, name) for name in _TOLD},
+            "told": {name: getattr(found, name) for name in _PLAIN_FIELDS},
             "groups": [[name, list(found.groups.get(name, ()))] for name in writer.groups],
-            "given": {name: category.value for name, category in found.given.items()},
+            "given": {name: category.value for name, category in found.input_categories.items()},
         }
         try:
             archive.write(path, metadata, content, writer.constants)
@@ -62,7 +62,7 @@ def write_graph(path: str, found: Recorded) -> None:
 
 
 def read_graph(path: str) -> Recorded:
-    """A recorded graph that was written; raises `LoadError`."""
+    """Read a recorded graph; raises `LoadError`."""
     try:
         metadata = archive.read_metadata(path)
         archive.check_versions(metadata)
@@ -73,19 +73,19 @@ def read_graph(path: str) -> Recorded:
         content, constants = archive.read(path)
         groups = {str(name): tuple(ranks) for name, ranks in metadata["groups"]}
         reader = Reader(Program, Decoder(content["records"], FORMS), {}, list(groups), constants)
-        told: dict[str, Any] = {name: metadata["told"][name] for name in _TOLD}
-        told["notes"] = tuple(told["notes"])
+        plain: dict[str, Any] = {name: metadata["told"][name] for name in _PLAIN_FIELDS}
+        plain["notes"] = tuple(plain["notes"])
         program = reader.program(content["programs"][0])
-        given = {name: Category(value) for name, value in metadata["given"].items()}
-        return Recorded(program=program, given=given, groups=groups, **told)
+        input_categories = {name: Category(value) for name, value in metadata["given"].items()}
+        return Recorded(program=program, input_categories=input_categories, groups=groups, **plain)
     except LoadError as error:
         raise refusal(path, error, "loaded") from None
     except Exception as error:
         raise refusal(path, damaged(error), "loaded") from error
 
 
-def alone(program: Program) -> Program:
-    """The program without what leads out of it."""
+def detached(program: Program) -> Program:
+    """The program without references to objects outside it: modules, guards, structures of arguments."""
     inputs = (replace(spec, source=Argument(i)) for i, spec in enumerate(program.inputs))
     outputs = tuple(_plain(role) for role in program.outputs)
     return replace(
@@ -102,7 +102,7 @@ def alone(program: Program) -> Program:
 
 
 def _plain(role: OutputRole) -> OutputRole:
-    """A wrapper by what is in it; a constant that is no number or text, as text."""
+    """Replace a wrapped output by its single inner output, or by text; other objects that cannot be saved by text."""
     if isinstance(role, Wrapped):
         inner = [r for r in role.inner.values() if not isinstance(r, Constant)]
         return _plain(inner[0]) if len(inner) == 1 else Constant(role.kind.__name__)
@@ -112,10 +112,10 @@ def _plain(role: OutputRole) -> OutputRole:
 
 
 def _real(name: str, value: Tensor) -> Tensor:
-    """A constant, or zeros in place of one without data."""
+    """The constant itself if it has data, else zeros of its shape and strides."""
     if not isinstance(value, FakeTensor):
         return value
-    if value.untyped_storage().nbytes() > _LARGEST:
+    if value.untyped_storage().nbytes() > _MAX_PLACEHOLDER:
         raise SaveError(
             f"holds the constant `{name}` of {value.untyped_storage().nbytes():,} bytes, which has no data in a fake "
             "world: give the script where a file is asked for"

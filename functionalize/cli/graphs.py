@@ -1,6 +1,6 @@
-"""`capture`, `show` and `opt`: what was recorded, the graph as text, and what passes make of it.
+"""`capture`, `show` and `opt`: statistics of a recording, the graph as text, the effect of passes.
 
-# backward, args_0.blocks.1.up                         phase and module, where they change
+# backward, args_0.blocks.1.up                         phase and module, printed where they change
     mm_3 = aten.mm.default(t_5, view_12)
 """
 
@@ -38,7 +38,7 @@ _COLOURS = (("@@", "cyan"), ("+++", "bold"), ("---", "bold"), ("+", "green"), ("
 
 
 def capture(out: Out, job: Job, file: str | None) -> None:
-    """Record a step, say what was recorded, and write it if there is a file."""
+    """Record a step, print statistics, and write it to `file` (None: not)."""
     if job.is_file:
         raise UsageError(f"{job.source} is recorded already: capture takes a script")
     if file is not None and not file.endswith(".fzp"):
@@ -72,12 +72,12 @@ def _show_stats(console: Console, found: Recorded, file: str | None) -> None:
 
 
 def headline(found: Recorded) -> str:
-    """What is looked at."""
+    """The name of a recorded step, its world and target."""
     return f"{found.name}: {found.world}, target {found.target}"
 
 
 def show_notes(console: Console, found: Recorded) -> None:
-    """What was assumed."""
+    """Print the assumptions of a recording."""
     for note in found.notes:
         plain(console, note)
 
@@ -87,7 +87,7 @@ def show_notes(console: Console, found: Recorded) -> None:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which ops of a graph are shown: all that fit everything that is given."""
+    """Selects ops of a graph by module, phase and text; all criteria that are not None must match."""
 
     module: str | None = None
     phase: str | None = None
@@ -95,11 +95,11 @@ class Filter:
 
     @property
     def filters(self) -> bool:
-        """Whether anything is given."""
+        """Whether any criterion is set."""
         return any((self.module, self.phase, self.grep))
 
     def __call__(self, node: fx.Node) -> bool:
-        """Whether a node is shown."""
+        """Whether a node matches."""
         return (
             (self.phase is None or phase_of(node) == self.phase)
             and (self.module is None or in_module(node.meta.get("module", ""), self.module))
@@ -108,14 +108,14 @@ class Filter:
 
 
 def in_module(name: str, glob: str) -> bool:
-    """Whether a module, or one that it lies in, is meant: `blocks.1` means `model.blocks.1.up`, too."""
+    """Whether a glob matches a module or one that contains it: `blocks.1` matches `model.blocks.1.up`."""
     return any(
         fnmatchcase(name, pattern) for pattern in (glob, f"{glob}.*", f"*.{glob}", f"*.{glob}.*")
     )
 
 
 def show(out: Out, job: Job, keep: Filter, pipeline: str | None) -> None:
-    """Print a step's graph, or the part of it that is asked for."""
+    """Print a step's graph, or the ops of it that a filter selects."""
     check_pipeline(pipeline)
     with out.working() as say, recorded(job, say) as raw:
         found = raw.after(pipeline, say)
@@ -123,21 +123,21 @@ def show(out: Out, job: Job, keep: Filter, pipeline: str | None) -> None:
         program.describe()
         kept = [node for node in _ops(program) if keep(node)]
         if not kept:
-            raise UsageError(_nothing(program, keep))
+            raise UsageError(_no_match(program, keep))
     out.emit(
         lambda: {"nodes": [_node(node) for node in kept], "of": program.nodes()},
         lambda console: _show_graph(console, program, keep, len(kept)),
     )
 
 
-def _nothing(program: Program, keep: Filter) -> str:
-    """What there is where nothing was found."""
+def _no_match(program: Program, keep: Filter) -> str:
+    """The message if no op matches, with the phases and modules of the graph."""
     phases = dict.fromkeys(filter(None, map(phase_of, program.graph.nodes)))
     modules = sorted({n.meta["module"] for n in program.graph.nodes if n.meta.get("module")})
     some = ", ".join(modules[:8]) + (f", and {len(modules) - 8} more" if len(modules) > 8 else "")
-    asked = {"module": keep.module, "phase": keep.phase, "grep": keep.grep}
-    given = ", ".join(f"--{key} {value}" for key, value in asked.items() if value)
-    return f"no op fits {given}; there are the phases {', '.join(phases)} and the modules {some or 'none'}"
+    criteria = {"module": keep.module, "phase": keep.phase, "grep": keep.grep}
+    options = ", ".join(f"--{key} {value}" for key, value in criteria.items() if value)
+    return f"no op fits {options}; there are the phases {', '.join(phases)} and the modules {some or 'none'}"
 
 
 def _ops(program: Program) -> Iterator[fx.Node]:
@@ -158,7 +158,10 @@ def _node(node: fx.Node) -> dict[str, Any]:
 
 
 def graph_text(program: Program, keep: Filter | None = None) -> str:
-    """The program as text, with a line where phase or module change; filtered, its ops alone."""
+    """The program as text, with a comment line where phase or module change.
+
+    With a filter: only the ops that match and the inputs that they use.
+    """
     kept = [node for node in _ops(program) if keep is None or keep(node)]
     lines = program_text(program, keep).splitlines()
     first = len(program.inputs) + 2  # "program(", the inputs, "):"
@@ -194,7 +197,7 @@ def _show_graph(console: Console, program: Program, keep: Filter, count: int) ->
 
 
 def check_pipeline(pipeline: str | None) -> None:
-    """Raises `UsageError` for one that cannot be read, before anything is recorded."""
+    """Raises `UsageError` for a pipeline that cannot be parsed, before the (slow) recording."""
     if pipeline:
         import passes
 
@@ -205,14 +208,14 @@ def check_pipeline(pipeline: str | None) -> None:
 
 
 def opt(out: Out, job: Job, pipeline: str, diff: bool) -> None:
-    """Run the passes of a pipeline one by one: what each did, and what became of nodes and peak."""
+    """Run the passes of a pipeline one by one; print the rewrites of each, and the change of nodes and peak."""
     check_pipeline(pipeline)
     with out.working() as say, recorded(job, say) as found:
         say("measuring")
         before, peak = found, found.timeline().peak
         rows = []
-        for now, row in _passes(found, pipeline, say):
-            found = now
+        for after_pass, row in _passes(found, pipeline, say):
+            found = after_pass
             rows.append(row)
         say("measuring")
         after = found.timeline().peak
@@ -242,7 +245,7 @@ def opt(out: Out, job: Job, pipeline: str, diff: bool) -> None:
 def _passes(
     found: Recorded, pipeline: str, say: Callable[[str], None]
 ) -> Iterator[tuple[Recorded, Mapping[str, Any]]]:
-    """What each pass makes of what the one before it left."""
+    """Yield, after each pass, the recorded step and the row of the report."""
     import passes
 
     for each in passes.parse(pipeline):

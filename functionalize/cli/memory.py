@@ -1,4 +1,4 @@
-"""`memory`: what a step holds, at the peak and over time; pictures, a page, and files for the viewers of others."""
+"""`memory`: the memory of a step at its peak and over time; pictures, a page, files for other viewers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from functionalize.errors import (
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import fsdp2_streams, simulate
 from functionalize.planning.allocator.snapshot import write_snapshot
-from functionalize.planning.pictures.chrome_trace import Run, reached, write_trace
+from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import memory_picture
 from functionalize.planning.report.display import human_bytes
@@ -42,8 +42,12 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked for. of: whose peak is broken down. limit: bytes of the device."""
+class MemoryOptions:
+    """The options of the command.
+
+    top: rows of each table. of: the timeline whose peak is broken down, `eager` or `program`.
+    limit: bytes of the device. png, html, snapshot, trace: files to write.
+    """
 
     top: int = 10
     of: str | None = None
@@ -57,7 +61,7 @@ class Wanted:
     trace: str | None = None
 
     def settings(self) -> Settings:
-        """Of the simulated allocator, without the limit. Raises `UsageError` for anything that cannot be read."""
+        """Check the options (raises `UsageError`); return the settings of the simulated allocator, without limit."""
         check_pipeline(self.pipeline)
         check_machine(self.machine)
         check_picture(self.png)
@@ -70,51 +74,51 @@ class Wanted:
 
 
 def check_machine(machine: str | None) -> None:
-    """Raises `UsageError` for one that is not known."""
+    """Raises `UsageError` for an unknown machine."""
     if machine is not None and machine not in MACHINES:
         raise UsageError(f"no machine `{machine}`; there are {', '.join(sorted(MACHINES))}")
 
 
 def check_picture(file: str | None) -> None:
-    """Raises `UsageError` for a picture that cannot be drawn, before anything is recorded."""
+    """Raises `UsageError` for a picture of an unknown format, before the (slow) recording."""
     if file is not None and Path(file).suffix not in _PICTURES:
         raise UsageError(f"--png {file}: the file of a picture ends in {' or '.join(_PICTURES)}")
 
 
-def memory(out: Out, job: Job, wanted: Wanted) -> int:
-    """Report on the memory of a step; 1 if it does not fit in the limit."""
-    settings = wanted.settings()
+def memory(out: Out, job: Job, options: MemoryOptions) -> int:
+    """Report on the memory of a step; return exit code 1 if it does not fit in the limit."""
+    settings = options.settings()
     with out.working() as say, recorded(job, say) as raw:
-        found = raw.after(wanted.pipeline, say)
+        found = raw.after(options.pipeline, say)
         say("measuring")
-        machine = wanted.machine or MACHINE_OF[found.target]
+        machine = options.machine or MACHINE_OF[found.target]
         constants = declared(machine, len(found.groups))
         streams = fsdp2_streams if found.target == "cuda" else None
         report = Memory(found.eager, found.timeline(), constants, settings, streams)
-        of = wanted.of or (EAGER if found.eager is not None else PROGRAM)
+        of = options.of or (EAGER if found.eager is not None else PROGRAM)
         report.timeline(of)
         levels = {name: report.levels(name) for name in report.timelines}
-        refused = _refused(report, of, wanted.limit)
-        files = _write(found, report, of, wanted, MACHINES[machine], say)
+        refused = _refused(report, of, options.limit)
+        files = _write(found, report, of, options, MACHINES[machine], say)
 
     def data() -> dict[str, Any]:
-        told = report.to_json(wanted.top)
-        limit = {"bytes": wanted.limit, "fits": refused is None, "error": refused}
+        content = report.to_json(options.top)
+        limit = {"bytes": options.limit, "fits": refused is None, "error": refused}
         about = {"source": found.name, "world": found.world, "target": found.target}
-        return {**about, **told, "notes": list(found.notes), "limit": limit, "files": files}
+        return {**about, **content, "notes": list(found.notes), "limit": limit, "files": files}
 
     def show(console: Console) -> None:
         plain(console, headline(found))
         _show_levels(console, report)
         _show_categories(console, report)
-        _show_peak(console, report, of, wanted.top)
+        _show_peak(console, report, of, options.top)
         plain(console, "")
         show_notes(console, found)
         for file in files:
             plain(console, f"wrote {file}")
-        if wanted.limit is not None and refused is None:
+        if options.limit is not None and refused is None:
             device = human_bytes(levels[of].device)
-            plain(console, f"fits: {device} of {human_bytes(wanted.limit)} ({of})")
+            plain(console, f"fits: {device} of {human_bytes(options.limit)} ({of})")
 
     out.emit(data, show)
     if refused is not None:
@@ -147,10 +151,10 @@ def _refused(report: Memory, of: str, limit: int | None) -> str | None:
 
 
 def _write(
-    found: Recorded, report: Memory, of: str, wanted: Wanted, machine: Machine, say: Any
+    found: Recorded, report: Memory, of: str, options: MemoryOptions, machine: Machine, say: Any
 ) -> list[str]:
-    """Write what is asked for; the files that were written."""
-    every = (wanted.png, wanted.html, wanted.snapshot, wanted.trace)
+    """Write the files that the options name; return their names."""
+    every = (options.png, options.html, options.snapshot, options.trace)
     files = [file for file in every if file is not None]
     if not files:
         return files
@@ -158,33 +162,33 @@ def _write(
     timelines = [main, *(t for t in report.timelines.values() if t is not main)]
     held = simulate(main, report.settings, report.stream_of)
     title = f"Memory of {found.name}: {found.world}"
-    drawn = wanted.html is not None or wanted.trace is not None
+    drawn = options.html is not None or options.trace is not None
     spans = step_time(found.program, machine, groups=found.groups).spans if drawn else ()
     try:
-        if wanted.png is not None:
-            say(f"drawing {wanted.png}")
+        if options.png is not None:
+            say(f"drawing {options.png}")
             memory_picture(
-                timelines, wanted.png, title=title, reserved=held.bytes, limit=wanted.limit
+                timelines, options.png, title=title, reserved=held.bytes, limit=options.limit
             )
-        if wanted.html is not None:
-            say(f"writing {wanted.html}")
+        if options.html is not None:
+            say(f"writing {options.html}")
             write_page(
-                wanted.html,
+                options.html,
                 title=title,
                 timelines=timelines,
                 spans=spans,
-                tables=tables(report, of, wanted.top),
+                tables=tables(report, of, options.top),
                 facts=_facts(found, report, of),
                 reserved={of: held.bytes},
-                limit=wanted.limit,
+                limit=options.limit,
             )
-        if wanted.snapshot is not None:
-            say(f"writing {wanted.snapshot}")
-            write_snapshot(wanted.snapshot, main, held)
-        if wanted.trace is not None:
-            say(f"writing {wanted.trace}")
+        if options.snapshot is not None:
+            say(f"writing {options.snapshot}")
+            write_snapshot(options.snapshot, main, held)
+        if options.trace is not None:
+            say(f"writing {options.trace}")
             write_trace(
-                wanted.trace, [Run("", timelines, spans, reached(found.program.graph, spans))]
+                options.trace, [TraceRun("", timelines, spans, reached(found.program.graph, spans))]
             )
     except OSError as error:
         raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
@@ -214,9 +218,9 @@ def tables(report: Memory, of: str, top: int) -> list[Table]:
 
 def _facts(found: Recorded, report: Memory, of: str) -> dict[str, Any]:
     levels = report.levels(of)
-    told = {"world": found.world, "target": found.target, "nodes": f"{found.program.nodes():,}"}
+    facts = {"world": found.world, "target": found.target, "nodes": f"{found.program.nodes():,}"}
     return {
-        **told,
+        **facts,
         **{name: human_bytes(nbytes) for name, nbytes in levels._asdict().items()},
         "device": human_bytes(levels.device),
     }
@@ -275,7 +279,7 @@ def _show_peak(console: Console, report: Memory, of: str, top: int) -> None:
 
 
 def layers(found: Mapping[str, int]) -> dict[str, int]:
-    """Modules whose names differ by numbers alone together, as the layers of a model: `blocks.* (x32)`."""
+    """Sum up modules whose names differ only in numbers, as the layers of a model: `blocks.* (x32)`."""
     together: dict[str, list[str]] = {}
     for name in found:
         together.setdefault(_NUMBERS.sub("*", name), []).append(name)
@@ -287,7 +291,7 @@ def layers(found: Mapping[str, int]) -> dict[str, int]:
 
 
 def _storages(rows: Iterable[StorageRow]) -> RichTable:
-    """Storages: what each is; when it was made, last used and freed; the line that made it."""
+    """Storages, each with category, name and shape; the ops that made, last used and freed it; the user's line."""
     made = RichTable.grid("", "", padding=(0, 2, 0, 0))
     made.columns[0].justify = "right"
     for row in rows:
@@ -301,5 +305,5 @@ def _storages(rows: Iterable[StorageRow]) -> RichTable:
 
 
 def brief(text: str) -> str:
-    """Without what the names of most ops have."""
+    """Remove the prefixes and suffixes that most op names share, as `aten.` and `.default`."""
     return _COMMON.sub("", text)

@@ -1,4 +1,4 @@
-"""`plan`: a table of what-if points, the largest that fits, and the same as CSV, picture, page and trace."""
+"""`plan`: a table of the points of a sweep, the largest value that fits; as text, CSV, picture, page and trace."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 
 import functionalize as fz
-from functionalize.cli.console import Out, fits, plain, table_of, told
+from functionalize.cli.console import Out, error_text, fits, plain, table_of
 from functionalize.cli.graphs import check_pipeline
 from functionalize.cli.memory import brief, check_machine, check_picture
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
 from functionalize.cli.scripts import Script, opened
 from functionalize.errors import SaveError, UsageError
-from functionalize.planning.pictures.chrome_trace import Run, reached, write_trace
+from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import tradeoff_picture
 from functionalize.planning.report.display import human_bytes
@@ -26,20 +26,20 @@ from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Timeline
 from functionalize.sweep.summary import Plan, Sweep, short
 
-_LEAST = (
-    "planned in",
-    "exposed",
-    "sent",
-    "MFU",
-    "program",
-)  # what a narrow terminal does without, in order
-_MOST = 1 << 20  # of what is searched
-_DRAWN = 6  # timelines of a page, at most
+# Columns that are left out in a narrow terminal, in this order.
+_OPTIONAL_COLUMNS = ("planned in", "exposed", "sent", "MFU", "program")
+_SEARCH_END = 1 << 20  # the largest value that `--largest` tries
+_DRAWN = 6  # points, at most, whose timelines a page shows
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is asked for. grid: the axes. largest: a key, searched within `limit` bytes of the device."""
+class PlanOptions:
+    """The options of the command.
+
+    grid: the values of each key to combine. pipeline, machine: for all points.
+    largest: a key whose largest value that fits in `limit` (bytes of the device) is searched.
+    csv, html, png, trace: files to write.
+    """
 
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     pipeline: str | None = None
@@ -52,7 +52,7 @@ class Asked:
     trace: str | None = None
 
     def check(self, job: Job) -> None:
-        """Raises `UsageError` for what cannot be planned."""
+        """Raises `UsageError` for options that are invalid or contradict each other."""
         if job.is_file:
             raise UsageError(
                 f"{job.source} is one recorded graph: plan takes a script, to record others"
@@ -69,7 +69,7 @@ class Asked:
             raise UsageError(f"`{twice[0]}` has one value and is in --grid, too: leave one out")
 
     def fixed(self, job: Job) -> dict[str, Any]:
-        """The keys with one value."""
+        """The keys that have one value at all points."""
         own = {
             "world": job.world,
             "mesh": job.mesh,
@@ -78,52 +78,55 @@ class Asked:
             "passes": self.pipeline,
             "machine": self.machine,
         }
-        found = {**job.given, **{key: value for key, value in own.items() if value is not None}}
+        found = {
+            **job.parameters,
+            **{key: value for key, value in own.items() if value is not None},
+        }
         if not {"world", "mesh"} & {*found, *self.grid}:
             found = {"world": DEFAULT_WORLD, **found}
         return found
 
 
-def plan(out: Out, job: Job, asked: Asked) -> int:
-    """Plan a step at every point of a grid; 1 if there is a limit, and no point is within it."""
-    asked.check(job)
-    fixed = asked.fixed(job)
+def plan(out: Out, job: Job, options: PlanOptions) -> int:
+    """Plan a step at every point of a grid; return exit code 1 if there is a limit and no point fits."""
+    options.check(job)
+    fixed = options.fixed(job)
     with opened(job.source, job.names) as script:
-        wants(script, [*asked.grid, *fixed, *filter(None, [asked.largest])])
-        if asked.largest is not None and asked.largest not in {*asked.grid, *fixed}:
-            fixed[asked.largest] = _default(script, asked.largest)
+        wants(script, [*options.grid, *fixed, *filter(None, [options.largest])])
+        if options.largest is not None and options.largest not in {*options.grid, *fixed}:
+            fixed[options.largest] = _default(script, options.largest)
         with out.counting() as count:
-            axes = [axis for axis, values in asked.grid.items() if len(values) > 1]
+            axes = [axis for axis, values in options.grid.items() if len(values) > 1]
             sweep = fz.plan(
                 script.build,
                 script.step,
-                asked.grid,
+                options.grid,
                 inputs=script.inputs,
                 progress=lambda done, of, point: count(done, of, label(point, axes)),
                 **fixed,
             )
         largest = None
-        if asked.largest is not None and asked.limit is not None:
-            with out.working(f"searching the largest {asked.largest}"):
-                largest = sweep.largest(asked.largest, asked.limit, most=_MOST)
-    files = _write(sweep, job, asked)
+        if options.largest is not None and options.limit is not None:
+            with out.working(f"searching the largest {options.largest}"):
+                largest = sweep.largest(options.largest, options.limit, most=_SEARCH_END)
+    files = _write(sweep, job, options)
 
     def data() -> dict[str, Any]:
-        found = {"key": asked.largest, "value": largest, "limit": asked.limit}
+        found = {"key": options.largest, "value": largest, "limit": options.limit}
         return {
             "script": job.source,
             "points": json.loads(sweep.to_json()),
-            "largest": found if asked.largest is not None else None,
+            "largest": found if options.largest is not None else None,
             "files": files,
         }
 
     def show(console: Console) -> None:
-        _show(console, job.source, sweep, asked.limit)
+        _show(console, job.source, sweep, options.limit)
         if largest is not None:
-            limit = human_bytes(asked.limit or 0)
+            limit = human_bytes(options.limit or 0)
             plain(
                 console,
-                f"\nthe largest {asked.largest} that fits in {limit}: {_more(largest)}{_rest(sweep)}",
+                f"\nthe largest {options.largest} that fits in {limit}: {_more(largest)}{_rest(sweep)}",
             )
         for file in files:
             plain(console, f"wrote {file}")
@@ -132,18 +135,18 @@ def plan(out: Out, job: Job, asked: Asked) -> int:
     failed = sum(each.error is not None for each in sweep.plans)
     if failed:
         out.note(f"{failed} of {len(sweep.plans)} points could not be planned")
-    return int(largest is None and asked.limit is not None and not _within(sweep, asked.limit))
+    return int(largest is None and options.limit is not None and not _within(sweep, options.limit))
 
 
 def _within(sweep: Sweep, limit: int) -> bool:
-    """Whether a point fits."""
+    """Whether any point fits in the limit."""
     return any(
         each.figures is not None and each.figures.row["device"] <= limit for each in sweep.plans
     )
 
 
 def _default(script: Script, key: str) -> Any:
-    """The value of a parameter that is not given."""
+    """The default value of a parameter in the first function that has one; else 1."""
     for function in filter(None, (script.build, script.inputs, script.step)):
         found = inspect.signature(function).parameters.get(key)
         if found is not None and found.default is not found.empty:
@@ -152,16 +155,16 @@ def _default(script: Script, key: str) -> Any:
 
 
 def label(point: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """`batch 4, world 64`"""
+    """The values of some keys as text: `batch 4, world 64`."""
     return ", ".join(f"{key} {short(point[key])}" for key in keys)
 
 
 def _more(largest: int) -> str:
-    return f"{largest:,}" + (", and no larger one was tried" if largest >= _MOST else "")
+    return f"{largest:,}" + (", and no larger one was tried" if largest >= _SEARCH_END else "")
 
 
 def _rest(sweep: Sweep) -> str:
-    """Where the search was, if there are several points."""
+    """A remark on the values of the other keys in the search, if there are several points."""
     if len(sweep.plans) == 1:
         return ""
     return " (else as in the first row)"
@@ -173,9 +176,8 @@ def _rest(sweep: Sweep) -> str:
 def _show(console: Console, name: str, sweep: Sweep, limit: int | None) -> None:
     heads, *found = sweep.cells()
     keys = heads.index("peak")
-    rows = [
-        row if len(row) == len(heads) else row[:keys] for row in found
-    ]  # one that failed tells why
+    # The row of a failed point has its error instead of figures; `_errors` prints it in full below.
+    rows = [row if len(row) == len(heads) else row[:keys] for row in found]
     same = {axis: sweep.plans[0].point[axis] for axis in sweep.axes if axis not in heads[:keys]}
     plain(console, ", ".join([name, *(f"{key} {short(value)}" for key, value in same.items())]))
     left_out = _show_table(console, heads, rows)
@@ -199,24 +201,24 @@ def _show(console: Console, name: str, sweep: Sweep, limit: int | None) -> None:
 
 
 def _errors(sweep: Sweep) -> Iterator[tuple[Plan, str]]:
-    """What failed, and why: with the line and what to do, the first time."""
+    """The failed points and their errors: in full where an error occurs first, then in short."""
     seen: set[str] = set()
     for each in sweep.plans:
         if each.cause is not None:
-            text = told(each.cause)
+            text = error_text(each.cause)
             yield each, (each.error or "") if text in seen else text
             seen.add(text)
 
 
 def _show_table(console: Console, heads: list[str], rows: list[list[str]]) -> list[str]:
-    """The table with as many columns as there is room for; those that are left out."""
+    """Print the table with as many columns as fit; return the names of the columns left out."""
     left_out: list[str] = []
     while True:
         shown = [i for i, head in enumerate(heads) if head not in left_out]
         whole = [row + ["-"] * (len(heads) - len(row)) for row in rows]
         cells = [[row[i] for i in shown] for row in whole]
         names = [heads[i] for i in shown]
-        more = [head for head in _LEAST if head in names]
+        more = [head for head in _OPTIONAL_COLUMNS if head in names]
         made = table_of(names, cells, left=())
         if fits(console, made) or not more:
             console.print(made, crop=False)
@@ -227,29 +229,29 @@ def _show_table(console: Console, heads: list[str], rows: list[list[str]]) -> li
 # -- files -----------------------------------------------------------------------------------------
 
 
-def _write(sweep: Sweep, job: Job, asked: Asked) -> list[str]:
-    every = (asked.csv, asked.html, asked.png, asked.trace)
+def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
+    every = (options.csv, options.html, options.png, options.trace)
     files = [file for file in every if file is not None]
     try:
-        if asked.csv is not None:
-            Path(asked.csv).write_text(sweep.to_csv(), encoding="utf-8")
-        if asked.png is not None:
+        if options.csv is not None:
+            Path(options.csv).write_text(sweep.to_csv(), encoding="utf-8")
+        if options.png is not None:
             title = f"{job.source}: {len(sweep.plans)} points"
             names = {"step": "step, modelled seconds", "device": "device bytes"}
             keys = (*sweep.axes, *names)
             rows = [{names.get(k, k): row[k] for k in keys if k in row} for row in sweep.rows()]
             x, y = names.values()
-            tradeoff_picture(rows, asked.png, x=x, y=y, limit=asked.limit, title=title)
-        if asked.html is not None:
-            _page(asked.html, sweep, job, asked)
-        if asked.trace is not None:
-            write_trace(asked.trace, _runs(sweep))
+            tradeoff_picture(rows, options.png, x=x, y=y, limit=options.limit, title=title)
+        if options.html is not None:
+            _page(options.html, sweep, job, options)
+        if options.trace is not None:
+            write_trace(options.trace, _runs(sweep))
     except OSError as error:
         raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
     return files
 
 
-def _page(path: str, sweep: Sweep, job: Job, asked: Asked) -> None:
+def _page(path: str, sweep: Sweep, job: Job, options: PlanOptions) -> None:
     rows = sweep.rows()
     columns = list(dict.fromkeys(name for row in rows for name in row))
     units = {"peak", "program", "allocated", "reserved", "device", "sent"}
@@ -274,18 +276,18 @@ def _page(path: str, sweep: Sweep, job: Job, asked: Asked) -> None:
         spans=spans,
         tables=[Table("Points", heads, cells, "; ".join(sweep.notes()))],
         facts={"points": len(rows), "kept to": ", ".join(_same(sweep))},
-        limit=asked.limit,
+        limit=options.limit,
     )
 
 
-def _runs(sweep: Sweep) -> list[Run]:
-    """Each point that could be planned, for a trace."""
+def _runs(sweep: Sweep) -> list[TraceRun]:
+    """The planned points as runs of a trace."""
     found = []
     for each in sweep.plans:
         if (figures := each.figures) is not None:
             timelines, spans = [*figures.memory.timelines.values()], figures.time.spans
             name = label(each.point, _varying(sweep))
-            found.append(Run(name, timelines, spans, reached(figures.program.graph, spans)))
+            found.append(TraceRun(name, timelines, spans, reached(figures.program.graph, spans)))
     return found
 
 

@@ -1,13 +1,13 @@
-"""The step of a script, recorded in a fake world; or what a file has of one.
+"""Record the step of a script in a fake world, or read a recorded one from a file.
 
-    with recorded(job, working) as found:       inside: the world in which it was recorded
-        found.program, found.eager, found.given, found.stats
+    with recorded(job, say) as found:           the fake world exists inside the block
+        found.program, found.eager, found.input_categories, found.stats
 
-        script ──build, inputs──▶ step, called until it is settled ──▶ Recorded ──passes──▶ Recorded
+        script ──build, inputs──▶ step, called until it settles ──▶ Recorded ──passes──▶ Recorded
 
-Invariant: nothing is left of the world after the `with`.
-Refuses: `UsageError` for a world or keys that do not fit, `UncapturableError` for a step that does not settle; what the
-script raises passes through.
+Invariant: nothing of the fake world remains after the `with`.
+Refuses: `UsageError` for an invalid world or unknown keys, `UncapturableError` for a step that does not settle. Errors
+of the script propagate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import functionalize as fz
 from functionalize.cli.files import read_graph
 from functionalize.cli.recorded_step import Recorded, Say
-from functionalize.cli.scripts import Mesh, Names, Script, opened
+from functionalize.cli.scripts import FunctionNames, Mesh, Script, opened
 from functionalize.errors import FunctionalizeError, PlanError, UsageError
 from functionalize.fake_world.world import World
 from functionalize.planning.time.communication import members_of
@@ -36,11 +36,15 @@ DEFAULT_WORLD = 8  # ranks: one node of most machines
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be recorded. source: a script, or a file that `capture -o` wrote. given: parameters."""
+    """The options of a recording.
+
+    source: a script, or a file written by `capture -o`. names: of the script's functions.
+    parameters: arguments of these functions by name (`--set`).
+    """
 
     source: str
-    names: Names = field(default_factory=Names)
-    given: Mapping[str, Any] = field(default_factory=dict)
+    names: FunctionNames = field(default_factory=FunctionNames)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     world: int | None = None
     mesh: Mesh | None = None
     rank: int = 0
@@ -48,18 +52,18 @@ class Job:
 
     @property
     def is_file(self) -> bool:
-        """Whether the source is a recorded graph and no script."""
+        """Whether the source is the file of a recorded graph."""
         return Path(self.source).suffix == ".fzp"
 
     @property
     def ranks(self) -> int | None:
-        """The size of the world; None: that of the mesh."""
+        """The size of the world; None: the product of the mesh sizes."""
         return DEFAULT_WORLD if self.world is None and self.mesh is None else self.world
 
 
 @contextmanager
 def recorded(job: Job, say: Say) -> Iterator[Recorded]:
-    """Read a file, or record a script's step. say: is told what goes on."""
+    """Read a file, or record a script's step. say: called with a status text at each stage."""
     if job.is_file:
         _check_file(job)
         say(f"reading {job.source}")
@@ -70,9 +74,9 @@ def recorded(job: Job, say: Say) -> Iterator[Recorded]:
 
 
 def _check_file(job: Job) -> None:
-    """Raises `UsageError` for what a recorded graph can no longer be asked."""
+    """Raises `UsageError` for options that have no effect on a graph that is already recorded."""
     of_script = Job(job.source)
-    options = {"names": "build, --step or --inputs", "given": "set"}
+    options = {"names": "build, --step or --inputs", "parameters": "set"}
     for field_ in fields(Job):
         if getattr(job, field_.name) != getattr(of_script, field_.name):
             raise UsageError(
@@ -93,7 +97,7 @@ def _world(job: Job) -> Iterator[World]:
 
 
 def wants(script: Script, keys: list[str]) -> AcceptedKeys:
-    """Which function accepts which key; raises `UsageError` for a key that none accepts."""
+    """Assign each key to the functions that have it as a parameter; raises `UsageError` if none has."""
     try:
         return AcceptedKeys.of(keys, script.build, script.inputs, script.step)
     except PlanError as error:
@@ -101,19 +105,20 @@ def wants(script: Script, keys: list[str]) -> AcceptedKeys:
 
 
 def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
-    taken, start = wants(script, list(job.given)), time.perf_counter()
+    users, start = wants(script, list(job.parameters)), time.perf_counter()
     say("building the model")
-    built = called("build", script.build, (), of(job.given, taken.build))()
+    built = called("build", script.build, (), of(job.parameters, users.build))()
     change(
-        built, **{k: v for k, v in job.given.items() if k in MODEL_KEYS and k not in taken.build}
+        built,
+        **{k: v for k, v in job.parameters.items() if k in MODEL_KEYS and k not in users.build},
     )
     made = (
-        called("inputs", script.inputs, (), of(job.given, taken.inputs))()
+        called("inputs", script.inputs, (), of(job.parameters, users.inputs))()
         if script.inputs is not None
         else ()
     )
     args, kwargs = arguments(built, made)
-    kwargs |= of(job.given, taken.step)
+    kwargs |= of(job.parameters, users.step)
     called("step", script.step, args, kwargs)
     captured = fz.capture(script.step, memory=True)
     memory, program, calls = record(captured, args, kwargs, say)
@@ -122,7 +127,7 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
     stats = {**_stats(captured), "calls": calls, "seconds": time.perf_counter() - start}
     notes = tuple(assumptions(world.choices.rows, world.assumed))
     return Recorded(
-        ", ".join([script.name, *(f"{key} {value}" for key, value in job.given.items())]),
+        ", ".join([script.name, *(f"{key} {value}" for key, value in job.parameters.items())]),
         program,
         memory.input_categories,
         _world_text(world, job),
@@ -135,9 +140,12 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
 
 
 def _stats(captured: CapturedStep) -> dict[str, Any]:
-    told = captured.stats
+    stats = captured.stats
     names = ("ops", "resizes", "nodes", "inputs", "guards")
-    return {**{name: getattr(told, name) for name in names}, "collectives": dict(told.collectives)}
+    return {
+        **{name: getattr(stats, name) for name in names},
+        "collectives": dict(stats.collectives),
+    }
 
 
 def _world_text(world: World, job: Job) -> str:

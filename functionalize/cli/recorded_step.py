@@ -1,7 +1,7 @@
-"""What is recorded of a script's step: what every command but `plan` looks at, and what a file has.
+"""The recorded step of a script: the input of every command but `plan`, and the content of a file.
 
 found.program, found.timeline()         the graph, and the memory of its replay
-found.after("default", say)             the same after passes
+found.after("default", say)             the recorded step after passes
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
 
-Say = Callable[[str], None]  # shows what goes on
+Say = Callable[[str], None]  # shows a status text
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A step's program. given: what its inputs are for, by name. eager: the memory as recorded, where it was.
+    """A step's program and the facts recorded with it.
 
-    stats: what was recorded, in numbers. groups: the ranks of the process groups. notes: what the target was taken
-    to run, and numbers that were assumed.
+    input_categories: name of an input -> its category (parameter, optimizer state, ...).
+    world, target: as text, for headlines.
+    stats: counts of recorded ops, nodes, inputs, guards, and the time that recording needed.
+    groups: name of a process group -> its ranks.
+    notes: the kernels that the target is assumed to run, and other assumptions.
+    eager: the memory of the eager step; None for a step that was read from a file.
     """
 
     name: str
     program: Program
-    given: Mapping[str, Category]
+    input_categories: Mapping[str, Category]
     world: str
     target: str
     stats: Mapping[str, Any]
@@ -37,13 +41,13 @@ class Recorded:
 
     def timeline(self) -> Timeline:
         """The memory of a replay of the program."""
-        return program_timeline(self.program, self.given)
+        return program_timeline(self.program, self.input_categories)
 
     def after(self, pipeline: str | None, say: Say) -> Recorded:
-        """The same after the passes of a pipeline."""
+        """The recorded step after the passes of a pipeline."""
         if not pipeline:
             return self
-        import passes  # the arrow of imports points from passes to the rest of this package
+        import passes  # lazy: the package `passes` imports this one
 
         say(f"running {pipeline}")
         return replace(self, program=passes.run(self.program, pipeline))

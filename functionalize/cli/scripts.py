@@ -1,6 +1,6 @@
-"""A user's script: functions by their names, and values as they are written on a command line.
+"""A user's script: its functions by name, and the values of command-line options.
 
-    with opened("train.py", Names()) as script:      or "package.module"; inside, its folder is on sys.path
+    with opened("train.py", FunctionNames()) as script:      or "package.module"; inside, its folder is on sys.path
         script.build, script.step, script.inputs
 
     assignments(["layers=4", "size=8B"])    {"layers": 4, "size": "8B"}       Python's literals, else text
@@ -8,8 +8,8 @@
     mesh("dp=64,tp=8"), mesh("64x8")        {"dp": 64, "tp": 8}, (64, 8)
     nbytes("80GB"), nbytes("80GiB")         80 * 10**9, 80 * 2**30
 
-Refuses (`UsageError`): a file, a module or a function that is not there, and what cannot be read. What a script raises
-while it is imported passes through.
+Refuses (`UsageError`): a missing file, module or function, and a value that cannot be parsed. Errors that a script
+raises while it is imported propagate.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _UNITS = {"b": 1} | {
 
 
 @dataclass(frozen=True)
-class Names:
-    """What the functions of a script are called. inputs: None if the script may have none."""
+class FunctionNames:
+    """The names of a script's functions. inputs: None: a function `inputs` is used if the script has one."""
 
     build: str = "build"
     step: str = "step"
@@ -60,8 +60,8 @@ class Script:
 
 
 @contextmanager
-def opened(where: str, names: Names) -> Iterator[Script]:
-    """The script in a file, or in a module."""
+def opened(where: str, names: FunctionNames) -> Iterator[Script]:
+    """Import a script: `where` is the path of a file, or the name of a module."""
     path = Path(where)
     is_file = where.endswith(".py") or path.exists()
     if is_file and not path.is_file():
@@ -77,7 +77,8 @@ def opened(where: str, names: Names) -> Iterator[Script]:
 @contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
     sys.path.insert(0, str(folder))
-    arguments, sys.argv = sys.argv, sys.argv[:1]  # a script that reads its own finds none of ours
+    # Hide this command's arguments from a script that reads `sys.argv`.
+    arguments, sys.argv = sys.argv, sys.argv[:1]
     try:
         yield
     finally:
@@ -88,7 +89,7 @@ def _on_path(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _from_file(path: Path) -> Iterator[ModuleType]:
-    """The module of a file, known under its name unless another one is."""
+    """Import a file as a module. Its name is that of the file, unless `sys.modules` has that name already."""
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_script"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -122,7 +123,7 @@ def _from_name(name: str) -> ModuleType:
         ) from None
 
 
-def _script(where: str, module: ModuleType, names: Names) -> Script:
+def _script(where: str, module: ModuleType, names: FunctionNames) -> Script:
     return Script(
         where,
         _function(where, module, names.build, "build"),
@@ -150,10 +151,10 @@ def _function(where: str, module: ModuleType, name: str | None, option: str) -> 
 # -- values ----------------------------------------------------------------------------------------
 
 
-def assignments(given: Sequence[str]) -> dict[str, Any]:
-    """`key=value`, each once."""
+def assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse `key=value` texts; every key may occur once."""
     found: dict[str, Any] = {}
-    for text in given:
+    for text in texts:
         key, value = _pair(text, "--set")
         if key in found:
             raise UsageError(f"--set {key} is given twice")
@@ -162,7 +163,7 @@ def assignments(given: Sequence[str]) -> dict[str, Any]:
 
 
 def axis(text: str) -> tuple[str, list[Any]]:
-    """`key=value,value,...`: the values of one axis of a grid; commas inside brackets belong to a value."""
+    """Parse `key=value,value,...`: one axis of a grid and its values. Commas in brackets do not separate values."""
     key, values = _pair(text, "--grid")
     parts = [part.strip() for part in _split(values)]
     if not all(parts):
@@ -171,7 +172,7 @@ def axis(text: str) -> tuple[str, list[Any]]:
 
 
 def literal(text: str) -> Any:
-    """A literal of Python, `true`, `false` or `none` in any case, else the text itself."""
+    """Parse a Python literal, or `true`, `false`, `none` in any case; any other text is returned as it is."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
@@ -181,7 +182,7 @@ def literal(text: str) -> Any:
 
 
 def mesh(text: str) -> Mesh:
-    """`64x8`, or `dp=64,tp=8`."""
+    """Parse the sizes of a mesh: `64x8`, or with names `dp=64,tp=8`."""
     if re.fullmatch(r"\d+(x\d+)*", text):
         return tuple(map(int, text.split("x")))
     named = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
@@ -192,7 +193,7 @@ def mesh(text: str) -> Mesh:
 
 
 def nbytes(text: str) -> int:
-    """A size: `80GB` (10**9 bytes each), `80GiB` (2**30), or bytes."""
+    """Parse a size in bytes: `80GB` (80 * 10**9), `80GiB` (80 * 2**30), or a plain number."""
     found = re.fullmatch(r"([\d_]*\.?\d+(?:[eE]\d+)?)\s*([a-zA-Z]*)", text.strip())
     unit = found[2].lower() or "b" if found is not None else ""
     if found is None or unit not in _UNITS:
@@ -213,7 +214,7 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that lie in no bracket."""
+    """Split at the commas that are not inside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")

@@ -26,7 +26,7 @@ def quiet(text: str) -> None:
 @pytest.mark.filterwarnings("ignore:a warning of the script's")
 def test_what_comes_back(tmp_path: Path) -> None:
     path = str(tmp_path / "step.fzp")
-    with recorded(Job(TRAINING, given={"layers": 3}, mesh={"dp": 4}), quiet) as found:
+    with recorded(Job(TRAINING, parameters={"layers": 3}, mesh={"dp": 4}), quiet) as found:
         write_graph(path, found)
         text, timeline, sent = (
             graph_text(found.program),
@@ -39,7 +39,7 @@ def test_what_comes_back(tmp_path: Path) -> None:
     assert back.timeline().stacked() == timeline.stacked()
     assert communication(back.program, back.groups) == sent
     assert back.groups == found.groups and set(back.groups.values()) == {(0, 1, 2, 3)}
-    for name in ("name", "world", "target", "stats", "notes", "given"):
+    for name in ("name", "world", "target", "stats", "notes", "input_categories"):
         assert getattr(back, name) == getattr(found, name)
     assert back.eager is None
     assert back.after("default", quiet).program.history[-1].startswith("schedule_memory")

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from functionalize.cli.scripts import Names, assignments, axis, literal, mesh, nbytes, opened
+from functionalize.cli.scripts import (
+    FunctionNames,
+    assignments,
+    axis,
+    literal,
+    mesh,
+    nbytes,
+    opened,
+)
 from functionalize.errors import UsageError
 
 
@@ -115,7 +123,7 @@ def test_a_file_and_its_neighbours(tmp_path: Path) -> None:
     text = "import neighbour_of_it\ndef build(): return neighbour_of_it.SIZE\ndef step(): pass\n"
     where = write(tmp_path, "script_of_it.py", text)
     before = list(sys.path)
-    with opened(where, Names()) as script:
+    with opened(where, FunctionNames()) as script:
         assert script.build() == 3 and script.inputs is None
         assert sys.path[0] == str(tmp_path) and "script_of_it" in sys.modules
     assert sys.path == before and "script_of_it" not in sys.modules
@@ -125,19 +133,21 @@ def test_a_file_and_its_neighbours(tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_script_that_fails(tmp_path: Path) -> None:
     where = write(tmp_path, "script_that_fails.py", "raise ZeroDivisionError\n")
     before = list(sys.path)
-    with pytest.raises(ZeroDivisionError), opened(where, Names()):
+    with pytest.raises(ZeroDivisionError), opened(where, FunctionNames()):
         pass
     assert sys.path == before and "script_that_fails" not in sys.modules
 
 
 def test_a_script_with_the_name_of_a_module_does_not_replace_it(tmp_path: Path) -> None:
     where = write(tmp_path, "torch.py", "def build(): pass\ndef step(): pass\n")
-    with opened(where, Names()) as script:
+    with opened(where, FunctionNames()) as script:
         assert sys.modules["torch"] is torch and script.build.__module__ == "torch_script"
 
 
 def test_a_module_and_other_names() -> None:
-    with opened("tests.cli.training", Names(step="reads_data", inputs="constant_inputs")) as script:
+    with opened(
+        "tests.cli.training", FunctionNames(step="reads_data", inputs="constant_inputs")
+    ) as script:
         assert script.step.__name__ == "reads_data" and script.inputs is not None
         assert script.inputs.__name__ == "constant_inputs"
 
@@ -157,21 +167,24 @@ def test_a_module_and_other_names() -> None:
     ],
 )
 def test_scripts_that_are_not_there(where: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message), opened(where, Names()):
+    with pytest.raises(UsageError, match=message), opened(where, FunctionNames()):
         pass
 
 
 def test_what_a_script_itself_misses_is_its_own_error(tmp_path: Path) -> None:
     where = write(tmp_path, "imports.py", "import no_such_module_at_all\n")
-    with pytest.raises(ModuleNotFoundError), opened(where, Names()):
+    with pytest.raises(ModuleNotFoundError), opened(where, FunctionNames()):
         pass
     where = write(tmp_path, "fails_inside.py", "def build(): pass\ndef step(): pass\n")
-    with pytest.raises(ModuleNotFoundError), opened("tests.cli.training", Names()):
+    with pytest.raises(ModuleNotFoundError), opened("tests.cli.training", FunctionNames()):
         raise ModuleNotFoundError("in the step", name="tests")
 
 
 @pytest.mark.parametrize("name", ["nothing", "not_a_function"])
 def test_a_function_that_is_not_there_and_those_that_are(name: str) -> None:
     message = f"has no function `{name}`: it has build, inputs, step, .*--step NAME"
-    with pytest.raises(UsageError, match=message), opened("tests.cli.training", Names(step=name)):
+    with (
+        pytest.raises(UsageError, match=message),
+        opened("tests.cli.training", FunctionNames(step=name)),
+    ):
         pass

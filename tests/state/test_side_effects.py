@@ -164,7 +164,7 @@ def test_a_print_is_told_with_its_line(capsys: Any) -> None:
 
     message = refusal(step)
     assert message.startswith("prints at ")
-    assert "test_host.py" in message
+    assert "test_side_effects.py" in message
     assert capsys.readouterr().out == "a step\n"
 
 

@@ -1,8 +1,8 @@
 """The options of CUDA's caching allocator that decide how much memory it reserves.
 
-    Settings()                                                      torch's defaults, on a device without end
+    Settings()                                                      torch's defaults, on a device of unlimited memory
     Settings(limit=80 * 2**30)                                      on a device with 80 GiB for the allocator
-    Settings.parse("expandable_segments:True,max_split_size_mb:64") what `PYTORCH_ALLOC_CONF` says
+    Settings.parse("expandable_segments:True,max_split_size_mb:64") the text of `PYTORCH_ALLOC_CONF`
 
     option in the text                      field
     expandable_segments                     expandable_segments
@@ -10,11 +10,13 @@
     max_non_split_rounding_mb               max_non_split_rounding (bytes)
     large_segment_size_mb                   large_segment (bytes)
     roundup_power2_divisions                divisions: one per power of two from 1 MiB to 32 GiB
-    per_process_memory_fraction             fraction of the `limit`: above it torch releases its cache, or gives up
-    garbage_collection_threshold            garbage_collection_threshold, of that; without a fraction it does nothing
+    per_process_memory_fraction             fraction of the `limit` that may be reserved; beyond it torch raises
+                                            an out-of-memory error, after it has released its cache
+    garbage_collection_threshold            garbage_collection_threshold: fraction of these bytes; without
+                                            per_process_memory_fraction it has no effect
 
-Options that change no size (`pinned_*`, `release_lock_on_cudamalloc`, …) are read and left out.
-Refuses (`AllocatorSettingsError`): what torch refuses, and `backend:cudaMallocAsync`, which is another allocator.
+Options that do not change any size (`pinned_*`, `release_lock_on_cudamalloc`, …) are parsed and ignored.
+Refuses (`AllocatorSettingsError`): what torch refuses, and `backend:cudaMallocAsync`, which is a different allocator.
 Source: torch 2.13, `c10/core/AllocatorConfig.h`, `c10/cuda/CUDAAllocatorConfig.h`.
 """
 
@@ -27,13 +29,13 @@ from typing import Any
 from functionalize.errors import AllocatorSettingsError
 
 MIB = 1 << 20
-MIN_BLOCK = 512  # what sizes are rounded up to
-SMALL_REQUEST = 1 * MIB  # up to here a request is small
-SMALL_SEGMENT = 2 * MIB  # what small requests are packed in
-MIN_LARGE = 10 * MIB  # below, large requests are packed in segments of `large_segment`
-ROUND_LARGE = 2 * MIB  # from there on they get a segment of their own, rounded up to this
+MIN_BLOCK = 512  # sizes are rounded up to a multiple of this
+SMALL_REQUEST = 1 * MIB  # requests up to this size are small
+SMALL_SEGMENT = 2 * MIB  # the size of the segments that small requests share
+MIN_LARGE = 10 * MIB  # large requests below this size share segments of `large_segment` bytes
+ROUND_LARGE = 2 * MIB  # each larger request has its own segment, rounded up to a multiple of this
 
-_INTERVALS = 16  # of `roundup_power2_divisions`: powers of two from 1 MiB on
+_INTERVALS = 16  # entries of `roundup_power2_divisions`: powers of two from 1 MiB on
 _SMALLEST_INTERVAL = 20  # log2 of 1 MiB
 _IGNORED = (
     "backend",
@@ -54,9 +56,18 @@ _IGNORED = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes in bytes. limit: what the device has for the allocator; None: no end of it.
+    """The options, with sizes in bytes.
 
-    max_non_split_rounding: how much larger a block may be that is too large to be split; None: by a large segment.
+    limit: device memory that the allocator can reserve; None: unlimited.
+    expandable_segments: reserve a range of addresses per stream and map its pages when they are needed.
+    max_split_size: blocks of at least this size are never split; None: every block may be split.
+    max_non_split_rounding: by how many bytes a block that must not be split may exceed the request that it
+        serves; None: `large_segment`.
+    large_segment: size of the segments that requests of 1 to 10 MiB share.
+    divisions: sizes are rounded up to a power of two's fraction 1/n, one n per power of two from 1 MiB on;
+        0 or 1: to a multiple of 512 bytes.
+    garbage_collection_threshold: fraction of `allowed` above which old cached segments are released; 0: never.
+    fraction: fraction of `limit` that may be reserved.
     """
 
     limit: int | None = None
@@ -70,7 +81,7 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str, limit: int | None = None) -> Settings:
-        """The settings of a `PYTORCH_ALLOC_CONF` (or `PYTORCH_CUDA_ALLOC_CONF`)."""
+        """Parse the text of `PYTORCH_ALLOC_CONF` (or `PYTORCH_CUDA_ALLOC_CONF`)."""
         found: dict[str, Any] = {}
         for key, value in _items(text):
             if key == "backend" and value != "native":
@@ -92,11 +103,11 @@ class Settings:
 
     @property
     def allowed(self) -> int | None:
-        """How many bytes may be reserved where that is less than the device has; None: all of them."""
+        """The bytes that may be reserved, where `fraction` makes that less than `limit`; None: no such bound."""
         return None if self.limit is None or self.fraction == 1 else int(self.limit * self.fraction)
 
     def rounded(self, nbytes: int) -> int:
-        """The size of the block that a request of so many bytes is given, if one is cut out for it."""
+        """The size of the block that serves a request of `nbytes`, if it is split off a larger block."""
         if nbytes < MIN_BLOCK:
             return MIN_BLOCK
         interval = nbytes.bit_length() - 1 - _SMALLEST_INTERVAL
@@ -107,7 +118,7 @@ class Settings:
         return _up(nbytes, MIN_BLOCK)
 
     def segment_for(self, size: int) -> int:
-        """The size of the segment that is reserved for a block of a rounded size that no cached one serves."""
+        """The size of the segment to reserve for a block of a (rounded) size that no cached block can serve."""
         if size <= SMALL_REQUEST:
             return SMALL_SEGMENT
         return self.large_segment if size < MIN_LARGE else _up(size, ROUND_LARGE)
@@ -122,7 +133,7 @@ def _refused(option: str, why: str) -> AllocatorSettingsError:
 
 
 def _items(text: str) -> list[tuple[str, str]]:
-    """The options of a text and their values, lists with their brackets."""
+    """The (option, value) pairs of a text; a list value keeps its brackets."""
     text = "".join(text.split())
     items = []
     while text:
@@ -135,7 +146,7 @@ def _items(text: str) -> list[tuple[str, str]]:
 
 
 def _option(key: str) -> tuple[str, Any]:
-    """The field of an option, and what reads its value."""
+    """The name of the field that an option sets, and the function that parses its value."""
     known = {
         "expandable_segments": ("expandable_segments", _flag),
         "max_split_size_mb": ("max_split_size", _mebibytes),
@@ -176,9 +187,10 @@ def _share(key: str, value: str) -> float:
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
-    """One number for all sizes, or `[256:1,512:2,>:4]`: MiB, and the divisions from there to the next power of two.
+    """One number for all sizes, or a list as `[256:1,512:2,>:4]`: pairs of a size in MiB and its divisions.
 
-    Below the first the first holds; a power of two between that is not named is not rounded to divisions.
+    A pair holds from its size to the next power of two. Below the first listed size its divisions apply; `>` sets all
+    sizes above the last one; a power of two in between that is not listed has no divisions.
     """
     if not value.startswith("["):
         return (_power(key, value),) * _INTERVALS
@@ -198,7 +210,7 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
 
 
 def _power(key: str, number: str) -> int:
-    """A power of two."""
+    """Parse a power of two."""
     if not number.isdecimal() or int(number).bit_count() != 1:
         raise _refused(f"{key}:{number}", "give powers of two")
     return int(number)

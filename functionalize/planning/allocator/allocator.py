@@ -5,16 +5,17 @@
     reserved.peak, reserved.peak_allocated, reserved.fragmentation   bytes
     reserved.segments_at(reserved.peak_at)                            the segments and their blocks
 
-        reserved   ┌───────────┐   segments: they stay when what was in them is freed
+        reserved   ┌───────────┐   segments: they stay reserved when their blocks are freed
         allocated  │  ┌──┐  ┌──┘   blocks: requests, rounded
         requested ─┴──┘  └──┘      `timeline.bytes`
 
-What existed before the step is allocated first, in the order of the timeline, on an empty device.
-Invariants: reserved >= allocated >= requested after every event; every event is replayed, in order, or none is kept.
-Refuses (`PlannedOutOfMemoryError`): a request that the limit has no room for, cache released, as torch would.
-Not modelled: `record_stream` (a freed block can be used at once), memory outside the allocator (the CUDA context, NCCL,
-cuBLAS workspaces), what earlier steps left cached, and the addresses that the driver picks, which decide ties.
-O(n log n) in events; `segments_at` replays the events up to one of them.
+Tensors that existed before the step are allocated first, in the order of the timeline, on an empty device.
+Invariants: reserved >= allocated >= requested after every event; either all events are replayed, in order, or an error
+is raised.
+Refuses (`PlannedOutOfMemoryError`): a request that exceeds the limit even after the cache was released, as torch does.
+Not modelled: `record_stream` (a freed block can be reused at once), memory outside the allocator (the CUDA context,
+NCCL, cuBLAS workspaces), blocks cached by earlier steps, and the addresses that the driver chooses, which break ties.
+O(n log n) in events; `segments_at(event)` replays all events up to that one.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ StreamOf = Callable[[Allocation], int]
 
 
 def one_stream(allocation: Allocation) -> int:
-    """All on the default stream."""
+    """Every allocation is on the default stream."""
     return 0
 
 
 def fsdp2_streams(allocation: Allocation) -> int:
-    """The streams of eager FSDP2: what it gathers into (1) and what it reduces gradients into (2) have their own.
+    """The streams of eager FSDP2: all-gather buffers are allocated on stream 1, reduce-scatter outputs on stream 2.
 
     Source: `foreach_all_gather` and `foreach_reduce` of torch 2.13.
     """
@@ -61,10 +62,12 @@ def fsdp2_streams(allocation: Allocation) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Reserved:
-    """What a timeline makes the allocator reserve.
+    """The result of `simulate`: what the allocator reserves for a timeline.
 
-    bytes, allocated: reserved, and allocated (rounded) bytes after each event. log: what the allocator did.
-    retries: how often a limit made it release its cache, which waits for the device.
+    bytes: reserved bytes after each event.
+    allocated: bytes of the blocks in use (rounded sizes) after each event.
+    log: the actions of the allocator, in order.
+    retries: how often the limit forced the allocator to release its cache, which synchronizes with the device.
     """
 
     timeline: Timeline
@@ -77,7 +80,7 @@ class Reserved:
 
     @cached_property
     def peak(self) -> int:
-        """The most bytes that are reserved at once."""
+        """The maximum of the reserved bytes."""
         return max(self.bytes, default=0)
 
     @cached_property
@@ -87,12 +90,12 @@ class Reserved:
 
     @property
     def peak_allocated(self) -> int:
-        """The most bytes that are allocated at once."""
+        """The maximum of the allocated bytes."""
         return max(self.allocated, default=0)
 
     @property
     def fragmentation(self) -> int:
-        """Reserved bytes that no block uses, at the peak: of the moments of the peak, the fullest."""
+        """Reserved but not allocated bytes at the peak; if it is reached several times, where most is allocated."""
         peak, moments = self.peak, zip(self.bytes, self.allocated, strict=True)
         return min((r - a for r, a in moments if r == peak), default=0)
 
@@ -109,7 +112,7 @@ class Reserved:
 def simulate(
     timeline: Timeline, settings: Settings | None = None, stream_of: StreamOf | None = None
 ) -> Reserved:
-    """Replay a timeline through the caching allocator. stream_of: None: all of it on one stream."""
+    """Replay a timeline through the caching allocator. stream_of: None means one stream for all allocations."""
     settings, stream_of = settings or Settings(), stream_of or one_stream
     machine, reserved, allocated = _replay(timeline, settings, stream_of, len(timeline.events))
     return Reserved(
@@ -120,16 +123,16 @@ def simulate(
 def _replay(
     timeline: Timeline, settings: Settings, stream_of: StreamOf, events: int
 ) -> tuple[CachingAllocator, list[int], list[int]]:
-    """The allocator after so many events; the bytes reserved, and allocated, after each of them."""
+    """The allocator after the first `events` events; the bytes reserved, and allocated, after each of them."""
     machine = CachingAllocator(settings)
     blocks: dict[int, Block] = {}
     reserved: list[int] = []
     allocated: list[int] = []
     for machine.event, (_, allocation, made) in enumerate(timeline.events[:events]):
-        if made and allocation.nbytes:  # torch gives no block to a request of nothing
+        if made and allocation.nbytes:  # torch makes no block for an empty request
             block = machine.malloc(allocation.nbytes, stream_of(allocation), allocation)
             if block is None:
-                raise _no_room(timeline, machine, stream_of(allocation))
+                raise _out_of_memory(timeline, machine, stream_of(allocation))
             blocks[id(allocation)] = block
         elif allocation.nbytes:
             machine.free(blocks.pop(id(allocation)))
@@ -138,8 +141,10 @@ def _replay(
     return machine, reserved, allocated
 
 
-def _no_room(timeline: Timeline, machine: CachingAllocator, stream: int) -> PlannedOutOfMemoryError:
-    """The error of the event that the machine is at."""
+def _out_of_memory(
+    timeline: Timeline, machine: CachingAllocator, stream: int
+) -> PlannedOutOfMemoryError:
+    """The error for the allocation event that is being replayed (`machine.event`)."""
     op, allocation, _ = timeline.events[machine.event]
     settings = machine.settings
     segment = settings.segment_for(settings.rounded(allocation.nbytes))
@@ -158,7 +163,7 @@ def _no_room(timeline: Timeline, machine: CachingAllocator, stream: int) -> Plan
 
 
 def _advice(settings: Settings, allocated: int, segment: int) -> str:
-    """What to do: expandable segments where fragmentation is to blame, else less memory."""
+    """What to do: expandable segments where fragmentation is the cause, else less memory."""
     fits = allocated + segment <= _limit(settings)
     if fits and not settings.expandable_segments:
         return "It would fit without fragmentation: try expandable_segments:True."
@@ -170,7 +175,7 @@ def _limit(settings: Settings) -> int:
 
 
 def _size(nbytes: int) -> str:
-    """Bytes for people, exact where they are few."""
+    """Bytes as text with a unit; exact below 1 KiB."""
     for unit, name in ((MIB << 10, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.2f} {name}"

@@ -1,11 +1,11 @@
-"""Blocks of reserved memory: between their neighbours, in the pool of the free ones, and as they are shown.
+"""Blocks of reserved memory: linked to their neighbours, in the pool of free blocks, and as reported to users.
 
-    pool.insert(block); pool.remove(block)   the free blocks of a stream and kind, by size and then address
-    run(head)                                the mapped blocks from one on
-    Segment, Piece, Action                   what the allocator has, and did, for people and files
+    pool.insert(block); pool.remove(block)   the free blocks of one stream and kind, by size and then address
+    run(head)                                `head` and the mapped blocks that follow it
+    Segment, Piece, Action                   the allocator's state and log, for reports and snapshot files
 
-Invariant: the blocks of a segment follow each other without a gap, linked both ways.
-O(log blocks) to find, and a list insertion, which moves memory, to change.
+Invariant: the blocks of a segment are contiguous and doubly linked.
+Finding a block costs O(log blocks); insertion and removal shift a Python list besides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functionalize.planning.timeline.timeline import Allocation
 
 
 class Piece(NamedTuple):
-    """A block as it is shown. owner: whose it is; None: it is free."""
+    """A block in a report. owner: the allocation that uses it; None: the block is free."""
 
     address: int
     nbytes: int
@@ -26,12 +26,12 @@ class Piece(NamedTuple):
 
     @property
     def requested(self) -> int:
-        """The bytes of it that were asked for."""
+        """The bytes that its owner requested; 0 if it is free."""
         return self.owner.nbytes if self.owner is not None else 0
 
 
 class Segment(NamedTuple):
-    """Memory reserved in one piece, and its blocks in the order of their addresses."""
+    """A contiguous range of reserved memory, and its blocks by address."""
 
     address: int
     nbytes: int
@@ -42,9 +42,10 @@ class Segment(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What the allocator did at an event of the timeline. kind: as the entries of a memory snapshot are named.
+    """One action of the allocator at an event of the timeline.
 
-    alloc, free: nbytes as requested; segment_alloc, segment_free, segment_map, segment_unmap: nbytes reserved.
+    kind: the name that entries of a memory snapshot have. nbytes: for `alloc` and `free` the requested bytes; for
+    `segment_alloc`, `segment_free`, `segment_map` and `segment_unmap` the reserved bytes.
     """
 
     event: int
@@ -56,7 +57,7 @@ class Action(NamedTuple):
 
 
 class Arena(NamedTuple):
-    """The addresses of an expandable segment."""
+    """The address range of an expandable segment. page: the bytes that are mapped or unmapped together."""
 
     address: int
     page: int
@@ -76,28 +77,32 @@ class Block:
         self.mapped = True
         self.prev: Block | None = None
         self.next: Block | None = None
-        self.calls = 0  # how many requests the pool had seen when the block became free
+        self.calls = 0  # `pool.calls` when the block became free: its age for garbage collection
 
     @property
     def whole(self) -> bool:
-        """Whether the block is all of its segment."""
+        """Whether the block spans its whole segment."""
         return self.prev is None and self.next is None
 
     def before(self, block: Block) -> None:
-        """Become the one before a block."""
+        """Link this block in front of another one."""
         self.prev, self.next, block.prev = block.prev, block, self
         if self.prev is not None:
             self.prev.next = self
 
     def after(self, block: Block) -> None:
-        """Become the one after a block."""
+        """Link this block behind another one."""
         self.prev, self.next, block.next = block, block.next, self
         if self.next is not None:
             self.next.prev = self
 
 
 class Pool:
-    """The free blocks of one stream and kind by size and address, and its unmapped ranges by address."""
+    """The free blocks of one stream and kind (small or large), and the unmapped ranges of its expandable segments.
+
+    calls: how many requests there were so far. order: (size, address) of the free blocks, sorted. free: these blocks by
+    address. holes: unmapped ranges by address; hole_order: their addresses, sorted.
+    """
 
     def __init__(self, small: bool, stream: int) -> None:
         self.small, self.stream = small, stream
@@ -125,17 +130,17 @@ class Pool:
         self.holes[block.address] = block
 
     def blocks(self) -> list[Block]:
-        """The free blocks, the smallest first."""
+        """The free blocks, smallest first."""
         return [self.free[address] for _, address in self.order]
 
 
-def could_be(block: Block) -> int:
-    """The size of a block with the unmapped addresses after it."""
+def size_when_mapped(block: Block) -> int:
+    """The size of a block if the unmapped range that follows it were mapped too."""
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
 
 
 def run(head: Block) -> Iterator[Block]:
-    """The mapped blocks from one on."""
+    """`head` and the mapped blocks that follow it."""
     block: Block | None = head
     while block is not None and block.mapped:
         yield block

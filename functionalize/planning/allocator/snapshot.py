@@ -1,20 +1,21 @@
 """A timeline as a memory snapshot: the file that PyTorch's memory viewer (pytorch.org/memory_viz) opens.
 
-    write_snapshot("step.pickle", timeline)                    as a simulated allocator with torch's defaults places it
-    write_snapshot("step.pickle", timeline, reserved)          as `reserved = simulate(timeline, settings)` placed it
+    write_snapshot("step.pickle", timeline)                    placed by a simulated allocator with torch's defaults
+    write_snapshot("step.pickle", timeline, reserved)          as placed by `reserved = simulate(timeline, settings)`
     python -m torch.cuda._memory_viz trace_plot step.pickle    the same file in torch's own tools
 
-        device_traces   what happened, in order: alloc, free_requested, free_completed, segment_alloc, segment_map, …
-        segments        what is there at the end, or after another event (`at`): then the trace ends there
+        device_traces   the actions in order: alloc, free_requested, free_completed, segment_alloc, segment_map, …
+        segments        the segments and blocks after the last event, or after event `at`, where the trace then ends
 
-What existed before the step is allocated in the trace too, so that the viewer knows its category.
+The trace also allocates the tensors that existed before the step, so that the viewer has their category.
 An entry's frames, innermost first, as the viewer prints them (file:line:name):
-    forward:12:mm                    phase, place of the op in the step, op, and the same in the fields of FX nodes
+    forward:12:mm                    phase, index of the op in the step, op; the `fx_node_*` fields repeat them
     module:0:layers.0.mlp            the module, if any
     train.py:31:train_step           the user's line, if known
-Its `category` is the timeline's, its `user_metadata` the name and shape of what is allocated. `time_us` counts ops.
-Invariant: the bytes of the entries' running sum are those of the timeline; segments sum up to the bytes reserved.
-Linear in events. What entries share is written once.
+An entry's `category` is that of the timeline, its `user_metadata` the name and shape of the allocation; its `time_us`
+counts ops.
+Invariant: the running sum of the entries' bytes equals the timeline's bytes; the segments sum up to the bytes reserved.
+Linear in events. Frames that several entries share are pickled once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from functionalize.planning.allocator.allocator import Reserved, simulate
 from functionalize.planning.allocator.blocks import Action, Segment
 from functionalize.planning.timeline.timeline import BEFORE, Allocation, Op, Timeline
 
-_PROTOCOL = 4  # the latest that the viewer reads
+_PROTOCOL = 4  # the highest pickle protocol that the viewer reads
 _LINE = re.compile(
     r"(?:at )?(?P<file>.+?):(?P<line>\d+)(?:,? in (?P<name>[^:]+))?(?::.*)?$", re.DOTALL
 )
@@ -52,7 +53,7 @@ def write_snapshot(
 def snapshot(
     timeline: Timeline, reserved: Reserved | None = None, at: int | None = None
 ) -> dict[str, Any]:
-    """What `torch.cuda.memory._snapshot()` returns, for a timeline."""
+    """A timeline as the value that `torch.cuda.memory._snapshot()` returns."""
     reserved = reserved or simulate(timeline)
     at = len(timeline.events) - 1 if at is None else at
     writer = _Writer(timeline)
@@ -66,7 +67,7 @@ def snapshot(
 
 
 class _Writer:
-    """Entries and blocks. Those of one op share their frames, those of one module or line its frame."""
+    """Makes entries and blocks. Entries of one op share their list of frames; equal frames are one object."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -75,11 +76,12 @@ class _Writer:
         self._described: dict[int, str] = {}
 
     def entries(self, action: Action) -> list[dict[str, Any]]:
-        """The entries of an action, in their order: a free is requested, and completed at once."""
+        """The entries of an action in order: a free is requested, and at once completed."""
         kinds = ("free_requested", "free_completed") if action.kind == "free" else (action.kind,)
         op = self.timeline.events[action.event].op
         owner = action.owner
-        # The viewer needs an entry of the category "unknown" where any has one: a misspelt line of it fails otherwise.
+        # Once any entry has a category, the viewer needs one of the category "unknown": it raises otherwise, because of
+        # a misspelt name in its script.
         category = owner.category.value if owner is not None else "unknown"
         return [
             {
@@ -96,7 +98,7 @@ class _Writer:
         ]
 
     def segment(self, segment: Segment) -> dict[str, Any]:
-        """A segment, with its blocks."""
+        """A segment with its blocks."""
         blocks = [
             {
                 "address": block.address,
@@ -125,7 +127,7 @@ class _Writer:
         }
 
     def frames(self, op: int) -> Frames:
-        """Where an op is, innermost first."""
+        """The frames of an op, innermost first."""
         found = self._frames.get(op)
         if found is None:
             found = _frames(op, self.timeline.ops[op] if op != BEFORE else None)
@@ -134,7 +136,7 @@ class _Writer:
         return found
 
     def described(self, allocation: Allocation) -> str:
-        """What is allocated, in words."""
+        """The name, shape, category and padding of an allocation."""
         text = self._described.get(id(allocation))
         if text is None:
             padding = f", {allocation.padding} bytes of it padding" if allocation.padding else ""
@@ -151,7 +153,7 @@ def _frame_key(frame: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _frames(place: int, op: Op | None) -> Frames:
-    """The frames of the op at a place; None: what existed before the step."""
+    """The frames of the op at index `place`; op None: for allocations that existed before the step."""
     if op is None:
         return [{"filename": "before the step", "line": 0, "name": "before the step"}]
     frames: Frames = [

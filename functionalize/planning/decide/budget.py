@@ -1,9 +1,9 @@
-"""The least of an ordered list of measures that brings a peak under a budget.
+"""Find the shortest prefix of an ordered list of measures that brings a peak under a budget.
 
     within([a, b, c, d], trial, budget)      tries [a, b, c, d], then [a, b], then [a, b, c], ... by halves
 
-Measures are ordered, the best first; a trial takes a beginning of the list and tells its peak. If none of those tried
-fits, the one with the lowest peak is the answer. Trials: logarithmic in the measures.
+Measures are ordered, best first; a trial applies a prefix of the list and has a `peak`. If no trial fits, the one with
+the lowest peak is returned. The number of trials is logarithmic in that of the measures (binary search).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ T = TypeVar("T", bound=HasPeak)
 
 
 def within(order: Sequence[M], trial: Callable[[Sequence[M]], T], budget: int) -> T:
-    """The trial of the shortest beginning found whose peak is at most `budget` bytes, else the lowest peak found."""
-    low, high = 0, len(order)  # `low` measures are too few; `high` may be enough
+    """The trial of the shortest prefix found whose peak is at most `budget` bytes, else that of the lowest peak."""
+    # `low` measures are too few; `high` is the shortest prefix that may be enough.
+    low, high = 0, len(order)
     best = trial(order)
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,15 +1,15 @@
-"""Other orders of a graph's nodes that need less memory: what may pass what, and two greedy sweeps.
+"""Reorder a graph's nodes to need less memory: the constraints on the order, and two greedy list schedules.
 
-    order.earlier(start)    forwards: a node that frees more than it makes runs as soon as it can
-    order.later(start)      backwards: a node that makes more than it frees runs as late as it can
+    order.earlier(start)    from the start: a node that frees more than it allocates runs as early as possible
+    order.later(start)      from the end: a node that allocates more than it frees runs as late as possible
 
     a = f(x); b = g(x); c = h(a); d = k(b)    ->    a = f(x); c = h(a); b = g(x); d = k(b)     h frees `a`
 
-Everything else keeps its place. Both are list schedules with a heap, n log n in nodes and edges;
-`passes/schedule_memory.py` tries several, one after the other. So that a try costs little, whatever is needed of the
-nodes is read once (`Uses`); orders, what must follow what and lifetimes are numbers: nodes by their place in the graph.
-Invariant: an order that comes out has every node once, after all that it must follow; its peak is what `Liveness`
-finds for it.
+All other nodes keep their relative order. Both are list schedules with a heap, n log n in nodes and edges;
+`passes/schedule_memory.py` tries several in turn. To make a try cheap, the facts about the nodes are read once
+(`Uses`), and orders, dependencies and lifetimes refer to nodes by number: their index in the graph.
+Invariant: a resulting order has every node once, after all its dependencies; `Schedule.peak` of it equals the peak that
+`Liveness` computes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from torch import fx
 from functionalize.analysis.aliases import is_view
 from functionalize.planning.timeline.liveness import Liveness, held_before
 
-# Tuples: the garbage collector does not come back to those that hold numbers only.
+# Tuples: the garbage collector stops tracking tuples that hold only numbers, which keeps collections short.
 Rows = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uses:
-    """Which nodes use which storages, by number: a node's is its place in `nodes`, a storage's in `nbytes`.
+    """Which nodes use which storages. Numbers are indices: of a node in `nodes`, of a storage in `nbytes`.
 
-    reads: per node, those it is given. holds: those that a wait frees (`held_before`). of: per node, the storages
-    that it is a value on. touches: and those of what it reads or holds. users: per storage, the nodes that touch it.
+    nbytes: per storage, its size.
+    reads: per node, the nodes that are its arguments.
+    holds: per node, the nodes whose storages it keeps alive until it runs, as a wait does (`held_before`).
+    of: per node, the storages of its value.
+    touches: per node, the storages of its value and of the nodes that it reads or holds.
+    users: per storage, the nodes that touch it.
     """
 
     nodes: Sequence[fx.Node]
@@ -47,7 +51,7 @@ class Uses:
 
     @staticmethod
     def among(live: Liveness) -> Uses:
-        """The uses of the storages that a graph makes."""
+        """The uses of the storages that a graph creates."""
         number = {id(s): i for i, s in enumerate(live.storages)}
         place = live.place
         of = [tuple(number[id(s)] for s in live.of[n]) for n in live.nodes]
@@ -55,7 +59,8 @@ class Uses:
         holds = [tuple(place[n] for n in held_before(node)) for node in live.nodes]
         touches = []
         for i, node in enumerate(live.nodes):
-            # A part of a list is on one storage: asking for the others, too, would be quadratic in its length.
+            # A `getitem` result is on one storage of the list: touching the others too would be quadratic in its
+            # length.
             part = node.target is operator.getitem and not is_view(node)
             near = () if part else (*reads[i], *holds[i])
             touches.append(tuple(dict.fromkeys((*of[i], *(s for j in near for s in of[j])))))
@@ -65,7 +70,7 @@ class Uses:
 
 
 def _transposed(rows: Rows, size: int) -> Rows:
-    """For each of `size` numbers the rows that it is in."""
+    """For each number below `size`, the indices of the rows that contain it."""
     found: list[list[int]] = [[] for _ in range(size)]
     for i, row in enumerate(rows):
         for j in row:
@@ -74,10 +79,11 @@ def _transposed(rows: Rows, size: int) -> Rows:
 
 
 class Schedule:
-    """The nodes in some order, and what is live in it.
+    """An order of the nodes, and its memory.
 
-    order: the nodes' numbers. place: where each of them is. first: per storage, the place of the node that makes it.
-    peak: bytes; total: the sum of what is live at each node.
+    order: the numbers of the nodes in this order. place: per node, its position in `order`.
+    first: per storage, the position of the node that creates it.
+    peak: the most bytes live at a node. total: the sum over all nodes of the bytes live there.
     """
 
     def __init__(self, uses: Uses, order: Sequence[int]) -> None:
@@ -102,7 +108,7 @@ class Schedule:
         self.peak, self.total = max(timeline), sum(timeline)
 
     def _last_uses(self) -> list[int]:
-        """The place at which each value, itself, is used last, as `Liveness` counts it."""
+        """Per node, the position of the last use of its value (not of views of it), as `Liveness` defines it."""
         used = self.place.copy()
         reads, holds = self.uses.reads, self.uses.holds
         for at, i in enumerate(self.order):
@@ -114,7 +120,11 @@ class Schedule:
 
 
 class Order:
-    """For each node of a graph those that it must follow: what it reads, and what it is told to."""
+    """The constraints on an order: for each node the nodes that it must follow.
+
+    follows: per node, the nodes that must run before it. leads: the transpose. free: whether a node may move.
+    inputs: the placeholders. views: whether a node is a view or a `getitem`, which allocates nothing.
+    """
 
     def __init__(
         self,
@@ -124,9 +134,12 @@ class Order:
         walls: Iterable[int] = (),
         late: Iterable[int] = (),
     ) -> None:
-        """chains: of nodes that keep the order that they have in `start`. walls: nodes that no other passes there.
+        """Constraints beyond data dependencies.
 
-        fixed: nodes that are neither hastened nor put off. late: nodes that are put off whatever they make.
+        chains: nodes of one chain keep the order that they have in `start`.
+        fixed: nodes that are moved neither forward nor back.
+        walls: nodes that no other node may move across.
+        late: nodes to run as late as possible whatever they allocate.
         """
         self.uses = start.uses
         nodes = self.uses.nodes
@@ -134,17 +147,18 @@ class Order:
         self.leads = _transposed(self.follows, len(nodes))
         pinned = set(fixed)
         self.free = [n.op == "call_function" and i not in pinned for i, n in enumerate(nodes)]
-        self.given = [i for i, n in enumerate(nodes) if n.op == "placeholder"]
+        self.inputs = [i for i, n in enumerate(nodes) if n.op == "placeholder"]
         self.late = set(late)
         self.views = [is_view(n) or n.target is operator.getitem for n in nodes]
 
     def earlier(self, start: Schedule) -> list[int]:
-        """An order in which memory is freed earlier than in `start`, and no move goes beyond its peak."""
+        """An order that frees memory earlier than `start` does; no move exceeds the peak of `start`."""
         uses, free, views = self.uses, self.free, self.views
-        left = list(map(len, uses.users))
-        last = list(map(sum, uses.users))  # the last user, once a single one is left
-        needs = _made(start)
-        delta = needs.copy()  # what is live after a node, less what was before
+        left = list(map(len, uses.users))  # per storage, how many of its users have not run
+        # Per storage, the sum of the users that have not run: once one is left, that is its number.
+        last = list(map(sum, uses.users))
+        needs = _allocated(start)
+        delta = needs.copy()  # per node, by how much the live bytes would grow if it ran next
         for nbytes, users in zip(uses.nbytes, uses.users, strict=True):
             if len(users) == 1:
                 delta[users[0]] -= nbytes
@@ -167,19 +181,19 @@ class Order:
             for j in ready.done(i, self.leads[i]):
                 offer(j)
 
-        for i in self.given:
+        for i in self.inputs:
             run(i)
         for i in ready.each(lambda i: memory + needs[i] <= start.peak):
             run(i)
         return ready.order
 
     def later(self, start: Schedule) -> list[int]:
-        """An order in which memory is made later than in `start`."""
+        """An order that allocates memory later than `start` does. It is built from the end."""
         uses, nbytes, free, views = self.uses, self.uses.nbytes, self.free, self.views
         is_live = [False] * len(nbytes)
-        makes = _made(start)
-        made = {start.order[at] for at in start.first}  # also what is empty
-        # What is live before a node, less what is after.
+        makes = _allocated(start)
+        made = {start.order[at] for at in start.first}  # includes creators of empty storages
+        # Per node, live bytes before it minus live bytes after it, if it ran last of the nodes not yet placed.
         delta = [sum(nbytes[s] for s in row) - makes[i] for i, row in enumerate(uses.touches)]
         ready = _Ready(start, self.leads, -1)
 
@@ -201,7 +215,7 @@ class Order:
 
 
 def _follows(start: Schedule, chains: Iterable[Sequence[int]], walls: Iterable[int]) -> Rows:
-    """What each node reads, and what else it must follow."""
+    """Per node, the nodes that it reads and those that chains and walls put before it."""
     place, order = start.place, start.order
     others: dict[int, list[int]] = {}
     for chain in chains:
@@ -217,8 +231,8 @@ def _follows(start: Schedule, chains: Iterable[Sequence[int]], walls: Iterable[i
     return rows
 
 
-def _made(start: Schedule) -> list[int]:
-    """Per node, the bytes of the storages that it makes."""
+def _allocated(start: Schedule) -> list[int]:
+    """Per node, the bytes of the storages that it creates."""
     found = [0] * len(start.order)
     for nbytes, at in zip(start.uses.nbytes, start.first, strict=True):
         found[start.order[at]] += nbytes
@@ -226,7 +240,10 @@ def _made(start: Schedule) -> list[int]:
 
 
 class _Ready:
-    """Which nodes can run, given what ran: those in haste first, then by place (`sign` -1: from the end)."""
+    """The nodes whose dependencies have run: hastened ones first, then by position (`sign` -1: from the end).
+
+    waits_for: per node, the nodes that must run before it.
+    """
 
     def __init__(
         self, start: Schedule, waits_for: Sequence[Collection[int]], sign: int = 1
@@ -236,16 +253,16 @@ class _Ready:
         self._rank = start.place if sign > 0 else [-at for at in start.place]
         self._missing = list(map(len, waits_for))
         self._ran = [False] * len(waits_for)
-        self._hasty: list[int] = []
+        self._hastened: list[int] = []
         self._waiting = sorted(self._rank[i] for i, n in enumerate(self._missing) if not n)
 
     def hasten(self, i: int) -> None:
-        """Let a node run as soon as it can, if it can."""
+        """Run a node before those that are not hastened, if its dependencies have run."""
         if not self._missing[i] and not self._ran[i]:
-            heapq.heappush(self._hasty, self._rank[i])
+            heapq.heappush(self._hastened, self._rank[i])
 
     def done(self, i: int, others: Iterable[int]) -> list[int]:
-        """Note that a node ran; returns which of the `others`, which wait for it, can run now."""
+        """Record that a node ran; return which of `others`, the nodes that wait for it, can run now."""
         self._ran[i] = True
         self.order.append(i)
         found = []
@@ -257,12 +274,12 @@ class _Ready:
         return found
 
     def each(self, fits: Callable[[int], bool]) -> Iterator[int]:
-        """The next node, again and again; one in haste that does not fit now runs in its place."""
+        """Yield the next node until none is left. A hastened node that does not fit runs at its original position."""
         while (i := self._next(fits)) is not None:
             yield i
 
     def _next(self, fits: Callable[[int], bool]) -> int | None:
-        for heap in (self._hasty, self._waiting):
+        for heap in (self._hastened, self._waiting):
             while heap:
                 i = self._at[self._sign * heapq.heappop(heap)]
                 if not self._ran[i] and (heap is self._waiting or fits(i)):

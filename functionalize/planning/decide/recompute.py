@@ -1,18 +1,19 @@
-"""What the backward of a step can compute again instead of keeping, and what that does to memory and time.
+"""Which saved storages the backward of a step can recompute, and the memory and time that this costs.
 
     plan = Recomputation(graph)
     plan.candidates                       the saved storages that can be dropped
-    trial = plan.without(candidates)      what happens if these are dropped: trial.peak, trial.seconds
+    trial = plan.without(candidates)      the effect of dropping these: trial.peak, trial.seconds
     trial.steps                           the new order: every node, and each copy right before its first reader
 
-A dropped storage is computed again from what is there anyway: inputs and views of them, what stays saved, what
-crosses from layer to layer, and values that the backward has of its own. The last are found by value: a second
-all-gather of the same shards (FSDP2 reshards after forward) has the parameters of the first one, so that a
-recomputed layer reads those of the backward, and those of the forward are freed as before.
+A dropped storage is recomputed from values that are alive anyway: graph inputs and their views, storages that stay
+saved, storages that cross from layer to layer, and equal values that the backward computes itself. The last are found
+by value numbering: a second all-gather of the same shards (FSDP2 reshards after forward) has the same value as the
+first, so that a recomputed layer reads the parameters gathered in the backward, and those of the forward are freed as
+before.
 
-Never computed again: random ops and states of generators, collectives, ops whose result may differ from run to run,
-what the caller is handed. If one is needed and not there, whatever needs it stays saved.
-Invariant: copies compute the same ops on the same values, each after all that it reads. Linear in nodes and edges.
+Never recomputed: random ops and generator states, collectives, nondeterministic ops, results returned to the caller. If
+recomputing a storage needs such a value and it is not alive, the storage stays saved.
+Invariant: copies run the same ops on the same values, each after its arguments. Linear in nodes and edges.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from functionalize.analysis.dead_code import is_impure
 from functionalize.ir.generators import is_random
 from functionalize.ir.waits import WAIT
 from functionalize.planning.decide.layers import Layers
-from functionalize.planning.decide.saved import Saved, forwards, made_in, saved_values
+from functionalize.planning.decide.saved import SavedStorage, forwards, made_in, saved_values
 from functionalize.planning.time.costs import Machine, is_collective, seconds
 from functionalize.planning.timeline.liveness import Liveness, Storage
 
-_NEVER = 1 << 62
-# On accelerators these add in the order in which threads arrive.
+_NEVER = 1 << 62  # a place after every node
+# On accelerators these ops add atomically, in an order that varies from run to run.
 _ATOMIC = frozenset(
     (
         *("bincount", "cumsum", "histc", "index_add", "index_put", "index_reduce", "put"),
@@ -43,42 +44,42 @@ _ATOMIC = frozenset(
 )
 
 
-Held = tuple[Storage, bool]  # a storage of the graph as it is, or of a copy
+StorageCopy = tuple[Storage, bool]  # (a storage of the graph, whether this is the copy of it)
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a node makes, or what its copy makes."""
+    """The result of a node, or (copied) of its copy."""
 
     node: fx.Node
     copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A node of the new order, or a copy of one. reads: the arguments that it reads elsewhere than before."""
+class PlannedNode:
+    """A node of the new order, or a copy of one. reads: for arguments that are replaced, the new argument."""
 
     value: Value
     reads: dict[fx.Node, Value]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """What happens if some storages are dropped. peak: bytes; seconds: of all copies."""
+class RecomputeTrial:
+    """The effect of dropping some storages. peak: bytes; seconds: modelled time of all copies."""
 
     dropped: frozenset[Storage]
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedNode, ...]
     peak: int
     seconds: float
 
     @property
     def copies(self) -> int:
-        """How many ops run again."""
+        """The number of recomputed nodes."""
         return sum(step.value.copied for step in self.steps)
 
 
 class Recomputation:
-    """The saved storages of a graph, and what it takes to do without some of them."""
+    """The saved storages of a graph, and the recomputation that replaces some of them."""
 
     def __init__(self, graph: fx.Graph, machine: Machine) -> None:
         self.machine = machine
@@ -92,35 +93,35 @@ class Recomputation:
         self._twins = self._find_twins()
         made = made_in(self.live, self.regions)
         self._crossing = {s for region, s in made if self.layers[region].crosses(s)}
-        self._ready = self._decide(frozenset())[1]  # if nothing is dropped
-        able, _ = self._decide(frozenset(self.saved))
+        self._ready = self._droppable(frozenset())[1]  # if nothing is dropped
+        able, _ = self._droppable(frozenset(self.saved))
         self.candidates = [s for s in saved if s.storage in able]
 
-    def layer_of(self, saved: Saved) -> int:
-        """The number of the layer that makes a saved storage, in its forward."""
+    def layer_of(self, saved: SavedStorage) -> int:
+        """The number of the layer, in its forward, that creates a saved storage."""
         return self.layers[saved.region].of(saved.storage.first)
 
-    def price(self, saved: Saved) -> float:
-        """Seconds to compute one storage again if all others stay saved."""
+    def price(self, saved: SavedStorage) -> float:
+        """Modelled seconds to recompute one storage if all others stay saved."""
         found = set(saved.read)
         todo = list(found)
         while todo:
             for node in todo.pop().all_input_nodes:
                 of_saved = saved.storage in self.live.of[node]
-                gone = of_saved or (node not in self._twins and self._ready.get(node, -1) >= 0)
-                if gone and node not in found:
+                freed = of_saved or (node not in self._twins and self._ready.get(node, -1) >= 0)
+                if freed and node not in found:
                     found.add(node)
                     todo.append(node)
         return sum(seconds(node, self.machine) for node in found)
 
-    def without(self, drop: Iterable[Saved]) -> Trial:
-        """The trial of dropping as many of these as can be dropped together."""
-        dropped, ready = self._decide(frozenset(s.storage for s in drop))
-        steps = tuple(self._walk(ready))
+    def without(self, drop: Iterable[SavedStorage]) -> RecomputeTrial:
+        """Drop as many of these storages as can be dropped together."""
+        dropped, ready = self._droppable(frozenset(s.storage for s in drop))
+        steps = tuple(self._new_order(ready))
         time = sum(seconds(s.value.node, self.machine) for s in steps if s.value.copied)
-        return Trial(dropped, steps, self._peak(steps, dropped), time)
+        return RecomputeTrial(dropped, steps, self._peak(steps, dropped), time)
 
-    # -- what is there -----------------------------------------------------------------------------
+    # -- equal values ------------------------------------------------------------------------------
 
     def _find_twins(self) -> dict[fx.Node, fx.Node]:
         """Node of a forward -> the first node after that forward with the same value."""
@@ -139,12 +140,13 @@ class Recomputation:
             later[of[self.live.nodes[place]]] = self.live.nodes[place]
         return found
 
-    # -- what can be made again --------------------------------------------------------------------
+    # -- which values can be recomputed ------------------------------------------------------------
 
-    def _decide(self, drop: frozenset[Storage]) -> tuple[frozenset[Storage], dict[fx.Node, int]]:
-        """(what of `drop` can be dropped; for each node of a forward, the place where it can be had again).
+    def _droppable(self, drop: frozenset[Storage]) -> tuple[frozenset[Storage], dict[fx.Node, int]]:
+        """Decide which storages can be dropped together.
 
-        That place is -1 for a value that is there anyway.
+        Returns (the storages of `drop` that can be dropped; node of a forward -> the first place before which its
+        value can be recomputed, -1 if the value stays alive anyway).
         """
         ready: dict[fx.Node, int] = {}
         there: dict[Storage, bool] = {}
@@ -153,7 +155,7 @@ class Recomputation:
                 storages = self.live.of[node]
                 if node.op != "call_function" or not storages:
                     continue
-                again = self._again(node, ready)
+                again = self._available_from(node, ready)
                 if isinstance(node.meta.get("val"), Tensor):
                     (storage,) = storages
                     if storage not in there:
@@ -163,13 +165,14 @@ class Recomputation:
         return frozenset(s for s in drop if not there.get(s, True)), ready
 
     def _stays(self, storage: Storage, drop: frozenset[Storage], again: int) -> bool:
+        """Whether a storage stays alive. again: the first place before which it can be recomputed."""
         saved = self.saved.get(storage)
         if saved is None:
             return storage in self._crossing or storage in self._results
         return storage not in drop or storage in self._crossing or again > saved.first_later
 
-    def _again(self, node: fx.Node, ready: dict[fx.Node, int]) -> int:
-        """The first place before which a value can be had again."""
+    def _available_from(self, node: fx.Node, ready: dict[fx.Node, int]) -> int:
+        """The first place before which a value can be recomputed, or read from its twin."""
         twin = self._twins.get(node)
         place = _NEVER if twin is None else self.live.place[twin] + 1
         if _is_repeatable(node):
@@ -178,30 +181,30 @@ class Recomputation:
 
     # -- the new order -----------------------------------------------------------------------------
 
-    def _walk(self, ready: dict[fx.Node, int]) -> Iterator[Step]:
-        """Every node in its order, and before it the copies that it is the first to read."""
+    def _new_order(self, ready: dict[fx.Node, int]) -> Iterator[PlannedNode]:
+        """Every node in the order of the graph, each preceded by the copies of which it is the first reader."""
         copied: set[fx.Node] = set()
         ends = {region.end for region in self.regions}
-        past = 0  # nodes before this place are of forwards that have ended
+        past = 0  # nodes before this place belong to forwards that have ended
         for place, node in enumerate(self.live.nodes):
             past = place if place in ends else past
-            gone = [
+            freed = [
                 n
                 for n in node.all_input_nodes
                 if self.live.place[n] < past and ready.get(n, -1) >= 0
             ]
-            for each in self._missing(gone, place, ready, copied):
+            for each in self._missing(freed, place, ready, copied):
                 copied.add(each)
                 above = [n for n in each.all_input_nodes if ready.get(n, -1) >= 0]
-                yield Step(Value(each, True), {n: self._source(n, copied) for n in above})
-            yield Step(Value(node), {n: self._source(n, copied) for n in gone})
+                yield PlannedNode(Value(each, True), {n: self._source(n, copied) for n in above})
+            yield PlannedNode(Value(node), {n: self._source(n, copied) for n in freed})
 
     def _missing(
-        self, gone: list[fx.Node], place: int, ready: dict[fx.Node, int], copied: set[fx.Node]
+        self, freed: list[fx.Node], place: int, ready: dict[fx.Node, int], copied: set[fx.Node]
     ) -> list[fx.Node]:
-        """What must be copied before `place` so that these are there, in the order of the graph."""
+        """The nodes to copy before `place` so that the values of `freed` are available, in the order of the graph."""
         found: set[fx.Node] = set()
-        todo = list(gone)
+        todo = list(freed)
         while todo:
             node = todo.pop()
             if node in copied or node in found or self._has_twin(node, place):
@@ -214,18 +217,20 @@ class Recomputation:
         return node in self._twins and self.live.place[self._twins[node]] < place
 
     def _source(self, node: fx.Node, copied: set[fx.Node]) -> Value:
+        """The value to read instead of a freed one: its copy or its twin."""
         return Value(node, True) if node in copied else Value(self._twins[node])
 
-    def _peak(self, steps: Sequence[Step], dropped: frozenset[Storage]) -> int:
-        """The most bytes live in an order with copies; what is not dropped lives as long as before, or longer."""
-        index = [i for i, step in enumerate(steps) if not step.value.copied]  # of each place
-        of: dict[Value, tuple[Held, ...]] = {}  # the storages of each value
-        first: dict[Held, int] = {}
-        last: dict[Held, int] = {}
+    def _peak(self, steps: Sequence[PlannedNode], dropped: frozenset[Storage]) -> int:
+        """The most bytes live in an order with copies; other storages live at least as long as before."""
+        # place -> index in `steps`
+        index = [i for i, step in enumerate(steps) if not step.value.copied]
+        of: dict[Value, tuple[StorageCopy, ...]] = {}  # the storages of each value
+        first: dict[StorageCopy, int] = {}
+        last: dict[StorageCopy, int] = {}
         used: dict[Value, int] = {}
-        moved: set[Value] = set()  # values whose storages are not those of the graph
+        moved: set[Value] = set()  # values whose storages are copies
         for i, step in enumerate(steps):
-            of[step.value] = self._held(step, of, moved)
+            of[step.value] = self._storages_of(step, of, moved)
             for held in of[step.value]:
                 first.setdefault(held, i)
             read = (step.reads.get(n, Value(n)) for n in step.value.node.all_input_nodes)
@@ -241,13 +246,13 @@ class Recomputation:
             change[last[held] + 1] -= held[0].nbytes
         return max(accumulate(change))
 
-    def _held(
-        self, step: Step, of: dict[Value, tuple[Held, ...]], moved: set[Value]
-    ) -> tuple[Held, ...]:
-        """The storages of a value: a copy has its own; a view has those of what it is now a view of."""
+    def _storages_of(
+        self, step: PlannedNode, of: dict[Value, tuple[StorageCopy, ...]], moved: set[Value]
+    ) -> tuple[StorageCopy, ...]:
+        """The storages of a value: a copy has new ones; a view has those of the value it is now a view of."""
         node, copied = step.value.node, step.value.copied
         mine = self.live.of[node]
-        found: dict[Storage, Held] = {}
+        found: dict[Storage, StorageCopy] = {}
         for above in node.all_input_nodes:
             source = step.reads.get(above, Value(above))
             if source in moved or above in step.reads:
@@ -259,7 +264,7 @@ class Recomputation:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Whether running a node again gives the same bits and does nothing else."""
+    """Whether running a node again computes the same bits and has no side effects."""
     if node.op != "call_function" or is_impure(node) or is_random(node) or node.is_impure():
         return False
     if torch.Tag.nondeterministic_bitwise in getattr(node.target, "tags", ()):
@@ -270,7 +275,7 @@ def _is_repeatable(node: fx.Node) -> bool:
 
 
 def _value_key(node: fx.Node, of: dict[fx.Node, int]) -> Hashable:
-    """Equal for nodes of equal value; an all-gather of the same shards counts as one."""
+    """A key that is equal for nodes of equal value (value numbering), all-gathers of the same shards included."""
     gathers = is_collective(node) and "all_gather" in str(node.target)
     waits = node.target is WAIT
     if node.op != "call_function" or not (gathers or waits or _is_repeatable(node)):

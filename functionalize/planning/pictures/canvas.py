@@ -1,10 +1,10 @@
-"""What a picture is drawn on: a figure that is saved on leaving the block.
+"""The figure of a picture: a context manager that saves it on exit.
 
     with Canvas("memory.png", 12, 5.6) as figure: ...
 
-matplotlib is imported by the first `Canvas`, and its settings are as before afterwards. `Figure` alone is used: no
-`pyplot`, so no global state, no window, no choice of a backend. The same drawing gives the same file.
-Refuses: a file that is none of `.png`, `.svg`, `.pdf` by its name; no matplotlib.
+matplotlib is imported on entering a `Canvas`, and its settings are restored on exit. Only `Figure` is used, not
+`pyplot`: no global state, no window, no choice of a backend. The same drawing results in the same file.
+Refuses: a file name that does not end in `.png`, `.svg` or `.pdf`; matplotlib not installed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 _STYLE: Any = {  # matplotlib types every key of its settings
     "font.family": "sans-serif",
     "font.size": 9.5,
-    "text.parse_math": False,  # names may hold a $
+    "text.parse_math": False,  # names may contain a $
     "axes.edgecolor": "#9a9a9a",
     "axes.linewidth": 0.8,
     "axes.labelcolor": INK,
     "xtick.color": GREY,
     "ytick.color": GREY,
     "hatch.linewidth": 0.7,
-    "svg.fonttype": "none",  # text stays text: small, and it can be searched
+    "svg.fonttype": "none",  # text stays text: the file is small and can be searched
     "svg.hashsalt": "functionalize",
 }
 
 
 class Canvas:
-    """A figure in our style that is saved on leaving the block."""
+    """A figure in the style of this package, saved on exit unless the block raised. width, height: inches."""
 
     def __init__(self, path: str | Path, width: float, height: float) -> None:
         self.path, self.size = Path(path), (width, height)
@@ -82,14 +82,14 @@ def blank(figure: Figure, place: tuple[float, float, float, float]) -> Axes:
 
 
 def shorter(text: str, width: int) -> str:
-    """The start and the end of a text that is too long."""
+    """The text; if it is longer than `width`, its start and end with an ellipsis between them."""
     return (
         text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[len(text) - width // 2 :]}"
     )
 
 
 def round_bytes(top: float) -> list[float]:
-    """Four to nine ticks that are round in binary units."""
+    """Four to nine tick positions up to `top`, at multiples of a power of two."""
     step = 1.0
     while top / step > 8:
         step *= 2
@@ -97,14 +97,14 @@ def round_bytes(top: float) -> list[float]:
 
 
 def tick(value: float, human: Callable[[float], str] = human_bytes) -> str:
-    """A label of an axis: without zeros at its end."""
+    """The label of a tick, without trailing zeros. human: formats the number with its unit."""
     text = human(value)
     number, space, unit = text.partition(" ")
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number}{space}{unit}"
 
 
 def swatch(y: float, colour: str, size: float = 1.0) -> Rectangle:
-    """A patch of a legend, in its column."""
+    """A colour patch of the legend, at height `y` of its panel."""
     from matplotlib.patches import Rectangle
 
     width, height = 0.05 * size, 0.026 * size

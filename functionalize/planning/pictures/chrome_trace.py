@@ -1,18 +1,20 @@
 """A plan as a trace in the Trace Event Format, the JSON that ui.perfetto.dev and chrome://tracing open.
 
-    write_trace("step.json", [Run("", [eager, program], time.spans, reached(program.graph, time.spans))])
+    write_trace("step.json", [TraceRun("", [eager, program], time.spans, reached(program.graph, time.spans))])
 
     process `modelled schedule`     a thread per stream: a complete event (`X`) per op and per collective
-                                    a thread `compute waits`: when communication runs and compute does not
-    process `memory of eager`       a counter (`C`) per category, and one of all: requested bytes after each event
+                                    a thread `compute waits`: when communication runs and the compute stream is idle
+    process `memory of eager`       a counter (`C`) per category, and one (`all`) of their sum: requested bytes
+                                    after each event
     process `memory of program`     the same with the program's lifetimes
 
-Memory lies under the schedule. The program's events are placed where the compute stream reaches their op; several of
-one op are spread over it. Eager's ops have no modelled time: its events are placed on the program's phase by phase, and
-evenly in between. A timeline that no schedule places counts ops, one per microsecond, and has a thread of its ops.
-What existed before the step is there at 0. Times are whole nanoseconds, written in microseconds.
+Memory and schedule have one time axis. An event of the program has the time at which the compute stream reaches its op;
+several events of one op are spread evenly over the op. Eager's ops have no modelled time: its events are aligned with
+the program's at the borders of phases, and evenly in between. A timeline without a schedule counts ops, one per
+microsecond, and has a thread of its ops. Allocations from before the step are shown at 0. Times are whole nanoseconds,
+written in microseconds.
 Invariants: complete events of one thread do not overlap; a counter's times do not decrease; the largest value of `all`
-is the timeline's peak. Refuses: nothing to write. Linear in events and spans (after sorting).
+is the timeline's peak. Refuses: a trace without any event. Linear in events and spans (after sorting).
 Source: Google's document "Trace Event Format".
 """
 
@@ -35,15 +37,16 @@ from functionalize.planning.timeline.timeline import BEFORE, Timeline, parts
 
 WAITS = "compute waits"
 ALL = "all"
-_OP = 1e-6  # seconds of an op in a timeline that no schedule places
+_OP = 1e-6  # seconds per op in a timeline without a schedule
 
 Json = dict[str, Any]
 
 
-class Run(NamedTuple):
-    """What one trace shows of one plan. name: told apart by, if there are several.
+class TraceRun(NamedTuple):
+    """The data of one plan in a trace.
 
-    reached: when the compute stream reaches each op of the timeline called `program`, as `reached` tells.
+    name: distinguishes the plans of one trace; may be empty if there is only one.
+    reached: for each op of the timeline named `program`, the interval returned by the function `reached`.
     """
 
     name: str
@@ -53,7 +56,7 @@ class Run(NamedTuple):
 
 
 def reached(graph: fx.Graph, spans: Sequence[Span]) -> list[Interval]:
-    """From when to when the compute stream is at each node, in seconds; at its end for what runs after the graph."""
+    """Per node, (start, end) in seconds on the compute stream; the last entry is for events after the graph."""
     found: list[Interval] = []
     times = {span.name: (span.start, span.end) for span in spans if span.stream == COMPUTE}
     at = 0.0
@@ -63,8 +66,8 @@ def reached(graph: fx.Graph, spans: Sequence[Span]) -> list[Interval]:
     return [*found, (at, at)]
 
 
-def write_trace(path: str | Path, runs: Sequence[Run]) -> None:
-    """Write the trace. Raises `PictureError` if there is nothing in it."""
+def write_trace(path: str | Path, runs: Sequence[TraceRun]) -> None:
+    """Write the trace. Raises `PictureError` if it would have no event."""
     events = [event for i, run in enumerate(runs) for event in _events(run, 1000 * i)]
     if not events:
         raise PictureError(
@@ -76,8 +79,8 @@ def write_trace(path: str | Path, runs: Sequence[Run]) -> None:
         file.write("\n]}\n")
 
 
-def _events(run: Run, pid: int) -> Iterator[Json]:
-    """The events of one run: those of its schedule, then those of each timeline, in processes of their own."""
+def _events(run: TraceRun, pid: int) -> Iterator[Json]:
+    """The events of one run: its schedule and each of its timelines is a process of the trace."""
     title = f" {run.name}".rstrip()
     if run.spans:
         pid += 1
@@ -110,12 +113,12 @@ def _memory(
     yield _metadata("process", pid, f"memory of {timeline.name}{title}")
     times = _times(program, reached)
     if timeline is not program:
-        times = _laid(timeline, program, times)
+        times = _aligned_times(timeline, program, times)
     yield from _counters(timeline, times, pid)
 
 
 def _times(timeline: Timeline, ops: Sequence[Interval]) -> list[float]:
-    """When each event happens, if its op runs in an interval: several of one op are spread over it."""
+    """The time of each event. ops: the interval of each op; several events of one op are spread evenly over it."""
     found: list[float] = []
     for op, events in groupby(timeline.events, key=lambda event: event.op):
         count = sum(1 for _ in events)
@@ -124,8 +127,8 @@ def _times(timeline: Timeline, ops: Sequence[Interval]) -> list[float]:
     return list(accumulate(found, max))
 
 
-def _laid(timeline: Timeline, program: Timeline, times: Sequence[float]) -> list[float]:
-    """When each event of a timeline happens, laid over the program's phase by phase."""
+def _aligned_times(timeline: Timeline, program: Timeline, times: Sequence[float]) -> list[float]:
+    """The time of each event of a timeline, aligned with the program's events (at `times`) phase by phase."""
     step = range(first_event(timeline), len(timeline.events))
     found = [0.0] * first_event(timeline)
     for x in placed(anchors(timeline, program), step):
@@ -136,7 +139,10 @@ def _laid(timeline: Timeline, program: Timeline, times: Sequence[float]) -> list
 
 
 def _counters(timeline: Timeline, times: Sequence[float], pid: int) -> Iterator[Json]:
-    """A counter per category, told when it changes, and one of all. What is there before the step is told once."""
+    """A counter per category, written when it changes, and one of the sum.
+
+    Events before the step are summed up and written once, with its first event.
+    """
     start = first_event(timeline)
     now: dict[str, int] = {}
     total = 0
@@ -156,7 +162,7 @@ def _counters(timeline: Timeline, times: Sequence[float], pid: int) -> Iterator[
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, of whole nanoseconds: what ends when another thing begins does so in any reader's rounding."""
+    """Microseconds, rounded to whole nanoseconds, so that consecutive events do not overlap after a reader rounds."""
     return round(seconds * 1e9) / 1000
 
 
@@ -166,7 +172,7 @@ def _metadata(what: str, pid: int, name: str, tid: int = 0) -> Json:
 
 def _complete(pid: int, tid: int, span: Span) -> Json:
     start, end = round(span.start * 1e9), round(span.end * 1e9)
-    told: Mapping[str, Any] = {
+    args: Mapping[str, Any] = {
         "phase": span.phase,
         "module": span.module,
         "bytes sent": span.nbytes,
@@ -179,7 +185,7 @@ def _complete(pid: int, tid: int, span: Span) -> Json:
         "tid": tid,
         "ts": start / 1000,
         "dur": (end - start) / 1000,
-        "args": {key: value for key, value in told.items() if value},
+        "args": {key: value for key, value in args.items() if value},
     }
 
 

@@ -1,15 +1,16 @@
-"""A plan as one HTML page that needs no network: memory with zoom and hover, the schedule, tables, facts.
+"""A plan as one offline HTML page: memory with zoom and hover, the schedule, tables, assumptions.
 
     write_page("plan.html", title="Llama-3-8B on 64 ranks", timelines=[eager, program], spans=spans,
                tables=[Table("Communication", ["kind", "count", "bytes"], rows)], facts={"machine": "H100"})
 
-    title, the peaks in words                 text
-    memory of a step, modelled schedule       figures that plotly draws (`page_figures.py`); its script is in the page
-    live at each peak, other tables, facts    HTML tables; the exact number is the tooltip of a cell
+    title, sentences on the peaks             text
+    memory of a step, modelled schedule       figures drawn by plotly (`page_figures.py`), whose script is inlined
+    live at each peak, other tables, facts    HTML tables; the tooltip of a cell has the exact number
 
-Needs plotly: `pip install "functionalize[page]"`. A content policy in the page forbids every request. Names and lines
-of the plan are escaped. Invariant: what the page shows is computed from the same events as the timeline's own numbers;
-colours and units are those of the pictures. Refuses: nothing to show; no plotly. Linear in events.
+Needs plotly: `pip install "functionalize[page]"`. A content security policy in the page forbids every request. Names
+and lines of code are escaped. Colours and units are those of the pictures.
+Invariant: the page is computed from the same events as the timeline's own numbers.
+Refuses: a page without content; plotly not installed. Linear in events.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from functionalize.planning.report.rows import exposed, total
 from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Allocation, Category, Timeline
 
-_LIVE = 25  # rows of a table of what is live at a peak
+_LIVE = 25  # rows, at most, of a table of the storages live at a peak
 _CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True}
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
@@ -48,7 +49,7 @@ dd { margin: 0; overflow-wrap: anywhere; }
 
 
 class Table(NamedTuple):
-    """A table of the page. Numbers in a column whose name has the word bytes, or seconds, are shown in such units."""
+    """A table of the page. Numbers in a column whose name contains `bytes` or `seconds` are shown with a unit."""
 
     title: str
     columns: Sequence[str]
@@ -67,22 +68,23 @@ def write_page(
     reserved: Mapping[str, Sequence[int]] | None = None,
     limit: int | None = None,
 ) -> None:
-    """Write the page. The first timeline is shown first, the others at a click.
+    """Write the page. The first timeline is shown at first; buttons select the others.
 
-    reserved: bytes that an allocator holds after each event of the timeline of that name. limit: bytes of the device.
+    reserved: name of a timeline -> bytes reserved by an allocator after each of its events.
+    limit: bytes of the device. facts: assumptions, shown as a list of names and values.
     """
     timelines = [timeline for timeline in timelines if timeline.events]
     if not (timelines or spans or tables):
         raise PictureError(
-            f"The page `{title}` would be empty: it was given no timeline with events, no span and no table. "
-            "Capture the step with memory=True, or give it what to show."
+            f"The page `{title}` would be empty: there is no timeline with events, no span and no table. "
+            "Capture the step with memory=True, or pass `spans` or `tables`."
         )
     figures: dict[str, Figure] = {}
     if timelines:
         figures["memory"] = memory_figure(timelines, reserved or {}, limit)
     if spans:
         figures["schedule"] = schedule_figure(spans)
-    drawn = _drawn(path, figures)
+    drawn = _figures_html(path, figures)
     parts = [f"<h1>{_text(title)}</h1>"]
     if timelines:
         parts += ["<h2>Memory of a step</h2>", *_peaks(timelines, limit), drawn["memory"]]
@@ -114,8 +116,8 @@ def _document(title: str, parts: Iterable[str]) -> str:
 """
 
 
-def _drawn(path: str | Path, figures: Mapping[str, Figure]) -> dict[str, str]:
-    """Each figure as HTML; the first one brings plotly's script."""
+def _figures_html(path: str | Path, figures: Mapping[str, Figure]) -> dict[str, str]:
+    """Each figure as HTML; the first one includes plotly's script."""
     if not figures:
         return {}
     try:
@@ -141,13 +143,13 @@ def _text(text: object) -> str:
 
 
 def _peaks(timelines: Sequence[Timeline], limit: int | None) -> Iterator[str]:
-    """The peaks in words, and how far the others are from the first."""
+    """Paragraphs on the peak of each timeline, and its difference from the first one's."""
     first = timelines[0]
     for timeline in timelines:
         less = first.peak - timeline.peak
         than = f" {human_bytes(abs(less))} {'less' if less > 0 else 'more'} than {first.name}."
-        said = Peak.of(timeline).words() + (than if less else "")
-        yield f"<p><b>Peak of {_text(timeline.name)}:</b> {_text(said)}</p>"
+        sentence = Peak.of(timeline).words() + (than if less else "")
+        yield f"<p><b>Peak of {_text(timeline.name)}:</b> {_text(sentence)}</p>"
     if limit is not None:
         yield f"<p>The device has {human_bytes(limit)}.</p>"
     yield (
@@ -157,7 +159,7 @@ def _peaks(timelines: Sequence[Timeline], limit: int | None) -> Iterator[str]:
 
 
 def _live(timeline: Timeline) -> Table:
-    """What is live at a peak: names that differ by numbers only, as those of layers, in one row."""
+    """The storages live at a peak; those whose names differ only in numbers, as in layers, share a row."""
     live, rows = Peak.of(timeline).live, []
     firsts: dict[tuple[Category, str], Allocation] = {}
     for each in live:
@@ -172,7 +174,7 @@ def _live(timeline: Timeline) -> Table:
 
 
 def _where(timeline: Timeline, op: int | None) -> str:
-    """`12: aten.mm.default · layers.0 · train.py:31`"""
+    """Index, name, module and line of an op: `12: aten.mm.default · layers.0 · train.py:31`."""
     if op is None or not 0 <= op < len(timeline.ops):
         return place(timeline, op)
     _, _, module, line = timeline.ops[op]
@@ -225,7 +227,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _cell(value: Any, column: str) -> str:
-    """A value as a reader wants it: in the unit that the name of its column has."""
+    """A value as text; a number with the unit that the name of its column contains."""
     if value is None or isinstance(value, bool):
         return "" if value is None else "yes" if value else "no"
     words = column.lower().replace("_", " ").split()

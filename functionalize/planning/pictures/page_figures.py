@@ -1,15 +1,15 @@
-"""The two figures of a page, as the JSON that plotly draws: memory event by event, and the modelled schedule.
+"""The two figures of a page, as plotly's JSON: memory event by event, and the modelled schedule.
 
     memory_figure([eager, program], reserved, limit)    categories stacked over events, the peak, buttons for timelines
-    schedule_figure(spans)                              a row of bars per stream; where compute waits for communication
+    schedule_figure(spans)                              a row of bars per stream; hatched where compute waits
 
     events        ▟█▙▟██▙▟█▙   one point per event and category: bytes in the unit of the peak, exact in float64
     phases        ▔▔▔▔▔▁▁▁▁    a strip below
-    hover         op, module, line, phase; what is made or freed; the bytes of every category
+    hover         op, module, line, phase; the allocation or free; the bytes of every category
 
-A browser draws some 10,000 points per category well. Of a longer timeline, `POINTS` columns are kept, each the whole
-event with the most bytes that lies in it, and every event near the peak. Of a longer schedule, spans that follow one
-another in less time than can be seen are one bar. `chrome_trace.py` writes every event and span.
+A browser draws about 10,000 points per category fluently. A longer timeline is divided into `POINTS` columns, each
+drawn as its event with the most bytes, and all events near the peak are drawn. In a longer schedule, consecutive spans
+within an invisibly short time are one bar. `chrome_trace.py` writes every event and span.
 Invariants: categories of one event add up to its bytes; every peak is kept. Linear in events and spans (after sorting).
 """
 
@@ -45,11 +45,11 @@ from functionalize.planning.report.rows import COMPUTE, exposed, rows_of
 from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import BEFORE, Op, Timeline
 
-POINTS = 10_000  # events of a timeline that are drawn, but for those near the peak
-NEAR = 500  # events on each side of the peak: all of them are drawn
-BARS = 5_000  # of a stream, about
-_LINE_POINTS = 2_000  # of another timeline
-_LIVE = 8  # groups of allocations that the hover of the peak names
+POINTS = 10_000  # events of a timeline that are drawn, besides those near the peak
+NEAR = 500  # events on each side of the peak that are all drawn
+BARS = 5_000  # bars per stream, approximately
+_LINE_POINTS = 2_000  # points of a timeline that is drawn as a line
+_LIVE = 8  # groups of allocations in the hover text of the peak
 _INK, _GREY, _RED = "#1c1c1c", "#6a6a6a", "#c00032"
 _WAITS = "compute waits for communication"
 
@@ -58,7 +58,7 @@ Trace = dict[str, Any]
 
 
 def column(values: Iterable[float], kind: str = "d") -> dict[str, str]:
-    """Numbers as plotly reads them without parsing: float64 (`d`) or int32 (`i`), little-endian, base64."""
+    """Numbers in plotly's binary encoding: float64 (`d`) or int32 (`i`), little-endian, base64."""
     numbers = array(kind, values)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -66,8 +66,8 @@ def column(values: Iterable[float], kind: str = "d") -> dict[str, str]:
     return {"dtype": dtype, "bdata": base64.b64encode(numbers.tobytes()).decode()}
 
 
-def _shown(lines: Iterable[str]) -> str:
-    """Lines of a hover. plotly reads tags in texts: those of names and of code are escaped."""
+def _hover_lines(lines: Iterable[str]) -> str:
+    """The lines of a hover text. plotly interprets HTML tags in texts, so that names and code are escaped."""
     first, *rest = (html.escape(line, quote=False) for line in lines)
     return "<br>".join([f"<b>{first}</b>", *rest])
 
@@ -80,16 +80,16 @@ def memory_figure(
     reserved: Mapping[str, Sequence[int]],
     limit: int | None = None,
 ) -> Figure:
-    """The first timeline stacked, the others as lines; a button shows another one. All have events."""
+    """The first timeline stacked, the others as lines; buttons select another one. All must have events."""
     held = {t.name: reserved[t.name] for t in timelines if t.name in reserved}
     top = max([t.peak for t in timelines] + [max(bytes_, default=0) for bytes_ in held.values()])
     if limit is not None and limit > 1.5 * top:
-        limit = None  # far above: a line would leave no room for what is below
+        limit = None  # far above: an axis up to the limit would flatten the rest
     name = human_bytes(max(top, limit or 0)).split()[1]
     unit = 1024 ** BYTES.index(name)
     traces: list[list[Trace]] = []
     for timeline in timelines:
-        drawn = _Drawn(timeline, held.get(timeline.name), unit, name)
+        drawn = _TimelineTraces(timeline, held.get(timeline.name), unit, name)
         others = [drawn.other(each) for each in timelines if each is not timeline]
         traces.append(
             [*drawn.stack(), *others, *drawn.lines(limit), *drawn.peak(), *drawn.phases()]
@@ -103,8 +103,8 @@ def memory_figure(
     }
 
 
-class _Drawn:
-    """The traces of one timeline. x counts events from the last one before the step."""
+class _TimelineTraces:
+    """The traces (plotly's data series) of one timeline. x is 0 at the last event before the step."""
 
     def __init__(
         self, timeline: Timeline, reserved: Sequence[int] | None, unit: int, unit_name: str
@@ -119,15 +119,15 @@ class _Drawn:
         self.x = column([*(e - self.first for e in self.events), self.end - self.first], "i")
 
     def _line(self, values: Sequence[int], **more: Any) -> Trace:
-        """Bytes at the drawn events, each until the next one."""
+        """A step line of bytes at the drawn events."""
         y = [values[e] / self.unit for e in self.events]
         return {"type": "scatter", "mode": "lines", "x": self.x, "y": column([*y, y[-1]]), **more}
 
-    def _said(self, name: str) -> str:
+    def _hover_template(self, name: str) -> str:
         return f"{name} %{{y:,.3~f}} {self.unit_name}<extra></extra>"
 
     def stack(self) -> Iterable[Trace]:
-        """The categories. The legend has the bytes at the peak."""
+        """A stacked area per category; the legend shows its bytes at the peak."""
         for category, values in self.timeline.stacked().items():
             at_peak = human_bytes(self.at_peak.categories.get(category, 0))
             yield self._line(
@@ -136,11 +136,11 @@ class _Drawn:
                 stackgroup=self.timeline.name,
                 fillcolor=COLOURS[category],
                 line={"width": 0, "shape": "hv", "color": COLOURS[category]},
-                hovertemplate=self._said(category.value),
+                hovertemplate=self._hover_template(category.value),
             )
 
     def other(self, other: Timeline) -> Trace:
-        """Another timeline, laid over this one phase by phase: its events are others."""
+        """Another timeline as a line, aligned with this one phase by phase, because their events differ."""
         start, end = first_event(other), len(other.events)
         kept = columns(other.bytes, start, end, _LINE_POINTS)
         x = placed(anchors(other, self.timeline), kept)
@@ -151,12 +151,12 @@ class _Drawn:
             "x": column(each - self.first for each in x),
             "y": column(other.bytes[e] / self.unit for e in kept),
             "line": {"width": 1.5, "color": _INK, "dash": "dash", "shape": "hv"},
-            "hovertemplate": self._said(html.escape(other.name)),
+            "hovertemplate": self._hover_template(html.escape(other.name)),
         }
 
     def lines(self, limit: int | None) -> Iterable[Trace]:
-        """What is requested, with the words of each event; what an allocator holds; the limit."""
-        words = [self.words(e) for e in self.events]
+        """Lines of the requested bytes (with the hover text of each event), the reserved bytes, and the limit."""
+        words = [self.hover_text(e) for e in self.events]
         yield self._line(
             self.timeline.bytes,
             name="requested",
@@ -170,7 +170,7 @@ class _Drawn:
                 self.reserved,
                 name=f"reserved (simulated): peak {human_bytes(max(self.reserved))}",
                 line={"width": 1, "shape": "hv", "color": _GREY},
-                hovertemplate=self._said("reserved"),
+                hovertemplate=self._hover_template("reserved"),
             )
         if limit is not None:
             yield {
@@ -183,17 +183,17 @@ class _Drawn:
                 "hoverinfo": "skip",
             }
 
-    def words(self, event: int) -> str:
-        """An event: the bytes after it, the op, what is made or freed; at the peak, what is live."""
+    def hover_text(self, event: int) -> str:
+        """The hover text of an event: the bytes after it, the op, what it allocates or frees, what is live at the peak."""
         op, allocation, made = self.timeline.events[event]
         of = self.timeline.ops[op] if op != BEFORE else Op("before the step", "")
-        told = (("module", of.module), ("line", short_line(of.line)), ("phase", of.phase))
+        details = (("module", of.module), ("line", short_line(of.line)), ("phase", of.phase))
         nbytes, name = human_bytes(allocation.nbytes), brief(allocation.name)
-        return _shown(
+        return _hover_lines(
             [
                 f"{human_bytes(self.timeline.bytes[event])} in all",
                 f"op {of.name}",
-                *(f"{key} {value}" for key, value in told if value),
+                *(f"{key} {value}" for key, value in details if value),
                 f"{'allocates' if made else 'frees'} {name} {allocation.shape}, {nbytes}",
                 *(self.live() if event == self.at_peak.event else ()),
             ]
@@ -207,7 +207,7 @@ class _Drawn:
             yield f"{human_bytes(each.nbytes)} {brief(each.name)}{many}"
 
     def peak(self) -> Iterable[Trace]:
-        """The mark of the peak."""
+        """The marker of the peak."""
         peak, x = self.at_peak, self.at_peak.event - self.first
         yield {
             "type": "scatter",
@@ -223,7 +223,7 @@ class _Drawn:
         }
 
     def phases(self) -> Iterable[Trace]:
-        """The strip below: the phases as they alternate."""
+        """The strip below: the phases in order, as bars."""
         found = stretches(self.timeline)
         for phase in dict.fromkeys(stretch.phase for stretch in found):
             own = [stretch for stretch in found if stretch.phase == phase]
@@ -242,7 +242,7 @@ class _Drawn:
 
 
 def chosen(timeline: Timeline) -> list[int]:
-    """The events of a step that are drawn: all, or those with the most bytes and all near the peak."""
+    """The events of a step to draw: all; or, of a long step, the largest per column and all near the peak."""
     start, end = first_event(timeline), len(timeline.events)
     if end - start <= POINTS:
         return list(range(start, end))
@@ -253,7 +253,7 @@ def chosen(timeline: Timeline) -> list[int]:
 def _layout(
     timelines: Sequence[Timeline], traces: Sequence[Sequence[Trace]], unit: str
 ) -> dict[str, Any]:
-    """Axes, legends, and the buttons: each timeline as a whole, and around its peak."""
+    """Axes, legends, and two buttons per timeline: the whole step, and the events around the peak."""
     buttons: list[dict[str, Any]] = []
     for i, timeline in enumerate(timelines):
         visible = [i == j for j, some in enumerate(traces) for _ in some]
@@ -303,7 +303,7 @@ def _layout(
 
 
 def schedule_figure(spans: Sequence[Span]) -> Figure:
-    """When ops run on the model of a machine."""
+    """The modelled schedule: a row of bars per stream."""
     rows = rows_of(spans)
     end = max(span.end for span in spans)
     name, unit = next((u for u in SECONDS if end >= u[1]), SECONDS[-1])
@@ -349,7 +349,7 @@ def _bars(row: Sequence[Span], y: int, end: float, unit: float) -> Trace:
 
 
 def together(row: Sequence[Span], width: float) -> list[list[Span]]:
-    """The spans of each bar: those that follow one another in less than `width` seconds."""
+    """The spans of each bar: consecutive ones that lie within `width` seconds."""
     found: list[list[Span]] = []
     for span in row:
         if found and span.end - found[-1][0].start < width:
@@ -362,12 +362,12 @@ def together(row: Sequence[Span], width: float) -> list[list[Span]]:
 def _span_words(some: Sequence[Span]) -> str:
     span, nbytes = some[0], sum(each.nbytes for each in some)
     names = [span.name] if len(some) == 1 else [f"{len(some)} from {span.name} to {some[-1].name}"]
-    told = (("module", span.module), ("phase", span.phase))
+    details = (("module", span.module), ("phase", span.phase))
     used = human_seconds(sum(each.end - each.start for each in some))
-    return _shown(
+    return _hover_lines(
         [
             *names,
-            *(f"{key} {value}" for key, value in told if value),
+            *(f"{key} {value}" for key, value in details if value),
             f"from {human_seconds(span.start)}, for {used}",
             *([f"sends {human_bytes(nbytes)} per rank"] if nbytes else []),
         ]

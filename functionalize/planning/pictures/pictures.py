@@ -1,19 +1,21 @@
-"""Pictures of a plan, PNG, SVG or PDF by the name of the file. Needs matplotlib: `pip install "functionalize[plots]"`.
+"""Pictures of a plan: PNG, SVG or PDF by the suffix of the file.
 
-    memory_picture([eager, program], "memory.png")      bytes by category, event by event; the peak explained
-    schedule_picture(spans, "schedule.svg")             a row per stream; where compute waits for communication
+Needs matplotlib: `pip install "functionalize[plots]"`.
+
+    memory_picture([eager, program], "memory.png")      bytes by category, event by event; the peak in detail
+    schedule_picture(spans, "schedule.svg")             a row per stream; hatched where compute waits
     tradeoff_picture(rows, "sweep.png")                 bytes against seconds (see `tradeoffs.py`)
 
         ┌─────────────────┬──────────┐
-        │      peak •     │ legend   │     a column of a picture shows the event with the most bytes that lies in
-        │   ▟█▙▟██▙▟█▙    │ bytes at │     it, whole: so that a stack adds up, and no peak is lost, however many
-        │ ▟███████████▙   │ the peak │     events there are
+        │      peak •     │ legend   │     a column of the picture shows all categories of one event, the one with
+        │   ▟█▙▟██▙▟█▙    │ bytes at │     the most bytes in that column: so the stack adds up, and no peak is lost,
+        │ ▟███████████▙   │ the peak │     however many events there are
         ├─────────────────┤ what it  │
         │ forward│backward│ is, where│
         └─────────────────┴──────────┘
 
-Figures are built without `pyplot`: no global state, no window, no backend. The same plan gives the same file.
-Refuses: a file of another kind; nothing to draw. Linear in events, spans (after sorting them) and rows.
+Figures are built without `pyplot`: no global state, no window, no backend. The same plan results in the same file.
+Refuses: another file suffix; nothing to draw. Linear in events, spans (after sorting) and rows.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMNS = 900  # of a picture, at most: more than a page shows, few enough for a small SVG
+COLUMNS = (
+    900  # at most, of a picture: more than a printed page resolves, few enough for a small SVG
+)
 
 __all__ = ["memory_picture", "schedule_picture", "tradeoff_picture"]
 
@@ -82,8 +86,8 @@ def memory_picture(
 ) -> None:
     """Draw the memory of a step: the first timeline by category, the others as lines.
 
-    reserved: bytes that an allocator holds after each event of the first timeline. limit: bytes of the device.
-    Another timeline is laid over the first one phase by phase: its events are others.
+    reserved: bytes reserved by an allocator after each event of the first timeline. limit: bytes of the device.
+    The other timelines are aligned with the first one phase by phase, because their events differ.
     """
     if not timelines or not any(timeline.events for timeline in timelines[:1]):
         raise PictureError(
@@ -110,11 +114,11 @@ def memory_picture(
         figure.text(
             0.068, 0.945, title or f"Memory of a step ({main.name})", fontsize=13, color=INK
         )
-        _beside(figure, main, peak, lines)
+        _peak_panel(figure, main, peak, lines)
 
 
 def columns(values: Sequence[int], start: int, end: int, count: int = COLUMNS) -> list[int]:
-    """Of each of `count` columns the event with the most bytes, in order; all events if there are fewer."""
+    """For each of `count` columns its event with the most bytes, in order; all events if there are fewer."""
     if end - start <= count:
         return list(range(start, end))
     edges = [start + (end - start) * i // count for i in range(count + 1)]
@@ -122,7 +126,7 @@ def columns(values: Sequence[int], start: int, end: int, count: int = COLUMNS) -
 
 
 def _stack(axes: Axes, timeline: Timeline, chosen: Sequence[int], end: int) -> None:
-    """The categories on one another. Each is painted from 0 to its top, the upper ones first: half as many points."""
+    """The stacked categories. Each is filled from 0 to its top, the uppermost first, which halves the points."""
     stacked = timeline.stacked()
     heights = [0] * len(chosen)
     layers = []
@@ -138,12 +142,12 @@ def _stack(axes: Axes, timeline: Timeline, chosen: Sequence[int], end: int) -> N
             step="post",
             lw=0,
             snap=False,
-            antialiased=False,  # else the layer behind shines through at the edge
+            antialiased=False,  # else the category behind shows through at the edge
         )
 
 
 def _other_line(axes: Axes, timeline: Timeline, main: Timeline) -> tuple[str, str]:
-    """A timeline as a line over the main one; its entry in the legend."""
+    """Draw a timeline as a line over the main one; return its legend entry: (label, line style)."""
     chosen = columns(timeline.bytes, first_event(timeline), len(timeline.events))
     at = placed(anchors(timeline, main), chosen)
     heights = [timeline.bytes[i] for i in chosen]
@@ -183,13 +187,13 @@ def _memory_axes(axes: Axes, span: tuple[int, int], top: int, limit: int | None)
 
 
 def _phases(strip: Axes, timeline: Timeline, span: tuple[int, int]) -> None:
-    """A strip below: the phases as they alternate, each named once where there is room."""
+    """A strip below: the phases in order, each stretch labelled if its name fits."""
     from matplotlib.patches import Patch
 
     found, width = stretches(timeline), (span[1] - span[0]) / COLUMNS
     drawn = span[0] - width
     for phase, start, end in found:
-        if end - drawn < width:  # thinner than a column: the next one covers it
+        if end - drawn < width:  # thinner than a column: left out, the next one extends over it
             continue
         strip.axvspan(max(start, span[0]), end, color=PHASE_COLOURS.get(phase, OTHER_PHASE), lw=0)
         drawn = end
@@ -232,10 +236,10 @@ def _mark_peak(axes: Axes, peak: Peak, span: tuple[int, int]) -> None:
     )
 
 
-def _beside(
+def _peak_panel(
     figure: Figure, timeline: Timeline, peak: Peak, lines: Iterable[tuple[str, str]]
 ) -> None:
-    """The column at the right: what the colours are, with bytes at the peak; what the peak is."""
+    """The panel at the right: a legend with the bytes at the peak, and the largest storages live there."""
     panel = blank(figure, (0.69, 0.03, 0.3, 0.94))
     y, row = 0.985, 0.0385
     panel.text(0, y, f"at the peak of {timeline.name}", va="center", weight="bold")
@@ -265,7 +269,7 @@ def _beside(
 def _entry(
     panel: Axes, y: float, colour: str, name: str, nbytes: int, ink: str, size: float = 9.5
 ) -> None:
-    """A line of the legend: what, and how many bytes."""
+    """A line of the legend: colour, name, bytes."""
     panel.add_patch(swatch(y, colour, size / 9.5))
     panel.text(0.075, y, name, va="center", color=ink, fontsize=size)
     panel.text(1, y, human_bytes(nbytes), va="center", ha="right", color=ink, fontsize=size)
@@ -275,7 +279,7 @@ def _entry(
 
 
 def schedule_picture(spans: Sequence[Span], path: str | Path, *, title: str = "") -> None:
-    """Draw when ops run on a model of a machine: a row per stream; compute that waits for communication is hatched."""
+    """Draw a modelled schedule: a row per stream, hatched where compute waits for communication."""
     if not spans:
         raise PictureError(f"{path} cannot be drawn: the schedule has no span.")
     rows = rows_of(spans)
@@ -304,11 +308,13 @@ def schedule_picture(spans: Sequence[Span], path: str | Path, *, title: str = ""
         figure.text(
             0.15, 0.16 / height, f"{summary} ({100 * total(waits) / (end or 1):.0f}%)", fontsize=9
         )
-        _key(figure, height, {span.phase for span in spans if span.stream == COMPUTE}, bool(waits))
+        _schedule_legend(
+            figure, height, {span.phase for span in spans if span.stream == COMPUTE}, bool(waits)
+        )
 
 
 def stream_colour(stream: str, phase: str) -> str:
-    """Compute is coloured by phase, communication by kind, as its buffers are in pictures of memory."""
+    """The colour of a span: of compute by phase; of communication by kind, as its buffers in pictures of memory."""
     if stream == COMPUTE:
         return COMPUTE_COLOURS.get(phase, OTHER_PHASE)
     return next((colour for kind, colour in STREAM_COLOURS.items() if kind in stream), OTHER_STREAM)
@@ -327,8 +333,8 @@ def _time_axis(axes: Axes, end: float, rows: int) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _key(figure: Figure, height: float, phases: set[str], waits: bool) -> None:
-    """What the colours of compute and the hatching are, at the right of the title."""
+def _schedule_legend(figure: Figure, height: float, phases: set[str], waits: bool) -> None:
+    """The legend of the compute colours and the hatching, right of the title."""
     from matplotlib.patches import Patch
 
     entries = [

@@ -1,14 +1,15 @@
-"""The picture of a sweep: rows as points, and those that no other row beats: less of the one costs more of the other.
+"""The picture of a sweep: rows as points, and their Pareto frontier, on which less of one costs more of the other.
 
     tradeoff_picture(rows, "sweep.png")  drawn, numbered and listed
     points(rows, "seconds", "bytes")     a Point per row that has both numbers
-    frontier(points)                     those for which no other point is as small in both and smaller in one
+    frontier(points)                     the points that no other one dominates: none is at most as large in both and
+                                         smaller in one
 
      bytes  ×                            x: worse than another one in both
-            •─┐   ×
+            •─┐   ×                     •: on the frontier
               └─•────•  seconds
 
-Of equal points the first is taken. Refuses: no row has both numbers. n log n.
+Of equal points the first is kept. Refuses: no row has both numbers. n log n.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Row = Mapping[str, Any]
 
 
 class Point(NamedTuple):
-    """A row of a sweep. name: what tells it from the others; feasible: it lies under the limit."""
+    """A row of a sweep. name: its values of the columns that vary; feasible: whether y is within the limit."""
 
     x: float
     y: float
@@ -50,8 +51,12 @@ class Point(NamedTuple):
     feasible: bool
 
 
-class _Drawn(NamedTuple):
-    """What a picture shows. top: of the axis; what lies above it is only counted."""
+class _Drawing(NamedTuple):
+    """The content of a picture.
+
+    all, best: all points, and those of the frontier. top: the upper end of the y axis; points above it are counted,
+    not drawn.
+    """
 
     all: list[Point]
     best: list[Point]
@@ -59,7 +64,7 @@ class _Drawn(NamedTuple):
     top: float
 
     @classmethod
-    def of(cls, found: list[Point], limit: float | None) -> _Drawn:
+    def of(cls, found: list[Point], limit: float | None) -> _Drawing:
         fitting = [point for point in found if point.feasible]
         highest = max(point.y for point in found)
         if limit is None or not fitting:
@@ -69,7 +74,7 @@ class _Drawn(NamedTuple):
 
     @property
     def listed(self) -> list[Point]:
-        """The best, or as many of them as have room, evenly."""
+        """The frontier; if it is longer than the list, evenly chosen points of it."""
         last = len(self.best) - 1
         if last < LISTED:
             return self.best
@@ -87,10 +92,11 @@ def tradeoff_picture(
 ) -> None:
     """Draw the rows of a sweep by two of their columns, less being better in both.
 
-    Those that no other row beats are joined, numbered, and listed with what tells them apart. limit: of y; rows above
-    it are drawn hollow, and beat none. Columns are shown in bytes or seconds if their names say so (`kind_of`).
+    The frontier is joined by a line, numbered, and listed with the columns that vary. limit: the largest feasible y;
+    rows above it are drawn hollow, and are not on the frontier. Columns are shown as bytes or seconds by their name
+    (`kind_of`).
     """
-    drawn = _Drawn.of(points(rows, x, y, limit), limit)
+    drawn = _Drawing.of(points(rows, x, y, limit), limit)
     with Canvas(path, 12, 5.4) as figure:
         axes = figure.add_axes((0.075, 0.115, 0.535, 0.79))
         _axes(axes, drawn, x, y)
@@ -107,7 +113,7 @@ def tradeoff_picture(
         _list(figure, drawn, x, y)
 
 
-def _axes(axes: Axes, drawn: _Drawn, x: str, y: str) -> None:
+def _axes(axes: Axes, drawn: _Drawing, x: str, y: str) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     left, right = min(p.x for p in drawn.all), max(p.x for p in drawn.all)
@@ -127,8 +133,8 @@ def _axes(axes: Axes, drawn: _Drawn, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _limit(axes: Axes, drawn: _Drawn, y: str) -> None:
-    """The limit as a line, if it lies in the picture; how many rows lie above the picture."""
+def _limit(axes: Axes, drawn: _Drawing, y: str) -> None:
+    """The limit as a line, if it is below the top of the axis; the number of rows above the top."""
     if drawn.limit is None or drawn.limit > drawn.top:
         return
     axes.axhspan(drawn.limit, drawn.top, color=PALE, alpha=0.4, lw=0, zorder=0)
@@ -154,7 +160,7 @@ def _limit(axes: Axes, drawn: _Drawn, y: str) -> None:
 
 
 def _numbers(axes: Axes, listed: Sequence[Point]) -> None:
-    """A number at each point, where no other number is; none where there is no such place."""
+    """Number the points, each where it covers no other number; a point without such a place has none."""
     taken: list[tuple[float, float]] = []
     for number, point in enumerate(listed, 1):
         x, y = axes.transData.transform((point.x, point.y)) / axes.figure.dpi * 72
@@ -173,8 +179,8 @@ def _numbers(axes: Axes, listed: Sequence[Point]) -> None:
                 break
 
 
-def _list(figure: Figure, drawn: _Drawn, x: str, y: str) -> None:
-    """The points that are not beaten, at the right."""
+def _list(figure: Figure, drawn: _Drawing, x: str, y: str) -> None:
+    """The points of the frontier as a list, at the right."""
     panel = blank(figure, (0.635, 0.05, 0.355, 0.88))
     fitting = sum(point.feasible for point in drawn.all)
     which = " that fit" if drawn.limit is not None and fitting else ""
@@ -194,7 +200,7 @@ def _list(figure: Figure, drawn: _Drawn, x: str, y: str) -> None:
 
 
 def points(rows: Sequence[Row], x: str, y: str, limit: float | None = None) -> list[Point]:
-    """The rows that have numbers for x and y; the others failed, and are no points."""
+    """The rows that have numbers for x and y. Other rows are points of the sweep that failed."""
     kept = [row for row in rows if _is_number(row.get(x)) and _is_number(row.get(y))]
     if not kept:
         known = ", ".join(f"`{key}`" for key in (rows[0] if rows else ())) or "none"
@@ -215,7 +221,7 @@ def points(rows: Sequence[Row], x: str, y: str, limit: float | None = None) -> l
 
 
 def frontier(found: Sequence[Point]) -> list[Point]:
-    """The points that no other beats, by rising x and falling y."""
+    """The Pareto frontier: points that no other one dominates, by increasing x and decreasing y."""
     best: list[Point] = []
     for point in sorted(found, key=lambda p: (p.x, p.y)):
         if not best or point.y < best[-1].y:
@@ -224,7 +230,7 @@ def frontier(found: Sequence[Point]) -> list[Point]:
 
 
 def kind_of(name: str) -> str:
-    """What a column of this name holds: `bytes`, `seconds` or `number`."""
+    """The kind of a column by its name: `bytes`, `seconds` or `number`."""
     words = set(name.lower().replace("_", " ").split())
     if words & {"seconds", "time"}:
         return "seconds"
@@ -232,7 +238,7 @@ def kind_of(name: str) -> str:
 
 
 def shown(value: float, kind: str) -> str:
-    """A number in the unit of its kind."""
+    """A number as text with the unit of its kind."""
     if kind == "bytes":
         return human_bytes(value)
     return human_seconds(value) if kind == "seconds" else f"{value:,.6g}"
@@ -243,7 +249,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _varies(rows: Sequence[Row], key: str) -> bool:
-    """Whether a column is one of the sweep's own: few enough different values, more than one, none measured."""
+    """Whether a column is an axis of the sweep: not a measurement, and with more than one value."""
     if kind_of(key) != "number" or isinstance(rows[0].get(key), float):
         return False
     return len({str(row.get(key)) for row in rows}) > 1

@@ -1,4 +1,4 @@
-"""What a program sends: bytes and collectives by kind, process group, module and phase.
+"""The traffic of a program: collectives and their bytes by kind, process group, module and phase.
 
     for row in communication(program): ...
     summed(communication(program), "kind", "group")
@@ -11,9 +11,9 @@
     broadcast        n, n                                       n
     barrier          0, 0                                       0
 
-Bytes are those that the tensors have, padding of uneven shards included: FSDP2 sends it. A group is looked up in the
-program (the ops that have its size), then among the process groups of this process, if there are any, or is
-given. Of a group whose size nobody knows (0), an all-reduce is taken for that of very many ranks.
+Bytes are the sizes of the tensors, including the padding of uneven shards, which FSDP2 sends too. The ranks of a group
+come from the `groups` argument, else from the process groups of this process. If an op of the program has the size as
+an argument, ranks that disagree with it are ignored. An all-reduce of unknown size (0) counts as one of many ranks.
 Invariant: rows are in the order of the graph, and their counts add up to its collectives. Linear in nodes and edges.
 """
 
@@ -51,8 +51,9 @@ _KINDS = (
 class Traffic:
     """Collectives of one kind in one process group, for one module in one phase.
 
-    ranks: of the group, 0 if unknown. nbytes_in, nbytes_out: what each rank gives and gets; sent: what each
-    sends to others, as a ring does it.
+    ranks: the size of the group, 0 if unknown.
+    nbytes_in, nbytes_out: bytes of the inputs and of the outputs of each rank.
+    sent: bytes that each rank sends to others in a ring algorithm.
     """
 
     KEYS: ClassVar[tuple[str, ...]] = ("kind", "group", "ranks", "module", "phase")
@@ -69,15 +70,15 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A process group. members: its ranks among all, None if unknown: then they are taken to be neighbours."""
+class RankGroup:
+    """A process group. members: its global ranks; None if unknown: consecutive ranks are assumed."""
 
     name: str
     size: int
     members: tuple[int, ...] | None = None
 
     def on_a_node(self, ranks_per_node: int | None) -> int:
-        """How many of its ranks share a node: on the node with the fewest."""
+        """The number of its ranks on the node that has fewest of them. ranks_per_node: None: all are on one node."""
         if ranks_per_node is None:
             return self.size
         if self.members is None:
@@ -86,12 +87,12 @@ class Group:
 
 
 class Groups:
-    """The process groups of a graph. given: the ranks of groups, by name, where they are known better."""
+    """The process groups of a graph, by name. ranks: the global ranks of groups; wins over this process's groups."""
 
-    def __init__(self, graph: fx.Graph, given: Mapping[str, Sequence[int]] | None = None) -> None:
-        self._given = given or {}
+    def __init__(self, graph: fx.Graph, ranks: Mapping[str, Sequence[int]] | None = None) -> None:
+        self._ranks = ranks or {}
         self._sizes: dict[str, int] = {}
-        self._found: dict[str, Group] = {}
+        self._found: dict[str, RankGroup] = {}
         for node in graph.nodes:
             if is_collective(node):
                 arguments = _arguments(node)
@@ -99,23 +100,23 @@ class Groups:
                 if size:
                     self._sizes[str(arguments.get("group_name"))] = int(size)
 
-    def __getitem__(self, name: str) -> Group:
+    def __getitem__(self, name: str) -> RankGroup:
         if name not in self._found:
             self._found[name] = self._find(name)
         return self._found[name]
 
-    def _find(self, name: str) -> Group:
+    def _find(self, name: str) -> RankGroup:
         size = self._sizes.get(name, 0)
-        members = self._given.get(name) or _members(name)
-        if members is None or (size and len(members) != size):  # another group of that name
-            return Group(name, size)
-        return Group(name, len(members), tuple(members))
+        members = self._ranks.get(name) or _members(name)
+        if members is None or (size and len(members) != size):  # a different group of that name
+            return RankGroup(name, size)
+        return RankGroup(name, len(members), tuple(members))
 
 
 def communication(
     program: Program, groups: Mapping[str, Sequence[int]] | None = None
 ) -> list[Traffic]:
-    """A row for everything that differs in kind, group, module or phase.
+    """One row per kind, group, module and phase.
 
     groups: the ranks of process groups by name, for a program whose groups are not those of this process.
     """
@@ -126,9 +127,9 @@ def communication(
 
 
 def members_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """The ranks of the process groups that a program talks in, of those that this process has.
+    """The ranks of the process groups that a program communicates in, if this process has these groups.
 
-    What a plan asks for while its world is there, to give it to `communication` and `step_time` later.
+    A plan calls this while its fake world exists, and passes the result to `communication` and `step_time` later.
     """
     known = Groups(program.graph)
     names = {group_name_of(node) for node in program.graph.nodes if is_collective(node)}
@@ -136,11 +137,11 @@ def members_of(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def traffic_of(node: fx.Node, groups: Groups) -> Traffic:
-    """What one collective sends."""
+    """The traffic of one collective."""
     group = groups[group_name_of(node)]
     kind = kind_of(node)
-    given = sum(nbytes_of(t) for n in node.all_input_nodes for t in tensors_of(n.meta["val"]))
-    got = sum(map(nbytes_of, tensors_of(node.meta.get("val"))))
+    nbytes_in = sum(nbytes_of(t) for n in node.all_input_nodes for t in tensors_of(n.meta["val"]))
+    nbytes_out = sum(map(nbytes_of, tensors_of(node.meta.get("val"))))
     return Traffic(
         kind=kind,
         group=group.name,
@@ -148,35 +149,35 @@ def traffic_of(node: fx.Node, groups: Groups) -> Traffic:
         module=node.meta.get("module", ""),
         phase=phase_of(node) or "",
         count=1,
-        nbytes_in=given,
-        nbytes_out=got,
-        sent=_sent(kind, given, got, group.size),
+        nbytes_in=nbytes_in,
+        nbytes_out=nbytes_out,
+        sent=_sent(kind, nbytes_in, nbytes_out, group.size),
     )
 
 
 def kind_of(node: fx.Node) -> str:
-    """What people call a collective; one that is not known here, by the name of its op."""
+    """The usual name of a collective; for one that is not in the table, the name of its op."""
     name = str(node.target).split(".")[1]
     return next((kind for start, kind in _KINDS if name.startswith(start)), name)
 
 
 def group_name_of(node: fx.Node) -> str:
-    """The name of the process group that a collective talks in."""
+    """The name of the process group of a collective."""
     return str(_arguments(node).get("group_name", ""))
 
 
-def _sent(kind: str, given: int, got: int, ranks: int) -> int:
+def _sent(kind: str, nbytes_in: int, nbytes_out: int, ranks: int) -> int:
     """Bytes that each rank of a ring sends."""
     if ranks == 1:
         return 0
-    others = given - given // ranks if ranks else given
+    others = nbytes_in - nbytes_in // ranks if ranks else nbytes_in
     if kind == ALL_REDUCE:
         return 2 * others
     if kind == ALL_TO_ALL:
         return others
     if kind == BROADCAST:
-        return given
-    return abs(got - given)
+        return nbytes_in
+    return abs(nbytes_out - nbytes_in)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -1,14 +1,13 @@
-"""What a program computes: floating-point operations and bytes moved, by op, phase and module.
+"""The work of a program: floating-point operations and bytes moved, by op, phase and module.
 
     for row in compute(program): ...
-    summed(compute(program), "op")         what `FlopCounterMode` tells, for the program
+    summed(compute(program), "op")         as `FlopCounterMode` counts them
 
-FLOPs are by the formulas of `torch.utils.flop_counter`, on the program: what a step runs, it counts, each op that is
-run again (`recompute`) as often as it runs. The attention kernels of CPUs, of which torch counts nothing before 2.15,
-are counted by the formulas of those of GPUs, as 2.15 does. As in torch, elementwise ops and reductions count as
-nothing, and attention counts as if it were not causal. What in-place matmuls (`addmm_`, `baddbmm_`) compute torch
-leaves out; a program has them in their functional form, which is counted.
-Views, waits and collectives have no rows. Linear in nodes and edges.
+FLOPs are by the formulas of `torch.utils.flop_counter`, applied to the program: an op that is recomputed (phase
+`recompute`) counts each time it runs. CPU attention kernels, which torch counts as 0 before 2.15, are counted by the
+formulas of the GPU kernels, as torch 2.15 does. As in torch, elementwise ops and reductions count as 0, and attention
+counts as if it were not causal. torch omits in-place matmuls (`addmm_`, `baddbmm_`); a program has them in their
+functional form, which is counted. Views, waits and collectives have no rows. Linear in nodes and edges.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from functionalize.program.program import Program
 class Work:
     """Ops of one kind, of one module in one phase.
 
-    op: as torch names it without its overload, `aten.mm`. nbytes: read and written.
+    op: its name without the overload, as `aten.mm`. count: the number of ops. nbytes: bytes read plus bytes written.
     """
 
     KEYS: ClassVar[tuple[str, ...]] = ("op", "phase", "module")
@@ -43,7 +42,7 @@ class Work:
 
 
 def compute(program: Program) -> list[Work]:
-    """A row for everything that differs in op, phase or module, in the order of the graph."""
+    """One row per op, phase and module, in the order of the graph."""
     program.describe()
     return summed(_each(program.graph), *Work.KEYS)
 
@@ -56,10 +55,10 @@ def _each(graph: fx.Graph) -> Iterator[Work]:
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether a node is an op that takes time on the device and is no collective."""
+    """Whether a node is an op that needs time on the device and is not a collective."""
     return node.op == "call_function" and not is_free(node) and not is_collective(node)
 
 
 def op_name(node: fx.Node) -> str:
-    """`aten.mm`"""
+    """The name of an op without its overload, as `aten.mm`."""
     return str(getattr(node.target, "overloadpacket", node.target))

@@ -1,19 +1,19 @@
-"""What a node costs: a roofline. A stated model, to choose by and not to predict with.
+"""The cost of a node by a roofline model: for comparing alternatives, not for predicting measurements.
 
     flops(node)                   floating-point operations, by the formulas of `torch.utils.flop_counter`
-    moved(node)                   bytes read and written; for a collective, bytes that a ring sends per rank
-    seconds(node, machine)        the time on a `Machine`
+    moved(node)                   bytes read and written; for a collective, the bytes each rank of a ring sends
+    seconds(node, machine)        the modelled time on a `Machine`
 
     kind of node                              seconds
     views, waits, numbers, inputs             0
-    collectives                               latency + bytes sent / link_bandwidth (`step_time.py` knows nodes)
+    collectives                               latency + bytes sent / link_bandwidth (`step_time.py` also models nodes)
     copies from one device to another         overhead + bytes / host_bandwidth
     everything else                           overhead + max(flops / FLOP/s, bytes moved / memory_bandwidth)
 
-What it leaves out: caches, kernels that reach less than the peak, transfers that overlap with others.
-Bytes are those of the tensors; a lookup (`embedding`, `index`) reads as much of its table as it gives.
-Sizes are those of the fake values in `node.meta["val"]`, which must be static.
-Refuses (`PassError`): the name of a machine that is not known.
+Not modelled: caches, kernels that do not reach peak rates, transfers that overlap with others.
+Bytes are the sizes of the tensors; a lookup (`embedding`, `index`) reads as many bytes of its table as it returns.
+Sizes come from the fake values in `node.meta["val"]`, which must be static.
+Refuses (`PassError`): an unknown machine name.
 """
 
 from __future__ import annotations
@@ -42,11 +42,16 @@ aten = torch.ops.aten
 class Machine:
     """One rank's device and links.
 
-    flops: FLOP/s. memory_bandwidth, link_bandwidth (to other ranks), host_bandwidth (between device and
-    host): bytes/s, one way. latency: seconds until a collective's first byte. overhead: seconds per op.
-    matrix_flops: (dtype, FLOP/s) where the rate of a dtype is another one. ranks_per_node: how many ranks
-    link_bandwidth joins; None: all. internode_bandwidth: bytes/s, one way, of each rank's own adapter to other
-    nodes. streams: whether collectives run beside compute, as on a GPU, or one thing after the other.
+    flops: FLOP/s of dtypes that `matrix_flops` does not list.
+    memory_bandwidth: bytes/s between the device and its own memory.
+    link_bandwidth: bytes/s, one way, to other ranks on the same node.
+    latency: seconds before a collective transfers its first byte.
+    overhead: seconds per op.
+    host_bandwidth: bytes/s, one way, between the device and its host.
+    matrix_flops: (dtype, FLOP/s) pairs.
+    ranks_per_node: the number of ranks that `link_bandwidth` connects; None: all.
+    internode_bandwidth: bytes/s, one way, of each rank's own network adapter.
+    streams: whether collectives run concurrently with compute, as on a GPU.
     """
 
     flops: float
@@ -65,9 +70,9 @@ class Machine:
         return dict(self.matrix_flops).get(dtype, self.flops)  # type: ignore[arg-type]
 
     def ring_bandwidth(self, size: int, on_a_node: int) -> float:
-        """Bytes/s at which every rank of a ring of `size` sends, of which `on_a_node` share each node.
+        """Bytes/s at which every rank of a ring of `size` ranks sends; `on_a_node` of them share a node.
 
-        A ring leaves a node once, by the adapters of all its ranks there: as libraries build rings, one per adapter.
+        Libraries build one ring per adapter, so that all adapters of the group's ranks on a node carry its traffic.
         """
         if size <= on_a_node:
             return self.link_bandwidth
@@ -83,7 +88,7 @@ def _gpu(
     adapter: float,
     eighth: float | None = None,
 ) -> Machine:
-    """Eight to a node. half: FLOP/s of 16-bit matrices; eighth: of 8-bit ones, if there are."""
+    """A GPU of a node with eight. half: FLOP/s of 16-bit matmuls; eighth: of 8-bit ones; None: not supported."""
     rates = [(torch.bfloat16, half), (torch.float16, half)]
     if eighth is not None:
         rates += [(torch.float8_e4m3fn, eighth), (torch.float8_e5m2, eighth)]
@@ -95,8 +100,8 @@ def _gpu(
 # cpu: two cores of a server CPU of the 2020s, ranks on one host over gloo; measured: `mm` of 1024 x 1024 floats,
 #   `add` of 64 MiB, an all-gather of 16 MiB on two ranks, an op on four floats; rounded.
 # GPUs: from the data sheets of the GPU (SXM) and of the DGX system that has eight of them; dense rates, half of
-#   those with sparsity; fp32 without TF32, as torch's default is; NVLink one way, half of what the sheet says; an
-#   InfiniBand adapter per GPU; latency and overhead are the usual ones of a small NCCL collective and of a kernel
+#   those with sparsity; fp32 without TF32, as torch's default is; NVLink one way, half of the data sheet's figure;
+#   one InfiniBand adapter per GPU; latency and overhead are typical of a small NCCL collective and of a kernel
 #   launch from Python.
 # a100: A100 80 GB: HBM2e 2.04 TB/s, NVLink 300 GB/s, PCIe 4 x16; DGX A100: 8 adapters of 200 Gb/s.
 # h100: HBM3 3.35 TB/s, NVLink 450 GB/s, PCIe 5 x16; DGX H100: 8 ConnectX-7 of 400 Gb/s.
@@ -114,13 +119,12 @@ MACHINES: Mapping[str, Machine] = types.MappingProxyType(
         "b200": _gpu(80e12, 2250e12, 8e12, 900e9, 64e9, 50e9, 4500e12),
     }
 )
-MACHINE_OF: Mapping[str, str] = types.MappingProxyType(  # of a target, where no machine is named
-    {"cuda": "h100", "cpu": "cpu"}
-)
+# Target -> the machine to model if none is named.
+MACHINE_OF: Mapping[str, str] = types.MappingProxyType({"cuda": "h100", "cpu": "cpu"})
 
 
 def machine_named(name: str, graph: fx.Graph | None = None) -> Machine:
-    """A preset; `auto`: "h100" for a graph with a value on an accelerator, else "cpu"."""
+    """The preset of a name; `auto`: "h100" for a graph with a value on an accelerator, else "cpu"."""
     if name == "auto":
         nodes = graph.nodes if graph is not None else ()
         devices = {t.device.type for n in nodes for t in tensors_of(n.meta.get("val"))}
@@ -132,7 +136,7 @@ def machine_named(name: str, graph: fx.Graph | None = None) -> Machine:
 
 # -- flops -----------------------------------------------------------------------------------------
 
-# The attention of CPUs, which torch counts as nothing before 2.15, by the formulas of its equals on CUDA.
+# CPU attention kernels, which torch counts as 0 before 2.15 -> the CUDA kernel with the same formula.
 _SAME_FORMULA: Mapping[str, str] = types.MappingProxyType(
     {
         "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
@@ -146,16 +150,17 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )
-# Where the query is among the arguments, which the key and the value follow.
+# Op -> the index of its `query` argument; `key` and `value` are the next two.
 _QUERY: Mapping[str, int] = types.MappingProxyType(
     dict.fromkeys(_ATTENTION, 0) | {f"{name}_backward": 1 for name in _ATTENTION}
 )
 
 
 def _with_equal_heads(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
-    """The key and the value with as many heads as the query: torch 2.11 has no formula for fewer, which cost the same.
+    """The arguments, key and value expanded to the heads of the query.
 
-    args: [.., query, key, value, ..], the query at `at`: each of [batch, heads, length, channels].
+    Grouped-query attention costs as much, but torch 2.11 has no formula for it. args: [.., query, key, value, ..] with
+    the query at index `at`; each has the shape [batch, heads, length, channels].
     """
     heads = args[at].shape[1]
     grouped = (t.shape for t in args[at + 1 : at + 3])
@@ -185,16 +190,17 @@ def _formula(target: Any) -> Callable[..., Any] | None:
 
 # -- bytes and seconds -----------------------------------------------------------------------------
 
-_REDUCES_AND_GATHERS = ("all_reduce", "all_reduce_coalesced")  # a ring goes round twice
+# A ring all-reduce is a reduce-scatter followed by an all-gather: it sends the bytes twice.
+_REDUCES_AND_GATHERS = ("all_reduce", "all_reduce_coalesced")
 _LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
 _NOTHING_WRITTEN = frozenset(("empty", "empty_like", "empty_strided", "new_empty"))
 _NO_MESSAGE = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
 
 
 def moved(node: fx.Node) -> int:
-    """Bytes that a node reads and writes; for a collective, those that a ring of ranks sends per rank.
+    """Bytes that a node reads and writes; for a collective, the bytes that each rank of a ring sends.
 
-    A view moves nothing; an expanded tensor counts what it occupies.
+    0 for a view; an expanded tensor counts the bytes that it occupies in memory.
     """
     if node.op != "call_function" or is_free(node):
         return 0
@@ -209,15 +215,15 @@ def moved(node: fx.Node) -> int:
         return 0
     if _packet_name(node) in _LOOKUPS and read:
         return into - read[0] + min(read[0], out) + out
-    if _is_mutable(node):  # what it returns is what it wrote
+    if _is_mutable(node):  # its results are the arguments that it wrote
         out = sum(nbytes_of(t) for _, n in written_nodes(node) for t in tensors_of(n.meta["val"]))
-    elif leaves_gradients(node):  # its functional form returns them with the rest
+    elif leaves_gradients(node):  # the functional form returns the gradients, too
         out -= sum(nbytes_of(t) for n in _nodes(node.args[1]) for t in tensors_of(n.meta["val"]))
     return into + out
 
 
 def seconds(node: fx.Node, machine: Machine) -> float:
-    """The time that a node takes on a machine, by the table above."""
+    """The modelled time of a node on a machine, by the table above."""
     if node.op != "call_function" or is_free(node):
         return 0.0
     nbytes = moved(node)
@@ -227,17 +233,17 @@ def seconds(node: fx.Node, machine: Machine) -> float:
 
 
 def op_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> float:
-    """The time of an op that is neither free nor a collective, given what it computes and moves."""
+    """The modelled time of an op that is neither free nor a collective; flops, nbytes: of that op."""
     made = _first(node.meta.get("val"))
     read = next((t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))), None)
     if made is not None and read is not None and made.device.type != read.device.type:
-        return machine.overhead + nbytes / 2 / machine.host_bandwidth
+        return machine.overhead + nbytes / 2 / machine.host_bandwidth  # nbytes: read + written
     computing = flops / machine.rate(dtype_of(node)) if flops else 0.0
     return machine.overhead + max(computing, nbytes / machine.memory_bandwidth)
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
-    """The dtype that an op computes in: that of its first tensor; a matmul of 8-bit numbers gives others."""
+    """The dtype that an op computes in: of its first input, since an 8-bit matmul has a wider result."""
     for each in node.all_input_nodes:
         if (found := _first(each.meta.get("val"))) is not None:
             return found.dtype
@@ -246,7 +252,7 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective (waiting for one starts none)."""
+    """Whether a node starts a collective; a wait does not."""
     if node.target is BARRIER:
         return True
     namespace = getattr(node.target, "namespace", "")
@@ -259,7 +265,7 @@ def _packet_name(node: fx.Node) -> str:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node makes no tensor of its own and writes none: a view, a wait, a part of a tuple, a number."""
+    """Whether a node neither allocates nor writes a tensor: a view, a wait, a `getitem`, an op on numbers."""
     if node.target is operator.getitem or (node.target is WAIT and WAIT is not None):
         return True
     if node.target is BARRIER or _is_mutable(node):
@@ -272,7 +278,7 @@ def is_free(node: fx.Node) -> bool:
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of data; of an expanded tensor, those that it lies on."""
+    """Bytes of a tensor's data; an expanded tensor counts the bytes that it occupies in memory."""
     if tensor.layout != torch.strided:
         return tensor.numel() * tensor.element_size()
     return min(geometry_of(tensor).nbytes, int(tensor.untyped_storage().nbytes()))

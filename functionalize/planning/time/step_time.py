@@ -3,18 +3,18 @@
     time = step_time(program, MACHINES["h100"])
     time.seconds, time.compute, time.exposed     seconds = compute + exposed
     time.communication, time.overlap             communication = exposed + overlap
-    time.mfu                                     model FLOPs (nothing that is run again) / peak FLOPs in that time
-    time.spans                                   what runs when, for pictures of the schedule
+    time.mfu                                     model FLOPs (without recomputation) / peak FLOPs in that time
+    time.spans                                   start and end of everything that runs, for pictures
     print(time.text())
 
     compute        ████████░░████████████   the stream on which ops run
     all-gather     ██████████    ███
-    exposed                ██               communication while compute has nothing to do
+    exposed                ██               communication while the compute stream is idle
 
-An op takes what `costs.py` says; a collective its latency and the bytes that a ring sends over the slowest link of its
-group: between nodes, if the group is not on one. `streams.py` has the rules of what waits for what. What is modelled
-is one rank in steady state, with others exactly as fast: no stragglers, no failures, no input pipeline.
-Invariant: the seconds of the phases add up to those of the step. Linear in nodes and edges, but for one sort.
+The time of an op is by `costs.py`; that of a collective is its latency plus the time to send the bytes of a ring over
+the slowest link of its group: between nodes, if its ranks are on several. `streams.py` has the rules of what waits for
+what. The model is of one rank in steady state, with others exactly as fast: no stragglers, failures or input pipeline.
+Invariant: the seconds of the phases add up to those of the step. Linear in nodes and edges, plus one sort.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from functionalize.planning.report.display import human_seconds
 from functionalize.planning.report.spans import Span
 from functionalize.planning.time.communication import Groups
 from functionalize.planning.time.costs import MACHINES, Machine
-from functionalize.planning.time.streams import Piece, schedule
+from functionalize.planning.time.streams import ScheduledSpan, schedule
 from functionalize.program.program import Program
 
 _MODELS: Mapping[str, str] = {
@@ -36,12 +36,12 @@ _MODELS: Mapping[str, str] = {
     "replay": "replaying the program as it stands",
     "serial": "one thing after the other",
 }
-Part = tuple[float, float, str]  # start, end, phase
+Interval = tuple[float, float, str]  # start, end, phase
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """One phase of a step, modelled. seconds: compute + exposed. flops: of what it computes."""
+    """One phase of a step: modelled seconds. seconds: compute + exposed. flops: of all its ops."""
 
     phase: str
     seconds: float
@@ -55,9 +55,12 @@ class PhaseTime:
 class StepTime:
     """The modelled time of a step, in seconds, of one rank.
 
-    compute: while an op runs on the compute stream. communication: while collectives run, or copies on their streams,
-    at least one of them. exposed: while these run and compute does not. streams: whose rules, see `streams.py`.
-    flops: all of them; model_flops: without those of recomputation. mfu: None without FLOPs.
+    streams: the name of the rules used, see `streams.py`.
+    compute: time in which an op runs on the compute stream.
+    communication: time in which at least one collective, or a copy on a communication stream, runs.
+    exposed: the part of `communication` in which no op runs on the compute stream.
+    flops: of all ops; model_flops: without those of recomputation.
+    mfu: None if there are no FLOPs.
     """
 
     machine: Machine
@@ -78,7 +81,7 @@ class StepTime:
         return self.communication - self.exposed
 
     def text(self) -> str:
-        """What a person reads."""
+        """The result as a table for people."""
         lines = [
             f"modelled step time: {human_seconds(self.seconds)} per rank, {_MODELS[self.streams]}, on {self._where()}",
             f"  compute {human_seconds(self.compute)}; communication {human_seconds(self.communication)}, of which "
@@ -97,7 +100,7 @@ class StepTime:
         return "\n".join(lines)
 
     def to_json(self, spans: bool = False) -> dict[str, Any]:
-        """The same as plain values, for `json.dumps`. spans: with everything that runs, one list per span."""
+        """The result as plain values, for `json.dumps`. spans: include all spans, one list for each."""
         found: dict[str, Any] = {
             "modelled": True,
             "machine": self._where(),
@@ -132,7 +135,7 @@ def step_time(
 
     streams: `fsdp2`, `replay` or `serial`; None: `fsdp2` on a machine with streams, else `serial`. groups: the ranks
     of process groups by name, for a program whose groups are not those of this process. Raises `PassError` for
-    streams that are not known.
+    an unknown `streams`.
     """
     program.describe()
     if streams is None:
@@ -157,11 +160,11 @@ def step_time(
     )
 
 
-def _phases(pieces: Sequence[Piece]) -> Iterator[PhaseTime]:
-    """The phases in the order in which they begin."""
+def _phases(pieces: Sequence[ScheduledSpan]) -> Iterator[PhaseTime]:
+    """The times of each phase, in the order in which the phases begin."""
     computing = [(s.start, s.end, s.phase) for s, communicates, *_ in pieces if not communicates]
     sending = sorted((s.start, s.end, s.phase) for s, communicates, *_ in pieces if communicates)
-    sending = list(_apart(sending))
+    sending = list(_without_overlaps(sending))
     compute, communication = _by_phase(computing), _by_phase(sending)
     exposed = _by_phase(_outside(sending, computing))
     flops: dict[str, int] = {}
@@ -172,15 +175,15 @@ def _phases(pieces: Sequence[Piece]) -> Iterator[PhaseTime]:
         yield PhaseTime(phase, busy + bare, busy, communication.get(phase, 0.0), bare, count)
 
 
-def _by_phase(parts: Sequence[Part] | Iterator[Part]) -> dict[str, float]:
+def _by_phase(parts: Sequence[Interval] | Iterator[Interval]) -> dict[str, float]:
     found: dict[str, float] = {}
     for start, end, phase in parts:
         found[phase] = found.get(phase, 0.0) + end - start
     return found
 
 
-def _apart(parts: Sequence[Part]) -> Iterator[Part]:
-    """The same without overlaps: what began first counts. They are in order of their starts."""
+def _without_overlaps(parts: Sequence[Interval]) -> Iterator[Interval]:
+    """Cut intervals, sorted by start, so that none overlap: an overlap counts for the one that began first."""
     at = 0.0
     for start, end, phase in parts:
         if end > at:
@@ -188,8 +191,8 @@ def _apart(parts: Sequence[Part]) -> Iterator[Part]:
             at = end
 
 
-def _outside(parts: Sequence[Part], others: Sequence[Part]) -> Iterator[Part]:
-    """What of some parts lies in none of the others; both are in order and without overlaps."""
+def _outside(parts: Sequence[Interval], others: Sequence[Interval]) -> Iterator[Interval]:
+    """The parts of some intervals that lie in none of the others; both are sorted and without overlaps."""
     i = 0
     for start, end, phase in parts:
         while i < len(others) and others[i][1] <= start:

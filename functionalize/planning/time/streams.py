@@ -1,29 +1,30 @@
-"""When every op of a program runs on a model of a machine with streams: spans, by one of three sets of rules.
+"""A modelled schedule: when each op of a program runs on which stream, by one of three sets of rules.
 
-    fsdp2     what eager FSDP2 does on a GPU
+    fsdp2     the streams of eager FSDP2 on a GPU
                   compute                │ copy-out 0 │ layer 0    │ copy-out 1 │ layer 1 …
                   all-gather 0           │ gather 0 │ gather 1   │ gather 2 …
                   reduce-scatter 0       …
-    replay    what a replay of the program, as it stands, does on a GPU
-    serial    one thing after the other, in one row: a CPU
+    replay    a replay of the program, in its present order, on a GPU
+    serial    one op after the other on one stream: a CPU
 
-Rules that fsdp2 and replay share: a stream runs one thing at a time, in the order of the program; a collective starts
-when its inputs are ready, its stream is free, and its process group is done with the one before it.
+Rules that fsdp2 and replay share: a stream runs one op at a time, in the order of the program; a collective starts when
+its inputs are ready, its stream is free, and the previous collective of its process group is complete.
 
-fsdp2: the host is never late, so that order and data decide, and not the place of a collective in the program.
-- What is computed of inputs alone for an all-gather (casts, the cat) runs on a stream `all-gather copy-in 0`.
-- An all-gather of parameters waits for the copy-out of the one two before it, in backward for that of the one before
-  it: eager frees the gathered buffers so. A copy-out not yet there where the gather stands in the program (`prefetch`)
-  is not waited for.
-- Compute waits for what it reads. In backward, before it packs gradients, it waits for the reduce-scatter before them
-  (as eager does with its default of one input buffer).
-- Casts and sums of reduced gradients run where they were reduced; compute waits for them at the end of the backward.
+fsdp2: the host always launches in time, so that data dependencies and the order on each stream decide when an op
+starts, not the place of a collective in the program.
+- The copy-in of an all-gather (casts and `cat` that depend on inputs alone) runs on a stream `all-gather copy-in 0`.
+- An all-gather of parameters waits for an earlier copy-out, after which eager frees the gathered buffer: in forward the
+  copy-out of the second all-gather before it, in backward of the one directly before it. If that copy-out comes later
+  in the program than the all-gather (after the `prefetch` pass), the all-gather does not wait for it.
+- Compute waits for its inputs. In backward, before it packs gradients, it waits for the previous reduce-scatter (as
+  eager does with its default of one input buffer).
+- Casts and sums of reduced gradients run on the stream of their reduction; compute waits for them after the backward.
 
-replay: collectives start no earlier than the compute that the program has before them, as those of one stream do, and
-compute waits at every `wait_tensor`. The program as captured has its all-gathers of forward where eager issues them,
-right before their layer, so that nothing overlaps; the `prefetch` pass is what moves them.
+replay: a collective starts after all compute that precedes it in the program, as on one stream, and compute waits at
+every `wait_tensor`. The captured program has the forward's all-gathers where eager issues them, right before their
+layer, so that nothing overlaps; the `prefetch` pass moves them.
 
-Left out: hosts that are late, the memory bandwidth that copies of one stream take from another, Python that reads a
+Not modelled: a host that launches late, memory bandwidth shared between streams, synchronization when Python reads a
 number. Invariant: spans of one stream do not overlap, and no op starts before its inputs are ready. Linear in nodes
 and edges.
 """
@@ -66,42 +67,45 @@ from functionalize.planning.time.costs import (
 aten = torch.ops.aten
 
 COMPUTE = "compute"
-_AFTER_REDUCE = (
-    aten._to_copy,
-    aten.add,
-    aten.div,
-    aten.mul,
-)  # what FSDP2 does to reduced gradients
+# The ops that FSDP2 applies to reduced gradients.
+_AFTER_REDUCE = (aten._to_copy, aten.add, aten.div, aten.mul)
+# The ops by which FSDP2 packs gradients into the input buffer of a reduce-scatter.
 _PACKS = (aten._chunk_cat, aten.cat)
 
 
-class Piece(NamedTuple):
-    """A span. communicates: whether it is a collective, or a copy on a communication stream."""
+class ScheduledSpan(NamedTuple):
+    """A span and its work.
+
+    communicates: whether it is a collective or a copy on a communication stream.
+    ideal: seconds for its FLOPs at the peak rate of its dtype.
+    """
 
     span: Span
     communicates: bool
     flops: int = 0
-    ideal: float = 0.0  # seconds at the peak rate of its dtype
+    ideal: float = 0.0
 
 
-def schedule(graph: fx.Graph, machine: Machine, groups: Groups, streams: str) -> list[Piece]:
-    """When everything that takes time runs, by the rules of `fsdp2`, `replay` or `serial`."""
+def schedule(
+    graph: fx.Graph, machine: Machine, groups: Groups, streams: str
+) -> list[ScheduledSpan]:
+    """Schedule every node that needs time by the rules of `fsdp2`, `replay` or `serial`."""
     if streams not in STREAMS:
         raise PassError(f"no streams `{streams}`; there are {', '.join(STREAMS)}")
     return STREAMS[streams](graph, machine, groups).run()
 
 
-class _Serial:
-    """One thing after the other. Subclasses say what runs where, and what it waits for."""
+class _SerialSchedule:
+    """One op after the other on one stream. Subclasses choose the stream of an op, and what it waits for."""
 
     def __init__(self, graph: fx.Graph, machine: Machine, groups: Groups) -> None:
         self.graph, self.machine, self.groups = graph, machine, groups
-        self.pieces: list[Piece] = []
-        self.free: dict[str, float] = defaultdict(float)  # stream -> when it is
+        self.pieces: list[ScheduledSpan] = []
+        self.free: dict[str, float] = defaultdict(float)  # stream -> when it is free
         self.link: dict[str, float] = defaultdict(float)  # process group -> when it is free
-        self.ready: dict[fx.Node, float] = {}
+        self.ready: dict[fx.Node, float] = {}  # node -> when its value is available
 
-    def run(self) -> list[Piece]:
+    def run(self) -> list[ScheduledSpan]:
         for node in self.graph.nodes:
             at = max((self.ready[n] for n in node.all_input_nodes), default=0.0)
             if node.op != "call_function":
@@ -115,25 +119,25 @@ class _Serial:
         return self.pieces
 
     def view(self, node: fx.Node, at: float) -> float:
-        """When a view, a wait or a number is ready."""
+        """Return when a view, a wait or a number whose inputs are ready at `at` is ready."""
         return at
 
     def op(self, node: fx.Node, at: float) -> float:
-        """When an op that could start at `at` has run."""
+        """Schedule an op that could start at `at`; return its end."""
         return self.compute(COMPUTE, node, at)
 
     def collective(self, node: fx.Node, at: float, traffic: Traffic) -> float:
-        """When a collective that could start at `at` has run."""
+        """Schedule a collective that could start at `at`; return its end."""
         return self.send(COMPUTE, node, at, traffic)
 
     def compute(self, stream: str, node: fx.Node, at: float) -> float:
-        """Run an op on a stream."""
+        """Schedule an op on a stream, no earlier than `at`; return its end."""
         count = flops(node)
         seconds = op_seconds(node, self.machine, count, moved(node))
         return self._add(stream, node, at, seconds, stream != COMPUTE, count)
 
     def send(self, stream: str, node: fx.Node, at: float, traffic: Traffic) -> float:
-        """Run a collective on a stream."""
+        """Schedule a collective on a stream, no earlier than `at`; return its end."""
         group = self.groups[traffic.group]
         on_a_node = group.on_a_node(self.machine.ranks_per_node)
         bandwidth = self.machine.ring_bandwidth(group.size, on_a_node)
@@ -159,7 +163,7 @@ class _Serial:
         span = Span(
             stream, node.name, start, end, meta.get("phase", ""), meta.get("module", ""), nbytes
         )
-        self.pieces.append(Piece(span, communicates, count, self._ideal(node, count)))
+        self.pieces.append(ScheduledSpan(span, communicates, count, self._ideal(node, count)))
         self.free[stream] = end
         return end
 
@@ -167,8 +171,8 @@ class _Serial:
         return count / self.machine.rate(dtype_of(node)) if count else 0.0
 
 
-class _Replay(_Serial):
-    """Collectives are issued in the order of the program by the one stream that computes."""
+class _ReplaySchedule(_SerialSchedule):
+    """One host thread issues compute and collectives in the order of the program."""
 
     def view(self, node: fx.Node, at: float) -> float:
         if node.target is WAIT:
@@ -183,20 +187,22 @@ class _Replay(_Serial):
         return end
 
 
-class _Fsdp2(_Serial):
-    """Data decide when things start, and what eager FSDP2 waits for to bound its memory."""
+class _Fsdp2Schedule(_SerialSchedule):
+    """Data dependencies decide when an op starts, and the waits by which eager FSDP2 bounds its memory."""
 
     def __init__(self, graph: fx.Graph, machine: Machine, groups: Groups) -> None:
         super().__init__(graph, machine, groups)
-        self.number, self.feeds = _gathers_of_inputs(graph)
+        # all-gather of parameters -> its number; node of a copy-in -> its all-gather
+        self.number, self.copy_ins = _parameter_gathers(graph)
         self.gathers = list(self.number)
         self.packs = _packs(graph)
-        self.source: dict[fx.Node, int] = {}  # a view of what a gather gave -> its number
-        self.opened: dict[int, float] = {}  # gather -> the end of its copy-out
-        self.given = {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
-        self.reduced: dict[fx.Node, str] = {}  # reduced gradients -> where they were reduced
-        self.last_reduce = self.all_reduced = 0.0
-        self.was_backward = False
+        self.source: dict[fx.Node, int] = {}  # all-gather result or view of it -> its number
+        self.copied_out: dict[int, float] = {}  # number of an all-gather -> the end of its copy-out
+        self.inputs = {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}  # and views
+        self.reduced: dict[fx.Node, str] = {}  # reduced gradients -> the stream of the reduction
+        self.last_reduce = 0.0  # the end of the last reduce-scatter
+        self.all_reduced = 0.0  # the end of all reductions and of the ops on their results
+        self.was_backward = False  # whether the last compute op was of the backward
 
     def view(self, node: fx.Node, at: float) -> float:
         for n in node.all_input_nodes[:1]:
@@ -204,13 +210,13 @@ class _Fsdp2(_Serial):
                 self.source[node] = self.source[n]
             if n in self.reduced:
                 self.reduced[node] = self.reduced[n]
-            if n in self.given:
-                self.given.add(node)
+            if n in self.inputs:
+                self.inputs.add(node)
         return at
 
     def op(self, node: fx.Node, at: float) -> float:
-        if node in self.feeds:
-            gather = self.feeds[node]
+        if node in self.copy_ins:
+            gather = self.copy_ins[node]
             group = traffic_of(gather, self.groups).group
             return self.compute(f"{ALL_GATHER} copy-in {group}", node, max(at, self._gate(gather)))
         stream = self._where_reduced(node)
@@ -227,7 +233,7 @@ class _Fsdp2(_Serial):
         end = self.compute(COMPUTE, node, at)
         for n in node.all_input_nodes:
             if n in self.source:
-                self.opened.setdefault(self.source[n], end)
+                self.copied_out.setdefault(self.source[n], end)
         return end
 
     def collective(self, node: fx.Node, at: float, traffic: Traffic) -> float:
@@ -251,47 +257,51 @@ class _Fsdp2(_Serial):
         return end
 
     def _gate(self, gather: fx.Node) -> float:
-        """The copy-out that an all-gather of parameters waits for."""
+        """The end of the copy-out that an all-gather of parameters waits for; 0 if there is none."""
         number = self.number[gather]
         before = self.gathers[number - 1] if number else gather
         back = 1 if in_backward(gather) or in_backward(before) else 2
-        return self.opened.get(number - back, 0.0)
+        return self.copied_out.get(number - back, 0.0)
 
     def _where_reduced(self, node: fx.Node) -> str | None:
-        """The stream of what an op goes on to reduce; None for any other op."""
+        """The stream of an op on reduced gradients: that of their reduction; None for any other op."""
         if phase_of(node) != BACKWARD or getattr(node.target, "overloadpacket", None) not in (
             _AFTER_REDUCE
         ):
             return None
         found = [self.reduced[n] for n in node.all_input_nodes if n in self.reduced]
         others = (n for n in node.all_input_nodes if n not in self.reduced)
-        return found[-1] if found and all(n in self.given for n in others) else None
+        return found[-1] if found and all(n in self.inputs for n in others) else None
 
 
-def _gathers_of_inputs(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[fx.Node, fx.Node]]:
-    """(all-gathers of what is made from inputs alone -> number, what is made for them alone -> the gather)."""
-    given: set[fx.Node] = set()
+def _parameter_gathers(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[fx.Node, fx.Node]]:
+    """The all-gathers of parameters, numbered, and their copy-ins.
+
+    Returns (all-gathers whose input depends on graph inputs alone -> number, nodes that depend on graph inputs alone
+    and whose result only such all-gathers use -> the first of these).
+    """
+    from_inputs: set[fx.Node] = set()
     number: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        made = node.op in ("placeholder", "get_attr")
+        depends = node.op in ("placeholder", "get_attr")
         inputs = node.all_input_nodes
-        if node.op == "call_function" and inputs and all(n in given for n in inputs):
-            made = not is_collective(node)
-            if not made and kind_of(node) == ALL_GATHER:
+        if node.op == "call_function" and inputs and all(n in from_inputs for n in inputs):
+            depends = not is_collective(node)
+            if not depends and kind_of(node) == ALL_GATHER:
                 number[node] = len(number)
-        if made:
-            given.add(node)
-    feeds: dict[fx.Node, fx.Node] = {}
+        if depends:
+            from_inputs.add(node)
+    copy_ins: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
-        if node in given and node.op == "call_function" and node.users:
-            ends = [n if n in number else feeds.get(n) for n in node.users]
+        if node in from_inputs and node.op == "call_function" and node.users:
+            ends = [n if n in number else copy_ins.get(n) for n in node.users]
             if all(end is not None for end in ends):
-                feeds[node] = ends[0]  # type: ignore[assignment]
-    return number, feeds
+                copy_ins[node] = ends[0]  # type: ignore[assignment]
+    return number, copy_ins
 
 
 def _packs(graph: fx.Graph) -> set[fx.Node]:
-    """The copies of gradients into the buffers of reduce-scatters."""
+    """The ops that copy gradients into the input buffers of reduce-scatters."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if not (is_collective(node) and in_backward(node) and kind_of(node) == REDUCE_SCATTER):
@@ -308,6 +318,8 @@ def _packs(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-STREAMS: Mapping[str, Callable[[fx.Graph, Machine, Groups], _Serial]] = types.MappingProxyType(
-    {"fsdp2": _Fsdp2, "replay": _Replay, "serial": _Serial}
+STREAMS: Mapping[str, Callable[[fx.Graph, Machine, Groups], _SerialSchedule]] = (
+    types.MappingProxyType(
+        {"fsdp2": _Fsdp2Schedule, "replay": _ReplaySchedule, "serial": _SerialSchedule}
+    )
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from functionalize.errors import PictureError
-from functionalize.planning.pictures.chrome_trace import ALL, WAITS, Run, reached, write_trace
+from functionalize.planning.pictures.chrome_trace import ALL, WAITS, TraceRun, reached, write_trace
 from functionalize.planning.report.display import first_event, stretches
 from functionalize.planning.report.rows import COMPUTE, merged, rows_of, total
 from functionalize.planning.report.spans import Span
@@ -19,14 +19,14 @@ from tests.planning.timelines import Maker, captured, large, real, schedule_of, 
 from tests.planning.trace_format import Json, check_nesting, checked, counters, threads
 
 
-def written(path: Path, *runs: Run) -> list[Json]:
+def written(path: Path, *runs: TraceRun) -> list[Json]:
     write_trace(path / "trace.json", runs)
     return checked(json.loads((path / "trace.json").read_text()))
 
 
-def real_run() -> Run:
+def real_run() -> TraceRun:
     eager, program, time = real()
-    return Run("", [eager, program], time.spans, reached(captured().step.graph, time.spans))
+    return TraceRun("", [eager, program], time.spans, reached(captured().step.graph, time.spans))
 
 
 def check_memory(found: dict[tuple[str, str], list[tuple[float, int]]], name: str, of: Timeline):
@@ -114,14 +114,14 @@ def test_every_set_of_rules_gives_a_trace(tmp_path: Path, streams: str) -> None:
     program = captured().program
     machine = MACHINES["cpu" if streams == "serial" else "h100"]
     time = step_time(captured().step, machine, streams=streams, groups=captured().groups)
-    run = Run("", [program], time.spans, reached(captured().step.graph, time.spans))
+    run = TraceRun("", [program], time.spans, reached(captured().step.graph, time.spans))
     found = threads(written(tmp_path, run))
     assert {thread for _, thread in found} - {WAITS} == {span.stream for span in time.spans}
 
 
 def test_without_a_schedule_ops_are_counted(tmp_path: Path) -> None:
     eager, program = step_of(3)
-    events = written(tmp_path, Run("", [eager, program]))
+    events = written(tmp_path, TraceRun("", [eager, program]))
     for timeline in (eager, program):
         name = f"memory of {timeline.name} (1 µs is 1 op)"
         check_memory(counters(events), name, timeline)
@@ -135,7 +135,7 @@ def test_without_a_schedule_ops_are_counted(tmp_path: Path) -> None:
 
 
 def test_several_runs_are_told_apart(tmp_path: Path) -> None:
-    runs = [Run(f"batch {i}", step_of(i), schedule_of(i)) for i in (1, 2)]
+    runs = [TraceRun(f"batch {i}", step_of(i), schedule_of(i)) for i in (1, 2)]
     events = written(tmp_path, *runs)
     assert {process for process, _ in threads(events)} >= {
         "modelled schedule batch 1",
@@ -146,7 +146,7 @@ def test_several_runs_are_told_apart(tmp_path: Path) -> None:
 
 def test_100_000_events(tmp_path: Path) -> None:
     eager, program = large()
-    events = written(tmp_path, Run("", [eager, program], schedule_of(126, small=100)))
+    events = written(tmp_path, TraceRun("", [eager, program], schedule_of(126, small=100)))
     check_memory(counters(events), "memory of eager (1 µs is 1 op)", eager)
 
 
@@ -154,14 +154,16 @@ def test_a_step_that_does_nothing_but_be_there(tmp_path: Path) -> None:
     maker = Maker()
     maker.make(1 << 20, Category.INPUTS, "x")
     timeline = maker.timeline("program")
-    events = written(tmp_path, Run("", [timeline], [Span(COMPUTE, "view", 0.0, 0.0)], [(0.0, 0.0)]))
+    events = written(
+        tmp_path, TraceRun("", [timeline], [Span(COMPUTE, "view", 0.0, 0.0)], [(0.0, 0.0)])
+    )
     assert counters(events)["memory of program", "inputs"] == [(0, 1 << 20)]
 
 
 def test_times_that_are_no_whole_nanoseconds_do_not_overlap(tmp_path: Path) -> None:
     ends = [i * 1.23456789e-9 / 3 for i in range(2000)]
     spans = [Span(COMPUTE, f"op_{i}", ends[i], ends[i + 1]) for i in range(1999)]
-    (events,) = threads(written(tmp_path, Run("", [], spans))).values()
+    (events,) = threads(written(tmp_path, TraceRun("", [], spans))).values()
     assert sum(event["dur"] for event in events) == pytest.approx(ends[-1] * 1e6, abs=1e-3)
 
 
@@ -176,7 +178,7 @@ def test_the_check_of_nesting_can_fail() -> None:
 
 def test_nothing_to_write_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    for runs in ([], [Run("", [Timeline("eager", [], [], [])])]):
+    for runs in ([], [TraceRun("", [Timeline("eager", [], [], [])])]):
         with pytest.raises(
             PictureError, match=r"trace\.json would be empty: .*Capture the step with memory=True"
         ):
