@@ -34,12 +34,12 @@ class Pass(ABC):
 
     @abstractmethod
     def apply(self, program: Program) -> int:
-        """Rewrite `program` where it stands; the number of rewrites, 0 if it is untouched."""
+        """Rewrite `program` itself; returns the number of rewrites, 0 if it is unchanged."""
 
     def __str__(self) -> str:
         """`name{option=value, ...}` with the options that differ from their defaults."""
-        given = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
-        options = ", ".join(f"{n}={option_text(v)}" for n, v, default in given if v != default)
+        values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
+        options = ", ".join(f"{n}={option_text(v)}" for n, v, default in values if v != default)
         return f"{self.name}{{{options}}}" if options else self.name
 
 

@@ -1,17 +1,17 @@
-"""Erase ops whose value nobody uses.
+"""Erase ops whose value has no users.
 
     sin = aten.sin(x)                                           (gone)
     mul = aten.mul(x, 2)                                        mul = aten.mul(x, 2)
     rand = aten.rand([4])                                       rand = aten.rand([4])
     return mul                                                  return mul
 
-A captured program has none; passes leave some behind. (FX's `eliminate_dead_code` and Inductor's keep what their flags
-call impure: a collective is not, a generator's state that nobody reads is.)
+A captured program has none, but passes leave some. (The dead-code elimination of FX and of Inductor keeps the ops that
+torch flags as impure: collectives are not flagged, an unused read of a generator's state is.)
 
 Invariant: random ops stay, so that a replay draws as eager does; collectives, their waits and barriers stay, so that
 every rank issues the same; so do ops that write. One sweep from the end, linear.
 
-Refuses to drop an input that nobody needs: guards and sources name inputs by number, and the caller owns them anyway.
+Refuses to drop an unused input: guards and sources name inputs by number, and the caller owns them anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from passes.graph_modules import on_graph_module
 
 @dataclass(frozen=True)
 class DropDeadCode(Pass):
-    """Erase what nobody uses."""
+    """Erase ops without users."""
 
     name: ClassVar[str] = "drop_dead_code"
     accepts: ClassVar[tuple[str, ...]] = STAGES
@@ -43,7 +43,7 @@ class DropDeadCode(Pass):
 def drop_dead_code(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
 ) -> fx.GraphModule:
-    """`gm` itself without the ops whose value nobody uses."""
+    """`gm` itself without the ops whose value has no users."""
     return on_graph_module(DropDeadCode())(gm, example_inputs)
 
 

@@ -7,7 +7,7 @@
 
 A view is taken of the farthest value up its chain from which one op leads to the same size, stride and offset: `view`,
 `t`, `transpose`, `permute`, `squeeze`, `unsqueeze`, `expand`, `select` or `slice`. An `as_strided` becomes one of those
-even if it is a chain of one: whoever reads the graph, a compiler or a person, knows what they do.
+even if it is a chain of one: compilers and people understand these ops better.
 
 Invariant: every value keeps its geometry and its memory; each candidate is tried on a meta tensor. Views hold no memory
 of their own, so nothing lives longer.
@@ -59,7 +59,7 @@ def fold_views(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) 
 
 
 def _fold(node: fx.Node, guarded: bool) -> bool:
-    """Take a view of the farthest base that one op leads from; whether there is one."""
+    """Replace `node` by one view op on the farthest possible base; returns whether there is one."""
     wanted = geometry_of(node.meta["val"])
     found: tuple[fx.Node, Step] | None = None
     for distance, base in enumerate(chain(node, guarded)):

@@ -37,7 +37,7 @@ def on_graph_module(each: Pass) -> GraphPass:
     """`each` as a function `(gm, example_inputs=None) -> gm` that rewrites `gm` itself and returns
     it.
 
-    Every output counts as handed out, and every input may be an alias of every other one.
+    Every output counts as returned to the caller, and every input may be an alias of every other one.
     """
 
     def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:

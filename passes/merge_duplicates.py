@@ -111,9 +111,7 @@ class Numbers:
         self._of: dict[fx.Node, int] = {}
         self._known: dict[Hashable, int] = {}
         self._pure: set[fx.Node] = set()
-        self._origin: dict[
-            fx.Node, fx.Node
-        ] = {}  # view -> the value at the start of its chain of views
+        self._origin: dict[fx.Node, fx.Node] = {}  # view -> the start of its chain of views
 
     def number(self, node: fx.Node) -> int:
         """The number of a node. Must be called for every node, in graph order."""

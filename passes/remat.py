@@ -1,4 +1,4 @@
-"""Compute activations again in backward instead of keeping them: activation checkpointing, as a pass.
+"""Recompute activations in backward instead of keeping them: activation checkpointing, as a pass.
 
     addmm = aten.addmm(b, x, t)                    addmm = aten.addmm(b, x, t)
     gelu = aten.gelu(addmm)                        gelu = aten.gelu(addmm)
@@ -9,21 +9,21 @@
     mm_1 = aten.mm(grad, gelu)                     mm_1 = aten.mm(grad, gelu_1)
     gelu_backward(mm_1, addmm)                     gelu_backward(mm_1, addmm_2)
 
-What crosses from layer to layer stays saved (`functionalize/planning/decide/layers.py`): at most one layer is computed
-again at a time, right before its backward. `functionalize/planning/decide/recompute.py` says what can be computed
-again.
+Values passed between layers stay saved (`functionalize/planning/decide/layers.py`): at most one layer is recomputed
+at a time, right before its backward. `functionalize/planning/decide/recompute.py` decides which values can be
+recomputed.
 
     remat                                          every layer
     remat{select=layer,layers=0+2-5}               layers 0, 2, 3, 4 and 5 of every forward
     remat{select=budget,budget_mb=100}             as little as brings the peak to 100 MiB: most bytes per second first
 
-The budget is on what the graph makes, as `Liveness(graph).peak` counts it; if it is out of reach, the lowest peak
-that was found is taken. torch's `remat_using_tags_for_fwd_loss_bwd_graph` is not driven: it takes one backward per
-graph, keeps the forward's parameters alive for what is computed again, lets collectives go as dead code, and recurses
-as deep as a chain of ops.
+The budget limits the memory that the graph allocates, as `Liveness(graph).peak` counts it; if it cannot be met, the
+pass chooses the lowest peak that it found. torch's `remat_using_tags_for_fwd_loss_bwd_graph` is not used: it supports
+one backward per graph, keeps the forward's parameters alive for recomputation, removes collectives as dead code, and
+recurses as deep as a chain of ops.
 
 Invariant: the same kernels on the same values; random ops and collectives run as often and in the order they did.
-Refuses (0 rewrites): a graph without phases, as no capture made it; whatever would not lower the peak.
+Refuses (0 rewrites): a graph without phases, which no capture made; a recomputation that would not lower the peak.
 Refuses (`PassError`): an unknown `select`, `machine` or layer; a budget without `budget_mb`.
 """
 
@@ -57,7 +57,7 @@ class Remat(Pass):
     """Compute activations again in backward.
 
     select: all, layer or budget. layers: numbers and ranges `2-5`, for `layer`. budget_mb: the peak in MiB, for
-    `budget`. machine: whose times decide, a name of `functionalize.planning.time.costs.MACHINES` or auto.
+    `budget`. machine: whose times are modelled, a name of `functionalize.planning.time.costs.MACHINES` or auto.
     """
 
     name: ClassVar[str] = "remat"

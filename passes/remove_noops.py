@@ -1,21 +1,21 @@
-"""Remove ops that change nothing, and views that undo each other.
+"""Remove ops that return their argument unchanged, and views that undo each other.
 
     t = aten.t(w); t_1 = aten.t(t); mm = aten.mm(x, t_1)     mm = aten.mm(x, w)
     detach = aten.detach(x); view = aten.view(detach, [4])   x, if it is of size [4]
     (a,) = aten.split_with_sizes(x, [4])                     x, likewise
     pow = aten.pow(x, 1)                                     clone = aten.clone(x)
 
-A view goes if its source, or what that is a view of, is seen through it with the same size, stride, offset and dtype.
-An op that copies its argument bit for bit becomes a `clone`; whether a copy may go is a question of whose memory it
-is, which `elide_copies` answers. (Inductor's `remove_noop_ops` answers it for neither an epilogue nor lifetimes, and
-sees no views that undo each other.)
+A view is removed if its source, or a value further up its chain, has the same size, stride, offset and dtype.
+An op that copies its argument bit for bit becomes a `clone`; `elide_copies` decides whether a copy can be removed,
+which depends on the owner of the memory. (Inductor's `remove_noop_ops` considers neither an epilogue nor lifetimes, nor
+views that undo each other.)
 
 Invariant: every op computes on values with the same geometry, on the same memory. No memory lives longer.
 
 Refuses
-- a view that is handed out, if what it is a view of is an input, a constant or handed out, too;
+- a view that is returned, if its source is an input, a constant or returned, too;
 - an `as_strided` of an input that may begin anywhere in its storage (in a bare graph: no guard says where);
-- a copy whose result is laid out otherwise than a `clone` of its argument;
+- a copy whose result has another layout than a `clone` of its argument;
 - arithmetic that changes nothing but the payload of a NaN (`x * 1`, `x + 0`); values of unknown sizes.
 """
 
@@ -42,7 +42,7 @@ _CLONE = aten.clone.default
 
 @dataclass(frozen=True)
 class RemoveNoops(Pass):
-    """Remove what changes nothing."""
+    """Remove ops without effect."""
 
     name: ClassVar[str] = "remove_noops"
 
@@ -62,12 +62,12 @@ class RemoveNoops(Pass):
 
 
 def remove_noops(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
-    """`gm` itself without the ops that change nothing."""
+    """`gm` itself without the ops that return their argument unchanged."""
     return on_graph_module(RemoveNoops())(gm, example_inputs)
 
 
 def _same(node: fx.Node, guarded: bool) -> fx.Node | None:
-    """The farthest value that a view is a view of and looks just like, and that may take its place."""
+    """The farthest value up a view's chain that has the view's geometry and may replace it."""
     if viewed(node) is None:
         return None
     wanted, found = geometry_of(node.meta["val"]), None
@@ -81,32 +81,32 @@ def _same(node: fx.Node, guarded: bool) -> fx.Node | None:
 
 
 def _is_spoken_for(node: fx.Node) -> bool:
-    """Whether a value is the caller's already, or will be."""
+    """Whether the caller owns a value: an input, a constant or an output."""
     return node.op != "call_function" or any(user.op == "output" for user in node.users)
 
 
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def _given(node: fx.Node, at: int, name: str, default: Any = None) -> Any:
+def _argument(node: fx.Node, at: int, name: str, default: Any = None) -> Any:
     return node.args[at] if at < len(node.args) else node.kwargs.get(name, default)
 
 
 def _of_power(node: fx.Node) -> Any:
-    return node.args[0] if _given(node, 1, "exponent") == 1 else None
+    return node.args[0] if _argument(node, 1, "exponent") == 1 else None
 
 
 def _of_cat(node: fx.Node) -> Any:
-    tensors = _given(node, 0, "tensors")
+    tensors = _argument(node, 0, "tensors")
     return tensors[0] if len(tensors) == 1 else None
 
 
 def _of_repeat(node: fx.Node) -> Any:
-    return node.args[0] if all(n == 1 for n in _given(node, 1, "repeats")) else None
+    return node.args[0] if all(n == 1 for n in _argument(node, 1, "repeats")) else None
 
 
 def _of_padding(node: fx.Node) -> Any:
-    return node.args[0] if not any(_given(node, 1, "pad")) else None
+    return node.args[0] if not any(_argument(node, 1, "pad")) else None
 
 
 def _of_rounding(node: fx.Node) -> Any:
@@ -115,8 +115,8 @@ def _of_rounding(node: fx.Node) -> Any:
 
 
 def _of_slice(node: fx.Node) -> Any:
-    """Of a `slice_scatter` that writes over all there is."""
-    source, step = _given(node, 1, "src"), _given(node, 5, "step", 1)
+    """The source of a `slice_scatter` that overwrites its whole destination."""
+    source, step = _argument(node, 1, "src"), _argument(node, 5, "step", 1)
     return source if step == 1 and source.meta["val"].shape == node.meta["val"].shape else None
 
 
@@ -133,7 +133,7 @@ _COPIED: Mapping[Any, Callable[[fx.Node], Any]] = MappingProxyType(
 
 
 def _to_clone(node: fx.Node) -> bool:
-    """Make a `clone` of an op that copies its argument, unless that would be laid out otherwise."""
+    """Replace an op that copies its argument by `clone`, unless the layout would differ."""
     source = _COPIED[node.target](node)
     if not isinstance(source, fx.Node) or not is_plain(source):
         return False

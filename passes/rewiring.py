@@ -1,9 +1,9 @@
-"""Let nodes read other nodes, and keep the fake values of views on the memory that they now lie on.
+"""Let nodes read other nodes, and move the fake values of views to the memory of their new sources.
 
-    t = aten.t(gelu)      ->      t = aten.t(gelu_1)        the value of `t` lay on that of `gelu`
+    t = aten.t(gelu)      ->      t = aten.t(gelu_1)        the value of `t` was on the memory of `gelu`
 
-Not a pass: what passes use that give later readers of a value another node of the same value. Only what shares memory
-with what it reads gets a new value; kernels make the rest as before. `settle` once, at the end; linear in nodes.
+Not a pass: a tool for passes that let later readers of a value read another node with an equal value. Only nodes that
+share memory with their arguments get a new fake value. Call `settle` once, at the end; linear in nodes.
 Invariant: `Aliases(graph)` is right after `settle`.
 """
 
@@ -24,11 +24,11 @@ class Rewiring:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self._gone: dict[fx.Node, set[int]] = {}  # the memory that a node's arguments lay on
+        self._old_memory: dict[fx.Node, set[int]] = {}  # the memory that a node's arguments lay on
 
     def read(self, node: fx.Node, instead: Mapping[fx.Node, fx.Node]) -> None:
-        """Let `node` read the values of `instead` where it read its keys."""
-        lost = self._gone.setdefault(node, set())
+        """Replace the keys of `instead` by its values in the arguments of `node`."""
+        lost = self._old_memory.setdefault(node, set())
         for used in node.all_input_nodes:
             if used in instead:
                 lost.update(_memory(used))
@@ -36,12 +36,12 @@ class Rewiring:
         node.kwargs = fx.node.map_arg(node.kwargs, lambda n: instead.get(n, n))
 
     def settle(self) -> None:
-        """Make the values of views anew whose memory is elsewhere now."""
+        """Remake the fake values of views whose source lies in other memory now."""
         moved: dict[fx.Node, set[int]] = {}  # the memory that a node's value lay on
         for node in self.graph.nodes:
             if node.op != "call_function":
                 continue
-            lost = set(self._gone.get(node, ()))
+            lost = set(self._old_memory.get(node, ()))
             for used in node.all_input_nodes:
                 lost |= moved.get(used, set())
             if lost and not lost.isdisjoint(_memory(node)):

@@ -1,4 +1,4 @@
-"""What a node of a graph is a view of, and nodes that nothing uses any more."""
+"""Chains of views, and erasing nodes without users."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from passes.metadata import UNSAFE_VIEW
 _AS_STRIDED = torch.ops.aten.as_strided.default
 
 
-_CHAIN = 16  # as far as a pass looks up a chain of views: what is longer would cost quadratic time
+_CHAIN = (
+    16  # the length of a chain that passes follow; without a limit they would need quadratic time
+)
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
     """The tensor that a node is a view of, past the tuple that it may be a part of; None if it is no view."""
-    if node.target is UNSAFE_VIEW:  # whose schema denies it
+    if node.target is UNSAFE_VIEW:  # a view, although its schema declares no alias
         return node.all_input_nodes[0]
     if not is_view(node):
         return None
@@ -29,23 +31,23 @@ def viewed(node: fx.Node) -> fx.Node | None:
 
 
 def chain(node: fx.Node, guarded: bool) -> Iterator[fx.Node]:
-    """What a node is a view of, the nearest first, as far as its place there is known, at most 16 of them.
+    """The values that a node is a view of, the nearest first, at most 16, as far as its offset in them is known.
 
-    guarded: whether inputs begin where their fake values do; else `as_strided`, which counts from the
-    beginning of the storage, may find anything in an input.
+    guarded: whether guards fix the storage offsets of inputs to those of their fake values. If not, an
+    `as_strided`, which counts from the beginning of the storage, has an unknown position in an input.
     """
     absolute = False
     for _ in range(_CHAIN):
         absolute |= node.target is _AS_STRIDED and not guarded
         above = viewed(node)
-        if above is None or (absolute and _may_be_lent(above)):
+        if above is None or (absolute and _may_be_external(above)):
             return
         node = above
         yield node
 
 
-def _may_be_lent(node: fx.Node) -> bool:
-    """Whether a value is a view of an input or a constant, or of something too far away to tell."""
+def _may_be_external(node: fx.Node) -> bool:
+    """Whether a value may be a view of an input or a constant: True if its chain is too long to follow."""
     for _ in range(_CHAIN):
         above = viewed(node)
         if above is None:
@@ -64,7 +66,7 @@ def is_plain(node: fx.Node) -> bool:
 
 
 def erase_unused(node: fx.Node) -> None:
-    """Erase a node that nobody uses, and what was there for it alone; what is impure or writes stays."""
+    """Erase a node without users, then the nodes that only it used; impure and writing nodes stay."""
     dead, erased = [node], set[fx.Node]()
     while dead:
         node = dead.pop()
