@@ -100,7 +100,7 @@ class Prefetch(Pass):
 
     def _hoist(self, graph: fx.Graph, bound: int | None) -> int:
         """Issue every collective as early as allowed, without reordering them; returns how many moved."""
-        room = None if self.budget_mb is None else _Room(graph, int(self.budget_mb * _MB))
+        room = None if self.budget_mb is None else _BudgetRoom(graph, int(self.budget_mb * _MB))
         order = _Order(graph, bound)
         for node in list(graph.nodes):
             if is_collective(node):
@@ -226,7 +226,7 @@ class _Order:
         return len(self.moves)
 
 
-class _Room:
+class _BudgetRoom:
     """The memory in use at each place, and the limit."""
 
     def __init__(self, graph: fx.Graph, limit: int) -> None:

@@ -62,7 +62,7 @@ class Reinplace(Pass):
     def apply(self, program: Program) -> int:
         if program.stage == INPLACE:  # the pass has run: the graph has its one `commit`
             return 0
-        plan = Plan(program)
+        plan = InplacePlan(program)
         replaced = plan.epilogue_copies()
         if replaced:
             _hoist(program.graph, plan.early, plan.first_input_writer(replaced))
@@ -90,7 +90,7 @@ class MemoryUse:
     members: list[fx.Node] = field(default_factory=list)
 
 
-class Plan:
+class InplacePlan:
     """Decides which ops of a program write in place, and where."""
 
     def __init__(self, program: Program) -> None:
@@ -302,7 +302,7 @@ def _hoist(graph: fx.Graph, early: dict[fx.Node, None], point: fx.Node) -> None:
 
 def _rewrite(
     program: Program,
-    plan: Plan,
+    plan: InplacePlan,
     chosen: dict[fx.Node, set[Write]],
     replaced: dict[Copy, list[Write]],
 ) -> None:

@@ -50,7 +50,7 @@ _MB = 2**20
 _KEEP = ("all", "none", "budget")
 
 
-_Choose = Callable[["_Room"], list[Gap]]
+_Choose = Callable[["_GapRoom"], list[Gap]]
 _Change = Callable[[fx.Graph, list[Gap]], int]
 
 
@@ -86,7 +86,7 @@ class Reshard(Pass):
                 count += _merge(graph, gaps)
             return count
         count = self._while_any(graph, _shrink, _split) + self._while_any(graph, _grow, _merge)
-        over = _Room(graph, self).over()
+        over = _GapRoom(graph, self).over()
         if over:
             program.history = (*program.history, f"{self.name}: {over}")
         return count
@@ -94,7 +94,7 @@ class Reshard(Pass):
     def _while_any(self, graph: fx.Graph, choose: _Choose, change: _Change) -> int:
         """Choose and rewrite repeatedly, until no choice is left."""
         total = 0
-        while count := change(graph, choose(_Room(graph, self))):
+        while count := change(graph, choose(_GapRoom(graph, self))):
             total += count
         return total
 
@@ -115,7 +115,7 @@ def reshard(
 # -- what fits -------------------------------------------------------------------------------------
 
 
-class _Room:
+class _GapRoom:
     """The gaps of a graph, and the memory in use at each place."""
 
     def __init__(self, graph: fx.Graph, options: Reshard) -> None:
@@ -208,11 +208,11 @@ class _Room:
             self.last[storage] = last
 
 
-def _grow(room: _Room) -> list[Gap]:
+def _grow(room: _GapRoom) -> list[Gap]:
     return [gap for gap in room.by_worth(kept=False) if room.close(gap)]
 
 
-def _shrink(room: _Room) -> list[Gap]:
+def _shrink(room: _GapRoom) -> list[Gap]:
     """The gaps after which to gather again so that the limits hold, those that save the least time first."""
     gaps, chosen = room.by_worth(kept=True), []
     for row, limit in enumerate(room.limits):

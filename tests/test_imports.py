@@ -157,3 +157,13 @@ def test_folders_and_files_are_small() -> None:
     assert {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > 14} == {}
     lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
     assert {module: n for module, n in lines.items() if n > 400} == {}
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    names = Counter(
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name: n for name, n in names.items() if n > 1} == {}

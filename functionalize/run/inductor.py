@@ -65,7 +65,7 @@ def inductor(program: Program, options: Options = Options()) -> Runner:
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class RegionPlan:
     """A graph in which every region is one call; the number of regions, and of their kinds."""
 
     graph: fx.Graph
@@ -73,7 +73,7 @@ class Plan:
     kinds: int
 
 
-def plan_of(program: Program, options: Options) -> Plan:
+def plan_of(program: Program, options: Options) -> RegionPlan:
     """Compile the regions of a program's graph, each kind once."""
     functional = undone(program)
 
@@ -102,7 +102,7 @@ def plan_of(program: Program, options: Options) -> Plan:
             copy(node)
         elif region.nodes[0] is node:
             _call(graph, region, _compiled(region, functional, kinds), copies)
-    return Plan(graph, len(regions), len(kinds))
+    return RegionPlan(graph, len(regions), len(kinds))
 
 
 def _call(graph: fx.Graph, region: Region, code: BoxedCall, copies: dict[fx.Node, fx.Node]) -> None:

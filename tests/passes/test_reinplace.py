@@ -16,7 +16,7 @@ from functionalize.errors import GuardError, PassError
 from functionalize.ir.commit import is_commit
 from functionalize.ir.epilogue import Copy
 from functionalize.util.structure import flatten
-from passes.reinplace import Plan, Reinplace
+from passes.reinplace import InplacePlan, Reinplace
 from tests.faults import Tripwire, fault_of, raising
 from tests.fsdp import steps
 from tests.fsdp.features import FEATURES, GROUPS
@@ -511,7 +511,7 @@ def test_time_is_linear() -> None:
         return program
 
     for n in (100, 400):
-        plan = Plan(chain(n).copy())
+        plan = InplacePlan(chain(n).copy())
         replaced = plan.epilogue_copies()
         assert [len(writes) for writes in replaced.values()] == [n]
         assert all(len(m.readers) <= 2 for m in plan.memory.values())

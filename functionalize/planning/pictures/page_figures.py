@@ -184,7 +184,7 @@ class _TimelineTraces:
             }
 
     def hover_text(self, event: int) -> str:
-        """The hover text of an event: the bytes after it, the op, what it allocates or frees, what is live at the peak."""
+        """The hover text of an event: bytes after it, op, what it allocates or frees, what is live at the peak."""
         op, allocation, made = self.timeline.events[event]
         of = self.timeline.ops[op] if op != BEFORE else Op("before the step", "")
         details = (("module", of.module), ("line", short_line(of.line)), ("phase", of.phase))
