@@ -1,7 +1,7 @@
 # Every target does its own set-up: a machine with Python 3.11 or newer needs nothing else.
 #
 #   make test ARGS="-k resize"            arguments for pytest
-#   make test WORKERS=2                   in two processes (pytest-xdist)
+#   make test WORKERS=0                   in one process, without pytest-xdist
 #   make test TORCH=2.15.0                another torch, in an environment of its own: .venv-2.15.0
 #   make newest                           what CI runs on the newest torch
 #   make env PYTHON=python3.12            another interpreter   (after `make clean`)
@@ -15,7 +15,7 @@ TORCH ?= $(PINNED)
 VENV ?= .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 ARGS ?=
 # Processes that run tests, a file at a time; 0: this one. Tests on ranks start processes of their own beside them.
-WORKERS ?= 0
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

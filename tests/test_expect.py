@@ -20,7 +20,7 @@ MODULE = "tests/core/test_resize.py"
 
 @pytest.fixture
 def snapshots(tmp_path: Path) -> Snapshots:
-    file = tmp_path / "expect/discharge/resize/grow.txt"
+    file = tmp_path / "expect/core/resize/grow.txt"
     file.parent.mkdir(parents=True)
     file.write_text("one\ntwo\n")
     (tmp_path / MODULE).parent.mkdir(parents=True)
@@ -51,9 +51,9 @@ def test_mismatch_is_a_diff(snapshots: Snapshots) -> None:
     assert_expected_inline(
         failure(snapshots, "grow", "one\nthree"),
         """\
-expect/discharge/resize/grow.txt: differs. \
+expect/core/resize/grow.txt: differs. \
 To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/core/test_resize.py
---- expect/discharge/resize/grow.txt
+--- expect/core/resize/grow.txt
 +++ now
 @@ -1,2 +1,2 @@
  one
@@ -66,7 +66,7 @@ def test_missing_file_says_how_to_accept(snapshots: Snapshots) -> None:
     assert_expected_inline(
         failure(snapshots, "shrink", "one"),
         """\
-expect/discharge/resize/shrink.txt: no such snapshot. \
+expect/core/resize/shrink.txt: no such snapshot. \
 To accept: EXPECTTEST_ACCEPT=1 python -m pytest tests/core/test_resize.py
 It would hold:
 one
@@ -109,7 +109,7 @@ def test_case_is_one_word(snapshots: Snapshots, case: str) -> None:
 def test_unstable_text_is_refused(snapshots: Snapshots, text: str, what: str) -> None:
     snapshots.accept = True
     message = failure(snapshots, "grow", f"x\n{text}\n")
-    assert message.startswith(f"expect/discharge/resize/grow.txt: the text holds {what}; print it")
+    assert message.startswith(f"expect/core/resize/grow.txt: the text holds {what}; print it")
     assert snapshots.folder(snapshots.tests / "core/test_resize.py").joinpath("grow.txt").exists()
 
 

@@ -41,7 +41,7 @@ def test_to_nothing() -> None:
     """`n == 0 < o`: contents gone."""
     storage, emit = storage_of(ROOT), Words()
     resize(storage, 0)
-    assert storage.lost and not storage.valid.spans
+    assert storage.entry_lost and not storage.valid.spans
     with pytest.raises(EmptyStorageError, match="whose storage holds 0 bytes here"):
         storage.read(ROOT, emit)
     with pytest.raises(EmptyStorageError, match="writes `a`"):

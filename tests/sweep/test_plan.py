@@ -203,7 +203,7 @@ def test_false_asks_nothing_of_a_model_that_is_not_sharded():
 
 
 def test_values_that_would_be_taken_for_true():
-    with pytest.raises(PlanError, match="`reshard` is True or False, not 4: for anything else"):
+    with pytest.raises(PlanError, match="`reshard` is True or False, not 4: for other values"):
         planned(world=8, reshard=4)
     with pytest.raises(PlanError, match="`checkpoint` is True or False, not 'yes'"):
         planned(world=8, checkpoint="yes")

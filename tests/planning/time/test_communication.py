@@ -13,8 +13,8 @@ from expecttest import assert_expected_inline
 import functionalize as fz
 from functionalize._compat.distributed import fake_process_group
 from functionalize.planning.time.communication import (
-    Group,
     Groups,
+    RankGroup,
     Traffic,
     communication,
     members_of,
@@ -167,25 +167,25 @@ def test_a_list_is_one_collective() -> None:
 
 def test_groups_are_found_where_they_are_known() -> None:
     graph = node_of(functional.all_gather_into_tensor.default, torch.empty(2), 4, "7").graph
-    assert Groups(graph)["7"] == Group("7", 4)
-    assert Groups(graph, {"7": (0, 2, 4, 6)})["7"] == Group("7", 4, (0, 2, 4, 6))
-    assert Groups(graph, {"7": (0, 1)})["7"] == Group("7", 4)  # another group of that name
-    assert Groups(graph)["8"] == Group("8", 0)
+    assert Groups(graph)["7"] == RankGroup("7", 4)
+    assert Groups(graph, {"7": (0, 2, 4, 6)})["7"] == RankGroup("7", 4, (0, 2, 4, 6))
+    assert Groups(graph, {"7": (0, 1)})["7"] == RankGroup("7", 4)  # another group of that name
+    assert Groups(graph)["8"] == RankGroup("8", 0)
 
 
 def test_a_group_lies_on_nodes() -> None:
-    assert Group("0", 16).on_a_node(None) == 16
-    assert Group("0", 16).on_a_node(8) == 8 and Group("0", 4).on_a_node(8) == 4
-    assert Group("0", 4, (0, 8, 16, 24)).on_a_node(8) == 1
-    assert Group("0", 4, (0, 1, 2, 8)).on_a_node(8) == 1
-    assert Group("0", 4, (0, 4, 8, 12)).on_a_node(8) == 2
+    assert RankGroup("0", 16).on_a_node(None) == 16
+    assert RankGroup("0", 16).on_a_node(8) == 8 and RankGroup("0", 4).on_a_node(8) == 4
+    assert RankGroup("0", 4, (0, 8, 16, 24)).on_a_node(8) == 1
+    assert RankGroup("0", 4, (0, 1, 2, 8)).on_a_node(8) == 1
+    assert RankGroup("0", 4, (0, 4, 8, 12)).on_a_node(8) == 2
 
 
 def test_process_groups_of_this_process_are_asked() -> None:
     graph = node_of(functional.all_reduce.default, torch.empty(2), "sum", "0").graph
     assert Groups(graph)["0"].size == 0
     with fake_process_group(1, 3):
-        assert Groups(graph)["0"] == Group("0", 3, (0, 1, 2))
+        assert Groups(graph)["0"] == RankGroup("0", 3, (0, 1, 2))
         assert Groups(graph)["nobody's"].size == 0
 
 
