@@ -17,6 +17,10 @@ from torch.distributed.tensor.parallel import (
 
 from tests.fsdp.models import CLASSES, WIDTH, Build, Built, Net, mesh, momentum, wrapped
 
+# Every rank makes the same weights and keeps its own part: gloo's `scatter` on a new group hangs now and then, on torch
+# 2.13 and 2.15, before anything of this library has run.
+LOCALLY: dict[str, Any] = {"src_data_rank": None}
+
 
 def tensor_parallel(**options: Any) -> Build:
     """Linear layers split over the inner dimension, `fully_shard(**options)` over the outer one."""
@@ -27,10 +31,10 @@ def tensor_parallel(**options: Any) -> Build:
         model = Net()
         plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
         for block in model.blocks:
-            parallelize_module(block, both["inner"], plan)
+            parallelize_module(block, both["inner"], plan, **LOCALLY)
         head = ColwiseParallel(output_layouts=Replicate())
         model.head = nn.Linear(WIDTH, 2 * CLASSES)
-        parallelize_module(model, both["inner"], {"head": head})
+        parallelize_module(model, both["inner"], {"head": head}, **LOCALLY)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=both["outer"], **options)
         return model, momentum(model.parameters())
@@ -64,7 +68,7 @@ def spmd() -> Built:
     for name, child in model.named_modules():
         for key, p in list(child.named_parameters(recurse=False)):
             last = Shard(0) if name.endswith((".a", "head")) else Replicate()
-            placed = distribute_tensor(p.detach(), both, [Replicate(), last])
+            placed = distribute_tensor(p.detach(), both, [Replicate(), last], **LOCALLY)
             child.register_parameter(key, nn.Parameter(placed))
     from torch.distributed.fsdp import DataParallelMeshDims  # newer than torch 2.11
 
