@@ -10,8 +10,7 @@ Invariant: a value has exactly the size, stride and dtype of the geometry it is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,21 @@ from functionalize.ir.ops import Geometry, OpRecord
 Value = Any  # an fx.Node while a graph is built, a torch.Tensor while substituting
 
 
+class _MadeFor:
+    """`Emitter.made_for`. A class, as a generator's context costs 1 us for each op of a recording."""
+
+    __slots__ = ("_emit", "_record")
+
+    def __init__(self, emit: Emitter, record: OpRecord | None) -> None:
+        self._emit, self._record = emit, record
+
+    def __enter__(self) -> None:
+        self._emit.record, self._record = self._record, self._emit.record
+
+    def __exit__(self, *error: object) -> None:
+        self._emit.record = self._record
+
+
 class Emitter(ABC):
     """Turns an op on values into a value: a node of a graph, or the op's result.
 
@@ -30,14 +44,9 @@ class Emitter(ABC):
 
     record: OpRecord | None = None
 
-    @contextmanager
-    def made_for(self, record: OpRecord | None) -> Iterator[None]:
+    def made_for(self, record: OpRecord | None) -> _MadeFor:
         """A context: ops emitted inside are attributed to `record`; on exit the previous record is restored."""
-        before, self.record = self.record, record
-        try:
-            yield
-        finally:
-            self.record = before
+        return _MadeFor(self, record)
 
     @abstractmethod
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
