@@ -28,24 +28,24 @@ from functionalize.program.collective_order import groups_of
 
 
 def added_waits(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each collective, the earlier ones that must have ended before it starts, unless there are none.
+    """For a node, the collectives that must have ended before it runs; nodes that wait for none are left out.
 
-    The value of a collective is a tensor or a list of tensors.
+    These nodes are collectives, and the output: no collective of a program runs beside what its caller does next. The
+    value of a collective is a tensor or a list of tensors.
     """
     added: dict[fx.Node, list[fx.Node]] = {}
-    in_flight: dict[str, list[fx.Node]] = {}  # per group
+    in_flight: dict[str, fx.Node] = {}  # per group
     for node in nodes:
         if node.target is WAIT:
             started = _whole(node.all_input_nodes[0])
-            for pending in in_flight.values():
-                if started in pending:
-                    pending.remove(started)
+            in_flight = {g: other for g, other in in_flight.items() if other is not started}
             continue
-        for group in _groups(node):
-            if earlier := in_flight.pop(group, None):
-                added.setdefault(node, []).extend(earlier)
-            if node.target is not BARRIER and _runs_on_gloo(group, node):  # a barrier waits itself
-                in_flight[group] = [node]
+        groups = list(in_flight) if node.op == "output" else _groups(node)
+        for group in groups:
+            if group in in_flight:
+                added.setdefault(node, []).append(in_flight.pop(group))
+            if _stays_in_flight(group, node):
+                in_flight[group] = node
     return added
 
 
@@ -65,7 +65,10 @@ def _whole(result: fx.Node) -> fx.Node:
     return result
 
 
-def _runs_on_gloo(group: str, node: fx.Node) -> bool:
+def _stays_in_flight(group: str, node: fx.Node) -> bool:
+    """Whether a node starts a collective on gloo and does not wait for it, as a barrier does."""
+    if node.op == "output" or node.target is BARRIER:
+        return False
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     device = first.device.type if isinstance(first, Tensor) else "cpu"

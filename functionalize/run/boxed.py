@@ -69,15 +69,17 @@ def boxed(program: Program) -> Runner:
             return repr(arg)
         return _bind(namespace, "k", arg)
 
+    def handle_of(target: Any) -> str:
+        if target not in handles:
+            handles[target] = _bind(namespace, "op", entry_of(target))
+        return handles[target]
+
     for node in nodes:
         for started in waits.get(node, ()):
-            lines += _wait(names[started], started, _bind(namespace, "op", entry_of(WAIT)))
+            lines += _wait(names[started], started, handle_of(WAIT))
         silent = not node.users and _is_effect(node)
         if node.op == "call_function":
-            handle = handles.get(node.target)
-            if handle is None:
-                handle = _bind(namespace, "op", entry_of(node.target))
-                handles[node.target] = handle
+            handle = handle_of(node.target)
             parts = [text(a) for a in node.args]
             parts += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
             if isinstance(node.target, BoxedCall):

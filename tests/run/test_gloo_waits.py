@@ -140,3 +140,26 @@ def step_in_flight() -> int:
 
 def test_a_replayed_fsdp_step_does_not_overlap_collectives_of_its_group() -> None:
     assert run_on_ranks(step_in_flight) == [1, 1]
+
+
+def left_running(how: str) -> tuple[list[str], int]:
+    """The calls of a replay whose last collective the function never waits for."""
+    group, _ = names(False)
+
+    def fn(x: Tensor) -> Tensor:
+        OPS.all_reduce.default(x, "sum", group)
+        return x + 1
+
+    program = fz.trace(fn, torch.ones(4))
+    program.runner = {"boxed": boxed, "interpreter": None}[how]
+    for wait in program.graph.find_nodes(op="call_function", target=WAIT):
+        program.graph.erase_node(wait)
+    program._run = program._module = None
+    with Calls() as calls:
+        program(torch.ones(4))
+    return calls.seen, len(calls.in_flight)
+
+
+@pytest.mark.parametrize("how", ["boxed", "interpreter"])
+def test_no_collective_runs_on_when_the_program_has_ended(how: str) -> None:
+    assert run_on_ranks(left_running, how) == [(["all_reduce", "wait_tensor"], 0)] * 2
