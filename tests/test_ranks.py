@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, RankTimeout, run_on_ranks
+from tests.ranks import HungCollectiveWarning, RankError, RankTimeout, run_on_ranks
 
 
 class Unpicklable(Exception):
@@ -138,3 +139,22 @@ def test_patched_torch_is_a_failure() -> None:
 def test_function_must_be_importable() -> None:
     with pytest.raises(TypeError, match="put it at the top level"):
         run_on_ranks(lambda: None)
+
+
+def wait_for_each_other(file: str, times: int) -> int:
+    """In its first `times` runs each rank waits for a message that the other one does not send."""
+    with open(file, "a") as runs:
+        runs.write("x")
+    dist.barrier()
+    with open(file) as runs:
+        if len(runs.read()) <= 2 * times:
+            dist.recv(torch.ones(()), 1 - dist.get_rank())
+    return dist.get_rank()
+
+
+def test_a_hang_inside_collectives_is_repeated_once(tmp_path: Path) -> None:
+    with pytest.warns(HungCollectiveWarning, match="did not return within 2 s; repeated") as seen:
+        assert run_on_ranks(wait_for_each_other, str(tmp_path / "once"), 1, timeout=2) == [0, 1]
+    assert "in wait_for_each_other" in str(seen[0].message), "where the ranks stood"
+    with pytest.raises(RankTimeout), pytest.warns(HungCollectiveWarning):
+        run_on_ranks(wait_for_each_other, str(tmp_path / "twice"), 2, timeout=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,15 @@ def set_own_call(module: torch.nn.Module, run: Any) -> None:
         vars(module).pop("_compiled_call_impl", None)
     else:
         vars(module)["_compiled_call_impl"] = run
+
+
+class ReportedCall(functools.partial[Any]):
+    """What a recording sets in place of a module's call: `ReportedCall(report, module, the call before)`."""
+
+
+def without_reports(value: Any) -> Any:
+    """The value of a module's attribute; if a recording has replaced it temporarily, the user's value."""
+    return value.args[1] if isinstance(value, ReportedCall) else value
 
 
 def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -24,7 +24,7 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import UncapturableError
 from functionalize.functions.input_epilogue import UNCOUNTED, EntrySizes
 from functionalize.functions.substitution import Substitution
-from functionalize.state.argument_names import leaf_names
+from functionalize.state.arguments import leaf_names
 from functionalize.util.structure import flatten
 
 # The op that stands for `tensor.untyped_storage().resize_(nbytes)` and dispatches.

@@ -30,8 +30,7 @@ from functionalize.recorder.builder import Builder, TensorInput
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.stand_ins import StandIns, fake_of, is_fake, names_of_captured
 from functionalize.run.boxed import boxed
-from functionalize.state.argument_names import leaf_names
-from functionalize.state.arguments import flatten_result, hidden
+from functionalize.state.arguments import flatten_result, hidden, leaf_names
 from functionalize.util.structure import flatten, unflatten
 from functionalize.util.tensor_wrappers import plain_tensors_by_path
 from functionalize.util.user_stack import line_of, line_of_traceback

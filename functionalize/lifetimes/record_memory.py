@@ -23,7 +23,7 @@ from functionalize.lifetimes.input_categories import gradients, parameter_names,
 from functionalize.lifetimes.lifetimes import Lifetimes
 from functionalize.lifetimes.light_recorder import MemoryRecorder
 from functionalize.state import arguments
-from functionalize.state.argument_names import leaf_names
+from functionalize.state.arguments import leaf_names
 from functionalize.state.discovery import Roots, reachable
 from functionalize.state.sources import Slot, candidates, parameters, slots
 from functionalize.util.gc_pause import only_young_collections

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from functionalize.fsdp.objects import fsdp_registered
 from functionalize.saving.object_names import Names
-from functionalize.state.discovery import NUMBERS, Roots, is_installed
-from functionalize.util.code_objects import compiled
+from functionalize.state.discovery import Roots
+from functionalize.state.fact_text import NUMBERS
+from functionalize.util.code_objects import compiled, is_generated
+from functionalize.util.packages import is_installed, is_users
 
 Json = Any
 
@@ -103,24 +105,18 @@ def _code(roots: Roots) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     seen: set[int] = set()
     for fn in (*roots.functions, *_methods(roots)):
-        if id(fn.__code__) in seen or not _is_users(fn.__module__):
+        if id(fn.__code__) in seen or is_generated(fn.__code__) or not is_users(fn.__module__):
             continue
         seen.add(id(fn.__code__))
         found.setdefault(f"{fn.__module__}:{fn.__qualname__}", []).append(_digest(fn))
     return {name: "".join(sorted(digests)) for name, digests in sorted(found.items())}
 
 
-def _is_users(module: str | None) -> bool:
-    package = (module or "").partition(".")[0]
-    known = package in sys.stdlib_module_names or package in ("torch", "functionalize")
-    return not known and not is_installed(module)
-
-
 def _methods(roots: Roots) -> Iterator[types.FunctionType]:
     """The methods that the user's module classes define."""
     for kind in dict.fromkeys(type(m) for _, m in roots.walk()):
         for base in kind.__mro__:
-            if _is_users(base.__module__):
+            if is_users(base.__module__):
                 yield from (f for f in vars(base).values() if isinstance(f, types.FunctionType))
 
 

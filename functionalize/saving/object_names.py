@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from functionalize.errors import LoadError, SaveError
 from functionalize.fsdp.objects import fsdp_objects
-from functionalize.state.discovery import Held, Roots
+from functionalize.state.discovery import Roots
+from functionalize.state.parts import Held
 
 Place = tuple[
     str, int, int
@@ -43,7 +44,7 @@ class Names:
             self._names.setdefault(id(value), unique)
         self._places: dict[str, list[Held]] = {}
         self._known: dict[Any, Place] = {}
-        for name, held, _ in (*roots.held, *roots.tensors):
+        for name, held, _ in roots.tensors:
             places = self._places.setdefault(name, [])
             if held.place not in self._known:
                 self._known[held.place] = (name, len(places), 0)

@@ -28,8 +28,8 @@ from functionalize.saving.object_names import Names
 from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.state.alias_guard import SharedGuard
-from functionalize.state.discovery import Held
 from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.state.parts import Held
 from functionalize.state.python_state import SurroundingsGuard
 
 
@@ -45,7 +45,6 @@ _PLAIN = (
     fsdp.FSDPTensor,
     fsdp_state.Place,
     guards.ModeGuard,
-    guards.PlaceGuard,
     guards.SlotGuard,
     HyperparameterNumber,
     SharedGuard,
@@ -73,7 +72,7 @@ def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         Form(
             SurroundingsGuard,
             lambda guard: (guard.portable(),),
-            lambda saved: SurroundingsGuard.loaded(fn, names.roots, saved),
+            lambda saved: SurroundingsGuard.loaded(fn, saved),
         ),
     ]
 

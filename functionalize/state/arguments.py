@@ -3,6 +3,7 @@
     leaves, spec = flatten(args, kwargs)        at every call; a replay requires an equal spec
     leaves, spec = flatten_result(result)       when it is recorded
     unflatten_result(leaves, spec)              the result of a replay: objects of the same types
+    leaf_names(fn, spec)                        fn(a, [b, c], d, scale=e): x, rest_0_0, rest_0_1, rest_1, scale
 
 Refusals, returned as text: a step that removes or adds an element of a container among its arguments
 (`batch.pop("labels")`), which a replay does not repeat; a result with an object that has tensors inside, which a replay
@@ -11,7 +12,8 @@ would return with old contents; a generator or a coroutine, whose code runs afte
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from functionalize._compat.graphs import pytree
@@ -31,6 +33,35 @@ def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
 def unflatten_result(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
     """A result of that structure: new containers with these leaves."""
     return structure.unflatten(list(leaves), spec)
+
+
+def leaf_names(fn: Callable[..., Any], spec: pytree.TreeSpec) -> list[str]:
+    """A name per leaf of the arguments. `spec`: the structure of `(args, kwargs)`.
+
+    Without a signature, positional arguments are named `arg_0`, `arg_1`, ...
+    """
+    try:
+        signature = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        signature = []
+    names = []
+    for path in structure.paths(spec):
+        keys: list[Any] = [
+            getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in path
+        ]
+        kind, *rest = keys
+        if kind == 0 and rest:
+            at, *rest = rest
+            positional = [p for p in signature if p.kind is not p.KEYWORD_ONLY]
+            name = f"arg_{at}"
+            if at < len(positional) and positional[at].kind is not inspect.Parameter.VAR_POSITIONAL:
+                name = positional[at].name
+            elif positional and positional[-1].kind is inspect.Parameter.VAR_POSITIONAL:
+                name = f"{positional[-1].name}_{at - len(positional) + 1}"
+        else:
+            name, *rest = [str(r) for r in rest] or ["arg"]
+        names.append("_".join([name, *(str(r) for r in rest)]))
+    return names
 
 
 def changed(

@@ -1,73 +1,51 @@
-"""The objects that a callable can reach: modules, optimizers, tensors and numbers, each with the place that holds it.
+"""One walk over the Python state that a step can reach: what a replay needs from it, and what it must equal.
 
-    reachable(train_step, args)   ->  Roots(modules={"model": ...}, optimizers={"optimizer": ...}, ...)
+    state = walked(train_step, args)
+    state.roots      Roots(modules={"model": ...}, optimizers={"optimizer": ...}, ...): where tensors are found again
+    state.facts      [("self", "scale") -> 2.0, ...]: the ops of the step depend on them
+    state.moving     facts about state that is read only by changing it: random generators, iterators, open files
 
-The search covers closures, defaults, bound objects, arguments, the globals that code names, and the user's code in
-modules (`forward`) and hooks. Of an object, a class or a Python module, it covers the attributes whose names occur in
-the code found so far. Of functions in installed packages, it covers closures and defaults, but not globals.
+The walk starts at the callable and its arguments, and goes breadth first through closures, defaults, globals, bound
+objects, attributes and containers (`object_parts.py`), modules, their hooks and those of their parameters, and
+optimizers. Attributes of the user's objects are facts if their name occurs in the code that was found
+(`code_names.py`); objects behind other attributes are searched for modules, optimizers and tensors alone. Since code
+that is found later may name more attributes, the walk is repeated until no name is new.
+
+Invariant: the same state gives the same facts in the same order. Facts are compared by value, tensors that no source
+finds, modules and optimizers by identity. Nothing is changed.
+Refusals, as text in `opaque`: objects with state that cannot be read.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
-import io
-import queue
-import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
-from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize._compat.autograd import hook_functions
+from functionalize._compat.modules import without_reports
 from functionalize.fsdp.objects import fsdp_states
-from functionalize.ir.inputs import Call
-from functionalize.planning.timeline.timeline import Category
+from functionalize.state.code_names import NameFilter
+from functionalize.state.data_parts import BY_EQUALITY, CONTAINERS, process_generators
+from functionalize.state.fact_text import NUMBERS, PLAIN, Path, text_of
+from functionalize.state.object_parts import class_parts, parts_of
+from functionalize.state.parts import SAME, Held, Part
+from functionalize.util.packages import is_users
 
-_MAX_OBJECTS = 20_000  # a bound on the search, far above what a training script reaches
-NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-_ATOMS = (*NUMBERS, torch.dtype, torch.device)
-CONTAINERS = (list, dict, set, deque, queue.Queue, queue.SimpleQueue, io.IOBase)
-
-
-# Code that uses one of these may access attributes by string constants.
-_BY_TEXT = frozenset({"getattr", "hasattr", "vars", "__dict__", "attrgetter"})
-# Of these packages, objects are not searched. This one: a program that the step keeps holds the sources of its inputs.
-_NOT_SEARCHED = ("torch", "builtins", "functionalize")
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A place in Python: `container[key]`, attribute `key` of `container`, or the contents of a cell (`key` None).
-
-    For an element of a tuple, `container` is the place of the tuple, because Python replaces a tuple as a whole.
-    """
-
-    container: Any
-    key: Any
-    category: ClassVar[Category] = Category.BUFFERS
-
-    def resolve(self, call: Call | None = None) -> Any:
-        container = self.container
-        if isinstance(container, Held):
-            container = container.resolve()
-        if self.key is None:
-            return container.cell_contents
-        if isinstance(container, (dict, list, tuple)):
-            return container[self.key]
-        return getattr(container, self.key)
-
-    @property
-    def place(self) -> tuple[Any, Any]:
-        """A key that is equal for equal places."""
-        inner = self.container
-        return (inner.place if isinstance(inner, Held) else id(inner)), self.key
+_MAX_OBJECTS = 20_000  # a bound on the search for tensors behind attributes that no code names
+_MAX_FACTS = 200_000  # more are too many to compare at every call
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
+_FSDP_ATTRIBUTE = "__composable_api_"  # FSDP2's state: fsdp/python_state.py
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GUARDED = frozenset({Tensor, nn.Parameter, *NUMBERS})  # by `ModuleGuard` and by sources
+_KEPT = (nn.Module, torch.optim.Optimizer, Tensor)
 
 
 @dataclass(slots=True)
@@ -76,10 +54,8 @@ class Roots:
 
     modules, optimizers: by a name that is unique. modules holds root modules only.
     tensors: name, place and tensor, of those at a place that is no module's table.
-    held: name, place and value of every module, optimizer, tensor and number that is held at a place.
     objects: name and `__dict__` of every other object.
-    containers: name and object of every list, dict, set, queue and file.
-    named: the names of attributes and globals that occur in the code.
+    containers: name and object of every container.
     functions: the user's functions.
     arguments: a name per leaf of the step's arguments.
     """
@@ -87,10 +63,8 @@ class Roots:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     tensors: list[tuple[str, Held, Tensor]] = field(default_factory=list)
-    held: list[tuple[str, Held, Any]] = field(default_factory=list)
     objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
-    named: set[Any] = field(default_factory=set)
     functions: list[types.FunctionType] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     _walked: list[tuple[str, nn.Module]] | None = None
@@ -113,214 +87,307 @@ class Roots:
         return self._states
 
 
-_Found = tuple[str, Any, Held | None]
+@dataclass(frozen=True, slots=True, eq=False)
+class Identity:
+    """The fact that an object is this very one."""
+
+    value: weakref.ref[Any]
+    kind: type
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value() is self.value() is not None
+
+    def __repr__(self) -> str:
+        return "a tensor" if issubclass(self.kind, Tensor) else f"a {self.kind.__name__}"
 
 
-class _Search:
-    """A breadth-first search. `queue` holds objects to visit: name, object, place (None: at no place)."""
+@dataclass(slots=True)
+class _Visit:
+    """An object to visit. is_fact: whether it determines ops. is_loose: no source finds it.
 
-    def __init__(self) -> None:
-        self.roots, self.seen = Roots(), set[int]()
-        self.named: set[Any] = set()  # names of attributes and globals in the code found so far
-        self.queue: deque[_Found] = deque()
-        # Classes and Python modules, each with the names that were already visited.
-        self.owners: list[tuple[Any, set[str]]] = []
+    moving: the path of the state around it that is read only by changing it.
+    """
 
-    def run(self) -> Roots:
-        roots = self.roots
-        while self.queue and len(self.seen) < _MAX_OBJECTS:
-            self._look(*self.queue.popleft())
-            if not self.queue:  # code that was found may name more attributes of known classes
-                self.queue += self._newly_named()
-        used = (h for h in roots.held if h[1].key is None or h[1].key in self.named)
-        roots.held, roots.named = list(used), self.named
-        inner = {id(m) for root in roots.modules.values() for m in list(root.modules())[1:]}
-        roots.modules = {n: m for n, m in roots.modules.items() if id(m) not in inner}
-        return roots
+    path: Path
+    name: str
+    value: Any
+    place: Held | None = None
+    is_fact: bool = True
+    is_loose: bool = False
+    moving: Path | None = None
 
-    def _look(self, name: str, value: Any, held: Held | None) -> None:
-        if isinstance(value, NUMBERS):
-            if held is not None:
-                self.roots.held.append((name, held, value))
-        elif id(value) not in self.seen and not isinstance(value, _ATOMS):
-            self.seen.add(id(value))
-            if isinstance(value, (nn.Module, torch.optim.Optimizer, Tensor)):
-                self._keep(name, value, held)
-            else:
-                self.queue += self._inside(name, value, held)
 
-    def _newly_named(self) -> list[_Found]:
-        """Attributes of known classes and Python modules whose names occur in code found since the last call."""
-        found: list[_Found] = []
-        for owner, visited in self.owners:
-            table = vars(owner)
-            new = [k for k in table if k in self.named and k not in visited]
-            visited.update(new)
-            found += [(k, table[k], Held(owner, k)) for k in new]
-        return found
+class PythonState:
+    """The result of one walk.
 
-    def _keep(self, name: str, value: Any, held: Held | None) -> None:
-        roots = self.roots
-        if held is not None:
-            roots.held.append((name, held, value))
-        if isinstance(value, nn.Module):
-            roots.modules[_free(name or "model", roots.modules)] = value
-            self.queue += [(n, code, None) for n, code in _code_of(value)]
-        elif isinstance(value, torch.optim.Optimizer):
-            roots.optimizers[_free(name or "optimizer", roots.optimizers)] = value
-        elif held is not None:
-            roots.tensors.append((name, held, value))
+    facts, paths: what determines the ops of the step, and the path of each.
+    moving, moving_paths: facts about state that is read only by changing it.
+    opaque: objects with state that cannot be read.
+    seen: id -> path, of every object that determines ops.
+    late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
+    """
 
-    def _inside(self, name: str, value: Any, held: Held | None) -> list[_Found]:
+    def __init__(self, names: NameFilter, is_replay: bool = False) -> None:
+        self.names, self.roots = names, Roots()
+        self.facts: list[Any] = []
+        self.paths: list[Path] = []
+        self.moving: list[Any] = []
+        self.moving_paths: list[Path] = []
+        self.opaque: list[str] = []
+        self.seen: dict[int, Path] = {}
+        self.late: list[tuple[str, Any]] = []
+        self._is_replay = is_replay  # whether facts alone are wanted
+        self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
+        self._queue: deque[_Visit] = deque()
+        self._unnamed: deque[_Visit] = deque()  # objects that determine no ops
+        self._classes: set[type] = set()
+        self._alive: list[Any] = []  # keeps objects alive, so that their ids are not reused
+
+    def walk(self, visits: Sequence[_Visit], late: Sequence[tuple[str, Any]] = ()) -> None:
+        """Visit these objects and all that they lead to."""
+        self._queue += visits
+        self.late += late
+        done = 0
+        while True:
+            while self._queue and len(self.facts) < _MAX_FACTS:
+                self._visit(self._queue.popleft())
+            if self._queue:
+                self.opaque.append(
+                    f"`{text_of(self._queue[0].path)}` (too many objects to compare)"
+                )
+                self._queue.clear()
+            while self._unnamed and len(self._searched) < _MAX_OBJECTS:
+                self._visit(self._unnamed.popleft())
+            if done == len(self.late):
+                break
+            self._inside(*self.late[done])
+            done += 1
+        self._alive.clear()
+        inner = {id(m) for root in self.roots.modules.values() for m in list(root.modules())[1:]}
+        self.roots.modules = {n: m for n, m in self.roots.modules.items() if id(m) not in inner}
+
+    def _note(self, visit: _Visit, fact: Any) -> None:
+        if visit.moving is not None:
+            self.moving.append(fact)
+            self.moving_paths.append(visit.moving)
+        elif visit.is_fact:
+            self.facts.append(fact)
+            self.paths.append(visit.path)
+
+    def _visit(self, visit: _Visit) -> None:
+        value, kind = visit.value, type(visit.value)
+        if kind in BY_EQUALITY:
+            return self._note(visit, value)
+        if kind in PLAIN:  # -0.0 is not 0.0, True is not 1
+            return self._note(visit, (kind, repr(value)))
+        if id(value) in self.seen:
+            return self._note(visit, ("again", self.seen[id(value)]))
+        if visit.is_fact:
+            self.seen[id(value)] = visit.path
+        elif id(value) in self._searched:
+            return None
+        else:
+            self._searched.add(id(value))
+        self._alive.append(value)
+        if isinstance(value, _KEPT):
+            return self._keep(visit, value)
+        if isinstance(value, types.FunctionType) and visit.is_fact and is_users(value.__module__):
+            self.roots.functions.append(value)
+            if not self._is_replay:
+                self.names.add(value.__code__)
+        parts = parts_of(value, self.names)
+        if parts.is_moved and visit.moving is None:
+            visit.moving = visit.path
+        if visit.moving is not None and self._is_replay:
+            return None
+        self._note(visit, parts.fact)
+        if parts.is_opaque and visit.is_fact:
+            self.opaque.append(f"`{text_of(visit.path)}` ({_a(kind)})")
         if isinstance(value, CONTAINERS):
-            self.roots.containers.append((name, value))
-        if isinstance(value, functools.partial):
-            bound = [(name, a, None) for a in value.args]
-            return [(name, value.func, None), *bound, *_items(value.keywords)]
-        if isinstance(value, types.MethodType):
-            return [(name, value.__func__, None), (name, value.__self__, None)]
-        if isinstance(value, types.FunctionType):
-            return self._inside_function(value)
-        if isinstance(value, dict):
-            return _items(value)
-        if isinstance(value, list):
-            return [(f"{name}_{i}", v, Held(value, i)) for i, v in enumerate(value)]
-        if isinstance(value, tuple):
-            places = (None if held is None else Held(held, i) for i in range(len(value)))
-            return [
-                (f"{name}_{i}", v, p) for i, (v, p) in enumerate(zip(value, places, strict=True))
-            ]
-        if isinstance(value, (queue.Queue, queue.SimpleQueue, io.IOBase)):
-            return []
-        if isinstance(value, (set, frozenset, deque)):
-            return [(f"{name}_{i}", v, None) for i, v in enumerate(value)]
-        if isinstance(value, GradScaler):  # its dict by optimizer is rebuilt in every step: skipped
-            kept = {k: v for k, v in vars(value).items() if isinstance(v, (Tensor, *NUMBERS))}
-            self.named.update(kept)
-            return [(f"{name}{k}", v, Held(vars(value), k)) for k, v in kept.items()]
-        if isinstance(value, LRScheduler):
-            self.named.update(k for k, v in vars(value).items() if isinstance(v, NUMBERS))
-            return _items(vars(value))
-        inner = _wrapped(value)
-        if inner is not None:
-            return [(name, inner, None)]
-        is_class, is_module = isinstance(value, type), isinstance(value, types.ModuleType)
-        owner = value if is_class else type(value)
-        package = value.__name__ if is_module else owner.__module__
-        package = package.partition(".")[0]
-        if package in _NOT_SEARCHED or ((is_module or is_class) and is_standard(package)):
-            return []
-        if is_class or is_module:
-            self.owners.append((value, set()))
-            return []
-        self.owners.append((owner, set()))
-        call = vars(owner).get("__call__")
-        attributes = getattr(value, "__dict__", {})
-        self.roots.objects.append((name or owner.__name__, attributes))
-        found = _items(attributes)
-        slots = (n for n in getattr(owner, "__slots__", ()) if hasattr(value, n))
-        found += [(n, getattr(value, n), Held(value, n)) for n in slots]
-        return [*found, (name, call, None)] if isinstance(call, types.FunctionType) else found
+            self.roots.containers.append((visit.name, value))
+        elif parts.attributes is not None:
+            self.roots.objects.append((visit.name or kind.__name__, parts.attributes))
+        for part in parts.held:
+            self._push(visit, part, parts.is_loose)
+        if not isinstance(value, (type, types.FunctionType)):
+            self._class_of(visit, kind)
+        return None
 
-    def _inside_function(self, fn: types.FunctionType) -> list[_Found]:
-        found: list[_Found] = []
-        if fn.__module__ and fn.__module__.partition(".")[0] == "torch":
-            return found
-        if not is_installed(fn.__module__):
-            self.roots.functions.append(fn)
-        for code in codes_of(fn.__code__) if not is_installed(fn.__module__) else ():
-            self.named.update(code.co_names)
-            if not _BY_TEXT.isdisjoint(code.co_names):
-                self.named.update(c for c in code.co_consts if isinstance(c, str))
-        for name in globals_of(fn.__code__) if not is_installed(fn.__module__) else ():
-            if name in fn.__globals__:
-                found.append((name, fn.__globals__[name], Held(fn.__globals__, name)))
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            try:
-                found.append((name, cell.cell_contents, Held(cell, None)))
-            except ValueError:  # an empty cell
+    def _push(self, holder: _Visit, part: Part, is_loose: bool = False) -> None:
+        place = part.place
+        if place is not None and isinstance(
+            holder.value, tuple
+        ):  # Python replaces a tuple as a whole
+            place = None if holder.place is None else Held(holder.place, part.key)
+        name = holder.name if part.name is None else part.name
+        if name.startswith("+"):
+            name = holder.name + name[1:]
+        path = holder.path if part.key is SAME else (holder.path, part.key)
+        is_loose = is_loose or holder.is_loose
+        visit = _Visit(
+            path,
+            name,
+            part.value,
+            place,
+            holder.is_fact and part.is_named,
+            is_loose,
+            holder.moving,
+        )
+        if visit.is_fact:
+            self._queue.append(visit)
+        elif not self._is_replay:
+            self._unnamed.append(visit)
+
+    def _class_of(self, visit: _Visit, kind: type) -> None:
+        """Visit the attributes of the class of an object, once."""
+        if visit.is_fact and kind not in self._classes:
+            self._classes.add(kind)
+            for part in class_parts(kind, self.names):
+                self._push(_Visit(visit.path, visit.name, None, moving=visit.moving), part)
+
+    # -- tensors, modules and optimizers -----------------------------------------------------------
+
+    def _keep(self, visit: _Visit, value: Any) -> None:
+        is_loose = visit.is_loose or visit.moving is not None
+        if isinstance(value, Tensor):
+            if visit.place is None or is_loose:
+                return self._note(visit, Identity(weakref.ref(value), type(value)))
+            if id(value) not in self._searched or not visit.is_fact:
+                self.roots.tensors.append((visit.name, visit.place, value))
+            return self._note(visit, ("kind", type(value)))
+        self._note(visit, Identity(weakref.ref(value), type(value)))
+        if is_loose:
+            return None
+        is_module = isinstance(value, nn.Module)
+        table: dict[str, Any] = self.roots.modules if is_module else self.roots.optimizers
+        if any(value is known for known in table.values()):
+            return None
+        name = _free(visit.name or ("model" if is_module else "optimizer"), table)
+        table[name] = value
+        return self._inside(name, value) if visit.is_fact else self.late.append((name, value))
+
+    def _inside(self, name: str, value: Any) -> None:
+        """Visit the contents of a root module or of an optimizer."""
+        if not isinstance(value, nn.Module):
+            return self._optimizer(_Visit(((), name), name, value), value)
+        self.seen.pop(id(value), None)
+        for fqn, module in value.named_modules(prefix=name):
+            if id(module) not in self.seen:
+                self.seen[id(module)] = ((), fqn)
+                self._module(_Visit(((), fqn), fqn, module))
+        return None
+
+    def _module(self, visit: _Visit) -> None:
+        """The class of a module, its code and hooks, and attributes other than modules, tensors and numbers."""
+        module, kind = visit.value, type(visit.value)
+        self._note(visit, kind)
+        if kind not in self._classes:
+            self._push(visit, Part("forward", kind.forward, kind.__name__))
+            self._class_of(visit, kind)
+            self._classes.add(kind)
+        table = vars(module)
+        loose = _Visit(visit.path, visit.name, None, is_loose=True)
+        for key in sorted(table.keys() - _OF_EVERY_MODULE):
+            value = without_reports(table[key])
+            if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
                 continue
-        defaults = fn.__defaults__ or ()
-        named = fn.__code__.co_varnames[: fn.__code__.co_argcount][-len(defaults) :]
-        found += [(n, d, None) for n, d in zip(named, defaults, strict=False) if defaults]
-        return found + _items(fn.__kwdefaults__ or {})
+            if isinstance(value, (list, tuple)):  # tensors directly in a list have sources
+                value = [None if isinstance(each, Tensor) else each for each in value]
+                self._alive.append(value)
+            self._push(loose, Part(key, value, key))
+        for hooks in _HOOKS:
+            if table[hooks]:
+                self._push(visit, Part(hooks, tuple(table[hooks].values()), "hook"))
+        for key, parameter in module._parameters.items():
+            if parameter is not None and (found := hook_functions(parameter)):
+                self._push(visit, Part(f"{key}.hooks", tuple(found), "hook"))
+
+    def _optimizer(self, visit: _Visit, optimizer: torch.optim.Optimizer) -> None:
+        """The class of an optimizer, its hooks, replaced methods, and numbers in its state."""
+        self._note(visit, type(optimizer))
+        self._class_of(visit, type(optimizer))
+        for key, value in vars(optimizer).items():
+            if key not in _OF_EVERY_OPTIMIZER:
+                self._push(visit, Part(key, value, key))
+        for state in list(optimizer.state.values()):
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if type(value) in PLAIN:
+                    self._note(
+                        _Visit(((visit.path, "state"), key), "", value), (type(value), repr(value))
+                    )
 
 
-def _code_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The user's code in modules: `forward`, and hooks of modules and parameters."""
-    for child in module.modules():
-        kind = type(child)
-        if not is_installed(kind.__module__):
-            yield kind.__name__, kind.forward
-        for table in (child._forward_hooks, child._forward_pre_hooks, child._backward_hooks):
-            yield from (("hook", hook) for hook in table.values())
-        for parameter in child._parameters.values():
-            if parameter is not None:
-                yield from (("hook", hook) for hook in hook_functions(parameter))
+def walked(
+    fn: Callable[..., Any], args: Sequence[Any] = (), names: Sequence[str] | None = None
+) -> PythonState:
+    """The Python state that `fn` can reach. args: the leaves of its arguments. names: of these, from its signature."""
+    known = _names_of(fn)
+    while True:
+        state = PythonState(known)
+        before = known.size
+        state.walk([*_starts(fn, args, names), *_moving()])
+        if known.size == before:
+            break
+    state.names = known.copy()
+    state.roots.arguments = _argument_names(args, names)
+    return state
 
 
-@functools.cache
-def is_installed(module: str | None) -> bool:
-    """Whether a Python module belongs to an installed package and is not the user's own code."""
-    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
+def walked_again(
+    fn: Callable[..., Any], args: Sequence[Any], before: PythonState, is_replay: bool
+) -> PythonState:
+    """The same walk at another time. is_replay: only the facts of the state are wanted."""
+    state = PythonState(before.names, is_replay)
+    starts = _starts(fn, args, before.roots.arguments or None)
+    state.walk([*starts, *(() if is_replay else _moving())], before.late)
+    return state
 
 
 def reachable(
     fn: Callable[..., Any], args: Sequence[Any] = (), names: Sequence[str] | None = None
 ) -> Roots:
-    """Search `fn` and `args`, breadth first. names: of the leaves `args`, from the signature of `fn`."""
-    search = _Search()
-    search.queue.append(("", fn, None))
-    search.roots.arguments = [f"args_{i}" for i in range(len(args))] if names is None else [*names]
-    named = zip(search.roots.arguments, args, strict=True)
-    search.queue += [(name, a, None) for name, a in named if not _is_number(a)]
-    return search.run()
+    """The objects that `fn` and its arguments lead to."""
+    return walked(fn, args, names).roots
 
 
-def _wrapped(value: Any) -> Any:
-    """The function that a decorator wrapped (`__wrapped__`), or None. Some attributes raise (`torch.classes`)."""
+# The names of earlier walks from the same callable: most walks need no second one.
+_KNOWN: weakref.WeakKeyDictionary[Any, NameFilter] = weakref.WeakKeyDictionary()
+
+
+def _names_of(fn: Callable[..., Any]) -> NameFilter:
     try:
-        return getattr(value, "__wrapped__", None)
-    except Exception:
-        return None
+        return _KNOWN.setdefault(fn, NameFilter())
+    except TypeError:  # an object without weak references, or without a hash
+        return NameFilter()
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, _ATOMS)
+def _starts(
+    fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str] | None
+) -> list[_Visit]:
+    named = zip(_argument_names(args, names), args, strict=True)
+    return [
+        _Visit((), "", fn),
+        *(
+            _Visit(((), n), n, a)
+            for n, a in named
+            if not isinstance(a, Tensor) and type(a) not in PLAIN
+        ),
+    ]
+
+
+def _argument_names(args: Sequence[Any], names: Sequence[str] | None) -> list[str]:
+    return [f"args_{i}" for i in range(len(args))] if names is None else [*names]
+
+
+def _moving() -> Iterator[_Visit]:
+    for part in process_generators():
+        path: Path = ((), part.key)
+        yield _Visit(path, str(part.key), part.value, moving=path)
 
 
 def _free(name: str, taken: dict[str, Any]) -> str:
     return name if name not in taken else _free(f"{name}_", taken)
 
 
-def _items(table: dict[Any, Any]) -> list[_Found]:
-    return [(str(k), v, Held(table, k)) for k, v in table.items()]
-
-
-def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object and those of the functions, classes and comprehensions nested in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes_of(constant)
-
-
-_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-
-
-@functools.lru_cache(maxsize=4096)
-def globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals that a code object and those nested in it use. Other names in `co_names` are attributes."""
-    used = (
-        i.argval
-        for each in codes_of(code)
-        for i in dis.get_instructions(each)
-        if i.opname in _GLOBAL_OPS
-    )
-    return tuple(dict.fromkeys(used))
-
-
-def is_standard(package: str) -> bool:
-    """Whether a package belongs to Python's standard library."""
-    return package in sys.stdlib_module_names and package != "__main__"
+def _a(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} {kind.__name__}"

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from functionalize.state.discovery import NUMBERS
 from functionalize.util.code_objects import compiled
 
+NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 # Types of plain values, which are compared by value.
 PLAIN = frozenset(
     {*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range}
@@ -37,6 +37,22 @@ def text_of(path: Path) -> str:
     return ".".join(reversed(parts)) or "the step"
 
 
+def change_text(path: Path, new: Any, old: Any) -> str:
+    """Two different facts of one path, for a message."""
+    if _attributes(new) is not None and _attributes(old) is not None and new[1] is old[1]:
+        changed = ", ".join(sorted(map(str, new[2] ^ old[2])))
+        return f"`{text_of(path)}` has other attributes: {changed}"
+    now, was = brief(new), brief(old)
+    if now == was:
+        return f"`{text_of(path)}` is another {now.removeprefix('a ').removeprefix('an ')}"
+    return f"`{text_of(path)}` is {now}, was {was}"
+
+
+def _attributes(fact: Any) -> Any:
+    is_object = isinstance(fact, tuple) and len(fact) == 3 and fact[0] == "object"
+    return fact[2] if is_object else None
+
+
 def brief(fact: Any) -> str:
     """A fact for a message."""
     if isinstance(fact, types.CodeType):
@@ -49,7 +65,7 @@ def brief(fact: Any) -> str:
             return str(rest[0])
         counted = issubclass(kind, (list, tuple, dict, set, frozenset, deque))
         return f"a {kind.__name__} of {rest[0]}" if counted else f"the {kind.__name__} {rest[0]}"
-    if isinstance(fact, tuple) and len(fact) == 2 and fact[0] == "kind":
+    if isinstance(fact, tuple) and len(fact) > 1 and fact[0] in ("kind", "object"):
         return f"a {fact[1].__name__}"
     text = repr(fact)
     return text if len(text) < 80 else f"{text[:77]}..."

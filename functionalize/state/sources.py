@@ -23,7 +23,9 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
-from functionalize.state.discovery import NUMBERS, Held, Roots
+from functionalize.state.discovery import Roots
+from functionalize.state.fact_text import NUMBERS
+from functionalize.state.parts import Held
 from functionalize.util.tensor_wrappers import plain_tensors_by_path
 
 
@@ -158,7 +160,7 @@ def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
 _NO_TENSORS = frozenset({*NUMBERS, dict, OrderedDict, set})  # types of most attributes of modules
 
 
-def _plain_attributes(roots: Roots) -> Iterator[tuple[str, Held, Tensor]]:
+def plain_attributes(roots: Roots) -> Iterator[tuple[str, Held, Tensor]]:
     """Tensors that a module keeps as plain attributes."""
     for name, module in roots.walk():
         for key, value in vars(module).items():
@@ -275,5 +277,5 @@ def candidates(
     for name, optimizer in roots.optimizers.items():
         for full, loose, value in _optimizer_parameters(name, optimizer):
             yield from unwrapped(full, loose, value)
-    for name, held, tensor in (*_plain_attributes(roots), *roots.tensors):
+    for name, held, tensor in (*plain_attributes(roots), *roots.tensors):
         yield from unwrapped(name, held, tensor)

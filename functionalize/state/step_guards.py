@@ -13,9 +13,9 @@ from functionalize._compat.autograd import hooks_of, saved_tensor_hooks
 from functionalize._compat.dispatch import function_modes
 from functionalize._compat.modules import hooks_of_everything
 from functionalize.errors import UncapturableError
-from functionalize.ir.guards import same_constant
 from functionalize.ir.inputs import Call, Source
-from functionalize.state.discovery import NUMBERS, Held, Roots
+from functionalize.state.discovery import Roots
+from functionalize.state.fact_text import NUMBERS
 from functionalize.state.hyperparameters import Key, is_liftable
 from functionalize.state.sources import Slot
 
@@ -125,44 +125,6 @@ def _changed(now: dict[str, Any], was: dict[str, Any]) -> str:
                 return "other children than it had"
             return f"{key} = {new!r}, had {old!r}"
     return "changed"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlaceGuard:
-    """Places that the step reads hold the same objects, and equal numbers.
-
-    places: name, place, and value at the capture.
-    objects: name and `__dict__` of an object, and which of the names in `named` it had.
-    named: names of attributes that occur in the step's code.
-    """
-
-    places: tuple[tuple[str, Held, Any], ...]
-    objects: tuple[tuple[str, dict[str, Any], frozenset[str]], ...]
-    named: frozenset[Any]
-
-    @staticmethod
-    def of(roots: Roots) -> PlaceGuard:
-        """The guard for every place that holds a module, an optimizer or a number."""
-        named = frozenset(roots.named)
-        objects = tuple((name, table, named & table.keys()) for name, table in roots.objects)
-        places = tuple(h for h in roots.held if not isinstance(h[2], Tensor))
-        return PlaceGuard(places, objects, named)
-
-    def failure(self, call: Call) -> str | None:
-        for name, table, were in self.objects:
-            if self.named & table.keys() != were:
-                changed = ", ".join(sorted((self.named & table.keys()) ^ were))
-                return f"`{name}` has other attributes: {changed}"
-        for name, held, was in self.places:
-            try:
-                now = held.resolve()
-            except (LookupError, ValueError):
-                return f"`{name}` is gone"
-            if now is not was and not (type(was) in _PLAIN and same_constant(now, was)):
-                if type(was) in _PLAIN:
-                    return f"`{name}` is {now!r}, was {was!r}"
-                return f"`{name}` is another {type(now).__name__}"
-        return None
 
 
 class LeafFacts(NamedTuple):

@@ -23,7 +23,7 @@ from torch import Tensor
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
-from functionalize.state.discovery import NUMBERS
+from functionalize.state.fact_text import NUMBERS
 from functionalize.state.sources import Slot
 from functionalize.step.step_memory import StepMemory
 from functionalize.step.vote import Fingerprints

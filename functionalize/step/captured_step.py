@@ -36,8 +36,8 @@ from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.recorder.live_scalars import plain_tree
 from functionalize.recorder.recorder import Recorder
+from functionalize.run.detached_outputs import refuse_backward
 from functionalize.state import arguments
-from functionalize.state.detached_outputs import refuse_backward
 from functionalize.state.hyperparameters import Key
 from functionalize.state.sources import leave
 from functionalize.step.cache import CachedProgram, ProgramCache, key_of

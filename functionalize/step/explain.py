@@ -16,8 +16,8 @@ from functionalize.fsdp.objects import FSDPTensor
 from functionalize.ir.inputs import Argument, Captured, InputSpec, WholeStorage
 from functionalize.run.boxed import boxed
 from functionalize.state import sources
-from functionalize.state.discovery import Held
 from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.state.parts import Held
 from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.stats import Stats
 from functionalize.util.text import counted

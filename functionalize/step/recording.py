@@ -49,8 +49,8 @@ from functionalize.recorder.storage_table import External
 from functionalize.run.boxed import boxed
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.arguments import hidden
-from functionalize.state.discovery import Held
 from functionalize.state.hyperparameters import liftable
+from functionalize.state.parts import Held
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
@@ -136,7 +136,12 @@ class StepRecording:
         self.recorder.checks.check_generators("after its last random op")
         modules = list(self.entry.roots.modules.values())
         reasons = dict.fromkeys(
-            [*self.recorder.checks.unrepeatable, hidden(self.exit.leaves), why_not_here(modules)]
+            [
+                *self.recorder.checks.unrepeatable,
+                hidden(self.exit.leaves),
+                why_not_here(modules),
+                self.entry.python_state.refusal,
+            ]
         )
         return "; ".join(text for text in reasons if text) or None
 
@@ -203,7 +208,7 @@ class StepRecording:
 
     def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
         """Let each replay return a copy of a mutable object that the step made."""
-        known = {*self.entry.python_state.known, *map(id, self.entry.leaves)}
+        known = {*self.entry.python_state.state.seen, *map(id, self.entry.leaves)}
         return [
             Constant(copy.deepcopy(role.value), made=True)
             if isinstance(role, Constant)

@@ -32,7 +32,7 @@ from functionalize.errors import UncapturableError
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.recorder.recorder import Recorder
 from functionalize.state import arguments
-from functionalize.state.argument_names import leaf_names
+from functionalize.state.arguments import leaf_names
 from functionalize.state.hyperparameters import Key, lifted
 from functionalize.step.collective_check import collective_mismatch
 from functionalize.step.outcome import (

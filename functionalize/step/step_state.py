@@ -27,17 +27,15 @@ from functionalize.ir.guards import ConstantGuard, Guard, frozen_constant
 from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.recorder.recorder import Recorder
 from functionalize.state.arguments import flatten_result
-from functionalize.state.discovery import Roots, reachable
+from functionalize.state.discovery import Roots, walked
 from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.python_state import SurroundingsGuard
-from functionalize.state.side_effects import HostState
-from functionalize.state.sources import Slot, module_tensors, parameters
+from functionalize.state.sources import Slot, module_tensors, parameters, plain_attributes
 from functionalize.state.step_guards import (
     HyperparameterGuard,
     ModeGuard,
     ModuleGuard,
     ParameterGuard,
-    PlaceGuard,
     SlotGuard,
     check_writable,
 )
@@ -54,7 +52,6 @@ class EntryState:
     places: every tensor that the callable reaches, by storage, and the modules and optimizers that hold them.
     gradients: a weak reference to the gradient in each slot; None: an empty slot.
     fsdp, slot_guard: state that a step may change, since a replay changes it in the same way.
-    host: Python objects that the step may have a side effect on.
     facts: guards on state that the step itself must not change.
     python_state: the guard on Python objects that the code of the step reads.
     hyperparameters: those that are live numbers in the recording.
@@ -64,7 +61,6 @@ class EntryState:
     places: Places
     gradients: list[weakref.ref[Tensor] | None]
     fsdp: FSDPState
-    host: HostState
     facts: list[Guard]
     python_state: SurroundingsGuard
     slot_guard: SlotGuard
@@ -95,7 +91,8 @@ class EntryState:
 
         varying: hyperparameters that become live numbers, besides the learning rates. names: the names of the leaves.
         """
-        call, roots = Call(leaves, []), reachable(fn, leaves, names)
+        call, state = Call(leaves, []), walked(fn, leaves, names)
+        roots = state.roots
         found = list(parameters(roots, leaves))
         places = Places.now(roots, leaves, found, recorder.storages)
         fsdp = FSDPState.now(roots.states().values())
@@ -105,9 +102,8 @@ class EntryState:
             places,
             [None if g is None else weakref.ref(g) for g in gradients],
             fsdp,
-            HostState.now(roots),
             _facts(roots, leaves, found, live),
-            SurroundingsGuard.of(fn, roots),
+            SurroundingsGuard.of(fn, state),
             SlotGuard.of(call, places.slots),
             live,
             list(_fixed_tensors(roots, fsdp)),
@@ -126,11 +122,11 @@ class EntryState:
                 return f"removes `{name}`"
         failures = (fact.failure(call) for fact in self.facts)
         failure = next((f for f in failures if f), None)
-        # The message of a side effect is more precise than that of the guard on the code that reads the object.
-        if failure is None and (difference := self.host.difference()) is not None:
-            return difference
-        failure = failure or self.python_state.difference(call)
-        return f"changes what it is guarded by: {failure}" if failure else None
+        return (
+            f"changes what it is guarded by: {failure}"
+            if failure
+            else self.python_state.change(call)
+        )
 
 
 def _facts(
@@ -156,7 +152,6 @@ def _facts(
         ModeGuard.now(),
         ModuleGuard.of(roots),
         *hyperparameters,
-        PlaceGuard.of(roots),
         ParameterGuard.of([*found, *arguments]),
     ]
 
@@ -167,7 +162,7 @@ def _fixed_tensors(roots: Roots, fsdp: FSDPState) -> Iterator[FixedTensor]:
     for name, source, value in module_tensors(roots):
         if (id(source.entries), source.name) not in swapped:
             yield name, source, value, _address(value)
-    for name, variable, value in roots.tensors:
+    for name, variable, value in (*plain_attributes(roots), *roots.tensors):
         yield name, variable, value, _address(value)
 
 

@@ -22,3 +22,10 @@ def _constant(value: Any) -> Any:
     if isinstance(value, types.CodeType):
         return compiled(value)
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+
+
+def is_generated(code: types.CodeType) -> bool:
+    """Whether the code is of a method that `dataclasses` made."""
+    return code.co_filename == "<string>" or code.co_filename.endswith(
+        ("dataclasses.py", "reprlib.py")
+    )

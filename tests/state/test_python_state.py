@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
-from functionalize.state.discovery import reachable
+from functionalize.ir.inputs import Call
+from functionalize.state.discovery import walked
 from functionalize.state.python_state import SurroundingsGuard
 from tests.fake_world.worlds import Twins
 
@@ -400,10 +401,10 @@ def test_cycles_end() -> None:
     def step() -> int:
         return int(table["n"])
 
-    guard = SurroundingsGuard.of(step, reachable(step))
-    assert guard.failure(None) is None  # type: ignore[arg-type]
+    guard = SurroundingsGuard.of(step, walked(step))
+    assert guard.failure(Call((), [])) is None
     table["n"] = 2
-    assert guard.failure(None) == "`table.n` is 2, was 1"  # type: ignore[arg-type]
+    assert guard.failure(Call((), [])) == "`table.n` is 2, was 1"
 
 
 # -- what a step does itself -----------------------------------------------------------------------

@@ -164,7 +164,7 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eval": ("ModuleGuard", "training = False", {"change": lambda w: w.model.eval()}),
     "module hook": ("ModuleGuard", "_forward_hooks", {"change": hook_the_module}),
     "dropout": ("ModuleGuard", "p = 0.5", {"change": attribute("model.drop.p", 0.5)}),
-    "python number": ("PlaceGuard", "factor` is 2.0", {"change": attribute("factor", 2.0)}),
+    "python number": ("SurroundingsGuard", "factor` is 2.0", {"change": attribute("factor", 2.0)}),
     "parameter hook": ("ParameterGuard", "other hooks", {"change": hook_the_parameter}),
     "frozen": ("ParameterGuard", "no longer requires", {"change": freeze}),
     "parameter": ("ParameterGuard", "another parameter", {"change": halve_the_weight}),

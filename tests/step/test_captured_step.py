@@ -214,7 +214,7 @@ def test_an_attribute_is_looked_up_at_every_call() -> None:
 
 def test_a_tensor_chosen_from_a_list_by_a_counter_is_refused() -> None:
     batches, count = [batch(i) for i in range(10)], iter(range(10))
-    assert "no module or optimizer holds" in refused(lambda x: x + batches[next(count)])
+    assert "draws from `count`" in refused(lambda x: x + batches[next(count)])
 
 
 def test_a_literal_is_a_constant_once_it_is_seen_twice() -> None:
@@ -237,18 +237,13 @@ def test_data_that_arrives_behind_the_arguments_is_refused() -> None:
     """An iterator inside the step: replaying the first batch for ever would be silent nonsense."""
     loader = iter([batch(i) for i in range(10)])
     message = refused(lambda x: x + next(loader))
-    assert message.startswith(
-        "the step did not settle in 5 calls: reads a tensor (float32[5, 6]) that no module or optimizer "
-        "holds, and which may be another one at every step: pass it as an argument\n"
-        "  first used by aten.add.Tensor at "
-    )
-    assert message.endswith("message = refused(lambda x: x + next(loader))")
+    assert "draws from `loader`, reads or writes it, which a replay would not" in message
 
 
 def test_numbers_that_change_through_a_literal_are_refused() -> None:
     count = iter(range(10))
     message = refused(lambda x: x + torch.tensor([float(next(count))]))
-    assert "reads a tensor (float32[1]) that Python made from numbers" in message
+    assert "draws from `count`" in message
 
 
 def test_state_made_anew_at_every_step_is_refused() -> None:

@@ -207,7 +207,7 @@ def test_counters_of_python_are_refused() -> None:
             return x * self.n
 
     message = refusal(Counting().step)
-    assert "changes what it is guarded by: `n` is 5, was 4" in message
+    assert "changes Python state, which a replay would not: `self.n` is 5, was 4" in message
 
 
 def test_a_storage_assigned_by_the_step_is_refused() -> None:
@@ -229,7 +229,7 @@ def test_a_scheduler_inside_the_step_is_refused() -> None:
         scheduler.step()
         return loss
 
-    assert "`last_epoch` is " in refusal(step)
+    assert "`scheduler.last_epoch` is " in refusal(step)
 
 
 def test_a_scheduler_outside_the_step_needs_no_other_program() -> None:

@@ -97,7 +97,7 @@ def test_what_was_changed_before_the_first_call_is_noticed(report: dict[str, Any
     assert changed["betas"] == ["`optimizer` group 0 has betas = (0.5, 0.5), had (0.9, 0.999)"]
     assert changed["dropout"] == ["`model.2` has p = 0.1, had 0.3"]
     assert changed["eval"] == ["`model` has training = False, had True"]
-    assert changed["scale"] == ["`scale` is 3.0, was 2.0"]
+    assert changed["scale"] == ["`settings.scale` is 3.0, was 2.0"]
     assert changed["parameter"] == ["`model.0.weight` is another parameter"]
     assert changed["requires_grad"] == ["`model.0.bias` no longer requires a gradient"]
     assert len(changed["hook"]) == 1 and "_forward_hooks" in changed["hook"][0]

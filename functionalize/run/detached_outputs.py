@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functionalize.errors import UncapturableError
-from functionalize.state.arguments import flatten_result, unflatten_result
+from functionalize.util import structure
 
 
 class _RefuseBackward(torch.autograd.Function):
@@ -33,10 +33,10 @@ def refuse_backward(result: Any, had_grad_fn: Sequence[bool]) -> Any:
     """`result`, where leaves that had a `grad_fn` in eager get one whose backward raises."""
     if not any(had_grad_fn) or not torch.is_grad_enabled():
         return result
-    leaves, spec = flatten_result(result)
+    leaves, spec = structure.flatten(result, result=True)
     anchor = torch.empty(0, requires_grad=True)
     leaves = [
         _RefuseBackward.apply(leaf, anchor) if refuse and not leaf.requires_grad else leaf
         for leaf, refuse in zip(leaves, had_grad_fn, strict=True)
     ]
-    return unflatten_result(leaves, spec)
+    return structure.unflatten(leaves, spec)

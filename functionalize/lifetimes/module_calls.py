@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -30,7 +29,7 @@ from functionalize._compat.autograd import (
     next_node_number,
 )
 from functionalize._compat.dispatch import current_modes
-from functionalize._compat.modules import own_call, set_own_call
+from functionalize._compat.modules import ReportedCall, own_call, set_own_call, without_reports
 from functionalize.fsdp.objects import fsdp_registered
 from functionalize.ir.ops import OpRecord
 from functionalize.state.discovery import Roots
@@ -122,7 +121,7 @@ class _WatchedModules:
             for module in modules:
                 self._users[module] = self._users.get(module, 0) + 1
                 if self._users[module] == 1:
-                    set_own_call(module, partial(_reporting_call, module, own_call(module)))
+                    set_own_call(module, ReportedCall(_reporting_call, module, own_call(module)))
 
     def remove(self, modules: Iterable[nn.Module]) -> None:
         with self._lock:
@@ -130,13 +129,7 @@ class _WatchedModules:
                 self._users[module] -= 1
                 if not self._users[module]:
                     del self._users[module]
-                    set_own_call(module, without_watching(own_call(module)))
-
-
-def without_watching(value: Any) -> Any:
-    """The value of a module's attribute; if a recording has replaced it temporarily, the user's value."""
-    watching = isinstance(value, partial) and value.func is _reporting_call
-    return value.args[1] if watching else value
+                    set_own_call(module, without_reports(own_call(module)))
 
 
 def _reporting_call(

@@ -1,0 +1,144 @@
+"""The names that code may read: globals, attributes, and whether it finds attributes by data.
+
+    names_in(step.__code__)       CodeNames({"model", "config", "scale"}, is_dynamic=False)
+    vars(args)["scale"]           is_dynamic: any attribute may be read
+    getattr(args, "scale", 1.0)   the constant is a name
+    getattr(args, key)            is_dynamic
+
+An attribute whose name is in no code of the step cannot be read by it, and is left out of the guards.
+Invariant: where the bytecode is not understood, the answer is `is_dynamic`.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Code that names one of these may read an attribute whose name is data.
+_DYNAMIC = frozenset(
+    {"vars", "__dict__", "asdict", "astuple", "fields", "attrgetter", "methodcaller", "globals", "eval", "exec"}
+    | {"dir", "__getattribute__", "getmembers", "getmembers_static", "pickle", "__getstate__", "__reduce_ex__"}
+)  # fmt: skip
+_BY_CONSTANT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_NO_EFFECT = frozenset({"KW_NAMES", "CACHE", "EXTENDED_ARG", "NOP"})
+_CALL = (
+    "PRECALL" if "PRECALL" in dis.opmap else "CALL"
+)  # Python 3.11 takes the arguments from the stack in PRECALL
+EQUALITY, TEXT = (
+    "==",
+    "repr()",
+)  # names for the operators that call generated methods of dataclasses
+_TEXT_NAMES = frozenset({"repr", "str", "format", "print"})
+
+
+@dataclass(frozen=True, slots=True)
+class CodeNames:
+    """The names in some code. is_dynamic: it may read attributes of other names too."""
+
+    names: frozenset[str]
+    is_dynamic: bool
+
+
+@dataclass(slots=True)
+class NameFilter:
+    """The names that the code found so far may read: `key in names`."""
+
+    names: set[Any] = field(default_factory=set)
+    is_dynamic: bool = False
+
+    def __contains__(self, key: object) -> bool:
+        return self.is_dynamic or key in self.names
+
+    def add(self, code: types.CodeType) -> None:
+        """Add the names of a code object."""
+        found = names_in(code)
+        self.names |= found.names
+        self.is_dynamic |= found.is_dynamic
+
+    @property
+    def size(self) -> tuple[int, bool]:
+        """Grows if and only if something was added."""
+        return len(self.names), self.is_dynamic
+
+    def copy(self) -> NameFilter:
+        """A filter of the same names, to which nothing is added."""
+        return NameFilter(set(self.names), self.is_dynamic)
+
+    def of(self, table: Iterable[Any]) -> list[Any]:
+        """The keys of a table that may be read, in its order."""
+        return list(table) if self.is_dynamic else [key for key in table if key in self.names]
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> CodeNames:
+    """The names in a code object and in those nested in it."""
+    names: set[str] = set()
+    is_dynamic = False
+    for each in codes_of(code):
+        names.update(each.co_names)
+        instructions = list(dis.get_instructions(each))
+        is_dynamic |= not _DYNAMIC.isdisjoint(each.co_names)
+        for i, instruction in enumerate(instructions):
+            if instruction.opname == "MATCH_CLASS":  # it reads the attributes in `__match_args__`
+                is_dynamic = True
+            elif instruction.opname in ("COMPARE_OP", "CONTAINS_OP"):
+                names.add(EQUALITY)
+            elif instruction.opname in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"):
+                names.add(TEXT)
+            elif instruction.argval in _BY_CONSTANT and instruction.opname != "LOAD_CONST":
+                name = _constant_name(instructions, i)
+                is_dynamic |= name is None
+                names.update(() if name is None else (name,))
+        if not _TEXT_NAMES.isdisjoint(each.co_names):
+            names.add(TEXT)
+    return CodeNames(frozenset(names), is_dynamic)
+
+
+def _constant_name(code: Sequence[dis.Instruction], at: int) -> str | None:
+    """The constant second argument of a call of `getattr`, which instruction `at` loads; None: it may be any."""
+    if code[at].opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return None
+    depth, second = 0, None  # depth: how many arguments are on the stack
+    for i in range(at + 1, len(code)):
+        each = code[i]
+        if each.opname in _NO_EFFECT or (each.opname == "PUSH_NULL" and i == at + 1):
+            continue
+        if "JUMP" in each.opname or each.opname in ("RETURN_VALUE", "CALL_FUNCTION_EX", "CALL_KW"):
+            return None
+        if each.opname == _CALL and depth == each.arg:
+            return second if depth in (2, 3) else None
+        before, depth = depth, depth + dis.stack_effect(each.opcode, each.arg, jump=False)
+        if (before, depth) == (1, 2):
+            second = (
+                each.argval
+                if each.opname == "LOAD_CONST" and isinstance(each.argval, str)
+                else None
+            )
+        elif depth < 3 and before >= 2:  # the second argument is an expression
+            second = None
+    return None
+
+
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code object and those of the functions, classes and comprehensions nested in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_of(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals that a code object and those nested in it use. Other names in `co_names` are attributes."""
+    used = (
+        i.argval
+        for each in codes_of(code)
+        for i in dis.get_instructions(each)
+        if i.opname in _GLOBAL_OPS
+    )
+    return tuple(dict.fromkeys(used))

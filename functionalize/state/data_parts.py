@@ -1,0 +1,185 @@
+"""The parts of data: values, containers, arrays, buffers, and state that is read only by changing it.
+
+    container([1, x])             Parts((list, 2), [Part(0, 1), Part(1, x)])
+    array(numpy.ones(3))          Parts((ndarray, "float64", (3,), bytes))
+    random_generator(random)      its state; `is_moved`: code that draws from it changes it
+
+Invariant: no method of a subclass of the user is called: containers are read by the methods of their base class.
+"""
+
+from __future__ import annotations
+
+import array as arrays
+import ctypes
+import enum
+import mmap
+import numbers
+import pathlib
+import queue
+import random
+import re
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from functionalize.state.fact_text import PLAIN
+from functionalize.state.parts import Held, Part, Parts
+
+MAX_SEPARATE_FACTS = 64  # a container of plain values with more elements is one fact
+_MAX_ELEMENTS = 100_000  # a container with more objects is opaque
+_MAX_BYTES = 1 << 26  # a larger array is opaque
+_SHORT = 256  # bytes; of more, the hash is the fact
+# Types of which equal values are interchangeable: 1.0 == 1 and -0.0 == 0.0 are not.
+BY_EQUALITY = PLAIN - {bool, float, complex, torch.Size, range}
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
+VALUES = (numbers.Number, slice, pathlib.PurePath, re.Pattern, bytes, str)
+BUFFERS = (bytearray, memoryview, arrays.array, mmap.mmap)
+C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+
+
+def value_parts(value: Any) -> Parts:
+    """A number, text, or another immutable value."""
+    kind = type(value)
+    if isinstance(value, slice):
+        return Parts(kind, [Part(k, getattr(value, k)) for k in ("start", "stop", "step")])
+    if isinstance(value, re.Pattern):
+        return Parts((kind, value.pattern, value.flags))
+    for base in (float, int, str, bytes, complex):
+        if isinstance(value, base):  # a subclass may have another `__repr__`
+            return Parts((kind, base.__repr__(value)))
+    return Parts((kind, repr(value)))
+
+
+def member(value: enum.Enum) -> Parts:
+    """A member of an enumeration."""
+    return Parts((type(value), str(value.name), repr(value._value_)))
+
+
+def container(value: Any) -> Parts:
+    """A container: its type, its size, its keys, its elements."""
+    kind = type(value)
+    is_table = isinstance(value, (dict, types.MappingProxyType))
+    elements = _elements(value)
+    size = len(elements)
+    if size > MAX_SEPARATE_FACTS:
+        entries = _entries(value) if is_table else []
+        plain = [*elements, *entries]
+        if set(map(type, plain)) <= BY_EQUALITY:
+            is_set = isinstance(value, (set, frozenset))
+            return Parts((kind, size, frozenset(elements) if is_set else tuple(plain)))
+        if size > _MAX_ELEMENTS:
+            return Parts((kind, size), is_opaque=True)
+    if is_table:
+        held = [
+            Part(
+                _key_text(key, i),
+                content,
+                str(key) if type(key) in PLAIN else None,
+                Held(value, key),
+            )
+            for i, (key, content) in enumerate(zip(elements, _entries(value), strict=True))
+        ]
+        held += [Part(f"key {i}", key) for i, key in enumerate(elements) if type(key) is not str]
+        return Parts((kind, size, tuple(k if type(k) is str else type(k) for k in elements)), held)
+    if isinstance(value, (list, tuple)):
+        return Parts(
+            (kind, size), [Part(i, v, f"+_{i}", Held(value, i)) for i, v in enumerate(elements)]
+        )
+    ordered = elements if isinstance(value, deque) else sorted(elements, key=_order)
+    return Parts((kind, size), [Part(i, v, f"+_{i}") for i, v in enumerate(ordered)], is_loose=True)
+
+
+def _elements(value: Any) -> list[Any]:
+    bases: tuple[Any, ...] = (list, tuple, dict, set, frozenset, deque)
+    for base in bases:
+        if isinstance(value, base):
+            return list(base.__iter__(value))
+    return list(value)
+
+
+def _entries(table: Any) -> list[Any]:
+    return list(dict.values(table)) if isinstance(table, dict) else list(table.values())
+
+
+def _key_text(key: Any, index: int) -> Any:
+    return key if type(key) in PLAIN else f"{type(key).__name__} {index}"
+
+
+def _order(value: Any) -> str:
+    return repr(value) if type(value) in PLAIN else type(value).__qualname__
+
+
+def array(value: Any) -> Parts:
+    """An array or a number of numpy."""
+    fact = (type(value), str(value.dtype), value.shape)
+    if value.dtype.hasobject:
+        return Parts(fact, [Part("elements", value.tolist())], is_loose=True)
+    if value.nbytes > _MAX_BYTES:
+        return Parts(fact, is_opaque=True)
+    return Parts((*fact, _digest(value.tobytes())))
+
+
+def buffer(value: Any) -> Parts:
+    """An object of bytes."""
+    view = memoryview(value)
+    return Parts((type(value), view.nbytes, _digest(view.tobytes())))
+
+
+def c_data(value: Any) -> Parts:
+    """An object of ctypes: its bytes. What its pointers point to is not among them."""
+    return Parts((type(value), _digest(bytes(memoryview(value).cast("B")))))
+
+
+def _digest(data: bytes) -> Any:
+    return data if len(data) < _SHORT else (len(data), hash(data))
+
+
+# -- state that is read only by changing it --------------------------------------------------------
+
+
+def process_generators() -> Iterator[Part]:
+    """The generators of `random` and of numpy."""
+    yield Part("random", random.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield Part("numpy.random", numpy.random.get_state())
+
+
+def random_generator(value: random.Random) -> Parts:
+    """A generator of Python's random numbers."""
+    return Parts(type(value), [Part("state", value.getstate())], is_moved=True)
+
+
+def numpy_generator(value: Any) -> Parts:
+    """A generator of numpy's random numbers, or the source of its bits."""
+    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
+    state = getattr(bits, "state", None)
+    return Parts(type(value), [Part("state", state)], is_moved=True, is_opaque=state is None)
+
+
+def suspended(value: types.GeneratorType[Any, Any, Any]) -> Parts:
+    """A generator function's state: where it is suspended, and its variables."""
+    frame = value.gi_frame
+    if frame is None:
+        return Parts((type(value), None), is_moved=True)
+    held = [Part(k, v, k) for k, v in list(frame.f_locals.items())]
+    return Parts((type(value), frame.f_lasti), held, is_loose=True, is_moved=True)
+
+
+def file(value: Any) -> Parts:
+    """A file, by its position."""
+    try:
+        at = value.closed or value.tell()
+    except (OSError, ValueError, AttributeError):
+        at = None
+    return Parts((type(value), at), is_moved=True)
+
+
+def waiting(value: Any) -> Parts:
+    """A queue: its elements, or their number."""
+    held = [] if isinstance(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
+    return Parts((type(value), value.qsize()), held, is_loose=True, is_moved=True)

@@ -1,0 +1,29 @@
+"""Where a Python module comes from: the standard library, an installed package, or the user."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(module: str | None) -> bool:
+    """Whether a Python module is the user's: not of the standard library, not installed, not this package."""
+    package = (module or "").partition(".")[0]
+    return (
+        not is_standard(package)
+        and package not in ("torch", "functionalize")
+        and not is_installed(module)
+    )
+
+
+@functools.cache
+def is_installed(module: str | None) -> bool:
+    """Whether a Python module belongs to an installed package and is not the user's own code."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def is_standard(package: str) -> bool:
+    """Whether a package belongs to Python's standard library."""
+    return package in sys.stdlib_module_names and package != "__main__"
