@@ -124,11 +124,15 @@ class PythonState:
     moving, moving_paths: facts about state that is read only by changing it.
     opaque: objects with state that cannot be read.
     seen: id -> path, of every object that determines ops.
+    hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay, so that they are no facts.
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
     """
 
-    def __init__(self, names: NameFilter, is_replay: bool = False) -> None:
+    def __init__(
+        self, names: NameFilter, is_replay: bool = False, hooks_run_outside: bool = False
+    ) -> None:
         self.names, self.roots = names, Roots()
+        self.hooks_run_outside = hooks_run_outside
         self.facts: list[Any] = []
         self.paths: list[Path] = []
         self.moving: list[Any] = []
@@ -299,7 +303,11 @@ class PythonState:
             if table[hooks]:
                 self._push(visit, Part(hooks, tuple(table[hooks].values()), "hook"))
         for key, parameter in module._parameters.items():
-            if parameter is not None and (found := hook_functions(parameter)):
+            if parameter is None or (
+                self.hooks_run_outside and not hasattr(parameter, "device_mesh")
+            ):
+                continue
+            if found := hook_functions(parameter):
                 self._push(visit, Part(f"{key}.hooks", tuple(found), "hook"))
 
     def _optimizer(self, visit: _Visit, optimizer: torch.optim.Optimizer) -> None:
@@ -318,12 +326,15 @@ class PythonState:
 
 
 def walked(
-    fn: Callable[..., Any], args: Sequence[Any] = (), names: Sequence[str] | None = None
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    names: Sequence[str] | None = None,
+    hooks_run_outside: bool = False,
 ) -> PythonState:
     """The Python state that `fn` can reach. args: the leaves of its arguments. names: of these, from its signature."""
     known = _names_of(fn)
     while True:
-        state = PythonState(known)
+        state = PythonState(known, hooks_run_outside=hooks_run_outside)
         before = known.size
         state.walk([*_starts(fn, args, names), *_moving()])
         if known.size == before:
@@ -337,7 +348,7 @@ def walked_again(
     fn: Callable[..., Any], args: Sequence[Any], before: PythonState, is_replay: bool
 ) -> PythonState:
     """The same walk at another time. is_replay: only the facts of the state are wanted."""
-    state = PythonState(before.names, is_replay)
+    state = PythonState(before.names, is_replay, before.hooks_run_outside)
     starts = _starts(fn, args, before.roots.arguments or None)
     state.walk([*starts, *(() if is_replay else _moving())], before.late)
     return state

@@ -71,6 +71,8 @@ _COLLECTIVES_DIFFER = (
 class CapturedStep:
     """A training step that is recorded in its steady state and replayed after."""
 
+    _hooks_run_outside = False  # whether autograd runs the hooks of plain parameters after a replay
+
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         functools.update_wrapper(self, train_step)
         self.stats = Stats()
@@ -239,7 +241,8 @@ class CapturedStep:
         for cached in self._cache:
             for fact in cached.program.facts:
                 self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()
-        return record(self._fn, call, recorder, self._changed_hyperparameters)
+        varying = self._changed_hyperparameters
+        return record(self._fn, call, recorder, varying, self._hooks_run_outside)
 
     def _finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
         """The stages after a recorded run. rerun: it was a forward that ran again, for a backward without a program."""

@@ -100,7 +100,11 @@ class RecordedRun:
 
 
 def record(
-    fn: Callable[..., Any], call: Invocation, recorder: Recorder, varying: frozenset[Key]
+    fn: Callable[..., Any],
+    call: Invocation,
+    recorder: Recorder,
+    varying: frozenset[Key],
+    hooks_run_outside: bool = False,
 ) -> RecordedRun | Refused:
     """Inspect all objects that `fn` reaches, then run it for real while `recorder` is active.
 
@@ -108,7 +112,7 @@ def record(
     """
     try:
         names = leaf_names(fn, call.spec)
-        entry = EntryState.now(fn, call.leaves, recorder, varying, names)
+        entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside)
         recorder.arguments = entry.places.arguments()
         if isinstance(recorder.observer, LifetimeObserver):
             recorder.observer.notes.calls.register(entry.roots)

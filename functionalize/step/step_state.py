@@ -86,12 +86,14 @@ class EntryState:
         recorder: Recorder,
         varying: frozenset[Key] = frozenset(),
         names: Sequence[str] | None = None,
+        hooks_run_outside: bool = False,
     ) -> EntryState:
         """Inspect all objects that `fn` reaches.
 
         varying: hyperparameters that become live numbers, besides the learning rates. names: the names of the leaves.
+        hooks_run_outside: whether autograd runs hooks of plain parameters, and no program does.
         """
-        call, state = Call(leaves, []), walked(fn, leaves, names)
+        call, state = Call(leaves, []), walked(fn, leaves, names, hooks_run_outside)
         roots = state.roots
         found = list(parameters(roots, leaves))
         places = Places.now(roots, leaves, found, recorder.storages)

@@ -64,6 +64,8 @@ _NOT_WHOLE = (
 class CapturedForward(CapturedStep):
     """A captured forward: replays the forward when it is called, and its backward when autograd runs it."""
 
+    _hooks_run_outside = True
+
     def __init__(self, forward: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(forward, options)
         if options.compares:

@@ -195,7 +195,7 @@ class RecordedForward:
             self._note_resizes()
             leaves = [*self._leaves, *tangents]
             fn, live = self._owner.callable, end.entry.hyperparameters
-            later = EntryState.now(fn, leaves, recorder, live)
+            later = EntryState.now(fn, leaves, recorder, live, hooks_run_outside=True)
         recorder.resume()
         with lifted(later.roots.optimizers, later.hyperparameters, recorder) as hyper, recorder:
             gradients = run_backward(self._outputs, tangents, self._inputs, requested, keep)
