@@ -281,6 +281,7 @@ def _is_native(kind: type) -> bool:
     slots = sum(
         isinstance(each, types.MemberDescriptorType)
         for base in kind.__mro__
+        if "__slots__" in vars(base)
         for each in vars(base).values()
     )
     return kind.__basicsize__ > object.__basicsize__ + 8 * (slots + 2) or kind.__itemsize__ > 0

@@ -27,6 +27,7 @@ from functionalize.state.fact_text import NUMBERS
 from functionalize.state.sources import Slot
 from functionalize.step.step_memory import StepMemory
 from functionalize.step.vote import Fingerprints
+from functionalize.util.structure import odd_keys
 
 log = logging.getLogger("functionalize")
 STRUCTURE = "the structure of the arguments changed"
@@ -57,7 +58,7 @@ class CachedProgram:
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
     """The key of a call in the cache; calls with different keys cannot share a program."""
-    return (spec, *[_key_of_leaf(leaf) for leaf in leaves])
+    return (spec, odd_keys(spec), *[_key_of_leaf(leaf) for leaf in leaves])
 
 
 def _key_of_leaf(leaf: Any) -> Hashable:

@@ -68,6 +68,18 @@ def paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:
     return list(_paths(spec, ()))
 
 
+def odd_keys(spec: pytree.TreeSpec) -> tuple[str, ...]:
+    """The types of all keys of dicts that are no strings: the key 1 equals the key True, and is another one."""
+    found: list[str] = []
+    pending = [spec]
+    while pending:
+        each = pending.pop()
+        if issubclass(each.type or object, dict) and isinstance(each.context, list):
+            found += [type(key).__name__ for key in each.context if type(key) is not str]
+        pending += each.children()
+    return tuple(found)
+
+
 def sketch(spec: pytree.TreeSpec) -> Any:
     """An object with the structure of `spec`, for messages: every leaf is `"*"`."""
     if spec.is_leaf():

@@ -154,7 +154,10 @@ def test_a_change_of_what_the_step_can_reach_is_told(make: Any, name: str) -> No
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_numbers_drawn_by_others_are_told(draw: Any) -> None:
     message = refusal(lambda x: x * float(draw()))
-    assert "draws from `" in message and "random`, reads or writes it, which a replay would not" in message
+    assert (
+        "draws from `" in message
+        and "random`, reads or writes it, which a replay would not" in message
+    )
 
 
 def test_a_print_is_told_with_its_line(capsys: Any) -> None:
