@@ -36,6 +36,7 @@ ORDER = [
     "fake_world",
     "recorder",
     "fsdp",
+    "walk",
     "state",
     "lifetimes",
     "functions",

@@ -25,7 +25,6 @@ from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
 from functionalize.program.program import Program
 from functionalize.recorder.storage_table import StorageTable
-from functionalize.state.discovery import Roots
 from functionalize.state.sources import (
     Gradient,
     GroupTensor,
@@ -37,6 +36,7 @@ from functionalize.state.sources import (
 )
 from functionalize.state.storage_places import Places
 from functionalize.util.tensor_wrappers import plain_tensors
+from functionalize.walk.roots import Roots
 
 Place = tuple[str, Source]
 SerialOf = Callable[[Tensor], int | None]  # the number of a tensor's storage in a recording

@@ -32,7 +32,7 @@ from functionalize._compat.dispatch import current_modes
 from functionalize._compat.modules import ReportedCall, own_call, set_own_call, without_reports
 from functionalize.fsdp.objects import fsdp_registered
 from functionalize.ir.ops import OpRecord
-from functionalize.state.discovery import Roots
+from functionalize.walk.roots import Roots
 
 
 class ModuleCalls:

@@ -24,9 +24,10 @@ from functionalize.lifetimes.lifetimes import Lifetimes
 from functionalize.lifetimes.light_recorder import MemoryRecorder
 from functionalize.state import arguments
 from functionalize.state.arguments import leaf_names
-from functionalize.state.discovery import Roots, reachable
 from functionalize.state.sources import Slot, candidates, parameters, slots
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.walk.discovery import reachable
+from functionalize.walk.roots import Roots
 
 log = logging.getLogger("functionalize")
 

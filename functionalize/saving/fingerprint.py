@@ -22,10 +22,10 @@ from torch import Tensor
 
 from functionalize.fsdp.objects import fsdp_registered
 from functionalize.saving.object_names import Names
-from functionalize.state.discovery import Roots
-from functionalize.state.fact_text import NUMBERS
 from functionalize.util.code_objects import compiled, is_generated
 from functionalize.util.packages import is_installed, is_users
+from functionalize.walk.fact_text import NUMBERS
+from functionalize.walk.roots import Roots
 
 Json = Any
 

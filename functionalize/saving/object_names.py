@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from functionalize.errors import LoadError, SaveError
 from functionalize.fsdp.objects import fsdp_objects
-from functionalize.state.discovery import Roots
-from functionalize.state.parts import Held
+from functionalize.walk.parts import Held
+from functionalize.walk.roots import Roots
 
 Place = tuple[
     str, int, int

@@ -29,8 +29,8 @@ from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.hyperparameters import HyperparameterNumber
-from functionalize.state.parts import Held
 from functionalize.state.python_state import SurroundingsGuard
+from functionalize.walk.parts import Held
 
 
 class Gone(SaveError):

@@ -1,1 +1,1 @@
-"""The state around a step: the objects it can reach, the places of its tensors, guards, and its side effects."""
+"""The state around a step: sources and slots of its tensors, guards, its arguments."""

@@ -18,12 +18,14 @@ every call, which `ProgramCache` reports.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from functionalize.ir.inputs import Call
-from functionalize.state.discovery import PythonState, Roots, walked, walked_again
-from functionalize.state.fact_text import Path, change_text, portable, text_of
+from functionalize.walk.discovery import PythonState, walked, walked_again
+from functionalize.walk.fact_text import Path, change_text, portable, text_of
+from functionalize.walk.probes import Probes
+from functionalize.walk.roots import Roots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +34,7 @@ class SurroundingsGuard:
 
     state: the walk at the capture.
     stale: text about a difference that was found when the program was loaded, or None.
+    latest: at most one element, the probes of the last walk that found the same facts.
     entries: the number of entries in each optimizer's state, per parameter. Their values are inputs of the program.
     """
 
@@ -39,18 +42,24 @@ class SurroundingsGuard:
     state: PythonState
     stale: str | None = None
     entries: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    latest: list[Probes] = field(default_factory=list)
 
     @staticmethod
     def of(fn: Callable[..., Any], state: PythonState) -> SurroundingsGuard:
         """The guard for the Python state around `fn` as it was at the walk."""
-        return SurroundingsGuard(fn, state, None, _entries(state.roots))
+        return SurroundingsGuard(fn, state, None, _entries(state.roots), [state.probes])
 
     def failure(self, call: Call) -> str | None:
         if self.stale is not None:
             return self.stale
+        if self.latest and self.latest[0].hold(call.leaves):
+            return None
         was = self.state
         now = walked_again(self.fn, call.leaves, was, is_replay=True)
-        return _difference(was.facts, was.paths, now.facts, now.paths)
+        failure = _difference(was.facts, was.paths, now.facts, now.paths)
+        if failure is None:
+            self.latest[:] = [now.probes]
+        return failure
 
     def change(self, call: Call) -> str | None:
         """A change that the step itself made and a replay would not; None without one."""

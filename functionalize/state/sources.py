@@ -23,10 +23,10 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
-from functionalize.state.discovery import Roots
-from functionalize.state.fact_text import NUMBERS
-from functionalize.state.parts import Held
 from functionalize.util.tensor_wrappers import plain_tensors_by_path
+from functionalize.walk.fact_text import NUMBERS
+from functionalize.walk.parts import Held
+from functionalize.walk.roots import Roots
 
 
 @dataclass(frozen=True, slots=True, eq=False)

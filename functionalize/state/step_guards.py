@@ -14,10 +14,10 @@ from functionalize._compat.dispatch import function_modes
 from functionalize._compat.modules import hooks_of_everything
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call, Source
-from functionalize.state.discovery import Roots
-from functionalize.state.fact_text import NUMBERS
 from functionalize.state.hyperparameters import Key, is_liftable
 from functionalize.state.sources import Slot
+from functionalize.walk.fact_text import NUMBERS
+from functionalize.walk.roots import Roots
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from functionalize.ir.inputs import Argument, Source
 from functionalize.ir.ops import TensorRef
 from functionalize.recorder.storage_table import StorageTable
 from functionalize.state.alias_guard import AliasPlace
-from functionalize.state.discovery import Roots
 from functionalize.state.sources import Slot, candidates, slots
+from functionalize.walk.roots import Roots
 
 Named = tuple[str, Source, Tensor]
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
-from functionalize.state.fact_text import NUMBERS
 from functionalize.state.sources import Slot
 from functionalize.step.step_memory import StepMemory
 from functionalize.step.vote import Fingerprints
 from functionalize.util.structure import odd_keys
+from functionalize.walk.fact_text import NUMBERS
 
 log = logging.getLogger("functionalize")
 STRUCTURE = "the structure of the arguments changed"

@@ -17,10 +17,10 @@ from functionalize.ir.inputs import Argument, Captured, InputSpec, WholeStorage
 from functionalize.run.boxed import boxed
 from functionalize.state import sources
 from functionalize.state.hyperparameters import HyperparameterNumber
-from functionalize.state.parts import Held
 from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.stats import Stats
 from functionalize.util.text import counted
+from functionalize.walk.parts import Held
 
 
 def explanation(

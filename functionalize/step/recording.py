@@ -50,10 +50,10 @@ from functionalize.run.boxed import boxed
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.arguments import hidden
 from functionalize.state.hyperparameters import liftable
-from functionalize.state.parts import Held
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
+from functionalize.walk.parts import Held
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,10 @@ from functionalize.saving.fingerprint import fingerprint, mismatch, world
 from functionalize.saving.object_names import Names, check_order
 from functionalize.saving.saved_groups import describe, names_here
 from functionalize.saving.step_codecs import Gone, forms
-from functionalize.state.discovery import reachable
 from functionalize.state.hyperparameters import Key
 from functionalize.step.cache import CachedProgram
 from functionalize.step.vote import RankVote
+from functionalize.walk.discovery import reachable
 
 log = logging.getLogger("functionalize")
 _RUNNERS: Mapping[str, Runner] = {persist.runner_name(each): each for each in RUNNERS.values()}

@@ -27,7 +27,6 @@ from functionalize.ir.guards import ConstantGuard, Guard, frozen_constant
 from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.recorder.recorder import Recorder
 from functionalize.state.arguments import flatten_result
-from functionalize.state.discovery import Roots, walked
 from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.state.sources import Slot, module_tensors, parameters, plain_attributes
@@ -40,6 +39,8 @@ from functionalize.state.step_guards import (
     check_writable,
 )
 from functionalize.state.storage_places import Places
+from functionalize.walk.discovery import walked
+from functionalize.walk.roots import Roots
 
 # A tensor that the step must not replace: its name, its source, the tensor, the address of its storage.
 FixedTensor = tuple[str, Source, Tensor, int | None]

@@ -74,7 +74,11 @@ def odd_keys(spec: pytree.TreeSpec) -> tuple[str, ...]:
     pending = [spec]
     while pending:
         each = pending.pop()
-        if issubclass(each.type or object, dict) and isinstance(each.context, list):
+        if (
+            isinstance(each.type, type)
+            and issubclass(each.type, dict)
+            and isinstance(each.context, list)
+        ):
             found += [type(key).__name__ for key in each.context if type(key) is not str]
         pending += each.children()
     return tuple(found)

@@ -15,7 +15,6 @@ from functionalize.fsdp.objects import FSDPTensor
 from functionalize.ir.inputs import Argument, Captured
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Timeline
-from functionalize.state.discovery import Held
 from functionalize.state.sources import (
     Gradient,
     GroupTensor,
@@ -24,6 +23,7 @@ from functionalize.state.sources import (
     OptimizerParameter,
     OptimizerState,
 )
+from functionalize.walk.discovery import Held
 
 
 class Model(nn.Module):

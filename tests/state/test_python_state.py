@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 import functionalize as fz
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call
-from functionalize.state.discovery import walked
 from functionalize.state.python_state import SurroundingsGuard
+from functionalize.walk.discovery import walked
 from tests.fake_world.worlds import Twins
 
 np = pytest.importorskip("numpy")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from functionalize.ir.inputs import Call
-from functionalize.state.discovery import reachable
 from functionalize.state.sources import candidates, parameters, slots
+from functionalize.walk.discovery import reachable
 
 MODEL = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)

@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from functionalize.state import data_parts as data
-from functionalize.state.code_names import EQUALITY, TEXT, NameFilter, globals_of
-from functionalize.state.fact_text import PLAIN
-from functionalize.state.parts import SAME, Held, Is, Part, Parts, attribute, pickled
 from functionalize.util.code_objects import is_generated
 from functionalize.util.packages import is_standard, is_users
+from functionalize.walk import data_parts as data
+from functionalize.walk.code_names import EQUALITY, TEXT, NameFilter, globals_of
+from functionalize.walk.fact_text import PLAIN
+from functionalize.walk.parts import SAME, Held, Is, Part, Parts, attribute, pickled
 
 _DESCRIPTORS = (
     types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,

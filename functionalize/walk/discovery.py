@@ -22,21 +22,23 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat.autograd import hook_functions
+from functionalize._compat.autograd import hook_functions, hook_tables
 from functionalize._compat.modules import without_reports
-from functionalize.fsdp.objects import fsdp_states
-from functionalize.state.code_names import NameFilter
-from functionalize.state.data_parts import BY_EQUALITY, CONTAINERS, process_generators
-from functionalize.state.fact_text import NUMBERS, PLAIN, Path, text_of
-from functionalize.state.object_parts import class_parts, parts_of
-from functionalize.state.parts import SAME, Held, Part
 from functionalize.util.packages import is_users
+from functionalize.walk.code_names import NameFilter
+from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS, process_generators
+from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
+from functionalize.walk.object_parts import class_parts, parts_of
+from functionalize.walk.parts import SAME, Held, Part, Parts
+from functionalize.walk.probes import Probes
+from functionalize.walk.roots import Identity, Roots
 
 _MAX_OBJECTS = 20_000  # a bound on the search for tensors behind attributes that no code names
 _MAX_FACTS = 200_000  # more are too many to compare at every call
@@ -46,59 +48,6 @@ _FSDP_ATTRIBUTE = "__composable_api_"  # FSDP2's state: fsdp/python_state.py
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GUARDED = frozenset({Tensor, nn.Parameter, *NUMBERS})  # by `ModuleGuard` and by sources
 _KEPT = (nn.Module, torch.optim.Optimizer, Tensor)
-
-
-@dataclass(slots=True)
-class Roots:
-    """The objects that a step can reach.
-
-    modules, optimizers: by a name that is unique. modules holds root modules only.
-    tensors: name, place and tensor, of those at a place that is no module's table.
-    objects: name and `__dict__` of every other object.
-    containers: name and object of every container.
-    functions: the user's functions.
-    arguments: a name per leaf of the step's arguments.
-    """
-
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    tensors: list[tuple[str, Held, Tensor]] = field(default_factory=list)
-    objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    containers: list[tuple[str, Any]] = field(default_factory=list)
-    functions: list[types.FunctionType] = field(default_factory=list)
-    arguments: list[str] = field(default_factory=list)
-    _walked: list[tuple[str, nn.Module]] | None = None
-    _states: dict[str, list[Any]] | None = None
-
-    def walk(self) -> list[tuple[str, nn.Module]]:
-        """Every module under the roots with its full name; computed once."""
-        if self._walked is None:
-            self._walked = [
-                (".".join(part for part in (name, fqn) if part), module)
-                for name, root in self.modules.items()
-                for fqn, module in root.named_modules()
-            ]
-        return self._walked
-
-    def states(self) -> dict[str, list[Any]]:
-        """FSDP2's states under every root module, by the root's name; computed once."""
-        if self._states is None:
-            self._states = {name: list(fsdp_states(root)) for name, root in self.modules.items()}
-        return self._states
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Identity:
-    """The fact that an object is this very one."""
-
-    value: weakref.ref[Any]
-    kind: type
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.value() is self.value() is not None
-
-    def __repr__(self) -> str:
-        return "a tensor" if issubclass(self.kind, Tensor) else f"a {self.kind.__name__}"
 
 
 @dataclass(slots=True)
@@ -125,6 +74,7 @@ class PythonState:
     opaque: objects with state that cannot be read.
     seen: id -> path, of every object that determines ops.
     hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay, so that they are no facts.
+    probes: a fast test that a walk would find the same facts.
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
     """
 
@@ -141,10 +91,12 @@ class PythonState:
         self.seen: dict[int, Path] = {}
         self.late: list[tuple[str, Any]] = []
         self._is_replay = is_replay  # whether facts alone are wanted
+        self.probes = Probes(names)
+        self._seen_moving: dict[int, Path] = {}
         self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
         self._queue: deque[_Visit] = deque()
         self._unnamed: deque[_Visit] = deque()  # objects that determine no ops
-        self._classes: set[type] = set()
+        self._classes: set[tuple[type, bool]] = set()
         self._alive: list[Any] = []  # keeps objects alive, so that their ids are not reused
 
     def walk(self, visits: Sequence[_Visit], late: Sequence[tuple[str, Any]] = ()) -> None:
@@ -184,10 +136,11 @@ class PythonState:
             return self._note(visit, value)
         if kind in PLAIN:  # -0.0 is not 0.0, True is not 1
             return self._note(visit, (kind, repr(value)))
-        if id(value) in self.seen:
-            return self._note(visit, ("again", self.seen[id(value)]))
+        seen = self.seen if visit.moving is None else self._seen_moving
+        if id(value) in seen:
+            return self._note(visit, ("again", seen[id(value)]))
         if visit.is_fact:
-            self.seen[id(value)] = visit.path
+            seen[id(value)] = visit.path
         elif id(value) in self._searched:
             return None
         else:
@@ -205,6 +158,8 @@ class PythonState:
         if visit.moving is not None and self._is_replay:
             return None
         self._note(visit, parts.fact)
+        if visit.is_fact and visit.moving is None:
+            self._probe(value, parts)
         if parts.is_opaque and visit.is_fact:
             self.opaque.append(f"`{text_of(visit.path)}` ({_a(kind)})")
         if isinstance(value, CONTAINERS):
@@ -244,10 +199,26 @@ class PythonState:
 
     def _class_of(self, visit: _Visit, kind: type) -> None:
         """Visit the attributes of the class of an object, once."""
-        if visit.is_fact and kind not in self._classes:
-            self._classes.add(kind)
-            for part in class_parts(kind, self.names):
+        key = kind, visit.moving is None
+        if visit.is_fact and key not in self._classes:
+            self._classes.add(key)
+            parts = class_parts(kind, self.names)
+            self._probe_class(kind, parts)
+            for part in parts:
                 self._push(_Visit(visit.path, visit.name, None, moving=visit.moving), part)
+
+    def _probe(self, value: Any, parts: Parts) -> None:
+        if isinstance(value, type):
+            self._probe_class(value, parts.held)
+            self._probe_class(type(value), parts.held)
+        else:
+            self.probes.add(value, parts)
+
+    def _probe_class(self, kind: type, parts: Sequence[Part]) -> None:
+        for base in kind.__mro__:
+            if is_users(base.__module__):
+                own = [p for p in parts if p.place is not None and p.place.container is base]
+                self.probes.add_names(vars(base), own)
 
     # -- tensors, modules and optimizers -----------------------------------------------------------
 
@@ -285,28 +256,34 @@ class PythonState:
         """The class of a module, its code and hooks, and attributes other than modules, tensors and numbers."""
         module, kind = visit.value, type(visit.value)
         self._note(visit, kind)
-        if kind not in self._classes:
+        if (kind, True) not in self._classes:
             self._push(visit, Part("forward", kind.forward, kind.__name__))
+            self.probes.add_attribute(kind, "forward")
             self._class_of(visit, kind)
-            self._classes.add(kind)
         table = vars(module)
+        self.probes.add_table(table)
         loose = _Visit(visit.path, visit.name, None, is_loose=True)
         for key in sorted(table.keys() - _OF_EVERY_MODULE):
             value = without_reports(table[key])
             if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
                 continue
             if isinstance(value, (list, tuple)):  # tensors directly in a list have sources
+                if isinstance(value, list):
+                    self.probes.add_list(value)
                 value = [None if isinstance(each, Tensor) else each for each in value]
                 self._alive.append(value)
             self._push(loose, Part(key, value, key))
         for hooks in _HOOKS:
             if table[hooks]:
+                self.probes.add_table(table[hooks])
                 self._push(visit, Part(hooks, tuple(table[hooks].values()), "hook"))
         for key, parameter in module._parameters.items():
             if parameter is None or (
                 self.hooks_run_outside and not hasattr(parameter, "device_mesh")
             ):
                 continue
+            for hooks_of_parameter in hook_tables(parameter):
+                self.probes.add_table(hooks_of_parameter)
             if found := hook_functions(parameter):
                 self._push(visit, Part(f"{key}.hooks", tuple(found), "hook"))
 
@@ -317,12 +294,21 @@ class PythonState:
         for key, value in vars(optimizer).items():
             if key not in _OF_EVERY_OPTIMIZER:
                 self._push(visit, Part(key, value, key))
-        for state in list(optimizer.state.values()):
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if type(value) in PLAIN:
-                    self._note(
-                        _Visit(((visit.path, "state"), key), "", value), (type(value), repr(value))
-                    )
+        self.probes.add_table(vars(optimizer))
+        self.probes.add_value(partial(_state_numbers, optimizer))
+        for key, fact in _state_numbers(optimizer):
+            self._note(_Visit(((visit.path, "state"), key), "", None), fact)
+
+
+def _state_numbers(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
+    """The numbers in an optimizer's state, each with its key."""
+    return [
+        (key, (type(value), repr(value)))
+        for state in list(optimizer.state.values())
+        if isinstance(state, dict)
+        for key, value in state.items()
+        if type(value) in PLAIN
+    ]
 
 
 def walked(
@@ -336,6 +322,7 @@ def walked(
     while True:
         state = PythonState(known, hooks_run_outside=hooks_run_outside)
         before = known.size
+        state.probes.add_start(args)
         state.walk([*_starts(fn, args, names), *_moving()])
         if known.size == before:
             break
@@ -350,6 +337,7 @@ def walked_again(
     """The same walk at another time. is_replay: only the facts of the state are wanted."""
     state = PythonState(before.names, is_replay, before.hooks_run_outside)
     starts = _starts(fn, args, before.roots.arguments or None)
+    state.probes.add_start(args)
     state.walk([*starts, *(() if is_replay else _moving())], before.late)
     return state
 

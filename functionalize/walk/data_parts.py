@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from functionalize.state.fact_text import PLAIN
-from functionalize.state.parts import Held, Part, Parts
+from functionalize.walk.fact_text import PLAIN
+from functionalize.walk.parts import Held, Part, Parts
 
 MAX_SEPARATE_FACTS = 64  # a container of plain values with more elements is one fact
 _MAX_ELEMENTS = 100_000  # a container with more objects is opaque

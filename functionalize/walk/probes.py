@@ -1,0 +1,210 @@
+"""A fast test that a walk would find the same facts: each object that it visited still holds the very same objects.
+
+    probes = state.probes              filled by the walk (`discovery.py`)
+    probes.hold(leaves)                True: nothing has changed; False: something may have, and a walk must compare
+
+A walk goes from holder to holder. If every holder has the objects it had, by identity, then the walk goes the same way;
+so a loop over all holders, one level deep each, is enough. An equal object in place of another one (a list made anew, a
+float computed again) makes the test fail, and the walk decides.
+
+State of C code without attributes (arrays, buffers) is read again. Python modules are compared in the names that code
+reads, and by their number of names. Hooks on modules that had none are left to `ModuleGuard`.
+
+Invariant: `hold` never returns True if a fact has changed; no tensor is kept alive.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from functionalize.walk.code_names import NameFilter
+from functionalize.walk.fact_text import PLAIN
+from functionalize.walk.object_parts import parts_of
+from functionalize.walk.parts import Part, Parts
+
+# Of these types, the parts of an object never change.
+_FIXED = frozenset(
+    {types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, tuple, frozenset, property}
+    | {staticmethod, classmethod, slice, type}
+)  # fmt: skip
+
+
+class Probes:
+    """The holders of one walk, and what each held. names: those that code may read."""
+
+    def __init__(self, names: NameFilter) -> None:
+        self._names = names
+        self._starts: list[Any] = []
+        self._tables: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...], bool]] = []
+        self._namespaces: list[tuple[Mapping[str, Any], int, Any, Any]] = []
+        self._kinds: list[tuple[Any, type]] = []
+        self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
+        self._cells: list[tuple[types.CellType, Any]] = []
+        self._functions: list[tuple[types.FunctionType, Any, Any, Any]] = []
+        self._attributes: list[tuple[Any, str, Any]] = []
+        self._looks: list[tuple[Any, Any, list[Any], list[bool]]] = []
+        self._with_tensors: list[tuple[Any, tuple[Any, ...], list[Any]]] = []
+        self._values: list[tuple[Callable[[], Any], Any]] = []
+
+    # -- what a walk visits ------------------------------------------------------------------------
+
+    def add_start(self, leaves: Sequence[Any]) -> None:
+        """The objects among the leaves of the arguments."""
+        self._starts = _objects(leaves)
+
+    def add(self, value: Any, parts: Parts) -> None:
+        """An object, and what it consisted of."""
+        kind = type(value)
+        if kind in _FIXED:
+            return
+        if parts.attributes is not None:
+            self._kinds.append((value, kind))
+        if isinstance(value, types.FunctionType):
+            self._functions.append(
+                (value, value.__code__, value.__defaults__, value.__kwdefaults__)
+            )
+            self._cells += [(cell, _token(_content(cell))) for cell in value.__closure__ or ()]
+            self.add_names(
+                value.__globals__, [p for p in parts.held if _is_in(p, value.__globals__)]
+            )
+            for table in (vars(value), value.__kwdefaults__ or {}):
+                if table:
+                    self.add_table(table)
+        elif kind is list:
+            self.add_list(value)
+        elif kind is dict:
+            self.add_table(value)
+        elif isinstance(value, types.ModuleType):
+            self.add_names(vars(value), parts.held)
+        elif parts.attributes is not None and len(parts.held) == len(parts.attributes):
+            self.add_table(parts.attributes, are_named=True)
+        else:
+            tokens = [_token(part.value) for part in parts.held]
+            self._looks.append((value, parts.fact, tokens, [part.is_named for part in parts.held]))
+
+    def add_list(self, items: list[Any]) -> None:
+        """A list."""
+        if any(isinstance(item, Tensor) for item in items):
+            self._with_tensors.append((items, (), list(map(_token, items))))
+        else:
+            self._lists.append((items, tuple(items)))
+
+    def add_table(self, table: Mapping[Any, Any], are_named: bool = False) -> None:
+        """A dict. are_named: only entries whose names code reads matter."""
+        if any(isinstance(value, Tensor) for value in table.values()):
+            wanted = self._names.of(table) if are_named else list(table)
+            self._with_tensors.append(
+                (table, (wanted, are_named), [_token(table[key]) for key in wanted])
+            )
+        else:
+            self._tables.append((table, tuple(table), tuple(table.values()), are_named))
+
+    def add_names(self, table: Mapping[str, Any], parts: Sequence[Part]) -> None:
+        """A namespace, of which code reads these names."""
+        keys = tuple(dict.fromkeys(part.key for part in parts))
+        read = itemgetter(*keys) if len(keys) > 1 else lambda table: tuple(table[k] for k in keys)
+        self._namespaces.append((table, len(table), read, read(table)))
+
+    def add_attribute(self, owner: Any, name: str) -> None:
+        """An attribute of a class."""
+        self._attributes.append((owner, name, getattr(owner, name)))
+
+    def add_value(self, read: Callable[[], Any]) -> None:
+        """What a function returns, compared by `==`."""
+        self._values.append((read, read()))
+
+    # -- the test ----------------------------------------------------------------------------------
+
+    def hold(self, leaves: Sequence[Any]) -> bool:
+        """Whether no holder has changed. leaves: of the arguments of this call."""
+        starts = _objects(leaves)
+        if len(starts) != len(self._starts) or not all(map(is_, starts, self._starts)):
+            return False
+        for table, keys, values, are_named in self._tables:
+            if (
+                len(table) == len(keys)
+                and all(map(is_, table.values(), values))
+                and all(map(is_, table, keys))
+            ):
+                continue
+            if not are_named or not self._names_hold(table, keys, values):
+                return False
+        for items, were in self._lists:
+            if len(items) != len(were) or not all(map(is_, items, were)):
+                return False
+        try:
+            for space, size, read, values in self._namespaces:
+                if len(space) != size or not all(map(is_, read(space), values)):
+                    return False
+        except KeyError:
+            return False
+        return (
+            all(_is(token, _content(cell)) for cell, token in self._cells)
+            and all(self._with_tensors_holds(*each) for each in self._with_tensors)
+            and all(
+                fn.__code__ is code
+                and fn.__defaults__ is defaults
+                and fn.__kwdefaults__ is keywords
+                for fn, code, defaults, keywords in self._functions
+            )
+            and all(type(value) is kind for value, kind in self._kinds)
+            and all(getattr(owner, name, None) is value for owner, name, value in self._attributes)
+            and all(self._looks_hold(*look) for look in self._looks)
+            and all(read() == value for read, value in self._values)
+        )
+
+    def _names_hold(
+        self, table: Mapping[Any, Any], keys: tuple[Any, ...], values: tuple[Any, ...]
+    ) -> bool:
+        names = self._names
+        were = {key: value for key, value in zip(keys, values, strict=True) if key in names}
+        now = names.of(table)
+        return now == list(were) and all(table[key] is value for key, value in were.items())
+
+    def _with_tensors_holds(self, holder: Any, keys: tuple[Any, ...], tokens: list[Any]) -> bool:
+        if not keys:
+            return len(holder) == len(tokens) and all(map(_is, tokens, holder))
+        wanted, are_named = keys
+        now = self._names.of(holder) if are_named else list(holder)
+        return now == wanted and all(map(_is, tokens, (holder[key] for key in wanted)))
+
+    def _looks_hold(self, value: Any, fact: Any, tokens: list[Any], named: list[bool]) -> bool:
+        now = parts_of(value, self._names)
+        return (
+            now.fact == fact
+            and [part.is_named for part in now.held] == named
+            and all(_is(token, part.value) for token, part in zip(tokens, now.held, strict=True))
+        )
+
+
+class _TensorRef(weakref.ref[Tensor]):
+    """Stands for a tensor, which the probes must not keep alive."""
+
+
+def _token(value: Any) -> Any:
+    return _TensorRef(value) if isinstance(value, Tensor) else value
+
+
+def _is(token: Any, value: Any) -> bool:
+    return token is value or (type(token) is _TensorRef and token() is value)
+
+
+def _objects(leaves: Sequence[Any]) -> list[Any]:
+    return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return Probes
+
+
+def _is_in(part: Part, table: Mapping[str, Any]) -> bool:
+    return part.place is not None and part.place.container is table

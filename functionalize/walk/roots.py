@@ -1,0 +1,67 @@
+"""The objects from which a replay reads its inputs: modules, optimizers, and tensors in other places."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functionalize.fsdp.objects import fsdp_states
+from functionalize.walk.parts import Held
+
+
+@dataclass(slots=True)
+class Roots:
+    """The objects that a step can reach.
+
+    modules, optimizers: by a name that is unique. modules holds root modules only.
+    tensors: name, place and tensor, of those at a place that is no module's table.
+    objects: name and `__dict__` of every other object.
+    containers: name and object of every container.
+    functions: the user's functions.
+    arguments: a name per leaf of the step's arguments.
+    """
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    tensors: list[tuple[str, Held, Tensor]] = field(default_factory=list)
+    objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    containers: list[tuple[str, Any]] = field(default_factory=list)
+    functions: list[types.FunctionType] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    _walked: list[tuple[str, nn.Module]] | None = None
+    _states: dict[str, list[Any]] | None = None
+
+    def walk(self) -> list[tuple[str, nn.Module]]:
+        """Every module under the roots with its full name; computed once."""
+        if self._walked is None:
+            self._walked = [
+                (".".join(part for part in (name, fqn) if part), module)
+                for name, root in self.modules.items()
+                for fqn, module in root.named_modules()
+            ]
+        return self._walked
+
+    def states(self) -> dict[str, list[Any]]:
+        """FSDP2's states under every root module, by the root's name; computed once."""
+        if self._states is None:
+            self._states = {name: list(fsdp_states(root)) for name, root in self.modules.items()}
+        return self._states
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Identity:
+    """The fact that an object is this very one."""
+
+    value: weakref.ref[Any]
+    kind: type
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value() is self.value() is not None
+
+    def __repr__(self) -> str:
+        return "a tensor" if issubclass(self.kind, Tensor) else f"a {self.kind.__name__}"

@@ -1,0 +1,388 @@
+"""Numbers that a step reads somewhere in Python: how code reads them, which objects hold them, how they change."""
+
+from __future__ import annotations
+
+import array
+import collections
+import configparser
+import contextvars
+import ctypes
+import datetime
+import enum
+import functools
+import logging
+import multiprocessing
+import operator
+import os
+import pathlib
+import re
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+from torch.utils.data.distributed import DistributedSampler
+
+# -- code that reads it ----------------------------------------------------------------------------
+
+
+@dataclass
+class Settings:
+    """Numbers, as scripts keep them."""
+
+    scale: float = 1.0
+    kl: float = 1.0
+    l1: float = 1.0
+
+
+SETTINGS = Settings()
+
+
+class Made:
+    """Reads a number when it is made."""
+
+    def __init__(self) -> None:
+        self.number = SETTINGS.l1
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * SETTINGS.kl
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * SETTINGS.kl
+
+
+class ByDescriptor:
+    def __get__(self, owner: Any, kind: Any) -> float:
+        return float(owner.hidden)
+
+
+class Special:
+    """Every special method reads the number."""
+
+    described = ByDescriptor()
+
+    def __init__(self) -> None:
+        self.hidden = 1.0
+
+    def __getitem__(self, key: Any) -> float:
+        return self.hidden
+
+    def __bool__(self) -> bool:
+        return self.hidden > 1
+
+    def __len__(self) -> int:
+        return int(self.hidden)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([self.hidden])
+
+    def __float__(self) -> float:
+        return self.hidden
+
+    def __mul__(self, other: Any) -> Any:
+        return self.hidden * other
+
+    def __enter__(self) -> float:
+        return self.hidden
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return self.hidden > 1
+
+    def __getattr__(self, name: str) -> float:
+        return self.__dict__["hidden"]
+
+    def __call__(self) -> float:
+        return self.hidden
+
+
+def entered(value: Special) -> float:
+    with value as number:
+        return number
+
+
+def matched(value: Any) -> float:
+    match value:
+        case Settings(scale=2.0):
+            return 2.0
+    return 1.0
+
+
+def set_(name: str, to: Any = 2.0) -> Callable[[Any], None]:
+    return lambda value: setattr(value, name, to)
+
+
+def set_settings(**numbers: float) -> Callable[[Any], None]:
+    def change(value: Any) -> None:
+        for key, number in numbers.items():
+            setattr(SETTINGS, key, number)
+
+    return change
+
+
+Case = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any] | None]
+hidden = set_("hidden")
+READ: dict[str, Case] = {
+    "vars": (Settings, lambda v: dict(**vars(v))["scale"], set_("scale")),
+    "asdict": (Settings, lambda v: dict(**asdict(v))["scale"], set_("scale")),
+    "the values of vars": (Settings, lambda v: sum(vars(v).values()), set_("scale")),
+    "getattr of names": (Settings, lambda v: sum(getattr(v, n) for n in ("kl", "l1")), set_("l1")),
+    "getattr of text": (Settings, lambda v: getattr(v, f"{'kl'}"), set_("kl")),
+    "match": (Settings, matched, set_("scale")),
+    "attrgetter": (Settings, lambda v: operator.attrgetter("scale")(v), set_("scale")),
+    "globals": (lambda: None, lambda v: globals()["SETTINGS"].kl, set_settings(kl=2.0)),
+    "a class made in the step": (lambda: None, lambda v: Made().number, set_settings(l1=3.0)),
+    "an autograd function": (
+        lambda: None,
+        lambda v: Scaled.apply(torch.ones(())),
+        set_settings(kl=4.0),
+    ),
+    "a descriptor": (Special, lambda v: v.described, hidden),
+    "__getitem__": (Special, lambda v: v[0], hidden),
+    "__bool__": (Special, lambda v: 2.0 if v else 1.0, hidden),
+    "__len__": (Special, len, hidden),
+    "__iter__": (Special, lambda v: next(iter(v)), hidden),
+    "__float__": (Special, float, hidden),
+    "__mul__": (Special, lambda v: v * 2, hidden),
+    "__enter__": (Special, entered, hidden),
+    "__eq__": (Special, lambda v: 2.0 if v == 1 else 1.0, hidden),
+    "__getattr__": (Special, lambda v: v.anything, hidden),
+    "__call__": (Special, lambda v: v(), hidden),
+}
+
+
+# -- objects that hold it --------------------------------------------------------------------------
+
+
+class Listed(list[float]):
+    scale = 1.0
+
+
+class Tabled(dict[str, float]):
+    scale = 1.0
+
+
+class Floated(float):
+    scale: float
+
+
+class Meta(type):
+    scale = 1.0
+
+
+class WithMeta(metaclass=Meta):
+    pass
+
+
+class Kind(enum.Enum):
+    SMALL = 1
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str = "a"
+
+
+@dataclass
+class Tables:
+    by_pair: dict[Any, float] = field(default_factory=lambda: {("a", 1): 1.0})
+    by_enum: dict[Any, float] = field(default_factory=lambda: {Kind.SMALL: 1.0})
+    by_key: dict[Any, float] = field(default_factory=lambda: {Key(): 1.0})
+
+
+def counted(value: Any) -> float:
+    return 1.0
+
+
+VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("VARIABLE", default=1.0)
+
+
+def parser(number: float = 1.0) -> configparser.ConfigParser:
+    config = configparser.ConfigParser()
+    config["loss"] = {"scale": str(number)}
+    return config
+
+
+def sampler() -> DistributedSampler[Any]:
+    return DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
+
+
+class Hooked:
+    """A weak reference leads to it."""
+
+    scale = 1.0
+
+
+KEPT = [Hooked(), Hooked()]
+put = operator.setitem
+HELD: dict[str, Case] = {
+    "os.environ": (
+        lambda: None,
+        lambda v: float(os.environ.get("FZ_TEST_SCALE", "1")),
+        lambda v: os.environ.__setitem__("FZ_TEST_SCALE", "2"),
+    ),
+    "UserDict": (
+        lambda: collections.UserDict(a=1.0),
+        lambda v: v["a"],
+        lambda v: put(v, "a", 2.0),
+    ),
+    "ChainMap": (
+        lambda: collections.ChainMap({"a": 1.0}),
+        lambda v: v["a"],
+        lambda v: put(v, "a", 2.0),
+    ),
+    "configparser": (
+        parser,
+        lambda v: v.getfloat("loss", "scale"),
+        lambda v: v.set("loss", "scale", "2"),
+    ),
+    "ContextVar": (
+        lambda: None,
+        lambda v: VARIABLE.get(),
+        lambda v: VARIABLE.set(2.0) and None,
+    ),
+    "multiprocessing.Value": (
+        lambda: multiprocessing.Value("d", 1.0),
+        lambda v: v.value,
+        lambda v: setattr(v, "value", 2.0),
+    ),
+    "ctypes": (
+        lambda: ctypes.c_double(1.0),
+        lambda v: v.value,
+        lambda v: setattr(v, "value", 2.0),
+    ),
+    "array": (lambda: array.array("d", [1.0]), lambda v: v[0], lambda v: put(v, 0, 2.0)),
+    "bytearray": (lambda: bytearray(b"\1"), lambda v: v[0], lambda v: put(v, 0, 2)),
+    "weakref": (
+        lambda: weakref.ref(KEPT[0]),
+        lambda v: v().scale,
+        lambda v: weakref.ref(KEPT[1]),
+    ),
+    "Path": (
+        lambda: pathlib.Path("a"),
+        lambda v: len(v.name),
+        lambda v: pathlib.Path("abc"),
+    ),
+    "timedelta": (
+        lambda: datetime.timedelta(seconds=1),
+        lambda v: v.total_seconds(),
+        lambda v: datetime.timedelta(seconds=2),
+    ),
+    "a pattern": (
+        lambda: re.compile("a"),
+        lambda v: len(v.findall("aab")),
+        lambda v: re.compile("b"),
+    ),
+    "itemgetter": (
+        lambda: operator.itemgetter(0),
+        lambda v: v([1.0, 2.0]),
+        lambda v: operator.itemgetter(1),
+    ),
+    "a ufunc": (lambda: np.exp, lambda v: float(v(1.0)), lambda v: np.log1p),
+    "a method of Tensor": (
+        lambda: Tensor.sin,
+        lambda v: v(torch.ones(())),
+        lambda v: Tensor.cos,
+    ),
+    "an op": (
+        lambda: torch.ops.aten.sin.default,
+        lambda v: v(torch.ones(())),
+        lambda v: torch.ops.aten.cos.default,
+    ),
+    "an op packet": (
+        lambda: torch.ops.aten.sin,
+        lambda v: v(torch.ones(())),
+        lambda v: torch.ops.aten.cos,
+    ),
+    "DistributedSampler": (sampler, lambda v: 1.0 + v.epoch, lambda v: v.set_epoch(3)),
+    "Subset": (
+        lambda: Subset(range(8), [1, 2]),  # type: ignore[arg-type]
+        lambda v: float(v[0]),
+        lambda v: put(v.indices, 0, 3),
+    ),
+    "a subclass of list": (lambda: Listed([1.0]), lambda v: v.scale, set_("scale")),
+    "a subclass of dict": (Tabled, lambda v: v.scale, set_("scale")),
+    "a subclass of float": (
+        lambda: Floated(1.0),
+        lambda v: getattr(v, "scale", 1.0) * v,
+        set_("scale"),
+    ),
+    "a function": (
+        lambda: functools.wraps(counted)(lambda x: 1.0),
+        lambda v: getattr(v, "scale", 1.0),
+        set_("scale"),
+    ),
+    "a metaclass": (lambda: WithMeta, lambda v: v.scale, lambda v: setattr(Meta, "scale", 2.0)),
+    "a dict by tuples": (
+        Tables,
+        lambda v: v.by_pair[("a", 1)],
+        lambda v: put(v.by_pair, ("a", 1), 2.0),
+    ),
+    "a dict by enums": (
+        Tables,
+        lambda v: v.by_enum[Kind.SMALL],
+        lambda v: put(v.by_enum, Kind.SMALL, 2.0),
+    ),
+    "a dict by objects": (
+        Tables,
+        lambda v: v.by_key[Key()],
+        lambda v: put(v.by_key, Key(), 2.0),
+    ),
+    "other keys": (
+        lambda: {"a": 1.0},
+        lambda v: 1.0 if "a" in v else 2.0,
+        lambda v: v.update(b=v.pop("a")),
+    ),
+    "a large array": (
+        lambda: np.ones(100_000),
+        lambda v: float(v[70_000]),
+        lambda v: put(v, 70_000, 2.0),
+    ),
+    "an array of objects": (
+        lambda: np.array([1.0, "a"], dtype=object),
+        lambda v: v[0],
+        lambda v: put(v, 0, 2.0),
+    ),
+    "the number of threads": (
+        torch.get_num_threads,
+        lambda v: 1.0 if torch.get_num_threads() == v else 2.0,
+        lambda v: torch.set_num_threads(v + 1),
+    ),
+    "a log level": (
+        lambda: logging.getLogger("tests.hidden"),
+        lambda v: 2.0 if v.isEnabledFor(logging.INFO) else 1.0,
+        lambda v: v.setLevel(logging.INFO),
+    ),
+    "sys.argv": (
+        lambda: None,
+        lambda v: float(len(sys.argv)),
+        lambda v: setattr(sys, "argv", ["a", "b", "c", "d"]),
+    ),
+    "autocast": (
+        lambda: torch.autocast("cpu", enabled=False),
+        lambda v: under(v),
+        lambda v: torch.autocast("cpu", torch.bfloat16),
+    ),
+    "a namespace": (
+        lambda: types.SimpleNamespace(scale=1.0),
+        lambda v: v.scale,
+        set_("scale"),
+    ),
+}
+
+
+def under(context: Any) -> Tensor:
+    with context:
+        return (torch.full((2, 2), 1.1) @ torch.full((2, 2), 1.1)).float().sum()

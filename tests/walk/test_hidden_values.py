@@ -1,0 +1,314 @@
+"""A number that the step reads somewhere in Python changes between two calls: the calls are those of eager."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import functionalize as fz
+from tests.walk.cases import HELD, READ, Case, Settings, put, set_
+
+CALLS, CHANGED_AT = 8, 4
+
+
+CALLS, CHANGED_AT = 8, 4
+
+
+class Trainer:
+    """A model that is trained by a number: what `number(value)` returns."""
+
+    def __init__(self, value: Any, number: Callable[[Any], Any]) -> None:
+        torch.manual_seed(0)
+        self.model, self.value, self.number = nn.Linear(3, 1), value, number
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.model(x).mean() * self.number(self.value)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def faithful(
+    make: Callable[[], Any],
+    number: Callable[[Any], Any],
+    change: Callable[[Any], Any] | None = None,
+    trainer: Callable[..., Any] = Trainer,
+) -> Any:
+    """Train by eager and by a captured step, which must agree at every call; returns the captured step."""
+    ours, eager = trainer(make(), number), trainer(make(), number)
+    captured = fz.capture(ours.step, on_uncapturable="eager")
+    generators: dict[int, Any] = {}
+    seen = []
+    for i in range(CALLS):
+        if i == CHANGED_AT and change is not None:
+            for each in (ours, eager):
+                changed = change(each.value)
+                each.value = each.value if changed is None else changed
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+        results = []
+        for each, run in ((ours, captured), (eager, eager.step)):
+            random.setstate(generators.get(id(each), random.getstate()))
+            results.append(run(x.clone()))
+            generators[id(each)] = random.getstate()
+        assert torch.equal(*results), (i, results, captured.explain())
+        assert torch.equal(ours.model.weight, eager.model.weight), i
+        seen.append(results[0])
+    return captured
+
+
+class Base(Trainer):
+    def compute(self) -> float:
+        return float(self.value.scale)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.number = lambda value: self.compute()
+        return super().step(x)
+
+
+class Derived(Base):
+    """All code that reads the number is a base class's."""
+
+
+class Head(nn.Module):
+    """`forward` calls a helper and reads a property."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.layer, self.settings = nn.Linear(3, 1), settings
+        self.weight = self.layer.weight
+
+    @property
+    def temperature(self) -> float:
+        return self.settings.kl
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.settings.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) * self.temperature
+
+
+class WithHead(Trainer):
+    def __init__(self, value: Any, number: Any) -> None:
+        super().__init__(value, number)
+        self.model = Head(value)  # type: ignore[assignment]
+        torch.manual_seed(0)
+        nn.init.normal_(self.model.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_code_that_reads_a_number(name: str) -> None:
+    make, number, change = READ[name]
+    captured = faithful(make, number, change)
+    assert captured.stats.replays >= 2, captured.explain()
+
+
+@pytest.mark.parametrize("trainer", [Derived, WithHead])
+@pytest.mark.parametrize("name", ["scale", "kl"])
+def test_code_of_a_base_class_and_of_helpers(trainer: Any, name: str) -> None:
+    captured = faithful(Settings, lambda value: 1.0, set_(name), trainer)
+    assert captured.stats.replays >= 2, captured.explain()
+
+
+@pytest.mark.usefixtures("_process")
+@pytest.mark.parametrize("name", HELD)
+def test_an_object_that_holds_a_number(name: str) -> None:
+    make, number, change = HELD[name]
+    captured = faithful(make, number, change)
+    assert captured.stats.replays >= 2, captured.explain()
+
+
+# -- state that is read by changing it -------------------------------------------------------------
+
+
+def running() -> Iterator[float]:
+    number = 1.0
+    while True:
+        number += 1
+        yield number
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2)
+
+
+MOVED: dict[str, Case] = {
+    "random.Random": (lambda: random.Random(0), lambda v: v.random(), None),
+    "default_rng": (lambda: np.random.default_rng(0), lambda v: float(v.random()), None),
+    "RandomState": (lambda: np.random.RandomState(0), lambda v: float(v.rand()), None),
+    "count": (lambda: itertools.count(1), lambda v: next(v), None),
+    "cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0]), lambda v: next(v), None),
+    "zip": (lambda: zip(range(20), range(1, 21), strict=True), lambda v: next(v)[1], None),
+    "a list's iterator": (lambda: iter([float(i) for i in range(20)]), lambda v: next(v), None),
+    "a generator": (running, lambda v: next(v), None),
+    "map": (lambda: map(float, range(20)), lambda v: next(v), None),
+    "a data loader's iterator": (lambda: iter(loader()), lambda v: next(v)[0].sum(), None),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_state_that_is_read_by_changing_it(name: str) -> None:
+    make, number, change = MOVED[name]
+    CALLS_OF_A_LOADER = 4
+
+    class Short(Trainer):
+        pass
+
+    captured = faithful(make, number, change, Short) if "loader" not in name else None
+    if captured is None:
+        step = fz.capture(Trainer(make(), number).step, on_uncapturable="eager")
+        eager = Trainer(make(), number)
+        for i in range(CALLS_OF_A_LOADER):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+            assert torch.equal(step(x), eager.step(x))
+        captured = step
+    assert captured.stats.replays == 0, captured.explain()
+
+
+# -- hooks, patches, modules -----------------------------------------------------------------------
+
+
+def hooked(register: Callable[[nn.Linear, list[float]], Any]) -> Callable[..., Trainer]:
+    def trainer(value: Any, number: Any) -> Trainer:
+        made = Trainer(value, number)
+        made.handle = register(made.model, value)  # type: ignore[attr-defined]
+        return made
+
+    return trainer
+
+
+def by_gradient(model: nn.Linear, scale: list[float]) -> Any:
+    return model.weight.register_hook(lambda g: g * scale[0])
+
+
+def after_accumulation(model: nn.Linear, scale: list[float]) -> Any:
+    def scaled(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(scale[0])
+
+    return model.weight.register_post_accumulate_grad_hook(scaled)
+
+
+def on_the_accumulator(model: nn.Linear, scale: list[float]) -> Any:
+    node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_prehook(lambda grads: tuple(g * scale[0] for g in grads))
+    return node
+
+
+@pytest.mark.parametrize("register", [by_gradient, after_accumulation, on_the_accumulator])
+def test_hooks_that_read_a_number(register: Any) -> None:
+    faithful(lambda: [1.0], lambda v: 1.0, lambda v: put(v, 0, 2.0), hooked(register))
+
+
+PATCHES = {
+    "F.relu": (F, "relu", lambda v: F.relu(torch.ones(())), lambda x: x * 2),
+    "torch.sin": (torch, "sin", lambda v: torch.sin(torch.ones(())), lambda x: x * 2),
+    "nn.Linear.forward": (nn.Linear, "forward", lambda v: 1.0, lambda self, x: x @ self.weight.T),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_replaced_functions_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, number, other = PATCHES[name]
+    faithful(lambda: None, number, lambda v: monkeypatch.setattr(owner, attribute, other))
+
+
+class Remembers(nn.Linear):
+    """Keeps its last activation."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.last = out.detach()
+        return out
+
+
+def test_an_activation_that_a_module_keeps() -> None:
+    ours, eager = Trainer(None, lambda v: 1.0), Trainer(None, lambda v: 1.0)
+    for each in (ours, eager):
+        torch.manual_seed(0)
+        each.model = Remembers(3, 1)
+        each.optimizer = torch.optim.SGD(each.model.parameters(), lr=0.1)
+    captured = fz.capture(ours.step, on_uncapturable="eager")
+    for i in range(CALLS):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+        assert torch.equal(captured(x), eager.step(x))
+        assert torch.equal(ours.model.last, eager.model.last), i  # type: ignore[arg-type]
+
+
+def test_a_count_in_a_functions_attribute() -> None:
+    def make() -> Any:
+        def step(x: Tensor) -> Tensor:
+            step.calls += 1  # type: ignore[attr-defined]
+            return x * 2
+
+        step.calls = 0  # type: ignore[attr-defined]
+        return step
+
+    ours, eager = make(), make()
+    captured = fz.capture(ours, on_uncapturable="eager")
+    for _ in range(CALLS):
+        assert torch.equal(captured(torch.ones(2)), eager(torch.ones(2)))
+        assert ours.calls == eager.calls
+
+
+def test_a_batch_from_a_loader_that_the_step_iterates() -> None:
+    """The rows of a dataset are views of one storage, which is the same one at every step."""
+    data = TensorDataset(torch.arange(32.0).reshape(16, 2))
+
+    def make() -> Any:
+        batches = iter(DataLoader(data, batch_size=2))
+        return lambda x: x + next(batches)[0].sum()
+
+    ours, eager = make(), make()
+    captured = fz.capture(ours, on_uncapturable="eager")
+    for _ in range(CALLS):
+        assert torch.equal(captured(torch.ones(2)), eager(torch.ones(2)))
+
+
+def test_a_loader_that_is_made_new_in_the_step() -> None:
+    data = TensorDataset(torch.arange(32.0).reshape(16, 2))
+    loaders = [
+        DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(3)) for _ in "ab"
+    ]
+    captured = fz.capture(lambda x: x + next(iter(loaders[0]))[0].sum(), on_uncapturable="eager")
+    for _ in range(CALLS):
+        assert torch.equal(captured(torch.ones(2)), torch.ones(2) + next(iter(loaders[1]))[0].sum())
+
+
+def test_argument_keys_that_are_equal_and_not_the_same() -> None:
+    captured = fz.capture(lambda table: table["x"] * (2 if type([*table][1]) is bool else 3))
+    for key in (1, 1, 1, 1, True, True, 1, True):
+        wanted = 2 if type(key) is bool else 3
+        assert captured({"x": torch.ones(2), key: torch.ones(2)}).tolist() == [wanted, wanted]
+
+
+class Liar:
+    """Equals everything."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_arguments_that_claim_to_be_equal() -> None:
+    captured = fz.capture(lambda x, liar: x * liar.scale)
+    for i in range(CALLS):
+        assert captured(torch.ones(1), Liar(i // 4)).item() == i // 4

@@ -1,0 +1,100 @@
+"""The fast test of Python state: true while nothing has changed, by identity; no tensor is kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from functionalize.walk.discovery import walked, walked_again
+from tests.walk.cases import HELD, READ, Case, Settings
+
+
+class Holder:
+    """Everything that the probes look at in another way."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.settings, self.items, self.table = Settings(), [1.0, Settings()], {"a": 1.0}
+        self.layer = nn.Linear(2, 2)
+        self.layer.register_forward_hook(lambda *args: None)
+        self.layer.notes = [1.0]  # type: ignore[assignment]
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), 0.1)
+        self.batch, self.unread = torch.ones(2), 1.0
+
+    def step(self, x: Any) -> Any:
+        held = self.settings, self.items, self.table, self.layer, self.optimizer, self.batch
+        return x * self.scale, [each.scale for each in held], SPACE, self.later
+
+    later: Any = None
+
+
+SPACE = {"a": 1}
+
+
+def rebound(holder: Holder) -> None:
+    holder.step = lambda x: x  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[Holder], Any]] = {
+    "an attribute": lambda h: setattr(h.settings, "scale", 2.0),
+    "a new attribute": lambda h: setattr(h, "later", 2.0),
+    "an attribute of the class": lambda h: setattr(Holder, "scale", 2.0),
+    "an element": lambda h: h.items.__setitem__(0, 2.0),
+    "an element's attribute": lambda h: setattr(h.items[1], "scale", 2.0),
+    "a length": lambda h: h.items.append(1),
+    "a key": lambda h: h.table.update(b=h.table.pop("a")),
+    "a module's list": lambda h: h.layer.notes.append(2.0),  # type: ignore[union-attr, operator]
+    "a hook": lambda h: h.layer._forward_hooks.update(dict.fromkeys(h.layer._forward_hooks, print)),
+    "an optimizer's attribute": lambda h: setattr(h.optimizer, "step", print),
+    "an optimizer's number": lambda h: h.optimizer.state[h.layer.weight].update(n=1),
+    "a class": lambda h: setattr(h, "__class__", type("Other", (Holder,), {})),
+    "a global": lambda h: SPACE.update(a=2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_change_is_missed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Holder, "scale", 1.0)
+    SPACE["a"] = 1
+    holder = Holder()
+    step = holder.step
+    state = walked(step)
+    assert state.probes.hold(())
+    holder.unread = 2.0
+    assert state.probes.hold(()), "no code reads it"
+    CHANGES[name](holder)
+    assert not state.probes.hold(())
+
+
+@pytest.mark.usefixtures("_process")
+@pytest.mark.parametrize("case", [*READ.values(), *HELD.values()], ids=[*READ, *HELD])
+def test_the_probes_agree_with_the_walk(case: Case) -> None:
+    make, number, change = case
+    value = make()
+    box = {"value": value}
+    step = lambda x: number(box["value"])  # noqa: E731
+    state = walked(step)
+    assert change is not None
+    changed = change(value)
+    box["value"] = value if changed is None else changed
+    same = walked_again(step, (), state, is_replay=True).facts == state.facts
+    assert same or not state.probes.hold(())
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    holder: Any = Holder()
+    holder.items.append(torch.ones(3))
+    state = walked(holder.step)
+    refs = [weakref.ref(holder.batch), weakref.ref(holder.items.pop())]
+    state.roots.tensors.clear()  # sources of inputs, which keep what the capture found
+    holder.batch = torch.ones(2)
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+    assert not state.probes.hold(())
