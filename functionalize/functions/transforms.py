@@ -28,12 +28,13 @@ from functionalize.ir.ops import refs_in
 from functionalize.program.program import Program
 from functionalize.recorder.builder import Builder, TensorInput
 from functionalize.recorder.recorder import Recorder
-from functionalize.recorder.stand_ins import StandIns, fake_of, is_fake, names_of_captured
+from functionalize.recorder.stand_ins import StandIns, fake_of, is_fake
 from functionalize.run.boxed import boxed
 from functionalize.state.arguments import flatten_result, hidden, leaf_names
 from functionalize.util.structure import flatten, unflatten
 from functionalize.util.tensor_wrappers import plain_tensors_by_path
 from functionalize.util.user_stack import line_of, line_of_traceback
+from functionalize.walk.discovery import tensor_names
 
 
 def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
@@ -68,7 +69,7 @@ class _Trace:
         self.mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True)
         self.mode.cache_enabled = False  # Note [Views of an emptied fake]
         self.fakes = [fake_of(self.mode, x) if isinstance(x, Tensor) else x for x in self.leaves]
-        self.stand_ins = StandIns(self.mode, names_of_captured(fn))
+        self.stand_ins = StandIns(self.mode, tensor_names(fn))
         self.recorder = Recorder(stand_ins=self.stand_ins)
         self.names = leaf_names(fn, self.in_spec)
         self.inputs = _argument_inputs(self.recorder, self.fakes, self.names)

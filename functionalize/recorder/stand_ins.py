@@ -12,12 +12,8 @@ size, another storage, an assignment to `.data` or `.grad`.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from functionalize._compat.dispatch import is_traceable_wrapper_subclass_type
@@ -108,24 +104,3 @@ class StandIns:
                     f"turns `{each.name}` from {each.ref.geometry} into {now}, or moves it to another "
                     "storage, without having been given it: pass it as an argument"
                 )
-
-
-def names_of_captured(fn: Callable[..., Any]) -> dict[int, str]:
-    """Names, by id, of the tensors in the closure and the globals of `fn`, and in modules there."""
-    found: dict[str, Any] = {}
-    if isinstance(fn, torch.nn.Module):
-        found[""] = fn
-    if inspect.ismethod(fn):
-        found["self"] = fn.__self__
-    target = inspect.unwrap(fn.__func__ if inspect.ismethod(fn) else fn)
-    if inspect.isfunction(target):
-        variables = inspect.getclosurevars(target)
-        found |= {**variables.globals, **variables.nonlocals}
-    names: dict[int, str] = {}
-    for name, value in found.items():
-        if isinstance(value, Tensor):
-            names[id(value)] = name
-        elif isinstance(value, torch.nn.Module):
-            for inner, tensor in [*value.named_parameters(), *value.named_buffers()]:
-                names.setdefault(id(tensor), f"{name}.{inner}".strip("."))
-    return names

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from functionalize.ir.inputs import Call
-from functionalize.walk.discovery import PythonState, walked, walked_again
+from functionalize.walk.discovery import walked, walked_again
 from functionalize.walk.fact_text import Path, change_text, portable, text_of
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
+from functionalize.walk.walker import PythonState
 
 
 @dataclass(frozen=True, slots=True, eq=False)

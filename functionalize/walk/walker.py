@@ -1,0 +1,311 @@
+"""The walk over Python state: it visits objects breadth first, and notes facts, roots, and objects it cannot read.
+
+    state = PythonState(names)
+    state.walk([Visit((), "", train_step)])
+    state.facts, state.paths, state.roots, state.moving, state.opaque
+
+`discovery.py` says what the walk covers, and repeats it until no name is new.
+Invariant: the same state gives the same facts in the same order. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functionalize._compat.autograd import hook_functions, hook_tables
+from functionalize._compat.modules import without_reports
+from functionalize.util.packages import is_users
+from functionalize.walk.code_names import NameFilter
+from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS
+from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
+from functionalize.walk.object_parts import class_parts, parts_of
+from functionalize.walk.parts import SAME, Held, Part, Parts
+from functionalize.walk.probes import Probes
+from functionalize.walk.roots import Identity, Roots
+
+_MAX_OBJECTS = 20_000  # a bound on the search for tensors behind attributes that no code names
+_MAX_FACTS = 200_000  # more are too many to compare at every call
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
+_FSDP_ATTRIBUTE = "__composable_api_"  # FSDP2's state: fsdp/python_state.py
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GUARDED = frozenset({Tensor, nn.Parameter, *NUMBERS})  # by `ModuleGuard` and by sources
+_KEPT = (nn.Module, torch.optim.Optimizer, Tensor)
+
+
+@dataclass(slots=True)
+class Visit:
+    """An object to visit. is_fact: whether it determines ops. is_loose: no source finds it.
+
+    moving: the path of the state around it that is read only by changing it.
+    """
+
+    path: Path
+    name: str
+    value: Any
+    place: Held | None = None
+    is_fact: bool = True
+    is_loose: bool = False
+    moving: Path | None = None
+
+
+class PythonState:
+    """The result of one walk.
+
+    facts, paths: what determines the ops of the step, and the path of each.
+    moving, moving_paths: facts about state that is read only by changing it.
+    opaque: objects with state that cannot be read.
+    seen: id -> path, of every object that determines ops.
+    hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay, so that they are no facts.
+    probes: a fast test that a walk would find the same facts.
+    late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
+    """
+
+    def __init__(
+        self, names: NameFilter, is_replay: bool = False, hooks_run_outside: bool = False
+    ) -> None:
+        self.names, self.roots = names, Roots()
+        self.hooks_run_outside = hooks_run_outside
+        self.facts: list[Any] = []
+        self.paths: list[Path] = []
+        self.moving: list[Any] = []
+        self.moving_paths: list[Path] = []
+        self.opaque: list[str] = []
+        self.seen: dict[int, Path] = {}
+        self.late: list[tuple[str, Any]] = []
+        self._is_replay = is_replay  # whether facts alone are wanted
+        self.probes = Probes(names)
+        self._seen_moving: dict[int, Path] = {}
+        self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
+        self._queue: deque[Visit] = deque()
+        self._unnamed: deque[Visit] = deque()  # objects that determine no ops
+        self._classes: set[tuple[type, bool]] = set()
+        self._alive: list[Any] = []  # keeps objects alive, so that their ids are not reused
+
+    def walk(self, visits: Sequence[Visit], late: Sequence[tuple[str, Any]] = ()) -> None:
+        """Visit these objects and all that they lead to."""
+        self._queue += visits
+        self.late += late
+        done = 0
+        while True:
+            while self._queue and len(self.facts) < _MAX_FACTS:
+                self._visit(self._queue.popleft())
+            if self._queue:
+                self.opaque.append(
+                    f"`{text_of(self._queue[0].path)}` (too many objects to compare)"
+                )
+                self._queue.clear()
+            while self._unnamed and len(self._searched) < _MAX_OBJECTS:
+                self._visit(self._unnamed.popleft())
+            if done == len(self.late):
+                break
+            self._inside(*self.late[done])
+            done += 1
+        self._alive.clear()
+        inner = {id(m) for root in self.roots.modules.values() for m in list(root.modules())[1:]}
+        self.roots.modules = {n: m for n, m in self.roots.modules.items() if id(m) not in inner}
+
+    def _note(self, visit: Visit, fact: Any) -> None:
+        if visit.moving is not None:
+            self.moving.append(fact)
+            self.moving_paths.append(visit.moving)
+        elif visit.is_fact:
+            self.facts.append(fact)
+            self.paths.append(visit.path)
+
+    def _visit(self, visit: Visit) -> None:
+        value, kind = visit.value, type(visit.value)
+        if kind in BY_EQUALITY:
+            return self._note(visit, value)
+        if kind in PLAIN:  # -0.0 is not 0.0, True is not 1
+            return self._note(visit, (kind, repr(value)))
+        seen = self.seen if visit.moving is None else self._seen_moving
+        if id(value) in seen:
+            return self._note(visit, ("again", seen[id(value)]))
+        if visit.is_fact:
+            seen[id(value)] = visit.path
+        elif id(value) in self._searched:
+            return None
+        else:
+            self._searched.add(id(value))
+        self._alive.append(value)
+        if isinstance(value, _KEPT):
+            return self._keep(visit, value)
+        if isinstance(value, types.FunctionType) and visit.is_fact and is_users(value.__module__):
+            self.roots.functions.append(value)
+            if not self._is_replay:
+                self.names.add(value.__code__)
+        parts = parts_of(value, self.names)
+        if parts.is_moved and visit.moving is None:
+            visit.moving = visit.path
+        if visit.moving is not None and self._is_replay:
+            return None
+        self._note(visit, parts.fact)
+        if visit.is_fact and visit.moving is None:
+            self._probe(value, parts)
+        if parts.is_opaque and visit.is_fact:
+            self.opaque.append(f"`{text_of(visit.path)}` ({_a(kind)})")
+        if isinstance(value, CONTAINERS):
+            self.roots.containers.append((visit.name, value))
+        elif parts.attributes is not None:
+            self.roots.objects.append((visit.name or kind.__name__, parts.attributes))
+        for part in parts.held:
+            self._push(visit, part, parts.is_loose)
+        if not isinstance(value, (type, types.FunctionType)):
+            self._class_of(visit, kind)
+        return None
+
+    def _push(self, holder: Visit, part: Part, is_loose: bool = False) -> None:
+        place = part.place
+        if place is not None and isinstance(
+            holder.value, tuple
+        ):  # Python replaces a tuple as a whole
+            place = None if holder.place is None else Held(holder.place, part.key)
+        name = holder.name if part.name is None else part.name
+        if name.startswith("+"):
+            name = holder.name + name[1:]
+        path = holder.path if part.key is SAME else (holder.path, part.key)
+        is_loose = is_loose or holder.is_loose
+        visit = Visit(
+            path,
+            name,
+            part.value,
+            place,
+            holder.is_fact and part.is_named,
+            is_loose,
+            holder.moving,
+        )
+        if visit.is_fact:
+            self._queue.append(visit)
+        elif not self._is_replay:
+            self._unnamed.append(visit)
+
+    def _class_of(self, visit: Visit, kind: type) -> None:
+        """Visit the attributes of the class of an object, once."""
+        key = kind, visit.moving is None
+        if visit.is_fact and key not in self._classes:
+            self._classes.add(key)
+            parts = class_parts(kind, self.names)
+            self._probe_class(kind, parts)
+            for part in parts:
+                self._push(Visit(visit.path, visit.name, None, moving=visit.moving), part)
+
+    def _probe(self, value: Any, parts: Parts) -> None:
+        if isinstance(value, type):
+            self._probe_class(value, parts.held)
+            self._probe_class(type(value), parts.held)
+        else:
+            self.probes.add(value, parts)
+
+    def _probe_class(self, kind: type, parts: Sequence[Part]) -> None:
+        for base in kind.__mro__:
+            if is_users(base.__module__):
+                own = [p for p in parts if p.place is not None and p.place.container is base]
+                self.probes.add_names(vars(base), own)
+
+    # -- tensors, modules and optimizers -----------------------------------------------------------
+
+    def _keep(self, visit: Visit, value: Any) -> None:
+        is_loose = visit.is_loose or visit.moving is not None
+        if isinstance(value, Tensor):
+            if visit.place is None or is_loose:
+                return self._note(visit, Identity(weakref.ref(value), type(value)))
+            if id(value) not in self._searched or not visit.is_fact:
+                self.roots.tensors.append((visit.name, visit.place, value))
+            return self._note(visit, ("kind", type(value)))
+        self._note(visit, Identity(weakref.ref(value), type(value)))
+        if is_loose:
+            return None
+        is_module = isinstance(value, nn.Module)
+        table: dict[str, Any] = self.roots.modules if is_module else self.roots.optimizers
+        if any(value is known for known in table.values()):
+            return None
+        name = _free(visit.name or ("model" if is_module else "optimizer"), table)
+        table[name] = value
+        return self._inside(name, value) if visit.is_fact else self.late.append((name, value))
+
+    def _inside(self, name: str, value: Any) -> None:
+        """Visit the contents of a root module or of an optimizer."""
+        if not isinstance(value, nn.Module):
+            return self._optimizer(Visit(((), name), name, value), value)
+        self.seen.pop(id(value), None)
+        for fqn, module in value.named_modules(prefix=name):
+            if id(module) not in self.seen:
+                self.seen[id(module)] = ((), fqn)
+                self._module(Visit(((), fqn), fqn, module))
+        return None
+
+    def _module(self, visit: Visit) -> None:
+        """The class of a module, its code and hooks, and attributes other than modules, tensors and numbers."""
+        module, kind = visit.value, type(visit.value)
+        self._note(visit, kind)
+        if (kind, True) not in self._classes:
+            self._push(visit, Part("forward", kind.forward, kind.__name__))
+            self.probes.add_attribute(kind, "forward")
+            self._class_of(visit, kind)
+        table = vars(module)
+        self.probes.add_table(table)
+        loose = Visit(visit.path, visit.name, None, is_loose=True)
+        for key in sorted(table.keys() - _OF_EVERY_MODULE):
+            value = without_reports(table[key])
+            if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
+                continue
+            if isinstance(value, (list, tuple)):  # tensors directly in a list have sources
+                if isinstance(value, list):
+                    self.probes.add_list(value)
+                value = [None if isinstance(each, Tensor) else each for each in value]
+                self._alive.append(value)
+            self._push(loose, Part(key, value, key))
+        for hooks in _HOOKS:
+            if table[hooks]:
+                self.probes.add_table(table[hooks])
+                self._push(visit, Part(hooks, tuple(table[hooks].values()), "hook"))
+        for key, parameter in module._parameters.items():
+            if parameter is None or (
+                self.hooks_run_outside and not hasattr(parameter, "device_mesh")
+            ):
+                continue
+            for hooks_of_parameter in hook_tables(parameter):
+                self.probes.add_table(hooks_of_parameter)
+            if found := hook_functions(parameter):
+                self._push(visit, Part(f"{key}.hooks", tuple(found), "hook"))
+
+    def _optimizer(self, visit: Visit, optimizer: torch.optim.Optimizer) -> None:
+        """The class of an optimizer, its hooks, replaced methods, and numbers in its state."""
+        self._note(visit, type(optimizer))
+        self._class_of(visit, type(optimizer))
+        for key, value in vars(optimizer).items():
+            if key not in _OF_EVERY_OPTIMIZER:
+                self._push(visit, Part(key, value, key))
+        self.probes.add_table(vars(optimizer))
+        self.probes.add_value(partial(_state_numbers, optimizer))
+        for key, fact in _state_numbers(optimizer):
+            self._note(Visit(((visit.path, "state"), key), "", None), fact)
+
+
+def _state_numbers(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
+    """The numbers in an optimizer's state, each with its key."""
+    return [
+        (key, (type(value), repr(value)))
+        for state in list(optimizer.state.values())
+        if isinstance(state, dict)
+        for key, value in state.items()
+        if type(value) in PLAIN
+    ]
+
+
+def _free(name: str, taken: dict[str, Any]) -> str:
+    return name if name not in taken else _free(f"{name}_", taken)
+
+
+def _a(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} {kind.__name__}"
