@@ -33,6 +33,7 @@ from functionalize._compat.autograd import (
 )
 from functionalize.errors import UncapturableError
 from functionalize.state.arguments import flatten_result, unflatten_result
+from functionalize.step_backward.grad_access import GradAccess
 
 aten = torch.ops.aten
 
@@ -172,38 +173,37 @@ def run_backward(
     inputs: Sequence[Tensor],
     requested: RequestedGradients,
     keep: bool,
-) -> list[Tensor | None]:
-    """The gradients of `inputs`, which are leaves; their own `.grad` and hooks are not touched."""
+) -> tuple[list[Tensor | None], str | None]:
+    """The gradients of `inputs`, which are leaves, and why a replay could not compute them (or None).
+
+    The leaves' own `.grad` and hooks are not touched: autograd accumulates and runs hooks later, in the user's graph.
+    """
     pairs = [(o, t) for o, t in zip(outputs, tangents, strict=True) if t is not None]
     roots, seeds = [o for o, _ in pairs], [t for _, t in pairs]
     if requested.everything:
-        with _without_grad_and_hooks(inputs):
+        with _without_hooks(inputs), GradAccess(inputs) as access:
             torch.autograd.backward(roots, seeds, retain_graph=keep)
-            return [t.grad for t in inputs]
+            gradients = access.gradients()
+        return gradients, access.found
     selected = [t for t, yes in zip(inputs, requested.inputs, strict=True) if yes]
     if not selected:
-        return [None] * len(inputs)
-    with _without_grad_and_hooks(selected):
+        return [None] * len(inputs), None
+    with _without_hooks(selected), GradAccess(selected) as access:
         found = iter(
             torch.autograd.grad(roots, selected, seeds, retain_graph=keep, allow_unused=True)
         )
-    return [next(found) if yes else None for yes in requested.inputs]
+    return [next(found) if yes else None for yes in requested.inputs], access.found
 
 
 @contextmanager
-def _without_grad_and_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Remove `.grad` and hooks of `leaves` inside the `with`: autograd applies them later, in the user's graph."""
-    gradients = [leaf.grad for leaf in leaves]
+def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Remove the hooks of `leaves` inside the `with`."""
     tables = [table for leaf in leaves for table in hook_tables(leaf)]
     hooks = [dict(table) for table in tables]
     try:
-        for leaf in leaves:
-            leaf.grad = None
         for table in tables:
             table.clear()
         yield
     finally:
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            leaf.grad = gradient
         for table, were in zip(tables, hooks, strict=True):
             table.update(were)

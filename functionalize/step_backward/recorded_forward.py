@@ -175,7 +175,7 @@ class RecordedForward:
         end, self._end = self._end, None
         gradients: Sequence[Tensor | None]
         if end is None or self._owner.is_busy:
-            gradients = run_backward(self._outputs, tangents, self._inputs, requested, keep)
+            gradients, _ = run_backward(self._outputs, tangents, self._inputs, requested, keep)
         else:
             with only_young_collections():
                 gradients = self._record(end, tangents, requested, keep)
@@ -198,7 +198,10 @@ class RecordedForward:
             later = EntryState.now(fn, leaves, recorder, live, hooks_run_outside=True)
         recorder.resume()
         with lifted(later.roots.optimizers, later.hyperparameters, recorder) as hyper, recorder:
-            gradients = run_backward(self._outputs, tangents, self._inputs, requested, keep)
+            found = run_backward(self._outputs, tangents, self._inputs, requested, keep)
+        gradients, refusal = found
+        if refusal is not None:
+            recorder.checks.note(refusal)
         if not keep:
             self._outputs = []
         run = JointRun(

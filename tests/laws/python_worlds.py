@@ -33,7 +33,10 @@ Put = Callable[[Any, Any], None]
 
 
 class Holder(NamedTuple):
-    """make(content), read(holder), put(holder, content); put None: the holder is immutable. plain: holds numbers only."""
+    """make(content), read(holder), put(holder, content).
+
+    put None: the holder is immutable. plain: it holds numbers only.
+    """
 
     make: Make
     read: Callable[[Any], Any]
