@@ -312,3 +312,39 @@ def test_arguments_that_claim_to_be_equal() -> None:
     captured = fz.capture(lambda x, liar: x * liar.scale)
     for i in range(CALLS):
         assert captured(torch.ones(1), Liar(i // 4)).item() == i // 4
+
+
+class Sink:
+    """What a training framework keeps behind a module: metrics, by name."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, list[float]] = {}
+
+    def log(self, name: str, value: float) -> None:
+        self.metrics.setdefault(name, []).append(value)
+
+
+class Logging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.trainer = nn.Linear(3, 1), Sink()
+
+    def log(self, name: str, value: Tensor) -> None:
+        self.trainer.log(name, value.item())
+
+    def training_step(self, x: Tensor) -> Tensor:
+        loss = self.layer(x).mean()
+        self.log("loss", loss)
+        return loss
+
+
+def test_metrics_that_a_module_logs() -> None:
+    ours, eager = Logging(), Logging()
+    captured = fz.capture(ours.training_step, on_uncapturable="eager")
+    for i in range(CALLS):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+        assert torch.equal(captured(x), eager.training_step(x))
+        assert ours.trainer.metrics == eager.trainer.metrics
+    assert captured.stats.replays == 0
+    assert "model.trainer.metrics" in captured.explain()
