@@ -48,7 +48,7 @@ class SurroundingsGuard:
     @staticmethod
     def of(fn: Callable[..., Any], state: PythonState) -> SurroundingsGuard:
         """The guard for the Python state around `fn` as it was at the walk."""
-        return SurroundingsGuard(fn, state, None, _entries(state.roots), [state.probes])
+        return SurroundingsGuard(fn, state, None, _entries(state.roots))
 
     def failure(self, call: Call) -> str | None:
         if self.stale is not None:

@@ -141,12 +141,13 @@ def _digest(data: bytes) -> Any:
 # -- state that is read only by changing it --------------------------------------------------------
 
 
-def process_generators() -> Iterator[Part]:
-    """The generators of `random` and of numpy."""
-    yield Part("random", random.getstate())
+def process_generators() -> Iterator[tuple[str, Any]]:
+    """The generators of `random` and of numpy: name and state."""
+    yield "random", random.getstate()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        yield Part("numpy.random", numpy.random.get_state())
+        _, keys, *rest = numpy.random.get_state()
+        yield "numpy.random", (keys.tobytes(), *rest)
 
 
 def random_generator(value: random.Random) -> Parts:

@@ -19,14 +19,13 @@ Refusals, as text in `opaque`: objects with state that cannot be read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from functionalize.walk.code_names import NameFilter
-from functionalize.walk.data_parts import process_generators
-from functionalize.walk.fact_text import PLAIN, Path
+from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.roots import Roots
 from functionalize.walk.walker import PythonState, Visit
 
@@ -42,8 +41,7 @@ def walked(
     while True:
         state = PythonState(known, hooks_run_outside=hooks_run_outside)
         before = known.size
-        state.probes.add_start(args)
-        state.walk([*_starts(fn, args, names), *_moving()])
+        state.walk(_starts(fn, args, names))
         if known.size == before:
             break
     state.names = known.copy()
@@ -58,7 +56,7 @@ def walked_again(
     state = PythonState(before.names, is_replay, before.hooks_run_outside)
     starts = _starts(fn, args, before.roots.arguments or None)
     state.probes.add_start(args)
-    state.walk([*starts, *(() if is_replay else _moving())], before.late)
+    state.walk(starts, before.late)
     return state
 
 
@@ -107,9 +105,3 @@ def _starts(
 
 def _argument_names(args: Sequence[Any], names: Sequence[str] | None) -> list[str]:
     return [f"args_{i}" for i in range(len(args))] if names is None else [*names]
-
-
-def _moving() -> Iterator[Visit]:
-    for part in process_generators():
-        path: Path = ((), part.key)
-        yield Visit(path, str(part.key), part.value, moving=path)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_, itemgetter
 from typing import Any
 
@@ -36,10 +36,13 @@ _FIXED = frozenset(
 
 
 class Probes:
-    """The holders of one walk, and what each held. names: those that code may read."""
+    """The holders of one walk, and what each held.
 
-    def __init__(self, names: NameFilter) -> None:
-        self._names = names
+    names: those that code may read. is_active: whether the holders are kept.
+    """
+
+    def __init__(self, names: NameFilter, is_active: bool = True) -> None:
+        self._names, self._is_active = names, is_active
         self._starts: list[Any] = []
         self._tables: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...], bool]] = []
         self._namespaces: list[tuple[Mapping[str, Any], int, Any, Any]] = []
@@ -61,7 +64,7 @@ class Probes:
     def add(self, value: Any, parts: Parts) -> None:
         """An object, and what it consisted of."""
         kind = type(value)
-        if kind in _FIXED:
+        if kind in _FIXED or not self._is_active:
             return
         if parts.attributes is not None:
             self._kinds.append((value, kind))
@@ -90,14 +93,18 @@ class Probes:
 
     def add_list(self, items: list[Any]) -> None:
         """A list."""
-        if any(isinstance(item, Tensor) for item in items):
+        if not self._is_active:
+            return
+        if _hold_tensors(items):
             self._with_tensors.append((items, (), list(map(_token, items))))
         else:
             self._lists.append((items, tuple(items)))
 
     def add_table(self, table: Mapping[Any, Any], are_named: bool = False) -> None:
         """A dict. are_named: only entries whose names code reads matter."""
-        if any(isinstance(value, Tensor) for value in table.values()):
+        if not self._is_active:
+            return
+        if _hold_tensors(table.values()):
             wanted = self._names.of(table) if are_named else list(table)
             self._with_tensors.append(
                 (table, (wanted, are_named), [_token(table[key]) for key in wanted])
@@ -107,6 +114,8 @@ class Probes:
 
     def add_names(self, table: Mapping[str, Any], parts: Sequence[Part]) -> None:
         """A namespace, of which code reads these names."""
+        if not self._is_active:
+            return
         keys = tuple(dict.fromkeys(part.key for part in parts))
         read = itemgetter(*keys) if len(keys) > 1 else lambda table: tuple(table[k] for k in keys)
         self._namespaces.append((table, len(table), read, read(table)))
@@ -181,6 +190,10 @@ class Probes:
             and [part.is_named for part in now.held] == named
             and all(_is(token, part.value) for token, part in zip(tokens, now.held, strict=True))
         )
+
+
+def _hold_tensors(values: Iterable[Any]) -> bool:
+    return any(issubclass(kind, Tensor) for kind in set(map(type, values)))
 
 
 class _TensorRef(weakref.ref[Tensor]):

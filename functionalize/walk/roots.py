@@ -24,6 +24,7 @@ class Roots:
     containers: name and object of every container.
     functions: the user's functions.
     arguments: a name per leaf of the step's arguments.
+    named_modules: for each root module, every module under it with its full name.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -33,18 +34,20 @@ class Roots:
     containers: list[tuple[str, Any]] = field(default_factory=list)
     functions: list[types.FunctionType] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
+    named_modules: dict[str, list[tuple[str, nn.Module]]] = field(default_factory=dict)
     _walked: list[tuple[str, nn.Module]] | None = None
     _states: dict[str, list[Any]] | None = None
 
     def walk(self) -> list[tuple[str, nn.Module]]:
         """Every module under the roots with its full name; computed once."""
         if self._walked is None:
-            self._walked = [
-                (".".join(part for part in (name, fqn) if part), module)
-                for name, root in self.modules.items()
-                for fqn, module in root.named_modules()
-            ]
+            self._walked = [pair for name in self.modules for pair in self.named_modules[name]]
         return self._walked
+
+    def keep_outermost(self) -> None:
+        """Remove the root modules that are inside other ones."""
+        inner = {id(module) for pairs in self.named_modules.values() for _, module in pairs[1:]}
+        self.modules = {name: m for name, m in self.modules.items() if id(m) not in inner}
 
     def states(self) -> dict[str, list[Any]]:
         """FSDP2's states under every root module, by the root's name; computed once."""

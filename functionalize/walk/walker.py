@@ -25,7 +25,7 @@ from functionalize._compat.autograd import hook_functions, hook_tables
 from functionalize._compat.modules import without_reports
 from functionalize.util.packages import is_users
 from functionalize.walk.code_names import NameFilter
-from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS
+from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS, process_generators
 from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
 from functionalize.walk.object_parts import class_parts, parts_of
 from functionalize.walk.parts import SAME, Held, Part, Parts
@@ -66,7 +66,7 @@ class PythonState:
     opaque: objects with state that cannot be read.
     seen: id -> path, of every object that determines ops.
     hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay, so that they are no facts.
-    probes: a fast test that a walk would find the same facts.
+    probes: a fast test that a walk would find the same facts; filled by a replay's walk.
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
     """
 
@@ -83,7 +83,7 @@ class PythonState:
         self.seen: dict[int, Path] = {}
         self.late: list[tuple[str, Any]] = []
         self._is_replay = is_replay  # whether facts alone are wanted
-        self.probes = Probes(names)
+        self.probes = Probes(names, is_active=is_replay)
         self._seen_moving: dict[int, Path] = {}
         self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
         self._queue: deque[Visit] = deque()
@@ -93,6 +93,10 @@ class PythonState:
 
     def walk(self, visits: Sequence[Visit], late: Sequence[tuple[str, Any]] = ()) -> None:
         """Visit these objects and all that they lead to."""
+        if not self._is_replay:
+            for name, state in process_generators():
+                self.moving.append(state)
+                self.moving_paths.append(((), name))
         self._queue += visits
         self.late += late
         done = 0
@@ -111,8 +115,7 @@ class PythonState:
             self._inside(*self.late[done])
             done += 1
         self._alive.clear()
-        inner = {id(m) for root in self.roots.modules.values() for m in list(root.modules())[1:]}
-        self.roots.modules = {n: m for n, m in self.roots.modules.items() if id(m) not in inner}
+        self.roots.keep_outermost()
 
     def _note(self, visit: Visit, fact: Any) -> None:
         if visit.moving is not None:
@@ -238,7 +241,8 @@ class PythonState:
         if not isinstance(value, nn.Module):
             return self._optimizer(Visit(((), name), name, value), value)
         self.seen.pop(id(value), None)
-        for fqn, module in value.named_modules(prefix=name):
+        self.roots.named_modules[name] = list(value.named_modules(prefix=name))
+        for fqn, module in self.roots.named_modules[name]:
             if id(module) not in self.seen:
                 self.seen[id(module)] = ((), fqn)
                 self._module(Visit(((), fqn), fqn, module))
