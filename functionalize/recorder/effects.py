@@ -12,9 +12,10 @@ Three ways see an effect. Each sees some that the others do not:
     replaced functions      `print`, handlers of `logging`, `sys.stderr.write`, `os.write`, sockets, threads
 
 Note [The profile function]
-Python calls it at every call of a function. It makes a recording slower by a third, and a frame keeps the
-values of its variables until its next call. So only the first recording of each kind of call is watched, and of these
-none that is kept with the lifetimes of its storages. The recorder pauses it while it handles an op.
+Python calls it at every call of a function, and up to 3.12 it copies the variables of the caller into a dict each time:
+a recording is a fifth slower, a frame keeps old values until its next call, and the dict of `locals()` changes. So
+only the first recording of each kind of call is watched, and of these none that is kept with the lifetimes of its
+storages; a call of `locals` ends the watch. The recorder pauses it while it handles an op.
 
 Note [Whose effect]
 The innermost frame that is not Python's own decides. An effect of torch's compilers, FSDP2 and this library is not the
@@ -92,7 +93,14 @@ _SAVES = {"write_record", "write_end_of_file"}  # of torch's writer of archives
 _STREAMS = {"write", "writelines", "truncate"}
 _ROWS = {"writerow", "writerows"}
 _C_FUNCTIONS = frozenset(
-    {"print", "tofile"} | _DESCRIPTORS | _SENDS | _SQL | _THREADS | _SAVES | _STREAMS | _ROWS
+    {"locals", "print", "tofile"}
+    | _DESCRIPTORS
+    | _SENDS
+    | _SQL
+    | _THREADS
+    | _SAVES
+    | _STREAMS
+    | _ROWS
 )
 
 
@@ -209,6 +217,9 @@ class CallWatch:
     def __init__(self, recordings: Recordings) -> None:
         def profile(frame: FrameType, event: str, function: Any) -> None:
             if event == "c_call" and function.__name__ in _C_FUNCTIONS:
+                if function is locals:
+                    sys.setprofile(None)
+                    return
                 what = _call_text(function)
                 if what is not None:
                     _note(recordings, frame, what)

@@ -389,6 +389,17 @@ def test_the_profile_function_of_the_user_stays() -> None:
     assert seen == [profile]
 
 
+def test_the_variables_of_the_step_are_as_in_eager() -> None:
+    def step(x: Tensor) -> Tensor:
+        found = locals()
+        del found["x"]
+        y = x + len(found)
+        return y + len(found)
+
+    captured = fz.capture(step)
+    assert torch.equal(captured(X), step(X))
+
+
 def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
     def step(x: Tensor) -> Tensor:
         print("a step")
