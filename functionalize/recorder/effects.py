@@ -91,9 +91,10 @@ _SQL = {"execute", "executemany", "executescript", "commit", "backup"}
 _THREADS = {"start_new_thread", "start_joinable_thread", "fork_exec"}
 _SAVES = {"write_record", "write_end_of_file"}  # of torch's writer of archives
 _STREAMS = {"write", "writelines", "truncate"}
+_DUMPING = {"_pickle", "marshal"}
 _ROWS = {"writerow", "writerows"}
 _C_FUNCTIONS = frozenset(
-    {"locals", "print", "tofile"}
+    {"dump", "locals", "print", "tofile"}
     | _DESCRIPTORS
     | _SENDS
     | _SQL
@@ -101,6 +102,21 @@ _C_FUNCTIONS = frozenset(
     | _SAVES
     | _STREAMS
     | _ROWS
+)
+
+# Methods in Python that leave an effect to another thread or process, or have it at some of their calls only.
+_METHODS = (
+    ("concurrent.futures.process", "ProcessPoolExecutor", "submit", "submits work to a pool"),
+    ("concurrent.futures.thread", "ThreadPoolExecutor", "submit", "submits work to a pool"),
+    ("multiprocessing.pool", "Pool", "_map_async", "submits work to a pool"),
+    ("multiprocessing.pool", "Pool", "apply_async", "submits work to a pool"),
+    ("multiprocessing.queues", "Queue", "put", "puts into a queue of processes"),
+    ("ssl", "SSLSocket", "send", "sends to a socket"),
+    ("ssl", "SSLSocket", "sendall", "sends to a socket"),
+    ("tensorboardX.writer", "FileWriter", "add_event", "writes to TensorBoard"),
+    ("torch.utils.tensorboard.writer", "FileWriter", "add_event", "writes to TensorBoard"),
+    ("tqdm.std", "tqdm", "update", "moves a progress bar"),
+    ("wandb.sdk.wandb_run", "Run", "log", "logs to wandb"),
 )
 
 
@@ -220,7 +236,10 @@ class CallWatch:
                 if function is locals:
                     sys.setprofile(None)
                     return
-                what = _call_text(function)
+                try:
+                    what = _call_text(function)
+                except Exception:  # a property of the user's, such as the name of a stream
+                    what = f"calls {function.__qualname__}"
                 if what is not None:
                     _note(recordings, frame, what)
 
@@ -262,6 +281,8 @@ def _call_text(function: Any) -> str | None:
         return "runs SQL" if "sqlite3" in modules else None
     if name == "write":
         return "sends to a socket" if "_ssl" in modules else None
+    if name == "dump":
+        return "calls Pickler.dump" if "_pickle" in modules else None
     if name in _ROWS:
         return "writes rows by csv" if "_csv" in modules else None
     if name in _SAVES:
@@ -270,6 +291,8 @@ def _call_text(function: Any) -> str | None:
 
 
 def _function_text(module: str, name: str) -> str | None:
+    if name == "dump":
+        return f"calls {module.removeprefix('_')}.dump" if module in _DUMPING else None
     if module == "builtins":
         return "prints" if name == "print" else None
     if module == "_thread":
@@ -283,7 +306,7 @@ def _stream_text(stream: Any) -> str | None:
     if isinstance(stream, (io.StringIO, io.BytesIO)):
         return None  # in memory; one that is reachable is compared by its position
     for name in ("stdout", "stderr"):
-        if stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
+        if stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__"):
             return f"writes to sys.{name}"
     path = getattr(stream, "name", None)
     if path is None:
@@ -312,11 +335,9 @@ def _doors() -> Iterator[tuple[Any, str, str]]:
     for name in _DESCRIPTORS - {"fork"}:
         yield os, name, f"calls os.{name}"
     for name in (*_SENDS, "sendfile"):
-        for kind in (socket.socket, getattr(sys.modules.get("ssl"), "SSLSocket", None)):
-            yield kind, name, "sends to a socket"
-    for pool in ("thread.ThreadPoolExecutor", "process.ProcessPoolExecutor"):
-        module, _, name = f"concurrent.futures.{pool}".rpartition(".")
-        yield getattr(sys.modules.get(module), name, None), "submit", "submits work to a pool"
+        yield socket.socket, name, "sends to a socket"
+    for module, of, name, what in _METHODS:
+        yield getattr(sys.modules.get(module), of, None), name, what
     for name in ("stdout", "stderr"):
         found = {id(s): s for s in (getattr(sys, name), getattr(sys, f"__{name}__"))}
         for stream in found.values():  # `print` and loggers find `write` on the object

@@ -8,6 +8,7 @@ import functools
 import importlib
 import io
 import logging
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -33,6 +34,11 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.errors import UncapturableError
 from tests.ranks import run_on_ranks
+
+try:
+    import tqdm
+except ImportError:
+    tqdm = None
 
 X = torch.ones(3)
 Effect = Callable[[], Any]
@@ -138,6 +144,22 @@ def work(opened: ExitStack) -> Effect:
     return lambda: pool.submit(int).result()
 
 
+def processes(opened: ExitStack) -> Effect:
+    queue: Any = multiprocessing.Queue()
+    opened.callback(queue.close)
+    return lambda: queue.put(1)
+
+
+def bar(opened: ExitStack) -> Effect:
+    found = opened.enter_context(tqdm.tqdm(total=8, mininterval=100, file=io.StringIO()))
+    return lambda: found.update(1)
+
+
+def pickled(opened: ExitStack) -> Effect:
+    file = opened.enter_context(open("held.pickle", "wb"))  # noqa: SIM115
+    return lambda: pickle.dump(1, file)
+
+
 def database() -> None:
     sqlite3.connect(":memory:").close()
 
@@ -151,6 +173,11 @@ HELD = [
     (cursor, "runs SQL at "),
     (send, "sends to a socket at "),
     (work, "submits work to a pool at "),
+    (processes, "puts into a queue of processes at "),
+    (pickled, "calls pickle.dump at "),
+    pytest.param(
+        bar, "moves a progress bar at ", marks=pytest.mark.skipif(not tqdm, reason="tqdm")
+    ),
 ]
 
 
@@ -346,6 +373,17 @@ def test_what_is_no_effect_of_the_step_is_no_obstacle(
         return x + 1
 
     assert_replays(step)
+
+
+def test_an_effect_of_a_custom_op_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    @torch.library.custom_op("test_effects::say", mutates_args=())
+    def say(x: Tensor) -> Tensor:
+        print("said")
+        return x.clone()
+
+    captured = assert_replays(lambda x: say(x) + 1)
+    calls = captured.stats.warmups + captured.stats.captures + captured.stats.replays
+    assert capsys.readouterr().out.count("said") == calls
 
 
 def test_a_thread_that_writes_beside_the_step_is_no_obstacle(folder: Path) -> None:
