@@ -12,6 +12,11 @@ import builtins
 import gc
 import inspect
 import json
+import logging
+import os
+import socket
+import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -41,6 +46,12 @@ HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
     (torch, "as_tensor"),
     (json.JSONEncoder, "default"),
     (builtins, "print"),
+    (logging.Handler, "handle"),
+    (threading.Thread, "start"),
+    (os, "write"),
+    (socket.socket, "send"),
+    *((torch.Tensor, name) for name in ("__repr__", "__reduce_ex__", "__dlpack__")),
+    *((owner, "save") for owner in (torch, torch.serialization)),
     (clip_grad, "float"),
     *((torch, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")),
     *((module, name) for module in (torch, torch.random) for name in _GENERATORS),
@@ -58,6 +69,7 @@ def _deterministic() -> tuple[bool, bool]:
 
 # Settings of the process, which later tests would compute under: (in words, read, write).
 SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], object]], ...] = (
+    ("the profile function", sys.getprofile, sys.setprofile),
     ("the number of threads", torch.get_num_threads, torch.set_num_threads),
     ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     (

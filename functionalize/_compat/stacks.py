@@ -38,8 +38,9 @@ class Stacks:
         self._stack: CapturedTraceback | None = None
 
     def here(self) -> CapturedTraceback:
-        """The stack of the op that is being dispatched, for the mode's handler that calls this."""
-        frame = sys._getframe(1).f_back
+        """The stack of the op that is being dispatched, for the function that the mode's handler calls."""
+        handler = sys._getframe(1).f_back
+        frame = handler.f_back if handler is not None else None
         if frame is None or frame.f_code is not _ENGINE_CODE:
             return stack_here()
         task = torch._C._current_graph_task_id()

@@ -56,13 +56,26 @@ class Checks:
 
     for_real: the step runs on the user's tensors and must run to its end.
     unrepeatable: reasons why a replay cannot repeat the step, as text with the user's line; no text twice.
+    once: effects that a cached function had, which later calls of the step have not.
+    in_effect: how many replaced functions have noted an effect and are running: what they do is the same effect.
     """
 
-    __slots__ = ("_drawn", "_storages", "for_real", "unrepeatable")
+    __slots__ = (
+        "_drawn",
+        "_lines",
+        "_storages",
+        "for_real",
+        "in_effect",
+        "once",
+        "unrepeatable",
+    )
 
     def __init__(self, storages: StorageTable, for_real: bool) -> None:
         self.for_real = for_real
         self.unrepeatable: list[str] = []
+        self.once: list[str] = []
+        self.in_effect = 0
+        self._lines: set[str] = set()
         self._storages = storages
         self._drawn: tuple[Tensor, ...] | None = (
             None  # the generators' states after the last random op
@@ -159,16 +172,21 @@ class Checks:
         self.note(text)
         self._drawn = None
 
-    def note_side_effect(self, what: str) -> None:
-        """Note a side effect outside tensors, which a replay would not have."""
-        if self.for_real:
-            self.note(f"{what} {line_of(CapturedTraceback.extract())}, which a replay would not")
+    def note_effect(self, what: str, line: str, once: bool = False) -> None:
+        """Note an effect outside tensors, which a replay would not have; of one line the first. See effects.py."""
+        if not self.for_real or line in self._lines:
+            return
+        self._lines.add(line)
+        if once:
+            self.once.append(f"{what} {line}")
+        else:
+            self.note(f"{what} {line}, which a replay would not: do so outside the step")
 
-    def note_python_read(self, tensor: Tensor, method: str) -> None:
-        """Note a call of `tensor.numpy()` or `.tolist()`: Python reads numbers that no guard checks."""
-        if not isinstance(tensor, FakeTensor):
+    def note_python_read(self, tensor: Tensor, how: str, instead: str) -> None:
+        """Note that Python reads the numbers of a tensor, which no guard checks. instead: what to do."""
+        if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
             where = line_of(CapturedTraceback.extract())
-            self.note(f"Python reads a tensor by .{method}() {where}: use .item()")
+            self.note(f"Python reads a tensor {how} {where}: {instead}")
 
     # -- random generators ---------------------------------------------------------------------
 

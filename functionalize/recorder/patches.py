@@ -1,10 +1,11 @@
 """The functions of torch and Python that are replaced while a capture runs, and restored in every case.
 
     torch.UntypedStorage.resize_     does not dispatch: the recorder of the current thread records it
-    torch.Tensor.numpy, .tolist      Python reads numbers without an op
+    torch.Tensor.numpy, .tolist,     Python reads numbers without an op: as a list, as text, by pickling
+    .__repr__, .__reduce_ex__, ...
     torch.Tensor.item, fused optimizers   return and accept live numbers, see scalar_patches.py
     torch.get_rng_state, ...         set and read generators: recorded as ops, see rng_patches.py
-    builtins.print                   a side effect, which a replay does not repeat
+    builtins.print, logging, ...     effects, which a replay does not repeat: see effects.py
     torch._dynamo's frame hook       code under torch.compile runs uncompiled: compiled code calls kernels without
                                      the dispatcher, and Dynamo would trace the recorder
     torch.distributed Work.wait      gloo runs ops inside it: they are part of the collective and not recorded
@@ -19,7 +20,8 @@ A replacement calls the original unless the current thread's stack of dispatch m
 
 from __future__ import annotations
 
-import builtins
+import copy
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,11 +33,21 @@ from torch.autograd.profiler import record_function
 from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
+from functionalize.recorder import effects
 from functionalize.recorder import rng_patches as generators
 from functionalize.recorder import scalar_patches as number_patches
 from functionalize.recorder.checks import Checks
 from functionalize.recorder.scalar_arguments import ScalarArguments
 from functionalize.util.patching import Patch, Patches
+
+# How Python reads a tensor without an op, and what to do instead.
+_READS = {
+    "numpy": ("by .numpy()", "use .item()"),
+    "tolist": ("by .tolist()", "use .item()"),
+    "__dlpack__": ("by .__dlpack__()", "use .item()"),
+    "__repr__": ("as text", "return the tensor, and make the text outside the step"),
+    "__reduce_ex__": ("by pickling it", "return the tensor, and save it outside the step"),
+}
 
 
 class Watcher(TorchDispatchMode):
@@ -97,10 +109,12 @@ class Watcher(TorchDispatchMode):
         try:
             super().__exit__(*exc)
         finally:
-            PATCHES.remove()
-            self._entered -= 1
-            if not self._entered:
-                self.stop()
+            try:
+                PATCHES.remove()
+            finally:  # also after Ctrl-C
+                self._entered -= 1
+                if not self._entered:
+                    self.stop()
 
 
 def _watchers() -> list[Any]:
@@ -113,7 +127,7 @@ def _recorders() -> list[Watcher]:
     return [m for m in reversed(current_modes()) if isinstance(m, Watcher) and not m.suspended]
 
 
-def _checks() -> Iterator[Checks]:
+def recorded_checks() -> Iterator[Checks]:
     """The checks of `_recorders()`."""
     for recorder in _recorders():
         if recorder.checks is not None:
@@ -152,24 +166,16 @@ def _watched_size(original: Any) -> Any:
 
 def _watched_read(name: str) -> Any:
     original = getattr(torch.Tensor, name)
+    how, instead = _READS[name]
 
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for checks in _checks():
-            checks.note_python_read(self, name)
+        if name != "__reduce_ex__" or sys._getframe(1).f_globals is not vars(copy):
+            for checks in recorded_checks():
+                checks.note_python_read(self, how, instead)
         return original(self, *args, **kwargs)
 
     read.__doc__ = original.__doc__
     return read
-
-
-def _watched_print(original: Any) -> Any:
-    def watched(*args: Any, **kwargs: Any) -> None:
-        for checks in _checks():
-            checks.note_side_effect("prints")
-        original(*args, **kwargs)
-
-    watched.__doc__ = original.__doc__
-    return watched
 
 
 def _unwatched_wait(original: Any) -> Any:
@@ -209,11 +215,12 @@ def _uncompiled(original: Any) -> Any:
 
 def _capture_patches() -> Iterator[Patch]:
     yield torch.UntypedStorage, "resize_", _watched_resize()
-    for name in ("numpy", "tolist"):
+    for name in _READS:
         yield torch.Tensor, name, _watched_read(name)
     yield from generators.patches(_recorders)
     yield from number_patches.patches(_recorders)
-    yield builtins, "print", _watched_print(builtins.print)
+    effects.watch_audit_events(_is_recording, recorded_checks)
+    yield from effects.patches(recorded_checks)
     frames = dynamo_frames()
     if frames is not None:
         yield frames, "_callback_from_stance", _uncompiled(frames._callback_from_stance)
@@ -231,3 +238,8 @@ def _live_call_patches() -> Iterator[Patch]:
 
 PATCHES = Patches(_capture_patches)
 SIZE_PATCHES = Patches(_live_call_patches)
+
+
+def _is_recording() -> bool:
+    """Whether anything is recorded, in any thread."""
+    return PATCHES.active

@@ -34,7 +34,9 @@ from functionalize.ir.inputs import Call
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
+from functionalize.recorder.effects import CallWatch
 from functionalize.recorder.live_scalars import plain_tree
+from functionalize.recorder.patches import recorded_checks
 from functionalize.recorder.recorder import Recorder
 from functionalize.run.detached_outputs import refuse_backward
 from functionalize.state import arguments
@@ -238,6 +240,8 @@ class CapturedStep:
         live = bool(call.key in self._warmups or self.stats.captures or len(self._cache))
         observer = LifetimeObserver() if self._options.memory else None
         recorder = Recorder(not in_world(), live=live, for_real=True, observer=observer)
+        if call.key not in self._warmups and not (in_world() or (live and observer is not None)):
+            recorder.calls = CallWatch(recorded_checks)
         for cached in self._cache:
             for fact in cached.program.facts:
                 self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()

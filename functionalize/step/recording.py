@@ -150,6 +150,8 @@ class StepRecording:
         if self.exit.changed is not None:
             return self.exit.changed
         recorder = self.recorder
+        if recorder.checks.once:
+            return f"{recorder.checks.once[0]}, in a cached function: at one call only"
         if not recorder.live and (recorder.scalars or liftable(self.entry.roots.optimizers)):
             return "reads numbers that may change: recorded once more, with these live"
         if self.unowned and (previous is None or self.identities != previous.identities):

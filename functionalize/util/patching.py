@@ -1,14 +1,12 @@
-"""`Patches`: attributes of classes and modules that are replaced temporarily, and always restored."""
+"""`Patches`: attributes of classes, modules and objects that are replaced temporarily, and always restored."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
-Owner = type | ModuleType
-Patch = tuple[Owner, str, Any]
+Patch = tuple[Any, str, Any]
 
 
 class Patches:
@@ -21,7 +19,12 @@ class Patches:
         self._patches = patches
         self._lock = threading.Lock()
         self._users = 0
-        self._saved: list[tuple[Owner, str, Any, bool]] = []
+        self._saved: list[tuple[Any, str, Any, bool]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether anyone uses the replacements."""
+        return self._users > 0
 
     def install(self) -> None:
         """Add a user; the first one makes the replacements."""
@@ -44,7 +47,7 @@ class Patches:
             if self._users == 0:
                 self._restore()
 
-    def _replace(self, owner: Owner, name: str, new: Any) -> None:
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
         own = name in vars(owner)
         self._saved.append((owner, name, vars(owner).get(name), own))
         setattr(owner, name, new)

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,6 +63,12 @@ def line_or_empty(captured: CapturedTraceback | None) -> str:
 def line_of_traceback(found: TracebackType | None) -> str:
     """The same for an exception's traceback."""
     return _innermost(traceback.extract_tb(found))
+
+
+def line_of_frame(frame: FrameType) -> str:
+    """The line that a frame runs, in the same form."""
+    code = frame.f_code
+    return f"at {_text(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name))}"
 
 
 def _innermost(all_frames: Iterable[traceback.FrameSummary]) -> str:

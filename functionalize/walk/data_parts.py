@@ -172,7 +172,9 @@ def suspended(value: types.GeneratorType[Any, Any, Any]) -> Parts:
 
 
 def file(value: Any) -> Parts:
-    """A file, by its position."""
+    """A file, by its position; the standard streams have none that matters, see `recorder/effects.py`."""
+    if value in (sys.stdout, sys.stderr):
+        return Parts(type(value))
     try:
         at = value.closed or value.tell()
     except (OSError, ValueError, AttributeError):
