@@ -136,14 +136,9 @@ class StepRecording:
         self.recorder.checks.check_generators("after its last random op")
         modules = list(self.entry.roots.modules.values())
         reasons = dict.fromkeys(
-            [
-                *self.recorder.checks.unrepeatable,
-                hidden(self.exit.leaves),
-                why_not_here(modules),
-                self.entry.python_state.refusal,
-            ]
+            [*self.recorder.checks.unrepeatable, hidden(self.exit.leaves), why_not_here(modules)]
         )
-        return "; ".join(text for text in reasons if text) or None
+        return "; ".join(text for text in reasons if text) or self.entry.python_state.refusal
 
     def not_steady(self, previous: RecordingSummary | None) -> str | None:
         """Why this is not the steady state yet, or None. See Note [Steady state]."""
