@@ -16,9 +16,9 @@ state. A recording is kept once everything on which it depends is present at lat
 - the step changed nothing that is guarded: numbers that Python keeps, module attributes, hyperparameters,
   containers. A replay changes none of them.
 
-Two kinds of state may change, since a replay changes them in the same way: slots for gradients, and FSDP2's state
-in Python (`FSDPEffects`). So a step may be one microbatch of several: gradients left unreduced, parameters
-left unsharded, flags set for the next call.
+Three kinds of state may change, since a replay changes them in the same way: slots for gradients, FSDP2's state in
+Python, and the modes of modules, training or evaluation (`FSDPEffects`). So a step may be one microbatch of several:
+gradients left unreduced, parameters left unsharded, flags set for the next call.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from functionalize._compat.graphs import pytree
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
 from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
-from functionalize.ir.inputs import Captured
+from functionalize.ir.inputs import Argument, Call, Captured, Source, chain_of
 from functionalize.ir.ops import OpRecord, refs_in
 from functionalize.ir.outputs import Constant, OutputRole
 from functionalize.program.program import Program
@@ -51,6 +52,7 @@ from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.arguments import hidden
 from functionalize.state.discovery import Held
 from functionalize.state.hyperparameters import liftable
+from functionalize.state.sources import Inner, ModuleTensor
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
@@ -183,7 +185,8 @@ class StepRecording:
         builder.add_inputs(list(self._inputs(builder)))
         builder.early = self.recorder.early_records()
         builder.discharge()
-        outputs = self._copying(builder.roles(self.exit.leaves, self.entry.leaves))
+        roles = builder.roles(self.exit.leaves, self.entry.leaves, places=self._kept())
+        outputs = self._copying(roles)
         epilogue = builder.epilogue()
         early = builder.early_guards(boxed)
         program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
@@ -200,6 +203,36 @@ class StepRecording:
         )
         program.guards = (*input_guards(program, storages, self.entry), *early)
         return program
+
+    def _kept(self) -> dict[int, Source]:
+        """Where a replay finds the tensor objects of the result that were there before the step, by their ids."""
+        assigned = set(map(id, self.exit.assigned))
+        tensors = [leaf for leaf in self.exit.leaves if isinstance(leaf, Tensor)]
+        found = ((leaf, self._place_of(leaf, assigned)) for leaf in tensors)
+        return {id(leaf): source for leaf, source in found if source is not None}
+
+    def _place_of(self, leaf: Tensor, assigned: set[int]) -> Source | None:
+        """The place that held the object `leaf` on entry and holds it now. assigned: ids of assigned slots."""
+        call, swapped = Call(self.entry.leaves, []), self.entry.fsdp.tables()
+        for inner in plain_tensors(leaf):
+            storage = self.recorder.storages.ref(inner).storage
+            for place in self.entry.places.shared.get(storage, ()):
+                source: Any = place.source
+                source = next(s for s in chain_of(source) if not isinstance(s, Inner))
+                if (
+                    place.tensor != id(inner)
+                    or isinstance(source, Argument)
+                    or id(source) in assigned
+                ):
+                    continue
+                if (
+                    isinstance(source, ModuleTensor)
+                    and (id(source.entries), source.name) in swapped
+                ):
+                    continue  # FSDP2's parameter holds both that are registered there in turn
+                if source.resolve(call) is leaf:
+                    return source
+        return None
 
     def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
         """Let each replay return a copy of a mutable object that the step made."""

@@ -32,7 +32,7 @@ from functionalize._compat.graphs import pytree
 from functionalize.analysis.joint_split import Split, split
 from functionalize.fsdp.objects import FSDPTensor, fsdp_unsharded
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState, FSDPStateGuard, same_value
-from functionalize.ir.inputs import Argument, InputSpec, Source
+from functionalize.ir.inputs import Argument, InputSpec, Source, chain_of
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.ir.outputs import Result
 from functionalize.program.program import Program
@@ -255,13 +255,7 @@ class JointRecording(StepRecording):
             return True
         if any(s is slot for s in self.backward_exit.assigned):
             return True
-        return any(slot in _chain(spec.source) for spec in program.inputs)
-
-
-def _chain(source: Any) -> Iterator[Any]:
-    while source is not None:
-        yield source
-        source = getattr(source, "of", None)
+        return any(slot in chain_of(spec.source) for spec in program.inputs)
 
 
 def expected_state(end: ForwardEnd, later: FSDPState) -> FSDPState | None:
