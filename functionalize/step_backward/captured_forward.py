@@ -109,8 +109,8 @@ class CapturedForward(CapturedStep):
     def _leaves(self, flat: list[Any]) -> DetachedLeaves:
         return DetachedLeaves(flat)
 
-    def _skips_recording(self, key: Hashable) -> bool:
-        return super()._skips_recording(key) or self._lacks_backwards(key)
+    def _skips_recording(self, call: Invocation) -> bool:
+        return super()._skips_recording(call) or self._lacks_backwards(call.key)
 
     def _lacks_backwards(self, key: Hashable) -> bool:
         """Whether to skip recording this call, since no backward was called on the forwards recorded last.

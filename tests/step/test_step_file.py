@@ -192,6 +192,34 @@ def test_a_model_that_only_the_arguments_lead_to_is_not_saved(tmp_path: Path) ->
         step.save(tmp_path / "argument.fzp")
 
 
+def test_modes_and_returned_tensors_of_a_loaded_program(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+        def step(x: Tensor) -> Any:
+            model.train()
+            out = model(x).detach()
+            return out, model[0].weight, {"mean": model[1].running_mean}
+
+        return model, fz.capture(step)
+
+    x, (model, step) = torch.randn(4, 2), make()
+    model.eval()
+    for _ in range(3):
+        step(x)
+        model.eval()
+    step.save(tmp_path / "modes.fzp")
+    other, loaded = make()
+    other.eval()
+    loaded.load(tmp_path / "modes.fzp")
+    out, weight, kept = loaded(x)
+    assert loaded.stats.replays == 1
+    assert weight is other[0].weight and kept["mean"] is other[1].running_mean
+    assert all(m.training for m in other.modules())
+    assert torch.equal(out, make()[0](x))
+
+
 def test_a_forward_without_its_backward_is_neither_saved_nor_loaded(
     whole: Path, tmp_path: Path
 ) -> None:
