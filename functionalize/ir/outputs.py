@@ -45,9 +45,22 @@ class LeafItself:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceItself:
-    """The tensor object that `source` finds, and that the step does not replace: a parameter, an optimizer's state."""
+    """The tensor object that `source` finds, and that the step does not replace: a parameter, an optimizer's state.
+
+    others: other places that held this object. A replay requires that they still hold the object of `source`.
+    """
 
     source: Source
+    others: tuple[Source, ...] = ()
+
+    def failure(self, call: Call) -> str | None:
+        """Why there is no such object now, or None."""
+        try:
+            found = self.source.resolve(call)
+            same = all(other.resolve(call) is found for other in self.others)
+        except (LookupError, AttributeError) as error:
+            return f"is not where it was: {error}"
+        return None if same else "is no longer one tensor with others that it was"
 
 
 @dataclass(frozen=True, slots=True)

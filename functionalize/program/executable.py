@@ -145,11 +145,8 @@ class Executable:
             if failure is not None:
                 return failure
         for i, role in enumerate(self.outputs):
-            if isinstance(role, SourceItself):
-                try:
-                    role.source.resolve(call)
-                except (LookupError, AttributeError) as error:
-                    return f"what is returned as output {i} is not where it was: {error}"
+            if isinstance(role, SourceItself) and (failure := role.failure(call)) is not None:
+                return f"the tensor that is returned as output {i} {failure}"
         return call
 
     def replay(self, call: Call, vote: Vote | None = None) -> Any:

@@ -247,13 +247,13 @@ class Builder:
         leaves: Sequence[Any],
         arguments: Sequence[Any] = (),
         outside: Container[int] = (),
-        places: Mapping[int, Source] = MappingProxyType({}),
+        places: Mapping[int, SourceItself] = MappingProxyType({}),
     ) -> list[OutputRole]:
         """The role of each output leaf; outputs that share a storage keep sharing it.
 
         arguments: leaves of the call's arguments; an output that is one of them is returned as that object.
         outside: ids of leaves that the caller already holds; a replay returns these very objects.
-        places: by the ids of leaves, where every replay finds the object to return.
+        places: by the ids of leaves, the roles of objects that every replay finds again.
         """
         seen: dict[int, set[int]] = {}  # storage -> ids of the tensors on it
         for leaf in [*leaves, *arguments]:
@@ -271,7 +271,7 @@ class Builder:
             elif id(leaf) in argument_index:
                 roles.append(LeafItself(argument_index[id(leaf)]))
             elif id(leaf) in places:
-                roles.append(SourceItself(places[id(leaf)]))
+                roles.append(places[id(leaf)])
             elif isinstance(leaf, Tensor) and id(leaf) in first:
                 roles.append(SameAs(first[id(leaf)]))
             else:

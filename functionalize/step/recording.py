@@ -41,7 +41,7 @@ from functionalize.fsdp.releases import why_not_here
 from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
 from functionalize.ir.inputs import Argument, Call, Captured, Source, chain_of
 from functionalize.ir.ops import OpRecord, refs_in
-from functionalize.ir.outputs import Constant, OutputRole
+from functionalize.ir.outputs import Constant, OutputRole, SourceItself
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
 from functionalize.recorder.builder import Builder, TensorInput
@@ -185,7 +185,11 @@ class StepRecording:
         builder.add_inputs(list(self._inputs(builder)))
         builder.early = self.recorder.early_records()
         builder.discharge()
-        roles = builder.roles(self.exit.leaves, self.entry.leaves, places=self._kept())
+        roles = builder.roles(
+            self.exit.leaves,
+            self.entry.leaves,
+            places=kept_objects(self.recorder, self.entry, self.exit),
+        )
         outputs = self._copying(roles)
         epilogue = builder.epilogue()
         early = builder.early_guards(boxed)
@@ -203,36 +207,6 @@ class StepRecording:
         )
         program.guards = (*input_guards(program, storages, self.entry), *early)
         return program
-
-    def _kept(self) -> dict[int, Source]:
-        """Where a replay finds the tensor objects of the result that were there before the step, by their ids."""
-        assigned = set(map(id, self.exit.assigned))
-        tensors = [leaf for leaf in self.exit.leaves if isinstance(leaf, Tensor)]
-        found = ((leaf, self._place_of(leaf, assigned)) for leaf in tensors)
-        return {id(leaf): source for leaf, source in found if source is not None}
-
-    def _place_of(self, leaf: Tensor, assigned: set[int]) -> Source | None:
-        """The place that held the object `leaf` on entry and holds it now. assigned: ids of assigned slots."""
-        call, swapped = Call(self.entry.leaves, []), self.entry.fsdp.tables()
-        for inner in plain_tensors(leaf):
-            storage = self.recorder.storages.ref(inner).storage
-            for place in self.entry.places.shared.get(storage, ()):
-                source: Any = place.source
-                source = next(s for s in chain_of(source) if not isinstance(s, Inner))
-                if (
-                    place.tensor != id(inner)
-                    or isinstance(source, Argument)
-                    or id(source) in assigned
-                ):
-                    continue
-                if (
-                    isinstance(source, ModuleTensor)
-                    and (id(source.entries), source.name) in swapped
-                ):
-                    continue  # FSDP2's parameter holds both that are registered there in turn
-                if source.resolve(call) is leaf:
-                    return source
-        return None
 
     def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
         """Let each replay return a copy of a mutable object that the step made."""
@@ -259,6 +233,35 @@ class StepRecording:
                 yield TensorInput(name, ref, source)
             else:
                 yield TensorInput(external.info.name, external.ref, Captured(external.tensor))
+
+
+def kept_objects(recorder: Recorder, entry: EntryState, exit: ExitState) -> dict[int, SourceItself]:
+    """The tensor objects of a result that were there on entry, by their ids: a replay finds them again."""
+    assigned = set(map(id, exit.assigned))
+    found: dict[int, SourceItself] = {}
+    for leaf in exit.leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in found:
+            sources = list(_places_of(leaf, recorder, entry, assigned))
+            if sources:
+                found[id(leaf)] = SourceItself(sources[0], tuple(sources[1:]))
+    return found
+
+
+def _places_of(
+    leaf: Tensor, recorder: Recorder, entry: EntryState, assigned: set[int]
+) -> Iterator[Source]:
+    """Every place that held the object `leaf` on entry and holds it now. assigned: ids of assigned slots."""
+    call, swapped = Call(entry.leaves, []), entry.fsdp.tables()
+    for inner in plain_tensors(leaf):
+        storage = recorder.storages.ref(inner).storage
+        for place in entry.places.shared.get(storage, ()):
+            source = next(s for s in chain_of(place.source) if not isinstance(s, Inner))
+            if place.tensor != id(inner) or isinstance(source, Argument) or id(source) in assigned:
+                continue
+            if isinstance(source, ModuleTensor) and (id(source.entries), source.name) in swapped:
+                continue  # it holds FSDP2's sharded and unsharded parameter in turn; each has another source
+            if source.resolve(call) is leaf:
+                yield source
 
 
 def _is_changeable(value: Any) -> bool:

@@ -17,8 +17,8 @@ together, as it issues collectives. If a value that the forward read has changed
 before anything changes.
 
 Invariant: guards of a backward are checked when it is called, before anything changes.
-Refusals: `create_graph=True`; a result that is a parameter; arguments that the callable writes in place while they
-require a gradient; a saved value that was written since, as in eager.
+Refusals: `create_graph=True`; a result that is a parameter of FSDP2; arguments that the callable writes in place while
+they require a gradient; a saved value that was written since, as in eager.
 """
 
 from __future__ import annotations

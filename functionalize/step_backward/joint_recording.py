@@ -42,7 +42,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.state.sources import Slot
 from functionalize.state.step_guards import SlotGuard
-from functionalize.step.recording import StepRecording, input_guards
+from functionalize.step.recording import StepRecording, input_guards, kept_objects
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.pair import ForwardProgram
@@ -178,7 +178,8 @@ class JointRecording(StepRecording):
         builder.early = recorder.early_records()
         builder.run(recorder.records[: end.records])
         builder.guard(facts[: end.facts])
-        forward_half = builder.half(end.exit.leaves, end.entry.leaves, end.unsharded)
+        kept = kept_objects(recorder, end.entry, end.exit)
+        forward_half = builder.half(end.exit.leaves, end.entry.leaves, end.unsharded, kept)
         text, sources = builder.summary()
         builder.begin_backward(end.unsharded)
         builder.add_inputs(list(self._named_inputs(builder, rest)))

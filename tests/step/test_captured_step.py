@@ -645,6 +645,22 @@ def test_parameters_buffers_and_states_are_returned_themselves() -> None:
     assert step.stats.replays >= 3
 
 
+def test_returned_tensors_that_are_tied_and_untied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    step = fz.capture(lambda x: (x * 2, model.b.weight))
+    for i in range(6):
+        if i == 3:
+            model.b.weight = nn.Parameter(torch.ones(6, 6))
+        assert step(batch(i))[1] is model.b.weight
+    assert step.stats.replays >= 3
+
+
 def test_a_returned_parameter_that_is_replaced_between_calls() -> None:
     model = nn.Linear(6, 6)
     step = fz.capture(lambda x: (x * 2, model.bias))
