@@ -173,6 +173,7 @@ class Executable:
         return pytree.tree_unflatten(outs, self.out_spec)
 
     def _results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
+        call.committed = False
 
         def check(*values: Any) -> None:
             self._check(values, vote)

@@ -31,7 +31,6 @@ from typing import Any
 from weakref import WeakSet
 
 from functionalize.errors import LoadError, PassError, SaveError
-from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
@@ -206,7 +205,7 @@ class CapturedForward(CapturedStep):
         cached = ForwardProgram(
             forward,
             pair.slots,
-            FSDPEffects(),
+            run.end.modes,
             run.end.exit.has_grad_fn,
             call.reason,
             spec=run.end.exit.spec,

@@ -56,13 +56,15 @@ class ForwardEnd:
 
     entry, exit: the state before and after the forward.
     changed: a change by the forward that a replay would not repeat; None: there is none.
-    fsdp: FSDP2's state after the forward. unsharded: serial numbers of the storages of unsharded FSDP2 parameters.
+    modes: the modes of modules that the forward changed. fsdp: FSDP2's state after the forward.
+    unsharded: serial numbers of the storages of unsharded FSDP2 parameters.
     records, externals, facts: the numbers of these in the recorder at that time, where the forward's part ends.
     """
 
     entry: EntryState
     exit: ExitState
     changed: str | None
+    modes: FSDPEffects
     fsdp: FSDPState
     unsharded: frozenset[int]
     records: int
@@ -80,7 +82,8 @@ class ForwardEnd:
         return ForwardEnd(
             entry,
             ExitState.now(entry, result),
-            changed or entry.changed(),
+            changed or entry.changed(modes=False),
+            FSDPEffects().with_modes(entry.modules.changed_modes()),
             FSDPState.now(modules),
             frozenset(unsharded),
             len(recorder.records),

@@ -348,6 +348,30 @@ def test_parameters_and_buffers_are_returned_themselves() -> None:
     assert captured.stats.backwards == 3
 
 
+def test_modes_that_a_forward_sets() -> None:
+    (a, b) = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
+    b.load_state_dict(a.state_dict())
+
+    def forward(model: nn.Module) -> Callable[[Tensor], Any]:
+        return lambda x: model.train()(x)[0].sum()
+
+    eager, captured = forward(a), fz.capture(forward(b), backward=True)
+    for i in range(24):
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(i))
+        losses = [run(x) for run in (eager, captured)]
+        assert torch.equal(*losses)
+        assert all(module.training for module in b.modules())
+        for model, loss in zip((a, b), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        grads = ([p.grad for p in model.parameters()] for model in (a, b))
+        assert all(map(torch.equal, *grads))
+        assert all(map(torch.equal, a.buffers(), b.buffers()))
+        if i % 2:
+            assert torch.equal(a.eval()(x), b.eval()(x))
+    assert captured.stats.replays == captured.stats.backwards >= 20
+
+
 def test_a_result_that_is_a_leaf_of_the_forward_is_refused() -> None:
     model = nn.Linear(2, 2)
 
