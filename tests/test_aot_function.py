@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -209,3 +210,17 @@ def test_refused_with_our_errors(fn: Callable[..., object]) -> None:
     with pytest.raises(kind, match=message):
         fz.aot_function(fn, nop)(p, x)
     assert p.untyped_storage().nbytes() == 0
+
+
+def test_parameters_and_buffers_are_returned_themselves() -> None:
+    def fn(w: Tensor, b: Tensor, x: Tensor) -> Any:
+        b.add_(1)
+        return (x * w).sum(), {"weight": w, "buffers": [b]}
+
+    weight, buffer, x = torch.nn.Parameter(torch.ones(3)), torch.zeros(3), torch.ones(3)
+    compiled = fz.aot_function(fn, nop)
+    for _ in range(2):
+        loss, kept = compiled(weight, buffer, x)
+        assert kept["weight"] is weight and kept["buffers"][0] is buffer
+        loss.backward()
+    assert torch.equal(buffer, torch.full((3,), 2.0))

@@ -166,3 +166,19 @@ def test_metas() -> None:
     assert "torch/" not in meta["stack_trace"]
     assert isinstance(meta["seq_nr"], int)
     assert meta["original_aten"] is torch.ops.aten.cos.default
+
+
+def test_parameters_and_buffers_are_returned_themselves() -> None:
+    model = torch.nn.BatchNorm1d(3)
+
+    def fn(x: Tensor) -> Any:
+        y = model(x).detach()
+        return y, model.weight, {"buffers": [model.running_mean, (model.num_batches_tracked,)]}
+
+    program = fz.trace(fn, torch.ones(2, 3))
+    for _ in range(2):
+        _, weight, kept = program(torch.ones(2, 3))
+        mean, (count,) = kept["buffers"]
+        assert weight is model.weight and mean is model.running_mean
+        assert count is model.num_batches_tracked
+    assert int(model.num_batches_tracked) == 2

@@ -24,8 +24,8 @@ from functionalize._compat.graphs import pytree
 from functionalize.cli.recorded_step import Recorded
 from functionalize.errors import LoadError, SaveError
 from functionalize.ir.guards import AliasGuard
-from functionalize.ir.inputs import Argument
-from functionalize.ir.outputs import Constant, OutputRole, Wrapped
+from functionalize.ir.inputs import Argument, chain_of
+from functionalize.ir.outputs import Constant, InputView, OutputRole, SourceItself, Wrapped
 from functionalize.planning.timeline.timeline import Category
 from functionalize.program import archive
 from functionalize.program.archive import damaged, refusal
@@ -87,7 +87,7 @@ def read_graph(path: str) -> Recorded:
 def detached(program: Program) -> Program:
     """The program without references to objects outside it: modules, guards, structures of arguments."""
     inputs = (replace(spec, source=Argument(i)) for i, spec in enumerate(program.inputs))
-    outputs = tuple(_plain(role) for role in program.outputs)
+    outputs = tuple(_plain(role, program) for role in program.outputs)
     return replace(
         program,
         inputs=tuple(inputs),
@@ -101,11 +101,15 @@ def detached(program: Program) -> Program:
     )
 
 
-def _plain(role: OutputRole) -> OutputRole:
+def _plain(role: OutputRole, program: Program) -> OutputRole:
     """Replace a wrapped output by its single inner output, or by text; other objects that cannot be saved by text."""
     if isinstance(role, Wrapped):
         inner = [r for r in role.inner.values() if not isinstance(r, Constant)]
-        return _plain(inner[0]) if len(inner) == 1 else Constant(role.kind.__name__)
+        return _plain(inner[0], program) if len(inner) == 1 else Constant(role.kind.__name__)
+    if isinstance(role, SourceItself):
+        inputs = ((i, s) for i, s in enumerate(program.inputs) if role.source in chain_of(s.source))
+        found = next(inputs, None)
+        return Constant("a tensor") if found is None else InputView(found[0], found[1].geometry)
     if isinstance(role, Constant) and not isinstance(role.value, (int, float, str, type(None))):
         return Constant(f"a {type(role.value).__name__}")
     return role

@@ -61,6 +61,7 @@ from functionalize.errors import WorldError
 from functionalize.fake_world import fake_queries
 from functionalize.fake_world.cuda_api import is_cuda
 from functionalize.fake_world.target import Choices, Target, target_named
+from functionalize.ir.fake_mode import distinct_results
 from functionalize.ir.fakes import FakeResultCache
 from functionalize.util.patching import Patch, Patches
 from functionalize.util.user_stack import line_of
@@ -150,6 +151,9 @@ class WorldMode(FakeTensorMode):
             raise _needs_data(func, "decides by data") from None
         except DynamicOutputShapeException:
             raise _needs_data(func, "gives a result whose size depends on data") from None
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return distinct_results(func, super().dispatch(func, types, args, kwargs or {}))
 
     def _assume(self, tensor: Tensor) -> Any:
         """The number that is returned in place of the one that `tensor` would hold."""

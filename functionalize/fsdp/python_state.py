@@ -2,7 +2,7 @@
 
     FSDPState.now(modules)  flags, sharded or unsharded, the registered parameters, prefetch order
     FSDPStateGuard          the state on entry is that of the capture
-    FSDPEffects             a step's changes to that state, which a replay repeats
+    FSDPEffects             a step's changes to that state, and to the modes of modules, which a replay repeats
 
 A replay runs no hooks, so only `FSDPEffects` changes this state: after a replay the model is in the state that the
 eager step leaves it in, and an eager call may follow. `contract.py` lists the attributes.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -119,8 +119,9 @@ class FSDPState:
         orders: list[list[Any]] = []
         indices: list[tuple[list[int], int]] = []
         for state in states:
-            for group in groups_of(state):
-                order = group.comm_ctx.post_forward_order if is_ready(group) else []
+            # A model that never ran forward has no order: what its first forward adds shows in `_where`.
+            for group in filter(is_ready, groups_of(state)):
+                order = group.comm_ctx.post_forward_order
                 known = next((i for i, o in enumerate(orders) if o is order), len(orders))
                 if known == len(orders):
                     orders.append(order)
@@ -222,7 +223,7 @@ class FSDPStateGuard:
 class FSDPEffects:
     """A step's changes to FSDP2's Python state.
 
-    assigned: places that the step assigned, with their values at exit.
+    assigned: places that the step assigned, with their values at exit; also `training` of modules.
     orders: for each `post_forward_order`: the list, whether the step cleared it, the groups it appended.
     indices: for each group's list of indices: the list, the position of its order in `orders`, whether the step cleared
     it, and the appended indices, relative to the end of the order before the step appended.
@@ -256,6 +257,11 @@ class FSDPEffects:
             new = now[len(was) :] if kept else now
             indices.append((numbers, order, not kept, tuple(i - start for i in new)))
         return FSDPEffects(tuple(assigned), tuple(orders), tuple(indices))
+
+    def with_modes(self, modes: Iterable[tuple[str, dict[str, Any], bool]]) -> FSDPEffects:
+        """These effects and those on modules: (name, attributes, whether it is in training mode at exit)."""
+        assigned = tuple((Place(name, table, "training"), mode) for name, table, mode in modes)
+        return replace(self, assigned=(*self.assigned, *assigned))
 
     @property
     def changes_grad_dtype(self) -> bool:

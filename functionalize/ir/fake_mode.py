@@ -13,7 +13,9 @@ fake. The number is also missing for other dtypes, and after a write. `fake_like
 Note [Wrong fake kernels]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A program that eager runs must not fail, or get another layout, because of a wrong fake kernel of an older release.
-`_CORRECTED` has replacements for such kernels, on the releases that need them.
+`_CORRECTED` has replacements for such kernels, on the releases that need them. The kernel of
+`mkldnn_rnn_layer_backward` gives one tensor as two results, which are two tensors in eager. Torch's cache of fake
+results, one for the process, gives two from the second call on. `distinct_results` makes two of them at every call.
 """
 
 from __future__ import annotations
@@ -35,8 +37,7 @@ aten = torch.ops.aten
 def fake_mode(**options: Any) -> FakeTensorMode:
     """A `FakeTensorMode` with these options and without wrong kernels."""
     mode = FakeTensorMode(**options)
-    if _CORRECTED:
-        mode.dispatch = _corrected_dispatch(weakref.ref(mode))  # type: ignore[method-assign]
+    mode.dispatch = _corrected_dispatch(weakref.ref(mode))  # type: ignore[method-assign]
     return mode
 
 
@@ -57,9 +58,19 @@ def _corrected_dispatch(mode: weakref.ref[FakeTensorMode]) -> Callable[..., Any]
                 out = corrected(*args, **kwargs)
             if out is not None:
                 return out
-        return FakeTensorMode.dispatch(this, func, types, args, kwargs)
+        return distinct_results(func, FakeTensorMode.dispatch(this, func, types, args, kwargs))
 
     return dispatch
+
+
+def distinct_results(func: Any, out: Any) -> Any:
+    """The result of an op's fake kernel, with two tensors where eager returns two, see Note [Wrong fake kernels]."""
+    if func is not aten.mkldnn_rnn_layer_backward.default:
+        return out
+    first = {id(each): i for i, each in reversed(list(enumerate(out)))}
+    return tuple(
+        each if first[id(each)] == i else each.new_empty(each.shape) for i, each in enumerate(out)
+    )
 
 
 def _split(self: Tensor, split_size: int, dim: int = 0) -> list[Tensor] | None:

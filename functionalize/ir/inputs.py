@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,10 +22,14 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class Call:
-    """One replay: the flat leaves of the arguments, and the inputs resolved so far."""
+    """One replay: the flat leaves of the arguments, and the inputs resolved so far.
+
+    committed: whether the replay may have changed something.
+    """
 
     leaves: Sequence[Any]
     inputs: list[Any]
+    committed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,13 @@ class Captured:
 
     def resolve(self, call: Call) -> Any:
         return self.value
+
+
+def chain_of(source: Any) -> Iterator[Any]:
+    """A source, and those that it reads from: `.grad` of a parameter, the parameter."""
+    while source is not None:
+        yield source
+        source = getattr(source, "of", None)
 
 
 @dataclass(frozen=True, slots=True)

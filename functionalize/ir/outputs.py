@@ -3,6 +3,7 @@
 Result(0)            the first result of the graph         LeafItself(2)    an argument, the same object
 InputView(1, g)      a view of an input's storage          SameAs(0)        the same object as output 0
 Wrapped(DTensor, …)  a wrapper subclass around outputs     Constant(0.1)    a value that is no tensor
+SourceItself(s)      the object at a place: a parameter
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from functionalize.ir.epilogue import alias, placed
-from functionalize.ir.inputs import Call
+from functionalize.ir.inputs import Call, Source
 from functionalize.ir.ops import Geometry, geometry_of
 
 
@@ -40,6 +41,26 @@ class LeafItself:
     """The object that the caller passed as leaf number `leaf` of the arguments."""
 
     leaf: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceItself:
+    """The tensor object that `source` finds, and that the step does not replace: a parameter, an optimizer's state.
+
+    others: other places that held this object. A replay requires that they still hold the object of `source`.
+    """
+
+    source: Source
+    others: tuple[Source, ...] = ()
+
+    def failure(self, call: Call) -> str | None:
+        """Why there is no such object now, or None."""
+        try:
+            found = self.source.resolve(call)
+            same = all(other.resolve(call) is found for other in self.others)
+        except (LookupError, AttributeError) as error:
+            return f"is not where it was: {error}"
+        return None if same else "is no longer one tensor with others that it was"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +89,7 @@ class Wrapped:
     stride: Any
 
 
-OutputRole = Result | InputView | LeafItself | SameAs | Constant | Wrapped
+OutputRole = Result | InputView | LeafItself | SourceItself | SameAs | Constant | Wrapped
 
 
 def output_of(
@@ -87,6 +108,8 @@ def output_of(
         return copy.deepcopy(role.value) if role.made else role.value
     if isinstance(role, LeafItself):
         return call.leaves[role.leaf]
+    if isinstance(role, SourceItself):
+        return role.source.resolve(call)
     if isinstance(role, Wrapped):
         inner = {k: output_of(r, call, homes, results, returned) for k, r in role.inner.items()}
         rebuild: Any = role.kind

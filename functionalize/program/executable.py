@@ -26,7 +26,7 @@ from functionalize.ir.epilogue import Action, apply_epilogue
 from functionalize.ir.generators import generators_restored_on_error, is_random
 from functionalize.ir.guards import Guard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec
-from functionalize.ir.outputs import OutputRole, SameAs, output_of
+from functionalize.ir.outputs import OutputRole, SameAs, SourceItself, output_of
 from functionalize.program.interpreter import Interpreter
 from functionalize.program.metadata import annotate
 from functionalize.util.structure import flatten, paths, sketch
@@ -144,20 +144,24 @@ class Executable:
             failure = guard.failure(call)
             if failure is not None:
                 return failure
+        for i, role in enumerate(self.outputs):
+            if isinstance(role, SourceItself) and (failure := role.failure(call)) is not None:
+                return f"the tensor that is returned as output {i} {failure}"
         return call
 
     def replay(self, call: Call, vote: Vote | None = None) -> Any:
         """Run the graph on resolved inputs, then the epilogue; raises `GuardError` before the latter.
 
         vote: the agreement with other ranks on whether a guard failed.
-        Any other exception of an op is propagated, with nothing changed. The epilogue allocates first and then
-        copies: an interruption after that (Ctrl-C, a broken device) leaves the step half done, as it would in
-        eager; so does one after the `commit` of a graph at stage INPLACE.
+        Any other exception of an op is propagated, with nothing changed: `may_run_again`. The epilogue allocates
+        first and then copies: an interruption after that (Ctrl-C, a broken device) leaves the step half done, as it
+        would in eager; so does one after the `commit` of a graph at stage INPLACE.
         """
         self.prepare()
         with torch.no_grad():
             with generators_restored_on_error() if self._random else nullcontext():
                 results = self._results(call, vote)
+                call.committed = True
                 homes = apply_epilogue(self.epilogue, call.inputs, results)
             outs: list[Any] = []
             returned: set[int] = set()  # slots that an earlier output returned without a copy
@@ -169,12 +173,11 @@ class Executable:
         return pytree.tree_unflatten(outs, self.out_spec)
 
     def _results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
-        committed = False
+        call.committed = False
 
         def check(*values: Any) -> None:
-            nonlocal committed
             self._check(values, vote)
-            committed = True
+            call.committed = True
 
         try:
             with below_autograd():
@@ -182,14 +185,21 @@ class Executable:
         except (
             ArithmeticError
         ) as error:  # raised by Python arithmetic: the user's code may catch it
-            if committed or any(
-                getattr(n.target, "namespace", "") == "_c10d_functional" for n in self.graph.nodes
-            ):
-                raise  # a fallback to eager would issue collectives that other ranks have passed
+            if not self.may_run_again(call):
+                raise
             raise GuardError(f"a number cannot be computed: {error}") from None
-        if not committed:
+        if not call.committed:
             self._check([results[guard.slot] for guard in self.value_guards], vote)
         return results
+
+    def may_run_again(self, call: Call) -> bool:
+        """Whether the step may run eagerly in place of a replay that an exception ended: it has changed nothing.
+
+        With collectives it may not: the other ranks have passed them.
+        """
+        return not call.committed and not any(
+            getattr(n.target, "namespace", "") == "_c10d_functional" for n in self.graph.nodes
+        )
 
     def _check(self, values: Sequence[Any], vote: Vote | None) -> None:
         """Raise `GuardError` unless every value guard holds, on every rank. values: one for each."""

@@ -38,6 +38,7 @@ from functionalize.ir.outputs import (
     OutputRole,
     Result,
     SameAs,
+    SourceItself,
     Wrapped,
 )
 from functionalize.program.executable import Executable
@@ -222,6 +223,11 @@ class _Lowering:
     def _output(self, role: OutputRole, homes: list[fx.Node], returned: set[int]) -> Any:
         if isinstance(role, LeafItself):
             return self.leaves[role.leaf]
+        if isinstance(role, SourceItself):
+            raise UncapturableError(
+                f"returns the tensor that {role.source} finds, and a lowered module has no argument for it: lower a "
+                "program of `trace`"
+            )
         if isinstance(role, InputView):
             return self._input_view(role, homes)
         if isinstance(role, Result):

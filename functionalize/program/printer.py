@@ -21,9 +21,17 @@ from torch import Tensor, fx
 from functionalize.ir.commit import is_commit
 from functionalize.ir.epilogue import Action, Copy, Resize, Set
 from functionalize.ir.guards import NumberGuard
-from functionalize.ir.inputs import Captured
+from functionalize.ir.inputs import Captured, chain_of
 from functionalize.ir.ops import Geometry
-from functionalize.ir.outputs import Constant, InputView, LeafItself, Result, SameAs, Wrapped
+from functionalize.ir.outputs import (
+    Constant,
+    InputView,
+    LeafItself,
+    Result,
+    SameAs,
+    SourceItself,
+    Wrapped,
+)
 from functionalize.ir.scalars import applied_text, expression_text
 from functionalize.program.executable import Executable
 
@@ -103,6 +111,9 @@ def _output_text(role: Any, program: Executable, slots: Sequence[Any]) -> str:
         return program.inputs[role.input].name + _as(role.geometry, None)
     if isinstance(role, LeafItself):
         return f"argument {role.leaf}"
+    if isinstance(role, SourceItself):
+        found = (s.name for s in program.inputs if role.source in chain_of(s.source))
+        return next(found, f"the tensor of a {type(role.source).__name__}")
     if isinstance(role, SameAs):
         return f"output {role.output}"
     if isinstance(role, Wrapped):

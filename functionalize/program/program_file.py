@@ -73,6 +73,7 @@ FORMS: tuple[Form, ...] = (
             outputs.LeafItself,
             outputs.Result,
             outputs.SameAs,
+            outputs.SourceItself,
             outputs.Wrapped,
         ),
     ),

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from functionalize.ir.outputs import (
     OutputRole,
     Result,
     SameAs,
+    SourceItself,
     Wrapped,
 )
 from functionalize.ir.scalars import Applied, ScalarInput, expression_text, is_known_before_run
@@ -241,12 +243,17 @@ class Builder:
         return self._slots.setdefault(node, len(self._slots))
 
     def roles(
-        self, leaves: Sequence[Any], arguments: Sequence[Any] = (), outside: Container[int] = ()
+        self,
+        leaves: Sequence[Any],
+        arguments: Sequence[Any] = (),
+        outside: Container[int] = (),
+        places: Mapping[int, SourceItself] = MappingProxyType({}),
     ) -> list[OutputRole]:
         """The role of each output leaf; outputs that share a storage keep sharing it.
 
         arguments: leaves of the call's arguments; an output that is one of them is returned as that object.
         outside: ids of leaves that the caller already holds; a replay returns these very objects.
+        places: by the ids of leaves, the roles of objects that every replay finds again.
         """
         seen: dict[int, set[int]] = {}  # storage -> ids of the tensors on it
         for leaf in [*leaves, *arguments]:
@@ -263,6 +270,8 @@ class Builder:
                 roles.append(Constant(leaf))
             elif id(leaf) in argument_index:
                 roles.append(LeafItself(argument_index[id(leaf)]))
+            elif id(leaf) in places:
+                roles.append(places[id(leaf)])
             elif isinstance(leaf, Tensor) and id(leaf) in first:
                 roles.append(SameAs(first[id(leaf)]))
             else:

@@ -96,6 +96,25 @@ class ModuleGuard:
                 return f"`{name}` has {_changed(now, was)}"
         return None
 
+    def changed_modes(self) -> list[tuple[str, dict[str, Any], bool]]:
+        """The modules whose mode differs: name, attributes, whether it is in training mode now."""
+        found = zip(self.names, map(vars, self.modules), self.facts, strict=True)
+        return [
+            (name, table, now)
+            for name, table, was in found
+            if type(now := table.get("training")) is bool and now is not was.get("training")
+        ]
+
+    def but_modes(self) -> ModuleGuard:
+        """The same guard, of modules in the modes that they are in now."""
+        modes = {name: mode for name, _, mode in self.changed_modes()}
+        facts = zip(self.names, self.facts, strict=True)
+        return ModuleGuard(
+            self.modules,
+            self.names,
+            tuple({**was, "training": modes[n]} if n in modes else was for n, was in facts),
+        )
+
 
 def _facts(module: nn.Module) -> dict[str, Any]:
     """The facts about a module that determine its ops: equal dicts mean equal ops."""

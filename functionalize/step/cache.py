@@ -2,6 +2,7 @@
 
     cache.matching(key, leaves, spec)    the programs whose guards all hold, with their inputs
     cache.add(key, cached)               adds a program; at the limit the least recently used one is dropped
+    unsettled.skips(missed, 5)           whether calls that missed so were recorded five times, and never kept
 
 The key of a call is made of properties of its arguments (shapes, dtypes, numbers). The programs with that key are tried
 in order, the last used first; a program's first failing guard ends its trial.
@@ -12,7 +13,6 @@ some fact differs at every call, and the warning names it.
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from functionalize.state.sources import Slot
 from functionalize.step.step_memory import StepMemory
 from functionalize.step.vote import Fingerprints
 from functionalize.util.structure import odd_keys
+from functionalize.util.text import without_numbers
 from functionalize.walk.fact_text import NUMBERS
 
 log = logging.getLogger("functionalize")
@@ -137,7 +138,7 @@ class ProgramCache:
     def missed(self, reason: str) -> None:
         """Record that a guard failed; the first failure of a call is its `reason`."""
         self.reason = self.reason or reason
-        kind = re.sub(r"-?\d[\d.e+-]*", "#", reason)
+        kind = without_numbers(reason)
         self._misses[kind] += 1
         self._example[kind] = reason
 
@@ -183,3 +184,40 @@ class ProgramCache:
             times,
             self._example[kind],
         )
+
+
+class UnsettledMisses:
+    """Guards that missed, and for which the call was then recorded and not kept; by the kind of their message.
+
+    A step that was captured once is not refused because calls of some kind do not settle: these run eagerly.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._kinds: dict[str, tuple[int, str]] = {}  # -> how many calls, why the last was not kept
+
+    def add(self, missed: str, why: str) -> None:
+        """A call that was recorded because of `missed` was not kept, since the step `why`."""
+        kind = without_numbers(missed)
+        self._kinds[kind] = self._kinds.get(kind, (0, ""))[0] + 1, why
+
+    def clear(self) -> None:
+        """A recording was kept."""
+        self._kinds.clear()
+
+    def skips(self, missed: str, most: int) -> bool:
+        """Whether to run a call eagerly: `most` calls like it were not kept. It is tried again at powers of two."""
+        kind = without_numbers(missed)
+        count, why = self._kinds.get(kind, (0, ""))
+        if count < most or not count & (count - 1):
+            return False
+        if count == most:
+            log.warning(
+                "%s runs eagerly where %s: %d recordings of such calls were not kept, since the step %s",
+                self._name,
+                missed,
+                count,
+                why,
+            )
+        self._kinds[kind] = count + 1, why
+        return True

@@ -4,13 +4,18 @@
     step(batch)      runs eagerly and records, until the step is in its steady state
     step(batch)      replays: one flat sequence of functional ops, then the epilogue
 
+    class Trainer:
+        @functionalize.capture
+        def step(self, batch): ...       every trainer has a captured step of its own: `trainer.step.stats`
+
     call -> replay a cached program whose guards hold
          -> else record -> judge -> build -> agree, then keep the outcome on which all ranks agreed (`stages.py`)
 
 Which recording is kept: see Note [Steady state] in `recording.py`. Several programs live side by side, see
 `cache.py`; when ranks must agree on replay or capture, see `vote.py`.
 Invariants: the effects of a step are applied exactly once per call. If a guard fails, nothing has changed yet, and the
-call runs eagerly while it is recorded. An exception of the step propagates as in eager, and no program is kept.
+call runs eagerly while it is recorded; if an op of a replay fails before anything changed, the call runs eagerly. An
+exception of the step propagates as in eager, and no program is kept.
 Refusals (see `recording.py`): effects that a replay cannot repeat, and state that never settles. The call that was
 recorded returns its result; the next call raises `UncapturableError` before it runs anything, or runs eagerly
 (`on_uncapturable="eager"`).
@@ -27,7 +32,7 @@ from typing import Any
 import torch
 
 from functionalize._compat.dispatch import current_modes
-from functionalize.errors import FunctionalizeError, GuardError
+from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
 from functionalize.ir.inputs import Call
@@ -42,12 +47,14 @@ from functionalize.run.detached_outputs import refuse_backward
 from functionalize.state import arguments
 from functionalize.state.hyperparameters import Key
 from functionalize.state.sources import leave
-from functionalize.step.cache import CachedProgram, ProgramCache, key_of
+from functionalize.step.cache import CachedProgram, ProgramCache, UnsettledMisses, key_of
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
-from functionalize.step.outcome import Built, Outcome, Refused, WarmUp
+from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stages import (
+    MAX_WARMUPS,
+    MOST_WARMUPS,
     FinishedRun,
     Invocation,
     RecordedRun,
@@ -61,6 +68,8 @@ from functionalize.step.step_file import SavedStep, load_step, save_step
 from functionalize.step.step_memory import StepMemory
 from functionalize.step.vote import Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.own_values import own_values
+from functionalize.util.text import without_numbers
 
 log = logging.getLogger("functionalize")
 _EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
@@ -81,8 +90,8 @@ class CapturedStep:
         self._fn, self._options = train_step, options
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         self._cache = ProgramCache(self._name, options.max_programs)
-        # key of a call -> (how many recordings were not kept, the summary of the last of them)
-        self._warmups: dict[Hashable, tuple[int, RecordingSummary]] = {}
+        self._warmups: dict[Hashable, Unkept] = {}  # by the key of a call
+        self._unsettled = UnsettledMisses(self._name)
         self._refused: dict[Hashable, FunctionalizeError] = {}
         self._changed_hyperparameters: frozenset[Key] = frozenset()
         self._last_kept: RecordingSummary | None = None
@@ -141,6 +150,31 @@ class CapturedStep:
         self._changed_hyperparameters |= saved.hyperparameters
         self._vote = saved.vote | self._vote if saved.vote is not None else self._vote
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As an attribute of a class: a bound method, for each instance a captured step of its own.
+
+        Of a `classmethod` each class has one of its own; a `staticmethod` has one.
+        """
+        bind = getattr(type(self._fn), "__get__", None)
+        bound = self._fn if bind is None else bind(self._fn, instance, owner)
+        holder = getattr(bound, "__self__", None)
+        if holder is None or bound is self._fn:
+            return self
+        own = own_values(holder)
+        if own is not None:
+            if self not in own:
+                own[self] = type(self)(bound, self._options)
+            return own[self]
+        error = UncapturableError(
+            f"the method `{self._name}` of a {type(holder).__name__} cannot be captured: its programs are kept in the "
+            "`__dict__` of the object, which has none. Add `__dict__` to its `__slots__`"
+        )
+        if self._options.raises:
+            raise error
+        if _EVERY_CALL not in self._refused:
+            self._refuse(_EVERY_CALL, error)
+        return bound
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: a replay if all guards of a program hold, else a real run that is recorded.
 
@@ -159,9 +193,12 @@ class CapturedStep:
             is_replayed, result = self._try_replay(key, leaves, spec)
             if is_replayed:
                 return result
+            if is_replayed is None:
+                log.warning("a replay of %s failed, the call runs eagerly: %s", self._name, result)
+                return self._run_eagerly(args, kwargs)
             call = Invocation(args, kwargs, leaves, spec, key, reason=str(result))
             self._note_miss(call.reason)
-            if self._skips_recording(key):
+            if self._skips_recording(call):
                 return self._run_eagerly(args, kwargs)
             return self._capture(call)
         except Exception:
@@ -176,9 +213,16 @@ class CapturedStep:
         """The leaves of the arguments with which the callable is called."""
         return flat
 
-    def _skips_recording(self, key: Hashable) -> bool:
+    @property
+    def _has_settled(self) -> bool:
+        return bool(self.stats.captures or len(self._cache))
+
+    def _skips_recording(self, call: Invocation) -> bool:
         """Whether to run this call eagerly, unrecorded; if ranks vote, all ranks decide alike."""
-        return self._collectives_differ or (self._cache.thrashing and self._vote is None)
+        if self._collectives_differ or self._vote is not None:
+            return self._collectives_differ
+        most = MAX_WARMUPS if self._has_settled else MOST_WARMUPS
+        return self._cache.thrashing or self._unsettled.skips(call.reason, most)
 
     def _note_miss(self, reason: str) -> None:
         if len(self._cache):
@@ -191,8 +235,13 @@ class CapturedStep:
 
     # -- replay --------------------------------------------------------------------------------
 
-    def _try_replay(self, key: Hashable, leaves: Sequence[Any], spec: Any) -> tuple[bool, Any]:
-        """(True, result) if a program was replayed, on every rank if they vote; else (False, the reason why not)."""
+    def _try_replay(
+        self, key: Hashable, leaves: Sequence[Any], spec: Any
+    ) -> tuple[bool | None, Any]:
+        """(True, result) if a program was replayed, on every rank if they vote; else (False, the reason why not).
+
+        (None, the exception as text): an op failed, and nothing has changed; in eager the ops before it have effects.
+        """
         matching = self._cache.matching(key, leaves, spec)
         found = next(matching, None)
         if self._vote is not None:
@@ -209,6 +258,12 @@ class CapturedStep:
                 return True, self._replay(*found)
             except GuardError as error:
                 self._cache.missed(str(error))
+            except FunctionalizeError:
+                raise
+            except Exception as error:
+                if self._vote is not None or not found[0].program.may_run_again(found[1]):
+                    raise
+                return None, f"{type(error).__name__}: {error}"
             # With a vote, the graph has issued its collectives: no other program is tried, all ranks run eagerly.
             found = None if self._vote is not None else next(matching, None)
         return False, self._cache.reason
@@ -250,12 +305,20 @@ class CapturedStep:
 
     def _finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
         """The stages after a recorded run. rerun: it was a forward that ran again, for a backward without a program."""
-        calls, previous = self._warmups.get(call.key, (0, self._last_kept))
-        verdict = judge(run, calls, previous)
+        unkept = self._warmups.get(call.key)
+        previous = self._last_kept if unkept is None else unkept.summary
+        reasons = {} if unkept is None else unkept.reasons
+        verdict = judge(run, None if self._has_settled else reasons, previous)
         outcome = build(verdict, lambda recording: self._build(recording, call))
         agreed = agree(outcome, run.recorder, self._vote, self._options.compares, rerun)
         self._vote = agreed.vote
         self._keep(agreed.outcome, call.key)
+        if isinstance(agreed.outcome, Built):
+            self._unsettled.clear()
+        elif isinstance(agreed.outcome, WarmUp):
+            votes = RankVote.of(run.recorder, self._options.compares)
+            if votes is None:  # else all ranks must record alike
+                self._unsettled.add(call.reason, agreed.outcome.reason)
 
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         """The program of a recording, after the passes."""
@@ -287,8 +350,9 @@ class CapturedStep:
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):
             log.info("warming up %s: %s", self._name, outcome.reason)
-            calls, _ = self._warmups.get(key, (0, None))
-            self._warmups[key] = calls + 1, outcome.summary
+            unkept = self._warmups.setdefault(key, Unkept(outcome.summary))
+            unkept.summary = outcome.summary
+            unkept.reasons[without_numbers(outcome.reason)] += 1
             self.stats.warmups += 1
         else:
             self._refuse(_EVERY_CALL if outcome.everywhere else key, outcome.error)

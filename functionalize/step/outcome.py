@@ -4,13 +4,14 @@
     build     Built  | WarmUp | Refused     the program of a steady recording: an `Outcome`
     agree     Agreed                        the outcome after the worst on any rank
 
-Invariant: a result is an immutable value. The captured step changes only when it applies the last one.
+Invariant: a result of a stage is an immutable value. The captured step changes only when it applies the last one.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from functionalize.errors import FunctionalizeError, UncapturableError
@@ -56,6 +57,17 @@ class WarmUp:
     summary: RecordingSummary
     reason: str
     level: ClassVar[Level] = Level.NOT_YET
+
+
+@dataclass(slots=True)
+class Unkept:
+    """The recordings of one kind of call that were not kept.
+
+    reasons: the number of recordings for each reason, numbers left out. summary: that of the last recording.
+    """
+
+    summary: RecordingSummary
+    reasons: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

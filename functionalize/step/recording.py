@@ -16,9 +16,9 @@ state. A recording is kept once everything on which it depends is present at lat
 - the step changed nothing that is guarded: numbers that Python keeps, module attributes, hyperparameters,
   containers. A replay changes none of them.
 
-Two kinds of state may change, since a replay changes them in the same way: slots for gradients, and FSDP2's state
-in Python (`FSDPEffects`). So a step may be one microbatch of several: gradients left unreduced, parameters
-left unsharded, flags set for the next call.
+Three kinds of state may change, since a replay changes them in the same way: slots for gradients, FSDP2's state in
+Python, and the modes of modules, training or evaluation (`FSDPEffects`). So a step may be one microbatch of several:
+gradients left unreduced, parameters left unsharded, flags set for the next call.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from functionalize._compat.graphs import pytree
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
 from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
-from functionalize.ir.inputs import Captured
+from functionalize.ir.inputs import Argument, Call, Captured, Source, chain_of
 from functionalize.ir.ops import OpRecord, refs_in
-from functionalize.ir.outputs import Constant, OutputRole
+from functionalize.ir.outputs import Constant, OutputRole, SourceItself
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
 from functionalize.recorder.builder import Builder, TensorInput
@@ -50,6 +51,7 @@ from functionalize.run.boxed import boxed
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.arguments import hidden
 from functionalize.state.hyperparameters import liftable
+from functionalize.state.sources import Inner, ModuleTensor
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
@@ -185,7 +187,12 @@ class StepRecording:
         builder.add_inputs(list(self._inputs(builder)))
         builder.early = self.recorder.early_records()
         builder.discharge()
-        outputs = self._copying(builder.roles(self.exit.leaves, self.entry.leaves))
+        roles = builder.roles(
+            self.exit.leaves,
+            self.entry.leaves,
+            places=kept_objects(self.recorder, self.entry, self.exit),
+        )
+        outputs = self._copying(roles)
         epilogue = builder.epilogue()
         early = builder.early_guards(boxed)
         program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
@@ -228,6 +235,35 @@ class StepRecording:
                 yield TensorInput(name, ref, source)
             else:
                 yield TensorInput(external.info.name, external.ref, Captured(external.tensor))
+
+
+def kept_objects(recorder: Recorder, entry: EntryState, exit: ExitState) -> dict[int, SourceItself]:
+    """The tensor objects of a result that were there on entry, by their ids: a replay finds them again."""
+    assigned = set(map(id, exit.assigned))
+    found: dict[int, SourceItself] = {}
+    for leaf in exit.leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in found:
+            sources = list(_places_of(leaf, recorder, entry, assigned))
+            if sources:
+                found[id(leaf)] = SourceItself(sources[0], tuple(sources[1:]))
+    return found
+
+
+def _places_of(
+    leaf: Tensor, recorder: Recorder, entry: EntryState, assigned: set[int]
+) -> Iterator[Source]:
+    """Every place that held the object `leaf` on entry and holds it now. assigned: ids of assigned slots."""
+    call, swapped = Call(entry.leaves, []), entry.fsdp.tables()
+    for inner in plain_tensors(leaf):
+        storage = recorder.storages.ref(inner).storage
+        for place in entry.places.shared.get(storage, ()):
+            source = next(s for s in chain_of(place.source) if not isinstance(s, Inner))
+            if place.tensor != id(inner) or isinstance(source, Argument) or id(source) in assigned:
+                continue
+            if isinstance(source, ModuleTensor) and (id(source.entries), source.name) in swapped:
+                continue  # it holds FSDP2's sharded and unsharded parameter in turn; each has another source
+            if source.resolve(call) is leaf:
+                yield source
 
 
 def _is_changeable(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The four stages of a call that no program covers: record, judge, build, agree.
 
     run = record(fn, call, recorder)                  RecordedRun | Refused
-    verdict = judge(run, calls, previous)             Steady | WarmUp | Refused
+    verdict = judge(run, unkept, previous)            Steady | WarmUp | Refused
     outcome = build(verdict, make)                    Built | WarmUp | Refused
     agreed = agree(outcome, recorder, vote, ...)      Agreed
 
@@ -20,7 +20,7 @@ no rank waits for a rank that has refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,8 +47,10 @@ from functionalize.step.outcome import (
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.step.vote import Level, RankVote
+from functionalize.util.text import without_numbers
 
-_MAX_WARMUPS = 5
+MAX_WARMUPS = 5  # for one reason
+MOST_WARMUPS = 4 * MAX_WARMUPS  # for all reasons
 _OTHERS_WARM_UP = "another rank does not keep its recording"
 
 
@@ -124,10 +126,14 @@ def record(
     return RecordedRun(recorder, entry, result, changed)
 
 
-def judge(run: FinishedRun, calls: int, previous: RecordingSummary | None) -> Verdict:
+def judge(
+    run: FinishedRun, unkept: Mapping[str, int] | None, previous: RecordingSummary | None
+) -> Verdict:
     """Decide whether a run was the steady state: Note [Steady state] in `recording.py`.
 
-    calls: how many recordings of calls with the same key were not kept. previous: the summary of the last recording.
+    unkept: the number of recordings of such calls that were not kept, by reason; None: the step has settled for
+    other calls, and is not refused because this kind of call does not settle. previous: the summary of the last
+    recording.
     """
     try:
         with disable_current_modes():
@@ -138,8 +144,11 @@ def judge(run: FinishedRun, calls: int, previous: RecordingSummary | None) -> Ve
                 reason = recording.not_steady(previous)
     except Exception as error:
         return Refused.of(error)
-    if refusal is None and reason is not None and calls + 1 >= _MAX_WARMUPS:
-        refusal = f"the step did not settle in {calls + 1} calls: {reason}"
+    if reason is not None and unkept is not None:
+        calls = sum(unkept.values()) + 1
+        for_this = unkept.get(without_numbers(reason), 0) + 1
+        if for_this >= MAX_WARMUPS or calls >= MOST_WARMUPS:
+            refusal = f"the step did not settle in {calls} calls: {reason}"
     if refusal is not None:
         return Refused(UncapturableError(refusal))
     return Steady(recording) if reason is None else WarmUp(recording.summary, reason)

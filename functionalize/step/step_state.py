@@ -2,7 +2,8 @@
 
     entry = EntryState.now(fn, leaves, recorder)     tensors and their places, guards, slots, FSDP2's state
     with recorder: result = fn(...)
-    exit = ExitState.now(entry, result)              assigned slots, effects on FSDP2, changes that no replay repeats
+    exit = ExitState.now(entry, result)              assigned slots, effects on FSDP2 and on the modes of modules,
+                                                     changes that no replay repeats
 
 A slot is a place for a gradient: `p.grad`, or where FSDP2 keeps gradients between microbatches (`sources.py`).
 Invariant: both only read state. `EntryState.now` raises before the step runs, for objects that cannot be inspected.
@@ -112,8 +113,16 @@ class EntryState:
             list(_fixed_tensors(roots, fsdp)),
         )
 
-    def changed(self) -> str | None:
-        """A change that the step made and that a replay would not repeat; None if there is none."""
+    @property
+    def modules(self) -> ModuleGuard:
+        """The guard on modules."""
+        return next(fact for fact in self.facts if isinstance(fact, ModuleGuard))
+
+    def changed(self, modes: bool = True) -> str | None:
+        """A change that the step made and that a replay would not repeat; None if there is none.
+
+        modes: whether the modes of modules, training or evaluation, count.
+        """
         call = Call(self.leaves, [])
         for name, source, was, address in self.fixed:
             try:
@@ -123,7 +132,10 @@ class EntryState:
                     return f"gives `{name}` another storage (`.data = ...` or `set_`)"
             except (LookupError, AttributeError):
                 return f"removes `{name}`"
-        failures = (fact.failure(call) for fact in self.facts)
+        facts = self.facts
+        if not modes and self.modules.changed_modes():
+            facts = [f.but_modes() if isinstance(f, ModuleGuard) else f for f in facts]
+        failures = (fact.failure(call) for fact in facts)
         failure = next((f for f in failures if f), None)
         return (
             f"changes what it is guarded by: {failure}"
@@ -181,7 +193,7 @@ class ExitState:
 
     leaves, spec: the flattened pair (result, gradients in the slots that the step assigned).
     assigned: the slots that the step assigned; the gradient of a slot that it emptied is None.
-    effects: the changes of FSDP2's state in Python.
+    effects: the changes of FSDP2's state in Python, and of the modes of modules.
     has_grad_fn: for each leaf of the result, whether it has an autograd history.
     changed: a change that a replay would not repeat; None: there is none.
     """
@@ -210,9 +222,10 @@ class ExitState:
             isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None
             for x in flatten_result(result)[0]
         ]
-        changed = changed or entry.changed()
+        changed = changed or entry.changed(modes=False)
         after = FSDPState.now(list(entry.roots.modules.values()))
         effects = FSDPEffects.between(entry.fsdp, after)
         if isinstance(effects, str):
             changed, effects = changed or effects, FSDPEffects()
+        effects = effects.with_modes(entry.modules.changed_modes())
         return ExitState(leaves, spec, assigned, effects, has_grad_fn, changed)

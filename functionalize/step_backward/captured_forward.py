@@ -17,8 +17,8 @@ together, as it issues collectives. If a value that the forward read has changed
 before anything changes.
 
 Invariant: guards of a backward are checked when it is called, before anything changes.
-Refusals: `create_graph=True`; a result that is a parameter; arguments that the callable writes in place while they
-require a gradient; a saved value that was written since, as in eager.
+Refusals: `create_graph=True`; a result that is a parameter of FSDP2; arguments that the callable writes in place while
+they require a gradient; a saved value that was written since, as in eager.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from typing import Any
 from weakref import WeakSet
 
 from functionalize.errors import LoadError, PassError, SaveError
-from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
@@ -111,8 +110,8 @@ class CapturedForward(CapturedStep):
     def _leaves(self, flat: list[Any]) -> DetachedLeaves:
         return DetachedLeaves(flat)
 
-    def _skips_recording(self, key: Hashable) -> bool:
-        return super()._skips_recording(key) or self._lacks_backwards(key)
+    def _skips_recording(self, call: Invocation) -> bool:
+        return super()._skips_recording(call) or self._lacks_backwards(call.key)
 
     def _lacks_backwards(self, key: Hashable) -> bool:
         """Whether to skip recording this call, since no backward was called on the forwards recorded last.
@@ -208,7 +207,7 @@ class CapturedForward(CapturedStep):
         cached = ForwardProgram(
             forward,
             pair.slots,
-            FSDPEffects(),
+            run.end.modes,
             run.end.exit.has_grad_fn,
             call.reason,
             spec=run.end.exit.spec,

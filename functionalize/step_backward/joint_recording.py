@@ -32,7 +32,7 @@ from functionalize._compat.graphs import pytree
 from functionalize.analysis.joint_split import Split, split
 from functionalize.fsdp.objects import FSDPTensor, fsdp_unsharded
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState, FSDPStateGuard, same_value
-from functionalize.ir.inputs import Argument, InputSpec, Source
+from functionalize.ir.inputs import Argument, InputSpec, Source, chain_of
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.ir.outputs import Result
 from functionalize.program.program import Program
@@ -42,7 +42,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.state.sources import Slot
 from functionalize.state.step_guards import SlotGuard
-from functionalize.step.recording import StepRecording, input_guards
+from functionalize.step.recording import StepRecording, input_guards, kept_objects
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.pair import ForwardProgram
@@ -56,13 +56,15 @@ class ForwardEnd:
 
     entry, exit: the state before and after the forward.
     changed: a change by the forward that a replay would not repeat; None: there is none.
-    fsdp: FSDP2's state after the forward. unsharded: serial numbers of the storages of unsharded FSDP2 parameters.
+    modes: the modes of modules that the forward changed. fsdp: FSDP2's state after the forward.
+    unsharded: serial numbers of the storages of unsharded FSDP2 parameters.
     records, externals, facts: the numbers of these in the recorder at that time, where the forward's part ends.
     """
 
     entry: EntryState
     exit: ExitState
     changed: str | None
+    modes: FSDPEffects
     fsdp: FSDPState
     unsharded: frozenset[int]
     records: int
@@ -80,7 +82,8 @@ class ForwardEnd:
         return ForwardEnd(
             entry,
             ExitState.now(entry, result),
-            changed or entry.changed(),
+            changed or entry.changed(modes=False),
+            FSDPEffects().with_modes(entry.modules.changed_modes()),
             FSDPState.now(modules),
             frozenset(unsharded),
             len(recorder.records),
@@ -178,7 +181,8 @@ class JointRecording(StepRecording):
         builder.early = recorder.early_records()
         builder.run(recorder.records[: end.records])
         builder.guard(facts[: end.facts])
-        forward_half = builder.half(end.exit.leaves, end.entry.leaves, end.unsharded)
+        kept = kept_objects(recorder, end.entry, end.exit)
+        forward_half = builder.half(end.exit.leaves, end.entry.leaves, end.unsharded, kept)
         text, sources = builder.summary()
         builder.begin_backward(end.unsharded)
         builder.add_inputs(list(self._named_inputs(builder, rest)))
@@ -255,13 +259,7 @@ class JointRecording(StepRecording):
             return True
         if any(s is slot for s in self.backward_exit.assigned):
             return True
-        return any(slot in _chain(spec.source) for spec in program.inputs)
-
-
-def _chain(source: Any) -> Iterator[Any]:
-    while source is not None:
-        yield source
-        source = getattr(source, "of", None)
+        return any(slot in chain_of(spec.source) for spec in program.inputs)
 
 
 def expected_state(end: ForwardEnd, later: FSDPState) -> FSDPState | None:

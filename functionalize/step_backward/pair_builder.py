@@ -10,8 +10,9 @@ Invariant: after `begin_backward`, a read of an input reads the contents of its 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from functionalize.ir.epilogue import Action
 from functionalize.ir.guards import Guard, NumberGuard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec, Source
 from functionalize.ir.ops import Geometry
-from functionalize.ir.outputs import OutputRole
+from functionalize.ir.outputs import OutputRole, SourceItself
 from functionalize.ir.scalars import ScalarInput, evaluated
 from functionalize.planning.timeline.timeline import Category
 from functionalize.program.printer import node_text
@@ -102,14 +103,18 @@ class PairBuilder(Builder):
         self._geometry: dict[fx.Node, tuple[Geometry, torch.device]] = {}
 
     def half(
-        self, leaves: Sequence[Any], arguments: Sequence[Any], deferred: Collection[int]
+        self,
+        leaves: Sequence[Any],
+        arguments: Sequence[Any],
+        deferred: Collection[int],
+        places: Mapping[int, SourceItself] = MappingProxyType({}),
     ) -> Half:
         """Outputs, epilogue and guards of the ops discharged since the last call of `half`.
 
         leaves: the leaves of the result. arguments: the leaves of the arguments.
-        deferred: storages without an epilogue in this half.
+        deferred: storages without an epilogue in this half. places: see `roles`.
         """
-        outputs = self.roles(leaves, arguments)
+        outputs = self.roles(leaves, arguments, places=places)
         epilogue: list[Action] = []
         for serial, index in self._base_input.items():
             if serial not in deferred:

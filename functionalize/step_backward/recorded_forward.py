@@ -112,18 +112,13 @@ class RecordedForward:
         self._outputs: list[Tensor] = list(outputs.values())
         self._watched: list[tuple[Tensor, int]] = []
         self.parameters = tuple(self._parameters(end.entry))
-        self._note_returned_parameters(flat)
+        self._note_returned_parameters(flat, end.entry)
         found = [source.resolve(Call(self._leaves, [])) for source in self.parameters]
         self._inputs = [self._leaves[i] for i in self._leaves.detached] + found
 
     def _parameters(self, entry: EntryState) -> Iterator[Source]:
         """The sources of the leaves into which autograd accumulates, except arguments and FSDP2's parameters."""
-        call = Call(self._leaves, [])
-        places = {
-            id(slot.of.resolve(call)): slot.of
-            for _, slot in entry.slots
-            if isinstance(slot, Gradient)
-        }
+        places = self._places(entry)
         arguments = {id(self._leaves[i]) for i in self._leaves.detached}
         outside = {id(e.tensor) for e in self._recorder.storages.externals}
         for leaf in leaves_of(self._outputs):
@@ -137,14 +132,30 @@ class RecordedForward:
                     "a gradient goes to a tensor that no module and no argument holds: pass it as an argument"
                 )
 
-    def _note_returned_parameters(self, flat: Sequence[Any]) -> None:
-        arguments = {id(self._leaves[i]) for i in self._leaves.detached}
+    def _places(self, entry: EntryState) -> dict[int, Source]:
+        """The sources of all tensors that may have a gradient, by the ids of the tensors."""
+        call = Call(self._leaves, [])
+        return {
+            id(slot.of.resolve(call)): slot.of
+            for _, slot in entry.slots
+            if isinstance(slot, Gradient)
+        }
+
+    def _note_returned_parameters(self, flat: Sequence[Any], entry: EntryState) -> None:
+        """Refuse a parameter of FSDP2, which is not unsharded after a replayed forward. Others are returned."""
+        arguments, places = (
+            {id(self._leaves[i]) for i in self._leaves.detached},
+            self._places(entry),
+        )
         for leaf in flat:
             is_tensor = isinstance(leaf, Tensor) and id(leaf) not in arguments
             if is_tensor and leaf.requires_grad and leaf.is_leaf:
-                self._recorder.checks.note(
-                    "returns a parameter, which a replay would return without its gradient: return a value"
-                )
+                source = places.get(id(leaf))
+                if source is None or isinstance(source, FSDPTensor):
+                    self._recorder.checks.note(
+                        "returns a parameter of FSDP2 or one that no module holds, which a replay would return "
+                        "without its gradient: return a value"
+                    )
 
     def result(self) -> Any:
         """The result of the callable; autograd calls `backward` when it runs the backward of the outputs."""

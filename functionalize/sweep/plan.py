@@ -47,7 +47,7 @@ from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
 from functionalize.sweep.summary import Figures, Plan, Sweep
 from functionalize.util.gc_pause import only_young_collections
 
-_MOST_CALLS = 6  # recorded calls until a step settles; `capture` refuses one that needs more
+_MOST_CALLS = 8  # until a step settles; `capture` may refuse it before
 Progress = Callable[[int, int, Point], None]
 
 

@@ -2,13 +2,21 @@
 
     counted(1, "program")     1 program
     counted(0, "program")     0 programs
+    without_numbers("`n` is 5, was 4")     `n` is #, was #
 
 Invariant: the number comes first, as its digits; the plural of the last word ends in `s`.
 """
 
 from __future__ import annotations
 
+import re
+
 
 def counted(count: int, what: str) -> str:
     """`count` and the noun `what`, in the plural unless `count` is 1."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def without_numbers(text: str) -> str:
+    """The kind of a message: equal for messages that differ in their numbers alone."""
+    return re.sub(r"-?\d[\d.e+-]*", "#", text)

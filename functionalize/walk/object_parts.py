@@ -32,6 +32,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from functionalize.util.code_objects import is_generated
+from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users
 from functionalize.walk import data_parts as data
 from functionalize.walk.code_names import EQUALITY, TEXT, NameFilter, globals_of
@@ -213,7 +214,8 @@ def _own_attributes(value: Any, names: NameFilter) -> list[Part]:
     """The attributes of an object, with those in slots: of an object of the user, those that code names."""
     every = not is_users(type(value).__module__)
     table = getattr(value, "__dict__", None) or {}
-    held = [attribute(table, key, every or key in names) for key in list(table)]
+    keys = [key for key in table if key != OWN_VALUES]
+    held = [attribute(table, key, every or key in names) for key in keys]
     return [*held, *_slots(value, names, every)]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from functionalize._compat.autograd import hook_functions, hook_tables
 from functionalize._compat.modules import without_reports
+from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_users
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS, process_generators
@@ -34,7 +35,7 @@ from functionalize.walk.roots import Identity, Roots
 
 _MAX_OBJECTS = 20_000  # a bound on the search for tensors behind attributes that no code names
 _MAX_FACTS = 200_000  # more are too many to compare at every call
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), OWN_VALUES}) - {"training"}
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
 _FSDP_ATTRIBUTE = "__composable_api_"  # FSDP2's state: fsdp/python_state.py
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

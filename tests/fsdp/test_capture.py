@@ -64,6 +64,67 @@ def shapes_change() -> Verdict:
     return compare_twins(build_mlp, zero_last, [*pairs(4), *pairs(2, rows=6), *pairs(2)])
 
 
+def averaging(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """A copy that holds the moving average of the parameters, and never runs forward."""
+    average = build_mlp()[0]
+    train = zero_last(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = train(x, y)
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+        return loss, [mean.to_local().clone() for mean in average.parameters()]
+
+    return step
+
+
+def average_twins() -> Verdict:
+    return compare_twins(build_mlp, averaging, pairs())
+
+
+def returns_its_tensors() -> tuple[int, list[bool]]:
+    """Whether a replay returns the objects that the model and the optimizer hold."""
+    model, optimizer = build_mlp()
+    train = zero_last(model, optimizer)
+
+    def train_step(x: Tensor, y: Tensor) -> Any:
+        train(x, y)
+        return list(model.parameters()), {"state": [s["exp_avg"] for s in optimizer.state.values()]}
+
+    step = fz.capture(train_step)
+    for batch in pairs(4):
+        parameters, kept = step(*batch)
+    states = [s["exp_avg"] for s in optimizer.state.values()]
+    found = [*zip(parameters, model.parameters(), strict=True)]
+    found += zip(kept["state"], states, strict=True)
+    return step.stats.replays, [a is b for a, b in found]
+
+
+def modes_change() -> tuple[list[str], int, int]:
+    """`model.train()` in the step, and an evaluation after every second step."""
+    (a, opt_a), (b, opt_b) = build_mlp(), build_mlp()
+
+    def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+        train = zero_last(model, optimizer)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            model.train()
+            return train(x, y)
+
+        return step
+
+    eager, step, found = training(a, opt_a), fz.capture(training(b, opt_b)), []
+    for i, batch in enumerate(pairs(18)):
+        found += [] if torch.equal(eager(*batch), step(*batch)) else [f"loss {i}"]
+        modes = [[m.training for m in model.modules()] for model in (a, b)]
+        found += [] if modes[0] == modes[1] else [f"modes {i}"]
+        if i % 2:
+            results = [model.eval()(batch[0]) for model in (a, b)]
+            found += [] if torch.equal(*results) else [f"evaluation {i}"]
+    return found, step.stats.warmups, step.stats.replays
+
+
 def rate_changes() -> tuple[list[str], int]:
     model, optimizer = build_mlp()
     step = fz.capture(zero_last(model, optimizer))
@@ -161,6 +222,22 @@ def test_another_shape_has_another_program() -> None:
     verdicts = run_on_ranks(shapes_change)
     check(verdicts, captures=2)
     assert verdicts[0].guard_failures == ["`x` is float32[6, 8], was float32[4, 8]"]
+
+
+def test_a_sharded_copy_that_never_ran_forward() -> None:
+    check(run_on_ranks(average_twins))
+
+
+def test_returned_tensors_are_the_objects_of_model_and_optimizer() -> None:
+    for replays, same in run_on_ranks(returns_its_tensors):
+        assert replays >= 2
+        assert all(same)
+
+
+def test_modes_that_the_step_sets() -> None:
+    for found, warmups, replays in run_on_ranks(modes_change):
+        assert found == []
+        assert (warmups, replays) == (1, 15)
 
 
 def test_another_rate_needs_no_other_program() -> None:

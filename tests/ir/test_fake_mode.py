@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functionalize as fz
-from functionalize._compat.fakes import DataDependentOutputException
+from functionalize._compat.fakes import DataDependentOutputException, FakeTensorMode
 from functionalize.errors import UncapturableError
+from functionalize.fake_world.world import WorldMode
 from functionalize.ir.fake_mode import fake_like, fake_mode
 from tests.discharge.eager import same_as_eager
 
@@ -135,3 +137,63 @@ def test_what_is_made_of_transforms() -> None:
 
     same_as_eager(fn, torch.randn(6, 6))
     same_as_eager(fn, torch.randn(6, 6).t())
+
+
+# -- aliases ---------------------------------------------------------------------------------------
+
+
+def lstm_backward() -> tuple[Any, tuple[Any, ...]]:
+    """The op and its arguments, as a step of a small LSTM calls it."""
+    found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is aten.mkldnn_rnn_layer_backward.default:
+                found.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.nn.LSTM(6, 8)(torch.ones(3, 2, 6))[0].sum().backward()
+    op, args = found[0]
+    return op, tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+
+
+def storages(results: Any) -> int:
+    return len({each.untyped_storage()._cdata for each in results})
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN's LSTM")
+def test_results_of_one_op_share_no_storage_in_the_first_call_either() -> None:
+    """Torch's kernel gives one tensor for both biases, and its cache two, from the second call in a process on."""
+    op, args = lstm_backward()
+    assert storages(op(*args)) == 7
+    for make in (fake_mode, lambda: WorldMode("cpu")):
+        FakeTensorMode.cache_clear()
+        for _ in range(2):
+            mode = make()
+            fakes = [fake_like(mode, a) if isinstance(a, Tensor) else a for a in args]
+            with torch.no_grad(), mode:
+                assert storages(op(*fakes)) == 7
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN's LSTM")
+@pytest.mark.parametrize("passes", ["cleanup", "default", "fast"])
+def test_an_lstm_under_the_first_passes_of_a_process(passes: str) -> None:
+    FakeTensorMode.cache_clear()
+    torch.manual_seed(0)
+    model = torch.nn.LSTM(6, 8, 2, dropout=0.3)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x)[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = fz.capture(train, passes=passes)
+    for _ in range(4):
+        step(torch.ones(3, 2, 6))
+    assert step.stats.replays == 2

@@ -425,7 +425,7 @@ def test_an_optimizer_that_counts_in_python_is_refused() -> None:
     world = World()
     world.optimizer = Counting(world.model.parameters())
     step = fz.capture(world.step)
-    with pytest.raises(UncapturableError, match=r"`optimizer\.state\.step` is 5, was 4"):
+    with pytest.raises(UncapturableError, match=r"`optimizer\.state\.step` is 6, was 5"):
         for i in range(8):
             step(batch(i))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -393,3 +394,275 @@ def test_what_a_profiler_is_told_is_no_op_of_the_program() -> None:
     for _ in range(3):
         assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
     assert step.stats.replays and step.stats.ops == 1
+
+
+# -- methods ---------------------------------------------------------------------------------------
+
+
+class Trainer:
+    scale = 2.0
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = twins()[0]
+
+    def eager(self, x: Tensor) -> Tensor:
+        return make_step(self.model, self.optimizer)(x) * self.scale
+
+    @fz.capture
+    def step(self, x: Tensor) -> Tensor:
+        """Trains."""
+        return self.eager(x)
+
+    @fz.capture
+    @staticmethod
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    @fz.capture
+    def tripled(x: Tensor) -> Tensor:
+        return x * 3
+
+    @fz.capture
+    @classmethod
+    def scaled(cls, x: Tensor) -> Tensor:
+        return x * cls.scale
+
+    @classmethod
+    @fz.capture
+    def scaled_too(cls, x: Tensor) -> Tensor:
+        return x * cls.scale
+
+
+class Halving(Trainer):
+    scale = 0.5
+
+    @fz.capture
+    def step(self, x: Tensor) -> Tensor:
+        return super().step(x) + 1
+
+
+def test_a_method_is_captured_for_each_instance() -> None:
+    eager, ours, other = Trainer(), Trainer(), Trainer()
+    for i in range(5):
+        torch.manual_seed(i)
+        expected = eager.eager(batch(i))
+        torch.manual_seed(i)
+        assert torch.equal(ours.step(batch(i)), expected)
+        assert same_state(eager.model, ours.model)
+    assert ours.step is ours.step
+    assert (ours.step.stats.replays, other.step.stats.replays) == (3, 0)
+    assert (ours.step.__name__, ours.step.__doc__) == ("step", "Trains.")
+    assert str(inspect.signature(ours.step)) == "(x: 'Tensor') -> 'Tensor'"
+    assert isinstance(Trainer.step, type(ours.step)) and Trainer.step.stats.replays == 0
+
+
+def test_a_captured_method_of_a_subclass_calls_that_of_its_base() -> None:
+    eager, ours = Halving(), Halving()
+    for i in range(5):
+        torch.manual_seed(i)
+        expected = eager.eager(batch(i)) + 1
+        torch.manual_seed(i)
+        assert torch.equal(ours.step(batch(i)), expected)
+    assert ours.step.stats.replays == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [("doubled", (2, 2)), ("tripled", (3, 3)), ("scaled", (2, 0.5)), ("scaled_too", (2, 0.5))],
+)
+def test_static_and_class_methods(name: str, factors: tuple[float, float]) -> None:
+    for kind, factor in zip((Trainer, Halving), factors, strict=True):
+        for owner in (kind, kind()):
+            for i in range(3):
+                assert torch.equal(getattr(owner, name)(batch(i)), batch(i) * factor)
+        assert getattr(kind, name) is getattr(kind(), name)
+        assert getattr(kind, name).stats.replays >= 4
+    assert (getattr(Trainer, name) is getattr(Halving, name)) == (factors[0] == factors[1])
+
+
+def test_a_captured_forward_that_is_a_method() -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+
+        @fz.capture(backward=True)
+        def loss(self, x: Tensor) -> Tensor:
+            return self.layer(x).square().sum()
+
+        @fz.capture
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    network = Network()
+    for i in range(4):
+        network.loss(batch(i)).backward()
+        network.zero_grad()
+        with torch.no_grad():
+            assert torch.equal(network(batch(i)), network.layer(batch(i)))
+    assert network.loss.stats.backwards == 3
+    assert network.forward.stats.replays == 3
+
+
+def test_a_method_of_an_object_that_can_hold_no_program() -> None:
+    class Slotted:
+        __slots__ = ()
+
+        @fz.capture
+        def step(self, x: Tensor) -> Tensor:
+            return x + 1
+
+        @fz.capture(on_uncapturable="eager")
+        def eager(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    message = (
+        "the method `step` of a Slotted cannot be captured: .* Add `__dict__` to its `__slots__`"
+    )
+    with pytest.raises(UncapturableError, match=message):
+        Slotted().step(batch(0))
+    assert torch.equal(Slotted().eager(batch(0)), batch(0) + 1)
+
+
+# -- modes, and calls that do not settle -----------------------------------------------------------
+
+
+def in_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        model.train()
+        return make_step(model, optimizer)(x)
+
+    return step
+
+
+def test_modes_that_the_step_sets_are_set_by_a_replay() -> None:
+    (a, opt_a), (b, opt_b) = twins()
+    eager, step = in_training(a, opt_a), fz.capture(in_training(b, opt_b))
+    for i in range(40):
+        torch.manual_seed(i)
+        expected = eager(batch(i))
+        torch.manual_seed(i)
+        assert torch.equal(step(batch(i)), expected)
+        assert [m.training for m in a.modules()] == [m.training for m in b.modules()]
+        assert same_state(a, b)
+        if i % 3 == 2:
+            assert torch.equal(a.eval()(batch(i)), b.eval()(batch(i)))
+        if i % 12 == 11:  # some modules alone
+            a.norm.train()
+            b.norm.train()
+    assert (step.stats.warmups, step.stats.captures, step.stats.replays) == (1, 3, 36)
+
+
+def test_modes_that_a_step_leaves_behind() -> None:
+    model = twins()[0][0]
+
+    def evaluate(x: Tensor) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            return model(x)
+
+    step = fz.capture(evaluate)
+    for i in range(8):
+        model.train(i % 2 == 0)
+        assert step(batch(i)).shape == (5, 2)
+        assert not any(m.training for m in model.modules())
+    assert step.stats.replays >= 5
+
+
+class Kept:
+    """Makes a tensor now and then and keeps it: such calls do not settle."""
+
+    def __init__(self) -> None:
+        self.last, self.keeps = torch.zeros(6), False
+
+    def step(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            self.last = self.last * 0.5 + x.mean(0)
+        return x * 2
+
+
+def test_a_settled_step_is_not_refused_for_calls_that_do_not_settle(caplog: Any) -> None:
+    eager, ours = Kept(), Kept()
+    step = fz.capture(ours.step)
+    for i in range(60):
+        for world, run in ((eager, eager.step), (ours, step)):
+            world.keeps = i > 3 and i % 3 == 0
+            assert torch.equal(run(batch(i)), batch(i) * 2)
+        assert torch.equal(eager.last, ours.last)
+    assert step.stats.captures == 1
+    # 18 calls do not settle: five are recorded, then those whose number is a power of two.
+    assert (step.stats.replays, step.stats.warmups, step.stats.eager) == (41, 5 + 2, 11)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith("step runs eagerly where `self.keeps` is True, was False: 5 recordings")
+
+
+# -- results that are the objects of others --------------------------------------------------------
+
+
+@dataclass
+class Everything:
+    weight: Tensor
+    nested: dict[str, Any]
+
+
+def test_parameters_buffers_and_states_are_returned_themselves() -> None:
+    model, optimizer = twins()[0]
+    average = torch.zeros(8)
+
+    def train(x: Tensor) -> Everything:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        average.lerp_(model.norm.running_mean, 0.1)
+        buffers = (model.norm.running_mean, [model.norm.num_batches_tracked, average])
+        state = optimizer.state[model.a.weight]
+        found = Everything(
+            model.a.weight,
+            {"all": list(model.parameters()), "buffers": buffers, "state": state},
+        )
+        found.nested["grad"] = model.a.bias.grad
+        optimizer.zero_grad(set_to_none=False)
+        return found
+
+    step = fz.capture(train)
+    for i in range(5):
+        found = step(batch(i))
+        assert found.weight is model.a.weight and isinstance(found.weight, nn.Parameter)
+        pairs = zip(found.nested["all"], model.parameters(), strict=True)
+        assert all(a is b for a, b in pairs)
+        mean, (count, averaged) = found.nested["buffers"]
+        assert mean is model.norm.running_mean and count is model.norm.num_batches_tracked
+        assert averaged is average
+        state = optimizer.state[model.a.weight]
+        assert all(found.nested["state"][key] is state[key] for key in state)
+        assert found.nested["grad"] is model.a.bias.grad
+    assert step.stats.replays >= 3
+
+
+def test_returned_tensors_that_are_tied_and_untied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    step = fz.capture(lambda x: (x * 2, model.b.weight))
+    for i in range(6):
+        if i == 3:
+            model.b.weight = nn.Parameter(torch.ones(6, 6))
+        assert step(batch(i))[1] is model.b.weight
+    assert step.stats.replays >= 3
+
+
+def test_a_returned_parameter_that_is_replaced_between_calls() -> None:
+    model = nn.Linear(6, 6)
+    step = fz.capture(lambda x: (x * 2, model.bias))
+    for i in range(6):
+        if i == 3:
+            model.bias = nn.Parameter(torch.ones(6))
+        if i == 5:
+            model.bias = None
+        assert step(batch(i))[1] is model.bias
+    assert step.stats.replays >= 2

@@ -207,7 +207,7 @@ def test_counters_of_python_are_refused() -> None:
             return x * self.n
 
     message = refusal(Counting().step)
-    assert "changes Python state, which a replay would not: `self.n` is 5, was 4" in message
+    assert "changes Python state, which a replay would not: `self.n` is 6, was 5" in message
 
 
 def test_a_storage_assigned_by_the_step_is_refused() -> None:

@@ -109,7 +109,7 @@ def test_an_op_that_fails_while_recording(at: int) -> None:
 
 
 def test_an_op_that_fails_in_a_replay() -> None:
-    """Every op in turn, the copies of the epilogue at the end: nothing was changed; the call made again is right."""
+    """Every op in turn: the call runs eagerly. In the copies of the epilogue, at the end: nothing was changed."""
     twins = Twins()
     for i in range(3):
         assert twins.call(i) is None
@@ -120,17 +120,91 @@ def test_an_op_that_fails_in_a_replay() -> None:
         found = state_of(world.model, world.optimizer)
         return {**found, "rng": torch.get_rng_state()}
 
-    torch.set_rng_state(world.drawn)
-    before = {name: tensor.clone() for name, tensor in state().items()}
-    ops = sum(isinstance(n.target, torch._ops.OpOverload) for n in program.graph.nodes) + 1
-    for position in range(ops):
+    ops = sum(isinstance(n.target, torch._ops.OpOverload) for n in program.graph.nodes)
+    for position in range(ops + 1):
+        torch.set_rng_state(world.drawn)
+        before = {name: tensor.clone() for name, tensor in state().items()}
         error = torch.OutOfMemoryError(f"op {position}")
         with surroundings(world.optimizer), Tripwire(position, raising(error)):
-            assert fault_of(twins.step, x) == f"OutOfMemoryError: op {position}"
-        assert differences(position, state(), before) == []
-    assert twins.step.stats.replays == 1
-    world.drawn = torch.get_rng_state()
+            fault = fault_of(twins.step, x)
+        if position < ops:
+            assert fault is None
+            world.drawn = torch.get_rng_state()
+            torch.set_rng_state(twins.eager.drawn)
+            twins.eager.step(x)
+            twins.eager.drawn = torch.get_rng_state()
+            twins.compare(position)
+        else:
+            assert fault == f"OutOfMemoryError: op {position}"
+            assert differences(position, state(), before) == []
+    assert (twins.step.stats.replays, twins.step.stats.eager) == (1, ops)
     train(twins, 3)
+
+
+def looked_up() -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
+    """A step with statistics and a random number before an op that fails for some data."""
+    torch.manual_seed(0)
+    width = batch(0).shape[1]
+    parts = {"norm": nn.BatchNorm1d(width), "table": nn.Embedding(4, width), "drop": nn.Dropout()}
+    model = nn.ModuleDict(parts)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x: Tensor, at: Tensor) -> Tensor:
+        x = model["drop"](model["norm"](x))
+        loss = (x * model["table"](at)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, step
+
+
+def indices(x: Tensor, i: int) -> Tensor:
+    """Out of range in call 4."""
+    return torch.full((len(x),), 9 if i == 4 else i % 4)
+
+
+@pytest.mark.parametrize("passes", ["", "cleanup"])
+def test_an_error_of_the_data_in_a_replay(passes: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is raised at the user's line, and what came before it has the effects that it has in eager."""
+    (a, eager), (b, ours) = looked_up(), looked_up()
+    step = fz.capture(ours, passes=passes)
+    for i in range(6):
+        found = []
+        for model, run in ((a, eager), (b, step)):
+            torch.manual_seed(i)
+            fault = fault_of(run, batch(i), indices(batch(i), i))
+            state = [*model.state_dict().values(), torch.get_rng_state()]
+            found.append((fault, [t.flatten().view(torch.uint8).tolist() for t in state]))
+        assert found[0] == found[1]
+        assert (found[0][0] is None) == (i != 4)
+    assert int(b["norm"].num_batches_tracked) == 6
+    assert (step.stats.replays, step.stats.eager) == (3, 1)
+    assert "a replay of step failed, the call runs eagerly: IndexError" in caplog.text
+
+
+def test_an_error_of_the_data_where_the_graph_writes_inputs() -> None:
+    """After `reinplace`, only inputs that `program.writes` names may have changed."""
+    model, train = looked_up()
+    step = fz.capture(train, passes="default")
+    for i in range(4):
+        step(batch(i), indices(batch(i), i))
+    program = step.program
+    assert program is not None
+    written = {program.inputs[i].name for i in program.writes}
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    assert str(fault_of(step, batch(4), indices(batch(4), 4))).startswith("IndexError")
+    after = model.state_dict()
+    changed = {
+        f"model_{n}".replace(".", "_") for n in after if not torch.equal(after[n], before[n])
+    }
+    assert "model_norm_num_batches_tracked" in changed <= written
+    assert torch.equal(torch.get_rng_state(), drawn)
+    replays = step.stats.replays
+    step(batch(5), indices(batch(5), 5))
+    assert step.stats.replays == replays + 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])

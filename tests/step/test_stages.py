@@ -19,6 +19,7 @@ from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stages import Invocation, RecordedRun, agree, build, judge, record
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.vote import Level, RankVote
+from functionalize.util.text import without_numbers
 
 NOTHING = RecordingSummary([], frozenset(), ())
 BUILT = Built(cast(CachedProgram, None), NOTHING, cast(ProgramCounts, None))
@@ -108,20 +109,26 @@ def keeper() -> Any:
 
 
 def test_judge_a_steady_run() -> None:
-    assert isinstance(judge(recorded(lambda x: x + 1, torch.ones(2)), 0, None), Steady)
+    assert isinstance(judge(recorded(lambda x: x + 1, torch.ones(2)), {}, None), Steady)
 
 
 def test_judge_a_warm_up_until_the_fifth() -> None:
-    verdict = judge(recorded(keeper(), torch.ones(2)), 3, None)
+    verdict = judge(recorded(keeper(), torch.ones(2)), {"other reasons": 18}, None)
     assert isinstance(verdict, WarmUp)
-    assert verdict.reason
-    verdict = judge(recorded(keeper(), torch.ones(2)), 4, None)
-    assert isinstance(verdict, Refused)
-    assert str(verdict.error).startswith("the step did not settle in 5 calls: ")
+    kind = without_numbers(verdict.reason)
+    assert isinstance(judge(recorded(keeper(), torch.ones(2)), {kind: 3}, None), WarmUp)
+    for unkept, calls in (({kind: 4}, 5), ({"other reasons": 19}, 20)):
+        verdict = judge(recorded(keeper(), torch.ones(2)), unkept, None)
+        assert isinstance(verdict, Refused)
+        assert str(verdict.error).startswith(f"the step did not settle in {calls} calls: ")
+
+
+def test_judge_a_warm_up_of_a_settled_step() -> None:
+    assert isinstance(judge(recorded(keeper(), torch.ones(2)), None, None), WarmUp)
 
 
 def test_judge_what_a_replay_could_not_repeat() -> None:
-    verdict = judge(recorded(lambda x: x[x > 0], torch.ones(2)), 0, None)
+    verdict = judge(recorded(lambda x: x[x > 0], torch.ones(2)), {}, None)
     assert isinstance(verdict, Refused)
     assert "aten.index.Tensor" in str(verdict.error)
 
@@ -140,7 +147,7 @@ def test_judge_and_build_raise_nothing(error: Exception, is_bug: bool) -> None:
     def make(recording: StepRecording) -> Built:
         raise error
 
-    for found in (judge(broken, 0, None), build(judge(run, 0, None), make)):
+    for found in (judge(broken, {}, None), build(judge(run, {}, None), make)):
         assert isinstance(found, Refused)
         assert found.is_bug is is_bug
         assert (found.error.__cause__ if is_bug else found.error) is error
@@ -155,7 +162,7 @@ def test_build_makes_programs_of_steady_recordings_alone() -> None:
 
     assert build(WARM_UP, never) is WARM_UP
     assert build(REFUSED, never) is REFUSED
-    steady = judge(recorded(lambda x: x + 1, torch.ones(2)), 0, None)
+    steady = judge(recorded(lambda x: x + 1, torch.ones(2)), {}, None)
     with torch.enable_grad():
         assert build(steady, lambda _: BUILT) is BUILT
         assert torch.is_grad_enabled()

@@ -25,10 +25,10 @@ from functionalize.ir import inputs as core_inputs
 from functionalize.program import program_file as persist
 from functionalize.saving import step_codecs as forms
 from functionalize.saving.object_names import Names
-from functionalize.state import discovery as reach
 from functionalize.state import hyperparameters as lifted
 from functionalize.state import sources
 from functionalize.state import step_guards as guards
+from functionalize.walk import discovery as reach
 from tests.step import persisted
 from tests.step.persisted import AFTER, BEFORE, KINDS
 
@@ -190,6 +190,34 @@ def test_a_model_that_only_the_arguments_lead_to_is_not_saved(tmp_path: Path) ->
         SaveError, match=r"holds a torch.nn.modules.linear.Linear .* which has no name"
     ):
         step.save(tmp_path / "argument.fzp")
+
+
+def test_modes_and_returned_tensors_of_a_loaded_program(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+        def step(x: Tensor) -> Any:
+            model.train()
+            out = model(x).detach()
+            return out, model[0].weight, {"mean": model[1].running_mean}
+
+        return model, fz.capture(step)
+
+    x, (model, step) = torch.randn(4, 2), make()
+    model.eval()
+    for _ in range(3):
+        step(x)
+        model.eval()
+    step.save(tmp_path / "modes.fzp")
+    other, loaded = make()
+    other.eval()
+    loaded.load(tmp_path / "modes.fzp")
+    out, weight, kept = loaded(x)
+    assert loaded.stats.replays == 1
+    assert weight is other[0].weight and kept["mean"] is other[1].running_mean
+    assert all(m.training for m in other.modules())
+    assert torch.equal(out, make()[0](x))
 
 
 def test_a_forward_without_its_backward_is_neither_saved_nor_loaded(

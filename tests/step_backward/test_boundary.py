@@ -328,12 +328,59 @@ def test_an_argument_that_is_returned_is_the_callers_own() -> None:
     assert captured.stats.backwards >= 1
 
 
-def test_a_result_that_is_a_parameter_is_refused() -> None:
+def test_parameters_and_buffers_are_returned_themselves() -> None:
+    (a, b) = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
+    b.load_state_dict(a.state_dict())
+
+    def forward(model: nn.Sequential) -> Callable[[Tensor], Any]:
+        return lambda x: (model(x)[0].sum(), [model[0].weight], model[1].running_mean)
+
+    eager, captured = forward(a), fz.capture(forward(b), backward=True)
+    for i in range(5):
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(i))
+        for model, run in ((a, eager), (b, captured)):
+            loss, (weight,), mean = run(x)
+            assert weight is model[0].weight and mean is model[1].running_mean
+            model.zero_grad()
+            (loss + weight.square().sum()).backward()
+        grads = ([p.grad for p in model.parameters()] for model in (a, b))
+        assert all(map(torch.equal, *grads))
+    assert captured.stats.backwards == 3
+
+
+def test_modes_that_a_forward_sets() -> None:
+    (a, b) = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
+    b.load_state_dict(a.state_dict())
+
+    def forward(model: nn.Module) -> Callable[[Tensor], Any]:
+        return lambda x: model.train()(x)[0].sum()
+
+    eager, captured = forward(a), fz.capture(forward(b), backward=True)
+    for i in range(24):
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(i))
+        losses = [run(x) for run in (eager, captured)]
+        assert torch.equal(*losses)
+        assert all(module.training for module in b.modules())
+        for model, loss in zip((a, b), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        grads = ([p.grad for p in model.parameters()] for model in (a, b))
+        assert all(map(torch.equal, *grads))
+        assert all(map(torch.equal, a.buffers(), b.buffers()))
+        if i % 2:
+            assert torch.equal(a.eval()(x), b.eval()(x))
+    assert captured.stats.replays == captured.stats.backwards >= 20
+
+
+def test_a_result_that_is_a_leaf_of_the_forward_is_refused() -> None:
     model = nn.Linear(2, 2)
-    captured = fz.capture(lambda x: (model(x).sum(), model.weight), backward=True)
-    loss, _ = captured(torch.ones(1, 2))
-    loss.backward()
-    with pytest.raises(UncapturableError, match="returns a parameter"):
+
+    def forward(x: Tensor) -> Any:
+        return model(x).sum(), torch.ones(2, requires_grad=True)
+
+    captured = fz.capture(forward, backward=True)
+    captured(torch.ones(1, 2))[0].backward()
+    with pytest.raises(UncapturableError, match=r"returns a parameter .* that no module holds"):
         captured(torch.ones(1, 2))
 
 
