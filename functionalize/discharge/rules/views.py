@@ -42,7 +42,7 @@ class ReshapeStep(ViewStep):
 
 @dataclass(frozen=True, slots=True)
 class BijectiveStep(ViewStep):
-    """An op with an inverse op (`back`): `permute`, `view.dtype`, `view_as_real`, `_conj`."""
+    """An op with an inverse op (`back`): `permute`, `_conj`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -54,6 +54,33 @@ class BijectiveStep(ViewStep):
 
     def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
         return emit.call(self.back, child, *self.back_args)
+
+
+@dataclass(frozen=True, slots=True)
+class RegroupStep(BijectiveStep):
+    """A bijective op that makes one element of several, or several of one: `view.dtype`, `view_as_complex`.
+
+    To make one of several, torch requires strides that are a multiple of their number, in dimensions of size 1 too. A
+    value may have other strides there than its geometry, so it is viewed with those of the geometry first.
+    parent, child: the geometries on both sides.
+    """
+
+    parent: Geometry
+    child: Geometry
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        value = _with_strides(emit, parent, self.parent, self.child)
+        return emit.call(self.target, value, *self.args)
+
+    def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
+        value = _with_strides(emit, child, self.child, self.parent)
+        return emit.call(self.back, value, *self.back_args)
+
+
+def _with_strides(emit: Emitter, value: Value, have: Geometry, want: Geometry) -> Value:
+    if have.dtype.itemsize >= want.dtype.itemsize or 1 not in have.size:
+        return value
+    return emit.call(aten.as_strided.default, value, list(have.size), list(have.stride))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,17 +328,17 @@ def _own_inverse(call: ViewCall, parent: Geometry, child: Geometry, index: int |
 
 
 def _view_dtype(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
-    return BijectiveStep(call.target, call.args, call.target, (parent.dtype,))
+    return RegroupStep(call.target, call.args, call.target, (parent.dtype,), parent, child)
 
 
 def _view_as_real(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
-    return BijectiveStep(call.target, call.args, aten.view_as_complex.default, ())
+    return RegroupStep(call.target, call.args, aten.view_as_complex.default, (), parent, child)
 
 
 def _view_as_complex(
     call: ViewCall, parent: Geometry, child: Geometry, index: int | None
 ) -> ViewStep:
-    return BijectiveStep(call.target, call.args, aten.view_as_real.default, ())
+    return RegroupStep(call.target, call.args, aten.view_as_real.default, (), parent, child)
 
 
 def _part(scatter: Any) -> Callable[..., ViewStep]:
