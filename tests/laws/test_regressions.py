@@ -156,6 +156,19 @@ def write_of_one_of_several_views_of_one_element(a: Tensor) -> Tensor:
     return first + 1
 
 
+def write_of_the_only_row(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """It covers all that a write of a part left pending."""
+    a[:, 1:3].add_(5)
+    a[0].copy_(b)
+    c = a * 2
+    c[:, 1:3].add_(5)
+    c.unbind(0)[0].fill_(1)
+    d = c[:, :1]
+    d[:, 0].add_(1)
+    d.diagonal().mul_(3)
+    return a + 1, c + 1
+
+
 def lazy_conjugate_written_back(c: Tensor) -> Tensor:
     torch.conj(c).add_(1j)
     return torch.view_as_real(c) + 1
@@ -338,6 +351,7 @@ CASES: tuple[tuple[Callable[..., Any], Callable[[], Args]], ...] = (
     (grown_then_seen_whole, lambda: (values(8),)),
     (stale_base_after_grow_and_shrink, lambda: (values(8), values(4, seed=1))),
     (write_of_one_of_several_views_of_one_element, lambda: (values(4),)),
+    (write_of_the_only_row, lambda: (values(1, 8), values(8, seed=1))),
     (lazy_conjugate_written_back, lambda: (torch.view_as_complex(values(3, 2)),)),
     (lazy_negative_written_back, lambda: (torch.view_as_complex(values(3, 2)),)),
     (result_with_a_conjugate_bit, lambda: (torch.view_as_complex(values(3, 2)),)),

@@ -87,25 +87,28 @@ def _with_strides(emit: Emitter, value: Value, have: Geometry, want: Geometry) -
 class SubviewStep(ViewStep):
     """A part of the parent: `slice`, `select`, `diagonal`; the inverse is the matching `*_scatter`.
 
-    covers: whether the child is the whole parent.
+    A child that is the whole parent (`select` of a dimension of size 1) becomes the parent by `view`.
     """
 
     call: ViewCall
     scatter: Any
     scatter_args: tuple[Any, ...]
-    covers: bool
+    parent: Geometry
+    child: Geometry
 
     @property
     def scatters(self) -> bool:
-        return not self.covers
+        return self.child.numel != self.parent.numel
 
     def forward(self, emit: Emitter, parent: Value) -> Value:
         return self.call.on(emit, parent)
 
     def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
-        if self.covers:
+        if self.scatters:
+            return emit.call(self.scatter, parent(), child, *self.scatter_args)
+        if self.child.size == self.parent.size:
             return child
-        return emit.call(self.scatter, parent(), child, *self.scatter_args)
+        return emit.call(aten.view.default, child, list(self.parent.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +346,7 @@ def _view_as_complex(
 
 def _part(scatter: Any) -> Callable[..., ViewStep]:
     def make(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
-        return SubviewStep(call, scatter, call.args, child.size == parent.size)
+        return SubviewStep(call, scatter, call.args, parent, child)
 
     return make
 
@@ -354,13 +357,13 @@ def _split(call: ViewCall, parent: Geometry, child: Geometry, index: int | None)
     stride = parent.stride[dim]  # 0: an expanded dimension, which is never written
     start = (child.offset - parent.offset) // stride if stride else 0
     where = (dim, start, start + child.size[dim], 1)
-    return OutputStep(call, aten.slice_scatter.default, where, child.size == parent.size, index)
+    return OutputStep(call, aten.slice_scatter.default, where, parent, child, index)
 
 
 def _unbind(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
     assert index is not None
     dim = _dim(call.args[0] if call.args else 0, parent)
-    return OutputStep(call, aten.select_scatter.default, (dim, index), False, index)
+    return OutputStep(call, aten.select_scatter.default, (dim, index), parent, child, index)
 
 
 _STEPS: dict[Any, Callable[..., ViewStep]] = {
