@@ -60,27 +60,28 @@ class BijectiveStep(ViewStep):
 class RegroupStep(BijectiveStep):
     """A bijective op that makes one element of several, or several of one: `view.dtype`, `view_as_complex`.
 
-    To make one of several, torch requires strides that are a multiple of their number, in dimensions of size 1 too. A
-    value may have other strides there than its geometry, so it is viewed with those of the geometry first.
-    parent, child: the geometries on both sides.
+    To make one of several, torch requires strides that are a multiple of their number, in dimensions of size 1 too,
+    where a value may have other strides than its geometry: these dimensions are left out.
     """
 
     parent: Geometry
     child: Geometry
 
     def forward(self, emit: Emitter, parent: Value) -> Value:
-        value = _with_strides(emit, parent, self.parent, self.child)
-        return emit.call(self.target, value, *self.args)
+        return _regrouped(emit, self.target, self.args, parent, self.parent, self.child)
 
     def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
-        value = _with_strides(emit, child, self.child, self.parent)
-        return emit.call(self.back, value, *self.back_args)
+        return _regrouped(emit, self.back, self.back_args, child, self.child, self.parent)
 
 
-def _with_strides(emit: Emitter, value: Value, have: Geometry, want: Geometry) -> Value:
-    if have.dtype.itemsize >= want.dtype.itemsize or 1 not in have.size:
-        return value
-    return emit.call(aten.as_strided.default, value, list(have.size), list(have.stride))
+def _regrouped(
+    emit: Emitter, target: Any, args: tuple[Any, ...], value: Value, have: Geometry, want: Geometry
+) -> Value:
+    sizes = [s for s in have.size if s != 1]
+    if have.dtype.itemsize >= want.dtype.itemsize or len(sizes) == len(have.size):
+        return emit.call(target, value, *args)
+    value = emit.call(aten.view.default, value, sizes)
+    return emit.call(aten.view.default, emit.call(target, value, *args), list(want.size))
 
 
 @dataclass(frozen=True, slots=True)
