@@ -16,6 +16,7 @@ Refuses a copy
 - that the epilogue reads, if its source is on an input's storage that the epilogue changes;
 - whose contents do not begin on a 64-byte boundary of the source's storage, as those of a separate tensor do
   (kernels choose by alignment), or not at its beginning if `as_strided` indexes its memory;
+- that a `*_scatter` op reads, if the source's storage is no whole number of its elements: torch refuses these;
 - of a part of a storage that would have to live longer for it (`parts=true` allows that);
 - whose source or result an op of the graph writes (at stage INPLACE).
 `split_with_sizes_copy` becomes `split_with_sizes` if this holds for every part that is used.
@@ -56,6 +57,9 @@ _SOURCE: dict[Any, int] = {  # position of the argument whose contents an op cop
     aten._to_copy.default: 0,
     aten.lift_fresh_copy.default: 0,
     aten.copy.default: 1,
+}
+_SCATTERS = {
+    *(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter)
 }
 _ABSOLUTE = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
 
@@ -106,6 +110,8 @@ class MemoryFacts:
     copied: whether the epilogue copies from it.
     absolute: whether an op or an output addresses it from the beginning of its storage.
     last: the position of its last use in the graph.
+    nbytes: the size of the storage.
+    unit: the size of the largest element to which a `*_scatter` op writes.
     """
 
     external: bool = False
@@ -115,6 +121,8 @@ class MemoryFacts:
     copied: bool = False
     absolute: bool = False
     last: int = -1
+    nbytes: int = 0
+    unit: int = 1
 
 
 class Copies:
@@ -136,6 +144,8 @@ class Copies:
         self.memory = {root: MemoryFacts() for root in self.original_group.values()}
         for place, node in enumerate(self.nodes):
             self._record_uses(node, place)
+        for node in reversed(self.nodes):
+            self._record_scatter(node)
         self._record_outputs_and_epilogue(program)
 
     def _record_uses(self, node: fx.Node, place: int) -> None:
@@ -146,8 +156,16 @@ class Copies:
             self.of(used).last = max(self.of(used).last, place)
         for _, written in written_nodes(node):
             self.of(written).written = True
+        if is_plain(node):
+            memory.nbytes = max(memory.nbytes, _storage_bytes(node))
         if getattr(node.target, "overloadpacket", None) in _ABSOLUTE and node.all_input_nodes:
             self.of(node.all_input_nodes[0]).absolute = True
+
+    def _record_scatter(self, node: fx.Node) -> None:
+        # The result's storage is as large as the base's, so what the result is scattered to counts, too.
+        if getattr(node.target, "overloadpacket", None) in _SCATTERS and is_plain(node):
+            base = self.of(node.all_input_nodes[0])
+            base.unit = max(base.unit, self.of(node).unit, node.meta["val"].itemsize)
 
     def _record_outputs_and_epilogue(self, program: Program) -> None:
         slots, classes = results(program.graph), storage_classes(program)
@@ -160,8 +178,9 @@ class Copies:
                 self._mark_returned(slots[action.slot], True)
         touched = {classes[a.input] for a in program.epilogue if not isinstance(a, Set)}
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
-        for node, home in zip(placeholders, classes, strict=True):
+        for node, home, spec in zip(placeholders, classes, program.inputs, strict=True):
             self.of(node).touched |= home in touched
+            self.of(node).nbytes = spec.nbytes
 
     def _mark_returned(self, node: Any, absolute: bool) -> None:
         if isinstance(node, fx.Node):
@@ -223,9 +242,9 @@ class Copies:
             return False
         if mine.copied and its.touched:
             return False
-        if offset % _ALIGNMENT or (
-            mine.absolute and (offset or (its.external and not self.guarded))
-        ):
+        if offset % _ALIGNMENT or its.nbytes % mine.unit:
+            return False
+        if mine.absolute and (offset or (its.external and not self.guarded)):
             return False
         return its.external or whole or self.parts or mine.last <= its.last
 
@@ -235,7 +254,7 @@ class Copies:
         self.aliases.unite(source, copy)
         for name in ("returned", "copied", "absolute"):
             setattr(its, name, getattr(its, name) or getattr(mine, name))
-        its.last = max(its.last, mine.last)
+        its.last, its.unit = max(its.last, mine.last), max(its.unit, mine.unit)
 
     def _offset(self, node: fx.Node) -> int:
         """The byte of its storage at which a value begins after the rewrite."""

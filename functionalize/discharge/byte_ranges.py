@@ -79,6 +79,14 @@ def check_bounds(name: str, geometry: Geometry, nbytes: int, original: int, verb
     )
 
 
+def undefined_text(name: str, geometry: Geometry, nbytes: int) -> str:
+    """The message of a read of bytes that were not written since the storage was grown to `nbytes`."""
+    return (
+        f"reads `{name}` ({geometry}), whose storage was grown to {nbytes} bytes and some of these "
+        "bytes were not written since: write to all of them first"
+    )
+
+
 def check_overlap(name: str, geometry: Geometry) -> None:
     """Raise if several elements of a tensor that is written share one memory location."""
     if geometry.overlaps:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from functionalize.discharge.byte_ranges import Extent
 from functionalize.discharge.layout import UNKNOWN, result_geometries
 from functionalize.discharge.loops import operands_of
 from functionalize.discharge.resize import checked_nbytes, resize
@@ -167,6 +168,13 @@ class Functionalizer:
             raise InvariantError(f"{record.target} returned no value for its output {ref}")
         nbytes, device = record.meta["born"][ref.storage]
         self.declare(ref, nbytes, device, value, _output_of(record.target))
+
+    def declare_undefined(self, record: OpRecord, ref: TensorRef, why: str) -> None:
+        """Add the record of a storage that the current op made, no byte of which is defined."""
+        _, device = record.meta["born"][ref.storage]
+        self.declare_output(record, ref, self.emit.empty(ref.geometry, device))
+        made = self.storages[ref.storage]
+        made.valid, made.intact, made.copied = Extent(), False, why
 
     # -- views ---------------------------------------------------------------------------------
 

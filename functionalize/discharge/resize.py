@@ -39,7 +39,7 @@ def resize(storage: FunctionalStorage, nbytes: int) -> None:
     old = storage.nbytes
     if nbytes == old:
         return
-    storage.nbytes, storage.intact = nbytes, False
+    storage.nbytes, storage.intact, storage.copied = nbytes, False, None
     if nbytes == 0:
         storage.forget()
         if storage.original_nbytes == 0:

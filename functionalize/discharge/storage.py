@@ -20,13 +20,10 @@ from functools import partial
 
 import torch
 
-from functionalize.discharge.byte_ranges import Extent, check_bounds, check_overlap
+from functionalize.discharge.byte_ranges import Extent, check_bounds, check_overlap, undefined_text
 from functionalize.discharge.pending_writes import PendingWrite, PendingWrites, joined
 from functionalize.discharge.values import Emitter, Value, View, ViewStep
-from functionalize.errors import (
-    InvariantError,
-    UndefinedContentsError,
-)
+from functionalize.errors import InvariantError, UndefinedContentsError
 from functionalize.ir.ops import Geometry, contiguous_geometry
 
 
@@ -42,6 +39,7 @@ class FunctionalStorage:
     version: the number of writes so far.
     pending: writes that are not in the base yet, or None; base_version: the version of the base without them.
     valid: the bytes with defined contents.
+    copied: of a copy of undefined bytes: what a read of these bytes says; else None.
     written: whether the contents may differ from those on entry.
     entry_lost: whether the contents of entry were dropped (by a resize to 0 bytes).
     intact: never resized nor widened, and the root lies inside: every byte is valid, and reads skip that check.
@@ -64,6 +62,7 @@ class FunctionalStorage:
     written: bool = False
     entry_lost: bool = False
     widened: bool = False
+    copied: str | None = None
     valid: Extent = field(init=False)
     intact: bool = field(init=False)
     pending: PendingWrites | None = None
@@ -92,40 +91,45 @@ class FunctionalStorage:
             return self.views[view.parent], view.step
         return self.views[self.root], self.make_step(self.root, view.geometry)
 
-    def _reachable_view(self, geometry: Geometry, emit: Emitter) -> View:
+    def _reachable_view(self, geometry: Geometry, emit: Emitter, write: bool = False) -> View:
         """The view of `geometry`, derived from the root; widens the root if it does not contain the geometry."""
         found = self.views.get(geometry)
-        if found is not None and self._is_reachable(found):
+        if found is not None and self._is_reachable(found, write):
             return found
         is_whole = self.widened and self.root.end >= self.nbytes
-        if not is_whole and (found is not None or not self._is_reachable(View(geometry))):
+        if not (is_whole or found is None) or not self._is_reachable(View(geometry), write):
             self._widen(emit, geometry.dtype.itemsize)
             found = self.views.get(geometry)
         if found is None:
             found = self.views[geometry] = View(geometry)
         # Its parents reach past the end of the storage: derive it from the root.
-        if not self._is_reachable(found):
+        if not self._is_reachable(found, write):
             found.parent = found.step = None
         return found
 
-    def _is_reachable(self, view: View) -> bool:
+    def _is_reachable(self, view: View, write: bool = False) -> bool:
         """Whether the chain of a view's parents ends at the root, or at a geometry inside the root's memory."""
-        if self._is_uneven(view.geometry):
+        if self._is_uneven(view.geometry, write and view.step is None):
             return False
         while view.step is not None and view.parent is not None:
             view = self.views[view.parent]
+            if write and self._is_uneven(view.geometry, True):
+                return False
         g, root = view.geometry, self.root
         if g == root or not g.numel:
             return True
         inside = root.is_dense and root.start <= g.start and g.end <= root.end
         return inside and root.start % max(g.dtype.itemsize, root.dtype.itemsize) == 0
 
-    def _is_uneven(self, geometry: Geometry) -> bool:
-        """Whether an input's storage is no whole number of elements: torch's `*_scatter` ops refuse that."""
-        if self.widened or not self.external or geometry == self.root:
+    def _is_uneven(self, geometry: Geometry, scattered: bool) -> bool:
+        """Whether the root's memory is no whole number of elements, which torch's `*_scatter` ops refuse."""
+        root = self.root
+        if geometry == root or not (scattered or self.external):
             return False
-        sizes = (geometry.dtype.itemsize, self.root.dtype.itemsize)
-        return any(self.original_nbytes % size for size in sizes)
+        entry = 0 if self.widened else self.original_nbytes
+        span = root.end - root.start if scattered else 0
+        sizes = (geometry.dtype.itemsize, root.dtype.itemsize)
+        return any(nbytes % size for nbytes in (entry, span) for size in sizes)
 
     def _widen(self, emit: Emitter, itemsize: int) -> None:
         """Note [Widening the base]
@@ -197,10 +201,8 @@ class FunctionalStorage:
             return emit.empty(geometry, self.device)
         check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "reads")
         if not self.intact and not self.valid.covers_view(geometry):
-            raise UndefinedContentsError(
-                f"reads `{self.name}` ({geometry}), whose storage was grown to {self.nbytes} bytes and "
-                "some of these bytes were not written since: write to all of them first"
-            )
+            text = self.copied or undefined_text(self.name, geometry, self.nbytes)
+            raise UndefinedContentsError(text)
         return self.peek(geometry, emit)
 
     def peek(self, geometry: Geometry, emit: Emitter) -> Value:
@@ -256,7 +258,7 @@ class FunctionalStorage:
         view = self.views.get(geometry)
         if view is None or view.step is None or not view.step.scatters:
             return False
-        return self._is_reachable(view) and not self._passes_overlap(view)
+        return self._is_reachable(view, write=True) and not self._passes_overlap(view)
 
     def write(self, geometry: Geometry, value: Value, emit: Emitter, exact: bool = True) -> None:
         """Make `value` the contents of `geometry`; the inverses of the view's steps make the new base of it.
@@ -273,20 +275,18 @@ class FunctionalStorage:
         self.check_writable(geometry)
         if not geometry.numel:
             return
-        if (
-            exact and geometry == self.root
-        ):  # a shortcut: the general case below has the same effect
+        if exact and geometry == self.root:  # a shortcut for the general case below
             self.pending = None
             self._rebase(value)
             self.written = True
             if not self.intact:
                 self.valid.add_view(geometry)
             return
-        view = self._reachable_view(geometry, emit)
+        view = self._reachable_view(geometry, emit, write=True)
         if self._passes_overlap(view):
             # A parent that shows an element twice (`expand`) has no inverse.
             view.parent = view.step = None
-            view = self._reachable_view(geometry, emit)
+            view = self._reachable_view(geometry, emit, write=True)
         if geometry.nbytes == self.root.nbytes:
             self.pending = None
             self._apply(view, value, emit, exact)

@@ -157,6 +157,11 @@ class Register:
         return not self.bytes >> self.buffer.nbytes
 
     @property
+    def lazy(self) -> bool:
+        """Whether it has a conjugate or negative bit: torch clones it before every op that is no view of it."""
+        return self.shadow.is_conj() or self.shadow.is_neg()
+
+    @property
     def defined(self) -> bool:
         """Whether all it looks at may be read."""
         return not self.bytes & ~self.buffer.valid
@@ -267,7 +272,7 @@ class World:
         if any(p is source.shadow for p in parts) or not parts:
             raise Skip
         if parts[0].untyped_storage().data_ptr() != source.shadow.untyped_storage().data_ptr():
-            self.pure(text, source)
+            self.copy(text, source)
             return
         made = [Register("", source.buffer, p) for p in parts]
         anywhere = any(a in text for a in ANYWHERE) and ".real" not in text and ".imag" not in text
@@ -277,17 +282,26 @@ class World:
         tail = "," if isinstance(shadow, (tuple, list)) else ""
         self.lines.append(f"{', '.join(names)}{tail} = {text}")
 
-    def pure(self, text: str, *read: Register) -> None:
-        """`text` reads and makes a tensor of its own."""
-        self.reads(*read)
+    def pure(self, text: str, *read: Register, undefined: bool = False) -> None:
+        """`text` reads and makes a tensor of its own, which is undefined or as a whole defined."""
+        if not undefined:
+            self.reads(*read)
         value = self.evaluate(text)
         nbytes = value.untyped_storage().nbytes()
         if nbytes > SHADOW_BYTES // 8:
             raise Skip
-        buffer = Buffer(nbytes, (1 << nbytes) - 1)
+        buffer = Buffer(nbytes, 0 if undefined else (1 << nbytes) - 1)
         shadow = torch.empty(0, dtype=value.dtype)
         shadow.set_(buffer.shadow, value.storage_offset(), value.shape, value.stride())
         self.lines.append(f"{self.new(buffer, shadow).name} = {text}")
+
+    def copy(self, text: str, r: Register) -> None:
+        """`text` clones `r`.
+
+        Undefined bytes may be cloned if `r` has a conjugate or negative bit: torch does so by itself before every write
+        to such a tensor. The clone is as undefined.
+        """
+        self.pure(text, r, undefined=r.lazy and r.inside and not r.defined)
 
     def do(self, text: str) -> None:
         """A line that is run for its effect; the model was told already."""
@@ -298,6 +312,15 @@ class World:
         """The storage of `r` gets another size."""
         r.buffer.resize(nbytes)
         self.lines.append(text)
+
+    def resize_op(self, r: Register, nbytes: int) -> None:
+        """The same by an op, which of a lazy `r` resizes the clone: eager reads past the end, and changes nothing."""
+        if not r.lazy:
+            self.resize(r, nbytes, f"R({r.name}, {nbytes})")
+            return
+        if not r.inside:
+            self.refuse("storage")
+        self.lines.append(f"R({r.name}, {nbytes})")
 
 
 # -- lines: views ----------------------------------------------------------------------------------
@@ -411,6 +434,8 @@ def a_value(w: World) -> None:
     elif kind == "where":
         other = _like(w, r)
         w.pure(f"torch.where({n} == {other.name}, {n}, {_number(w)})", r, other)
+    elif kind == "clone":
+        w.copy(f"{n}.clone()", r)
     else:
         w.pure(f"{n}.{kind}()", r)
 
@@ -526,7 +551,7 @@ def a_resize(w: World) -> None:
     elif how == "untyped":
         w.resize(r, size, f"{r.name}.untyped_storage().resize_({size})")
     else:
-        w.resize(r, size, f"R({r.name}, {size})")
+        w.resize_op(r, size)
 
 
 def a_refill(w: World) -> None:
@@ -534,7 +559,7 @@ def a_refill(w: World) -> None:
     r = w.pick()
     needed = max(r.bytes.bit_length(), r.buffer.nbytes)
     if needed != r.buffer.nbytes:
-        w.resize(r, needed, f"R({r.name}, {needed})")
+        w.resize_op(r, needed)
     source = w.pick(lambda t: t.dtype == r.shadow.dtype)
     w.writes(r, source)
     w.reads(source)
@@ -666,5 +691,5 @@ def _returned(w: World, inputs: list[Register]) -> tuple[str, str | None]:
     chosen = [r for r in chosen if r.defined or r.buffer.number is not None or w.below(8) == 7]
     born = [r for r in [*chosen, *inputs] if r.buffer.number is None]
     names = [r.name for r in chosen] + w.one_of([[], [], [], ["None"], ["7"]])
-    refused = None if all(r.defined for r in born) else "storage"
+    refused = None if all(r.defined for r in born) else "exit"
     return (f"({', '.join(names)},)" if names else "None"), refused

@@ -79,9 +79,43 @@ def storage_is_no_whole_number_of_elements(a: Tensor, b: Tensor) -> Tensor:
     return last + 1
 
 
+def result_is_no_whole_number_of_elements(a: Tensor) -> tuple[Tensor, Tensor]:
+    b = a + 1
+    part = b[2:14].view(torch.float32)
+    part[1:].zero_()
+    part[:2].view(torch.int16)[1:].mul_(2)
+    return b * 2, part[:1] + 1
+
+
+def emptied_input_is_no_whole_number_of_elements(a: Tensor) -> Tensor:
+    R(a, 28)
+    a[:14].zero_()
+    part = a[2:14].view(torch.float32)
+    part[1:].fill_(2)
+    return part + 1
+
+
+def whole_storage_is_no_whole_number_of_larger_elements(a: Tensor, b: Tensor) -> Tensor:
+    """The base became the whole storage before elements of another size were seen."""
+    b.add_(1)
+    pairs = a[:12].view(torch.complex64)
+    pairs[1:].fill_(2)
+    return torch.view_as_real(pairs) + 1
+
+
 def unusual_stride_in_a_dimension_of_size_one(a: Tensor, whole: Tensor) -> Tensor:
     a.fill_(3)
     return whole[:6] + 1
+
+
+def unusual_stride_of_an_element_in_parts(a: Tensor, c: Tensor, b: Tensor) -> Tensor:
+    """torch looks at the strides of dimensions of size 1 when it makes one element of several."""
+    parts = a.view(torch.uint8).t()
+    parts.copy_(parts + 1)
+    torch.view_as_real(c).t().copy_(b)
+    column = b.t()
+    column.t().copy_(b + 1)
+    return a * 2 + torch.view_as_real(c) + torch.view_as_real(torch.view_as_complex(column))
 
 
 def shrunk_before_the_window(a: Tensor) -> None:
@@ -122,6 +156,19 @@ def write_of_one_of_several_views_of_one_element(a: Tensor) -> Tensor:
     return first + 1
 
 
+def write_of_the_only_row(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """It covers all that a write of a part left pending."""
+    a[:, 1:3].add_(5)
+    a[0].copy_(b)
+    c = a * 2
+    c[:, 1:3].add_(5)
+    c.unbind(0)[0].fill_(1)
+    d = c[:, :1]
+    d[:, 0].add_(1)
+    d.diagonal().mul_(3)
+    return a + 1, c + 1
+
+
 def lazy_conjugate_written_back(c: Tensor) -> Tensor:
     torch.conj(c).add_(1j)
     return torch.view_as_real(c) + 1
@@ -136,6 +183,42 @@ def result_with_a_conjugate_bit(c: Tensor) -> Tensor:
     d = torch.conj(c * 2)
     d.add_(1)
     return d
+
+
+def conjugate_of_what_was_grown(c: Tensor, d: Tensor) -> Tensor:
+    """torch copies a conjugate before it writes to it, also where the copied bytes hold nothing yet."""
+    R(c.detach(), 24)
+    torch.conj(c.detach()).zero_()
+    R(d, 0)
+    d.untyped_storage().resize_(24)
+    torch.add(c, 2, out=torch.conj(d))
+    return torch.view_as_real(d) + torch.view_as_real(c)
+
+
+def parts_of_a_conjugate_of_what_was_emptied(c: Tensor) -> Tensor:
+    R(c, 0)
+    c.untyped_storage().resize_(24)
+    t = torch.conj(c)
+    t.imag.fill_(2)
+    t.real.copy_(t.imag)
+    return torch.view_as_real(c) + 1
+
+
+def copy_of_a_conjugate_that_is_written(c: Tensor, d: Tensor) -> Tensor:
+    R(c, 24)
+    a, b = torch.conj(c).clone(), c.unsqueeze(0).conj().expand(2, -1).reshape(-1)
+    a.copy_(d)
+    b.zero_()
+    R(c, 0)
+    return torch.view_as_real(a) + torch.view_as_real(b[:3])
+
+
+def columns_of_complex_numbers_chosen(c: Tensor) -> Tensor:
+    """Nothing is computed, so no loop over the elements rounds differently."""
+    columns = c.t()
+    columns.masked_fill_(columns == 5, 3)
+    torch.where(columns == columns, columns, columns, out=columns)
+    return torch.view_as_real(c) + 1
 
 
 def foreach_over_different_layouts(a: Tensor, b: Tensor) -> Tensor:
@@ -245,18 +328,43 @@ CASES: tuple[tuple[Callable[..., Any], Callable[[], Args]], ...] = (
         storage_is_no_whole_number_of_elements,
         lambda: windows((torch.int32, (2, 2), (2, 1), 3), (torch.uint8, (28,), (1,), 2), nbytes=30),
     ),
+    (result_is_no_whole_number_of_elements, lambda: (values(15, dtype=torch.int16),)),
+    (emptied_input_is_no_whole_number_of_elements, lambda: (z(15, dtype=torch.int16),)),
+    (
+        whole_storage_is_no_whole_number_of_larger_elements,
+        lambda: windows((torch.int16, (12,), (1,), 0), (torch.int32, (4,), (1,), 3), nbytes=28),
+    ),
     (
         unusual_stride_in_a_dimension_of_size_one,
         lambda: windows((torch.int64, (1,), (2,), 0), (torch.uint8, (13,), (1,), 3), nbytes=16),
+    ),
+    (
+        unusual_stride_of_an_element_in_parts,
+        lambda: (
+            values(1, 2, dtype=torch.int32),
+            torch.view_as_complex(values(1, 2)),
+            values(2, 1, seed=1),
+        ),
     ),
     (shrunk_before_the_window, lambda: (values(8)[2:],)),
     (shrunk_inside_an_element, lambda: (values(8),)),
     (grown_then_seen_whole, lambda: (values(8),)),
     (stale_base_after_grow_and_shrink, lambda: (values(8), values(4, seed=1))),
     (write_of_one_of_several_views_of_one_element, lambda: (values(4),)),
+    (write_of_the_only_row, lambda: (values(1, 8), values(8, seed=1))),
     (lazy_conjugate_written_back, lambda: (torch.view_as_complex(values(3, 2)),)),
     (lazy_negative_written_back, lambda: (torch.view_as_complex(values(3, 2)),)),
     (result_with_a_conjugate_bit, lambda: (torch.view_as_complex(values(3, 2)),)),
+    (
+        conjugate_of_what_was_grown,
+        lambda: (z(3, dtype=torch.complex64), torch.view_as_complex(values(3, 2))),
+    ),
+    (parts_of_a_conjugate_of_what_was_emptied, lambda: (torch.view_as_complex(values(3, 2)),)),
+    (
+        copy_of_a_conjugate_that_is_written,
+        lambda: (z(3, dtype=torch.complex64), torch.view_as_complex(values(3, 2))),
+    ),
+    (columns_of_complex_numbers_chosen, lambda: (torch.view_as_complex(values(3, 2, 2)),)),
     (part_of_a_view_that_reaches_past_the_end, _emptied_pair),
     (nothing_of_what_was_freed, lambda: (values(4),)),
     (foreach_over_different_layouts, lambda: (values(5), values(2, 3, seed=1))),
@@ -313,6 +421,35 @@ def test_gaps_of_a_strided_write_stay_undefined() -> None:
 
     with pytest.raises(UndefinedContentsError):
         fz.trace(fn, z(8))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda t: t.add_(1), lambda t: t.imag.mul_(2), lambda t: t.clone() + 1, lambda t: t.clone()],
+    ids=["write", "part", "copy", "output"],
+)
+def test_conjugate_of_undefined_bytes_that_is_read(use: Callable[[Tensor], Any]) -> None:
+    """The copy that torch makes of a conjugate before a write is as undefined as what it is a copy of."""
+
+    def fn(c: Tensor) -> Any:
+        R(c, 24)
+        return use(torch.conj(c))
+
+    with pytest.raises(UndefinedContentsError, match=r"reads `c` .* grown to 24 bytes"):
+        fz.trace(fn, z(3, dtype=torch.complex64))
+
+
+def test_resize_op_on_a_conjugate() -> None:
+    """torch resizes a copy of it: the storage stays as it is, and of a freed one eager would read freed memory."""
+
+    def fn(c: Tensor) -> None:
+        R(torch.conj(c), 64)
+
+    c = torch.view_as_complex(values(3, 2))
+    fz.trace(fn, c)(c)
+    assert c.untyped_storage().nbytes() == 24
+    with pytest.raises(EmptyStorageError):
+        fz.trace(fn, z(3, dtype=torch.complex64))
 
 
 def test_view_of_what_was_freed() -> None:

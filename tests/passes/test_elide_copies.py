@@ -215,6 +215,22 @@ def test_parts_option_lets_a_whole_outlive_its_last_use():
     assert elided(_outlives, values(64), parts=True)[0] == 1
 
 
+def _odd(dtype):
+    def fn(x):
+        a = x[:14].clone()
+        a[1:].mul_(2)
+        a.view(dtype)[1:].zero_()
+        return a * 2
+
+    return fn
+
+
+def test_refuses_a_source_that_is_no_whole_number_of_scattered_elements():
+    x = values(15, dtype=torch.int16)
+    assert elided(_odd(torch.float32), x)[0] == 0
+    assert elided(_odd(torch.float16), x)[0] == 1
+
+
 def test_refuses_a_swap(expect):
     def swap(a, b):
         t = a.clone()

@@ -1,4 +1,4 @@
-"""Ops that overwrite a tensor without reading it: `copy_`, `fill_`, `zero_` and their foreach forms.
+"""Ops that overwrite a tensor without reading it: `copy_`, `fill_`, `zero_`, their foreach forms, and `clone`.
 
     a.copy_(b)   ->  a' = aten.clone(b)                   (expanded and cast to the size and dtype of `a`)
     a.zero_()    ->  a' = aten.full(size, 0)
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from functionalize.discharge.byte_ranges import undefined_text
 from functionalize.discharge.rules.registry import Engine, rule
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
 
@@ -91,6 +92,27 @@ def foreach_copy_(engine: Engine, record: OpRecord) -> None:
     """`_foreach_copy_(Tensor(a!)[] self, Tensor[] src, bool non_blocking=False)`."""
     for target, source in zip(record.args[0], record.args[1], strict=True):
         copy_into(engine, target, source)
+
+
+@rule(aten.clone.default)
+def clone(engine: Engine, record: OpRecord) -> Any:
+    """`clone(Tensor self, *, memory_format=None)`.
+
+    Note [Lazy bits are resolved before a write]
+    torch has no kernels that write a tensor with a conjugate or negative bit. `torch.conj(a).zero_()` is dispatched as
+    `b = clone(conj(a)); b.zero_(); conj(a).copy_(b)`: the clone copies bytes that the user does not read, and that may
+    be undefined. So a copy of undefined bytes with such a bit is no error: it is undefined as a whole, and a read of it
+    before a write is refused.
+    """
+    (source, *_), out = record.args, record.outputs
+    g = source.geometry
+    if (g.conj or g.neg) and type(out) is TensorRef:
+        storage = engine.storage(source.storage)
+        if g.end <= storage.nbytes and not storage.valid.covers_view(g):
+            why = storage.copied or undefined_text(storage.name, g, storage.nbytes)
+            engine.declare_undefined(record, out, why)
+            return None
+    return engine.pure(record)
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor)

@@ -49,6 +49,13 @@ class Engine(Protocol):
         """
         ...
 
+    def declare_undefined(self, record: OpRecord, ref: TensorRef, why: str) -> None:
+        """Add the record of a storage that `record` made, no byte of which is defined; `why`: what a read says.
+
+        For ops that eager may run on undefined bytes: their output must not be read before it is written.
+        """
+        ...
+
     def device_of(self, ref: TensorRef) -> torch.device:
         """The device of `ref`'s storage: for ops that make a tensor like one of their arguments."""
         ...

@@ -42,7 +42,7 @@ class ReshapeStep(ViewStep):
 
 @dataclass(frozen=True, slots=True)
 class BijectiveStep(ViewStep):
-    """An op with an inverse op (`back`): `permute`, `view.dtype`, `view_as_real`, `_conj`."""
+    """An op with an inverse op (`back`): `permute`, `_conj`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -57,28 +57,59 @@ class BijectiveStep(ViewStep):
 
 
 @dataclass(frozen=True, slots=True)
+class RegroupStep(BijectiveStep):
+    """A bijective op that makes one element of several, or several of one: `view.dtype`, `view_as_complex`.
+
+    To make one of several, torch requires strides that are a multiple of their number, in dimensions of size 1 too,
+    where a value may have other strides than its geometry: these dimensions are left out.
+    """
+
+    parent: Geometry
+    child: Geometry
+
+    def forward(self, emit: Emitter, parent: Value) -> Value:
+        return _regrouped(emit, self.target, self.args, parent, self.parent, self.child)
+
+    def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
+        return _regrouped(emit, self.back, self.back_args, child, self.child, self.parent)
+
+
+def _regrouped(
+    emit: Emitter, target: Any, args: tuple[Any, ...], value: Value, have: Geometry, want: Geometry
+) -> Value:
+    sizes = [s for s in have.size if s != 1]
+    if have.dtype.itemsize >= want.dtype.itemsize or len(sizes) == len(have.size):
+        return emit.call(target, value, *args)
+    value = emit.call(aten.view.default, value, sizes)
+    return emit.call(aten.view.default, emit.call(target, value, *args), list(want.size))
+
+
+@dataclass(frozen=True, slots=True)
 class SubviewStep(ViewStep):
     """A part of the parent: `slice`, `select`, `diagonal`; the inverse is the matching `*_scatter`.
 
-    covers: whether the child is the whole parent.
+    A child that is the whole parent (`select` of a dimension of size 1) becomes the parent by `view`.
     """
 
     call: ViewCall
     scatter: Any
     scatter_args: tuple[Any, ...]
-    covers: bool
+    parent: Geometry
+    child: Geometry
 
     @property
     def scatters(self) -> bool:
-        return not self.covers
+        return self.child.numel != self.parent.numel
 
     def forward(self, emit: Emitter, parent: Value) -> Value:
         return self.call.on(emit, parent)
 
     def inverse(self, emit: Emitter, child: Value, parent: OldParent) -> Value:
-        if self.covers:
+        if self.scatters:
+            return emit.call(self.scatter, parent(), child, *self.scatter_args)
+        if self.child.size == self.parent.size:
             return child
-        return emit.call(self.scatter, parent(), child, *self.scatter_args)
+        return emit.call(aten.view.default, child, list(self.parent.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,22 +332,22 @@ def _own_inverse(call: ViewCall, parent: Geometry, child: Geometry, index: int |
 
 
 def _view_dtype(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
-    return BijectiveStep(call.target, call.args, call.target, (parent.dtype,))
+    return RegroupStep(call.target, call.args, call.target, (parent.dtype,), parent, child)
 
 
 def _view_as_real(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
-    return BijectiveStep(call.target, call.args, aten.view_as_complex.default, ())
+    return RegroupStep(call.target, call.args, aten.view_as_complex.default, (), parent, child)
 
 
 def _view_as_complex(
     call: ViewCall, parent: Geometry, child: Geometry, index: int | None
 ) -> ViewStep:
-    return BijectiveStep(call.target, call.args, aten.view_as_real.default, ())
+    return RegroupStep(call.target, call.args, aten.view_as_real.default, (), parent, child)
 
 
 def _part(scatter: Any) -> Callable[..., ViewStep]:
     def make(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
-        return SubviewStep(call, scatter, call.args, child.size == parent.size)
+        return SubviewStep(call, scatter, call.args, parent, child)
 
     return make
 
@@ -327,13 +358,13 @@ def _split(call: ViewCall, parent: Geometry, child: Geometry, index: int | None)
     stride = parent.stride[dim]  # 0: an expanded dimension, which is never written
     start = (child.offset - parent.offset) // stride if stride else 0
     where = (dim, start, start + child.size[dim], 1)
-    return OutputStep(call, aten.slice_scatter.default, where, child.size == parent.size, index)
+    return OutputStep(call, aten.slice_scatter.default, where, parent, child, index)
 
 
 def _unbind(call: ViewCall, parent: Geometry, child: Geometry, index: int | None) -> ViewStep:
     assert index is not None
     dim = _dim(call.args[0] if call.args else 0, parent)
-    return OutputStep(call, aten.select_scatter.default, (dim, index), False, index)
+    return OutputStep(call, aten.select_scatter.default, (dim, index), parent, child, index)
 
 
 _STEPS: dict[Any, Callable[..., ViewStep]] = {

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import functionalize as fz
-from functionalize.errors import UndefinedContentsError
 from tests.discharge.eager import same_as_eager, text_of
 
 aten = torch.ops.aten
@@ -217,13 +215,12 @@ def test_returned(name: str) -> None:
         same_as_eager(fn, base())
 
 
-# Torch writes to these by a copy of what they hold, so there must be something.
-COPIED = {"mH of complex", "H", "adjoint", "conj", "neg", "imag of conj"}
-
-
-@pytest.mark.parametrize("name", [name for name in VIEWS if name not in COPIED])
+@pytest.mark.parametrize("name", VIEWS)
 def test_write_of_undefined_contents(name: str) -> None:
-    """The storage is grown; one part is written through the view; that part alone is read."""
+    """The storage is grown; one part is written through the view; that part alone is read.
+
+    torch copies a view with a conjugate or negative bit before it writes to it, which is no read of the program's.
+    """
     base, view = VIEWS[name]
 
     def fn(x: Tensor) -> Any:
@@ -238,20 +235,6 @@ def test_write_of_undefined_contents(name: str) -> None:
     x.untyped_storage().resize_(0)
     with quiet():
         same_as_eager(fn, x)
-
-
-@pytest.mark.parametrize("name", sorted(COPIED))
-def test_write_of_undefined_contents_that_torch_copies(name: str) -> None:
-    base, view = VIEWS[name]
-
-    def fn(x: Tensor) -> Any:
-        x.untyped_storage().resize_(x.numel() * x.itemsize)
-        view(x).zero_()
-
-    x = base()
-    x.untyped_storage().resize_(0)
-    with pytest.raises(UndefinedContentsError, match=r"reads `x` .* not written since"):
-        fz.trace(fn, x)
 
 
 def add_one(view: View) -> Callable[[Tensor], Tensor]:
