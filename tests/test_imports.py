@@ -40,6 +40,7 @@ ORDER = [
     "lifetimes",
     "functions",
     "saving",
+    "audit",
     "step",
     "step_backward",
     "entry",

@@ -157,7 +157,7 @@ class Executable:
         self.prepare()
         with torch.no_grad():
             with generators_restored_on_error() if self._random else nullcontext():
-                results = self._results(call, vote)
+                results = self.results(call, vote)
                 homes = apply_epilogue(self.epilogue, call.inputs, results)
             outs: list[Any] = []
             returned: set[int] = set()  # slots that an earlier output returned without a copy
@@ -168,7 +168,8 @@ class Executable:
                     outs.append(output_of(role, call, homes, results, returned))
         return pytree.tree_unflatten(outs, self.out_spec)
 
-    def _results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
+    def results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
+        """The graph's results, after the guards on numbers; before the epilogue, so that nothing is written yet."""
         committed = False
 
         def check(*values: Any) -> None:

@@ -1,0 +1,320 @@
+"""An audited run against the signature of a program: the first difference, or a number for which a guard fails.
+
+    verdict = Comparison(signature, recorder, storages, numbers).verdict(leaves, spec, assigned)
+    verdict.difference      "op 12 of 80: argument 1 of aten.mul.Tensor is 0.25, the program has 0.5" and both lines
+    verdict.missed          "`item > 1` is True, was False": no program would have been replayed to its end
+
+Compared, in order: each op, its arguments and results (constants by type and value, tensors by geometry and storage),
+the contents of tensors that Python made from numbers; then the result, and which gradients the step has left.
+A storage that existed before the step must be the one at the place of the recording, every other one corresponds to one
+of the recording from its first use on. A live number must have the value of its expression with this call's numbers.
+Invariant: it reads, and changes nothing. A difference counts only if all guards on numbers read before it hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+from functionalize._compat.graphs import pytree
+from functionalize._compat.stacks import CapturedTraceback
+from functionalize.audit.digest import digest
+from functionalize.audit.signature import NumberFact, Row, Signature, leaf_of, row_of
+from functionalize.ir.guards import same_constant
+from functionalize.ir.ops import TensorRef
+from functionalize.ir.scalars import (
+    Applied,
+    LiveNumber,
+    ScalarInput,
+    bottom_up,
+    expression_text,
+    is_expression,
+)
+from functionalize.recorder.recorder import Recorder
+from functionalize.recorder.storage_table import External
+from functionalize.util.user_stack import line_of
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class AuditVerdict:
+    """The result of an audit. missed: a guard on a number does not hold, so that nothing can be said."""
+
+    difference: str | None = None
+    missed: str | None = None
+
+
+class Comparison:
+    """One audited run and the signature of the program.
+
+    storages: for the number of each storage in the signature, its number in this run, as far as known before the run.
+    numbers: the values of the `ScalarInput`s of the signature before the run.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        recorder: Recorder,
+        storages: Mapping[int, int],
+        numbers: Mapping[ScalarInput, Any],
+    ) -> None:
+        self.signature, self.recorder = signature, recorder
+        self._now = dict(storages)
+        self._was = {now: was for was, now in storages.items()}
+        self._values: dict[Any, Any] = dict(numbers)
+        self._names = {serial: name for serial, name, _ in signature.sources}
+
+    @cached_property
+    def _outside(self) -> dict[int, External]:
+        """The tensors from outside, by storage; to be read after the run."""
+        return {e.ref.storage: e for e in self.recorder.storages.externals}
+
+    # -- verdicts ------------------------------------------------------------------------------
+
+    def verdict(
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec, assigned: Sequence[bool]
+    ) -> AuditVerdict:
+        """leaves, spec: the flattened pair (result, gradients in the assigned slots). assigned: for each slot."""
+        return self._judged(
+            self._ops(is_whole=True) or self._end(leaves, spec, tuple(assigned)) or self._notes()
+        )
+
+    def verdict_of_failed(self, error: BaseException) -> AuditVerdict:
+        """The verdict on a run in which the step raised `error`; an op that raises does so in a replay, too."""
+        difference = self._ops(is_whole=False)
+        if difference is None and self.recorder.failed is None:
+            after = f"after op {len(self.recorder.records)} of {len(self.signature.rows)}"
+            text = f"{after} the step raises {type(error).__name__}: {error}; the program goes on"
+            difference = text
+        return self._judged(difference)
+
+    def _judged(self, difference: str | None) -> AuditVerdict:
+        missed = self._missed()
+        return AuditVerdict(missed=missed) if missed is not None else AuditVerdict(difference)
+
+    def _missed(self) -> str | None:
+        for fact in self.signature.facts:
+            try:
+                now = self._value(fact.expression)
+            except _UnknownError:  # read after the difference
+                continue
+            except ArithmeticError as error:
+                return f"a number cannot be computed: {error}"
+            if not same_constant(now, fact.value):
+                return f"{_text_of_fact(fact)} is {now!r}, was {fact.value!r}"
+        return None
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def _ops(self, is_whole: bool) -> str | None:
+        """The first op that differs. is_whole: whether the run reached its end."""
+        rows, records = self.signature.rows, self.recorder.records
+        frozen = {id(each.record): each.value for each in self.recorder.scalars}
+        for at, (was, record) in enumerate(zip_longest(rows, records), 1):
+            if record is None and not is_whole:
+                return None
+            now = row_of(record, id(record) in frozen) if record is not None else None
+            if was is None or now is None or not self._is_same_row(was, now):
+                return self._op_text(at, was, now)
+            if was.read is not None:
+                hint = record.meta.get("hint", frozen.get(id(record)))
+                self._values[was.read] = hint
+        return None
+
+    def _is_same_row(self, was: Row, now: Row) -> bool:
+        same = self._same
+        return (
+            was.target is now.target
+            and len(was.args) == len(now.args)
+            and all(same(a, b) for a, b in zip(was.args, now.args, strict=True))
+            and (not (was.kwargs or now.kwargs) or same(was.kwargs, now.kwargs))
+            and same(was.outputs, now.outputs)
+            and same(was.resized and _resized(was), now.resized and _resized(now))
+            and was.gradients == now.gradients
+            and (was.read is None) == (now.read is None)
+        )
+
+    def _same(self, was: Any, now: Any) -> bool:
+        kind = type(was)
+        if kind is TensorRef:
+            return (
+                type(now) is TensorRef
+                and was[1] == now[1]
+                and self._is_same_storage(was[0], now[0])
+            )
+        if kind is LiveNumber or type(now) is LiveNumber:
+            try:
+                value = self._value(was.expression) if kind is LiveNumber else was
+            except (_UnknownError, ArithmeticError):
+                return False
+            return same_constant(now.hint if type(now) is LiveNumber else now, value)
+        if kind is list or kind is tuple:
+            return (
+                isinstance(now, (list, tuple))
+                and len(was) == len(now)
+                and all(self._same(a, b) for a, b in zip(was, now, strict=True))
+            )
+        if kind is dict:
+            return was.keys() == now.keys() and all(
+                self._same(value, now[key]) for key, value in was.items()
+            )
+        return was is now or same_constant(now, was)
+
+    def _is_same_storage(self, was: int, now: int) -> bool:
+        known = self._now.get(was)
+        if known is not None or now in self._was:
+            return known == now
+        # The first use of both: a storage from outside or a literal corresponds to one of the same kind.
+        external, literal = self._outside.get(now), self.signature.literals.get(was)
+        is_literal = external is not None and external.literal
+        if is_literal != (literal is not None):
+            return False
+        if (
+            external is not None
+            and external.literal
+            and not _same_digest(literal, digest(external.tensor))
+        ):
+            return False
+        if (external is not None and not is_literal) != (was in self._names):
+            return False
+        self._now[was], self._was[now] = now, was
+        return True
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def _value(self, expression: Any) -> Any:
+        """The value of an expression with the numbers read so far; raises `_UnknownError`, `ArithmeticError`."""
+        values = self._values
+        if not is_expression(expression):
+            return expression
+        for part in bottom_up(expression, values):
+            if not isinstance(part, Applied):
+                raise _UnknownError
+            values[part] = part.function(*[values[a] if is_expression(a) else a for a in part.args])
+        return values[expression]
+
+    # -- the end of the step -------------------------------------------------------------------
+
+    def _end(
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec, assigned: tuple[bool, ...]
+    ) -> str | None:
+        signature = self.signature
+        for (name, _), was, now in zip(signature.slots, signature.assigned, assigned, strict=True):
+            if was != now:
+                what = ("assigns", "does not") if now else ("leaves", "assigns another one")
+                return f"after the last op: the step {what[0]} `{name}`, the program {what[1]}"
+        if spec != signature.spec:
+            return f"after the last op: the result is {spec}, that of the program {signature.spec}"
+        for at, (was, leaf) in enumerate(zip(signature.leaves, leaves, strict=True)):
+            now = leaf_of(leaf, self.recorder)
+            if not self._same(was, now):
+                here, there = self._value_text(now), self._program_text(was)
+                return f"after the last op: leaf {at} of the result is {here}, that of the program {there}"
+        return None
+
+    def _notes(self) -> str | None:
+        notes = self.recorder.checks.unrepeatable
+        return f"after equal ops: the step {notes[0]}" if notes else None
+
+    # -- text ----------------------------------------------------------------------------------
+
+    def _op_text(self, at: int, was: Row | None, now: Row | None) -> str:
+        text = f"op {at} of {len(self.signature.rows)}: {self._row_text(was, now)}"
+        lines = [f"\n  {line_of(now.stack)}"] if now is not None else []
+        if was is not None and was.stack is not None:
+            recorded = _line(was.stack)
+            if now is None or recorded != _line(now.stack):
+                lines.append(f"\n  recorded {recorded}")
+        return text + "".join(lines)
+
+    def _row_text(self, was: Row | None, now: Row | None) -> str:
+        if now is None:
+            assert was is not None
+            return f"the step ends, the program runs {was.target}"
+        if was is None:
+            return f"the step runs {now.target}, the program ends"
+        if was.target is not now.target:
+            return f"the step runs {now.target}, the program {was.target}"
+        for key, before, after in _parts(was, now):
+            if before is _NOTHING or after is _NOTHING or not self._same(before, after):
+                here, there = self._value_text(after), self._program_text(before)
+                return f"{key} of {now.target} is {here}, the program has {there}"
+        return f"{now.target} runs with another grad mode than in the program"
+
+    def _value_text(self, value: Any) -> str:
+        if value is _NOTHING:
+            return "absent"
+        if type(value) is LiveNumber:
+            return repr(value.hint)
+        if type(value) is TensorRef:
+            info = self.recorder.storages.infos[value.storage]
+            return f"{value.geometry} of {_named(info.name)}{self._contents(value.storage)}"
+        if type(value) in (list, tuple):
+            return f"[{', '.join(map(self._value_text, value))}]"
+        return repr(value)
+
+    def _program_text(self, value: Any) -> str:
+        if value is _NOTHING:
+            return "none"
+        if type(value) is LiveNumber:
+            try:
+                return f"{self._value(value.expression)!r}"
+            except (_UnknownError, ArithmeticError):
+                return f"`{expression_text(value.expression)}`"
+        if type(value) is TensorRef:
+            name = self._names.get(value.storage, "a temporary")
+            name = "other numbers" if value.storage in self.signature.literals else _named(name)
+            return f"{value.geometry} of {name}"
+        if type(value) in (list, tuple):
+            return f"[{', '.join(map(self._program_text, value))}]"
+        return repr(value)
+
+    def _contents(self, storage: int) -> str:
+        external = self._outside.get(storage)
+        if external is None or not external.literal or external.tensor.numel() > 8:
+            return ""
+        return f" ({external.tensor.tolist()})"
+
+
+class _UnknownError(LookupError):
+    """A number was not read before the first difference."""
+
+
+def _parts(was: Row, now: Row) -> list[tuple[str, Any, Any]]:
+    pairs = enumerate(zip_longest(was.args, now.args, fillvalue=_NOTHING))
+    parts = [(f"argument {i}", a, b) for i, (a, b) in pairs]
+    for key in {**was.kwargs, **now.kwargs}:
+        parts.append(
+            (f"argument `{key}`", was.kwargs.get(key, _NOTHING), now.kwargs.get(key, _NOTHING))
+        )
+    parts.append(("the result", was.outputs, now.outputs))
+    parts.append(("the sizes of storages after", _resized(was), _resized(now)))
+    parts.append(("the number read", was.read is not None, now.read is not None))
+    return parts
+
+
+def _resized(row: Row) -> list[Any]:
+    """The sizes of the storages that an op has resized; which storages follows from its arguments."""
+    return [nbytes for _, nbytes in row.resized]
+
+
+def _same_digest(was: Any, now: Any) -> bool:
+    return was is not None and tuple(was) == tuple(now)
+
+
+def _named(name: str) -> str:
+    return name if name == "a temporary" else f"`{name}`"
+
+
+def _line(stack: CapturedTraceback | None) -> str:
+    return line_of(stack)
+
+
+def _text_of_fact(fact: NumberFact) -> str:
+    if isinstance(fact.expression, Applied):
+        return f"`{expression_text(fact.expression)}`"
+    return "a tensor's value"
