@@ -22,12 +22,15 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from functionalize._compat.dispatch import current_modes
-from functionalize.errors import FunctionalizeError, GuardError
+from functionalize.audit.audited_call import AuditedCall
+from functionalize.audit.signature import Signature
+from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
 from functionalize.ir.inputs import Call
@@ -62,6 +65,7 @@ from functionalize.util.gc_pause import only_young_collections
 
 log = logging.getLogger("functionalize")
 _EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
+_MOST_FAILURES = 3  # of audits, before the step is refused
 _COLLECTIVES_DIFFER = (
     "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
     "have arguments of different sizes: give passes that decide by memory no budget"
@@ -152,10 +156,11 @@ class CapturedStep:
             refused = self._refused.get(key) or self._refused.get(_EVERY_CALL)
             if refused is not None:
                 return self._run_refused(refused, args, kwargs)
-            is_replayed, result = self._try_replay(key, leaves, spec)
-            if is_replayed:
+            call = Invocation(args, kwargs, leaves, spec, key)
+            is_done, result = self._try_replay(call)
+            if is_done:
                 return result
-            call = Invocation(args, kwargs, leaves, spec, key, reason=str(result))
+            call = replace(call, reason=str(result))
             self._note_miss(call.reason)
             if self._skips_recording(key):
                 return self._run_eagerly(args, kwargs)
@@ -187,24 +192,33 @@ class CapturedStep:
 
     # -- replay --------------------------------------------------------------------------------
 
-    def _try_replay(self, key: Hashable, leaves: Sequence[Any], spec: Any) -> tuple[bool, Any]:
-        """(True, result) if a program was replayed, on every rank if they vote; else (False, the reason why not)."""
-        matching = self._cache.matching(key, leaves, spec)
+    def _try_replay(self, call: Invocation) -> tuple[bool, Any]:
+        """(True, result) if a program was replayed or audited, on every rank if they vote; else (False, why not)."""
+        matching = self._cache.matching(call.key, call.leaves, call.spec)
         found = next(matching, None)
+        is_due = found is not None and self._is_due(found[0])
         if self._vote is not None:
-            worst = self._vote.before_replay(found[0].fingerprints if found is not None else None)
+            issued = found[0].fingerprints if found is not None else None
+            worst = self._vote.before_replay(issued, is_due)
+            is_due = worst is Level.AUDITED
             self._collectives_differ = worst is Level.DIFFERENT
             if self._collectives_differ:
                 if _COLLECTIVES_DIFFER not in self.stats.guard_failures:
                     log.warning("%s runs eagerly: %s", self._name, _COLLECTIVES_DIFFER)
                 return False, _COLLECTIVES_DIFFER
-            if worst is not Level.KEPT:
+            if worst not in (Level.KEPT, Level.AUDITED):
                 return False, self._cache.reason or "a guard failed on another rank"
         while found is not None:
             try:
-                return True, self._replay(*found)
+                if not is_due:
+                    return True, self._replay(*found)
+                audited = AuditedCall.of(
+                    found[0].signature, found[0].program, found[1], self._vote is None
+                )
             except GuardError as error:
                 self._cache.missed(str(error))
+            else:
+                return True, self._audit(audited, found[0], call)
             # With a vote, the graph has issued its collectives: no other program is tried, all ranks run eagerly.
             found = None if self._vote is not None else next(matching, None)
         return False, self._cache.reason
@@ -215,9 +229,58 @@ class CapturedStep:
             vote = None  # the equal fingerprints say that no rank's program has value guards
         result, gradients = cached.program.replay(call, vote)
         leave(call, cached.slots, gradients, cached.effects)
-        self._cache.used(cached)
-        self.stats.replays += 1
+        self._note_replay(cached)
         return refuse_backward(result, cached.has_grad_fn)
+
+    def _note_replay(self, cached: CachedProgram) -> None:
+        cached.replays += 1
+        self.stats.replays += 1
+        self._cache.used(cached)
+
+    # -- audit ---------------------------------------------------------------------------------
+
+    def _is_due(self, cached: CachedProgram) -> bool:
+        """Whether the next call of this program is audited."""
+        call = cached.replays + cached.audits + 1
+        return cached.signature is not None and self._options.audit.is_due(call)
+
+    def _audit(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
+        """Run the step for real, and compare it with its program: the result is eager's, whatever is found."""
+        cached.audits += 1
+        self._cache.used(cached)
+        try:
+            with only_young_collections():
+                result = audited.run(self._fn, call.args, call.kwargs, call.spec)
+        except Exception:
+            self._note_difference(audited, cached)
+            raise
+        if audited.missed is None:
+            self.stats.audits += 1
+        else:  # the program would not have been replayed
+            self.stats.eager += 1
+            self._note_miss(audited.missed)
+        message = self._note_difference(audited, cached)
+        level = Level.KEPT if message is None else Level.NOT_YET
+        if message is not None and self.stats.audit_failures >= _MOST_FAILURES:
+            level = Level.REFUSED
+        worst = self._vote.worst(level) if self._vote is not None else level
+        if worst is not Level.KEPT and message is None:
+            self._cache.drop(cached)  # all ranks record again
+        if worst is Level.REFUSED:
+            why = f"replays differ from eager again and again: {message or 'on another rank'}"
+            self._refuse(_EVERY_CALL, UncapturableError(why))
+        if message is not None and self._options.audit.raises:
+            raise AuditError(message)
+        return result
+
+    def _note_difference(self, audited: AuditedCall, cached: CachedProgram) -> str | None:
+        """Drop a program that differs from eager; returns the message, None if it does not differ."""
+        message = audited.message(self._name, cached.replays + cached.audits)
+        if message is not None:
+            log.error("%s", message)
+            self.stats.differed(message)
+            self._cache.drop(cached)
+        return message
 
     # -- record, judge, build, agree, keep -----------------------------------------------------
 
@@ -254,6 +317,7 @@ class CapturedStep:
         """The program of a recording, after the passes."""
         recorded = recording.program(call.spec)
         program = self._options.applied(recorded)
+        signature = self._signature(recording)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
         exit = recording.exit
         cached = CachedProgram(
@@ -268,8 +332,15 @@ class CapturedStep:
                 else {}
             ),
             memory=StepMemory.of(recording, recorded, program),
+            signature=signature,
         )
         return Built(cached, recording.summary, counts)
+
+    def _signature(self, recording: StepRecording) -> Signature | None:
+        """What audited calls are compared with; None if none is audited."""
+        if self._options.audit.every == 0 or in_world():
+            return None
+        return recording.signature()
 
     def _keep(self, outcome: Outcome, key: Hashable) -> None:
         """Keep the program, the summary with which the next recording is compared, or the refusal."""

@@ -65,7 +65,7 @@ class Invocation:
     leaves: Sequence[Any]
     spec: pytree.TreeSpec
     key: Hashable
-    reason: str
+    reason: str = ""
 
 
 class FinishedRun(Protocol):
