@@ -20,6 +20,7 @@ from torch import Tensor
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.graphs import pytree
+from functionalize.audit.audit_recorder import AuditRecorder
 from functionalize.audit.comparison import AuditVerdict, Comparison
 from functionalize.audit.results import ExpectedResults, is_comparable
 from functionalize.audit.signature import Signature
@@ -27,24 +28,11 @@ from functionalize.errors import GuardError
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
 from functionalize.recorder.live_scalars import plain_tree
-from functionalize.recorder.recorder import Recorder
 from functionalize.state import arguments
 from functionalize.state.hyperparameters import lifted
 from functionalize.state.sources import changed_slots
 
 log = logging.getLogger("functionalize")
-
-
-class AuditRecorder(Recorder):
-    """A recorder of op streams only: it holds no tensor from outside, so that the step can free it."""
-
-    def __init__(self, live: bool) -> None:
-        super().__init__(ignore_fake=True, live=live)
-        self.storages.holds_externals = False
-
-    def start(self) -> None:
-        super().start()
-        self.storages.holds_externals = False
 
 
 class AuditedCall:
@@ -98,7 +86,7 @@ class AuditedCall:
         signature = self._signature
         if signature is None:
             return fn(*args, **kwargs)
-        recorder = AuditRecorder(signature.live)
+        recorder = AuditRecorder(signature)
         try:
             with torch.no_grad():
                 comparison = self._begin(signature, recorder)
@@ -116,25 +104,11 @@ class AuditedCall:
         self._judge(lambda: self._verdict(comparison, result, changed))
         return plain_tree(result)
 
-    def _begin(self, signature: Signature, recorder: Recorder) -> Comparison:
-        """Look up every storage and number from outside, before the step runs."""
-        storages = {}
-        for serial, name, source in signature.sources:
-            try:
-                tensor = source.resolve(self._call)
-            except (LookupError, AttributeError):
-                continue  # the program does not read it: its own inputs were resolved
-            if isinstance(tensor, Tensor):
-                storages[serial] = recorder.storages.bring_in(tensor, name).storage
-        numbers = {}
-        for each in signature.numbers:
-            try:
-                numbers[each] = each.source.resolve(self._call).item()
-            except (LookupError, AttributeError):
-                continue
+    def _begin(self, signature: Signature, recorder: AuditRecorder) -> Comparison:
+        """Look up every place from outside, before the step runs."""
         gradients = [slot.resolve(self._call) for _, slot in signature.slots]
         self._before = [None if g is None else weakref.ref(g) for g in gradients]
-        return Comparison(signature, recorder, storages, numbers)
+        return recorder.begin(self._call)
 
     def _verdict(self, comparison: Comparison, result: Any, changed: str | None) -> AuditVerdict:
         assigned, gradients = [False] * len(self._before), []

@@ -1,6 +1,8 @@
 """An audited run against the signature of a program: the first difference, or a number for which a guard fails.
 
-    verdict = Comparison(signature, recorder, storages, numbers).verdict(leaves, spec, assigned)
+    comparison = Comparison(signature, recorder, storages, numbers)
+    comparison.check(record)                                 for each op, when it has run
+    verdict = comparison.verdict(leaves, spec, assigned)
     verdict.difference      "op 12 of 80: argument 1 of aten.mul.Tensor is 0.25, the program has 0.5" and both lines
     verdict.missed          "`item > 1` is True, was False": no program would have been replayed to its end
 
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -24,7 +25,7 @@ from functionalize._compat.stacks import CapturedTraceback
 from functionalize.audit.digest import digest
 from functionalize.audit.signature import NumberFact, Row, Signature, leaf_of, row_of
 from functionalize.ir.guards import same_constant
-from functionalize.ir.ops import TensorRef
+from functionalize.ir.ops import OpRecord, TensorRef
 from functionalize.ir.scalars import (
     Applied,
     LiveNumber,
@@ -53,6 +54,7 @@ class Comparison:
 
     storages: for the number of each storage in the signature, its number in this run, as far as known before the run.
     numbers: the values of the `ScalarInput`s of the signature before the run.
+    failed: an error in the comparison itself, which ends it.
     """
 
     def __init__(
@@ -67,29 +69,99 @@ class Comparison:
         self._was = {now: was for was, now in storages.items()}
         self._values: dict[Any, Any] = dict(numbers)
         self._names = {serial: name for serial, name, _ in signature.sources}
+        self._outside: dict[int, External] = {}
+        self._at = 0  # how many ops were as expected
+        self._difference: str | None = None  # at the first op that was not
+        self.failed: Exception | None = None
 
-    @cached_property
-    def _outside(self) -> dict[int, External]:
-        """The tensors from outside, by storage; to be read after the run."""
-        return {e.ref.storage: e for e in self.recorder.storages.externals}
+    def _external(self, storage: int) -> External | None:
+        """The tensor from outside on a storage of this run; None if an op has allocated the storage."""
+        externals = self.recorder.storages.externals
+        for external in externals[len(self._outside) :]:
+            self._outside[external.ref.storage] = external
+        return self._outside.get(storage)
+
+    # -- storages, for the recorder --------------------------------------------------------------
+
+    def storage_now(self, was: int) -> int | None:
+        """The number in this run of a storage of the signature; None: it was not used yet."""
+        return self._now.get(was)
+
+    def is_outside(self, was: int) -> bool:
+        """Whether a storage of the signature existed before the step."""
+        return was in self._names
+
+    def bind(self, was: int, now: int) -> None:
+        """An op has allocated storage `now` of this run, in the place of `was`."""
+        self._now[was], self._was[now] = now, was
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    @property
+    def next_row(self) -> Row | None:
+        """The op that should come next; None after a difference or the last op."""
+        rows = self.signature.rows
+        if self._difference is not None or self.failed is not None or self._at >= len(rows):
+            return None
+        return rows[self._at]
+
+    def advance(self) -> None:
+        """The next op was the expected one."""
+        self._at += 1
+
+    def check(self, record: OpRecord) -> None:
+        """Compare a record with the row that should come next."""
+        if self._difference is not None or self.failed is not None:
+            return
+        last = self.recorder.scalars[-1] if self.recorder.scalars else None
+        frozen = last is not None and last.record is record
+        was, now = self.next_row, row_of(record, frozen)
+        if was is None or not self._is_same_row(was, now):
+            self._difference = self._op_text(self._at + 1, was, now)
+            return
+        if was.read is not None:
+            self._values[was.read] = record.meta.get("hint", last.value if last else None)
+        self._at += 1
+
+    def check_result(self, record: OpRecord) -> None:
+        """Compare a record of which only the result may differ."""
+        was = self.next_row
+        assert was is not None
+        if self._same(was.outputs, record.outputs):
+            self._at += 1
+        else:
+            now = row_of(record, False)
+            self._difference = self._op_text(
+                self._at + 1, was, was._replace(outputs=now.outputs, stack=now.stack)
+            )
 
     # -- verdicts ------------------------------------------------------------------------------
 
     def verdict(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec, assigned: Sequence[bool]
     ) -> AuditVerdict:
-        """leaves, spec: the flattened pair (result, gradients in the assigned slots). assigned: for each slot."""
+        """leaves, spec: the flattened pair (result, gradients in the assigned slots). assigned: for each slot.
+
+        Raises the error in the comparison, if there was one.
+        """
+        if self.failed is not None:
+            raise self.failed
+        if self._difference is None and self.next_row is not None:
+            self._difference = self._op_text(self._at + 1, self.next_row, None)
         return self._judged(
-            self._ops(is_whole=True) or self._end(leaves, spec, tuple(assigned)) or self._notes()
+            self._difference or self._end(leaves, spec, tuple(assigned)) or self._notes()
         )
 
     def verdict_of_failed(self, error: BaseException) -> AuditVerdict:
         """The verdict on a run in which the step raised `error`; an op that raises does so in a replay, too."""
-        difference = self._ops(is_whole=False)
+        if self.failed is not None:
+            raise self.failed
+        difference = self._difference
         if difference is None and self.recorder.failed is None:
-            after = f"after op {len(self.recorder.records)} of {len(self.signature.rows)}"
-            text = f"{after} the step raises {type(error).__name__}: {error}; the program goes on"
-            difference = text
+            after = f"after op {self._at} of {len(self.signature.rows)}"
+            difference = (
+                f"{after} the step raises {type(error).__name__}: {error}; the program goes on"
+            )
         return self._judged(difference)
 
     def _judged(self, difference: str | None) -> AuditVerdict:
@@ -108,22 +180,7 @@ class Comparison:
                 return f"{_text_of_fact(fact)} is {now!r}, was {fact.value!r}"
         return None
 
-    # -- ops -----------------------------------------------------------------------------------
-
-    def _ops(self, is_whole: bool) -> str | None:
-        """The first op that differs. is_whole: whether the run reached its end."""
-        rows, records = self.signature.rows, self.recorder.records
-        frozen = {id(each.record): each.value for each in self.recorder.scalars}
-        for at, (was, record) in enumerate(zip_longest(rows, records), 1):
-            if record is None and not is_whole:
-                return None
-            now = row_of(record, id(record) in frozen) if record is not None else None
-            if was is None or now is None or not self._is_same_row(was, now):
-                return self._op_text(at, was, now)
-            if was.read is not None:
-                hint = record.meta.get("hint", frozen.get(id(record)))
-                self._values[was.read] = hint
-        return None
+    # -- rows ----------------------------------------------------------------------------------
 
     def _is_same_row(self, was: Row, now: Row) -> bool:
         same = self._same
@@ -169,7 +226,7 @@ class Comparison:
         if known is not None or now in self._was:
             return known == now
         # The first use of both: a storage from outside or a literal corresponds to one of the same kind.
-        external, literal = self._outside.get(now), self.signature.literals.get(was)
+        external, literal = self._external(now), self.signature.literals.get(was)
         is_literal = external is not None and external.literal
         if is_literal != (literal is not None):
             return False
@@ -274,7 +331,7 @@ class Comparison:
         return repr(value)
 
     def _contents(self, storage: int) -> str:
-        external = self._outside.get(storage)
+        external = self._external(storage)
         if external is None or not external.literal or external.tensor.numel() > 8:
             return ""
         return f" ({external.tensor.tolist()})"

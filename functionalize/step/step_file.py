@@ -136,10 +136,19 @@ def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number:
         "effects": value(cached.effects),
         "history": value(list(cached.has_grad_fn)),
         "reason": cached.reason,
-        "signature": value(cached.signature),
+        "signature": _write_signature(writer, cached),
         "issued": [[writer.group(g), number] for g, number in cached.fingerprints.items()],
         "records": writer.encoder.records,
     }
+
+
+def _write_signature(writer: Writer, cached: CachedProgram) -> Json:
+    """What audits compare with; None, so that none is made, if it names an object that the program does not need."""
+    try:
+        return writer.encoder.value(cached.signature, "the op stream")
+    except SaveError as error:
+        log.info("a saved program will not be audited: its op stream %s", error)
+        return None
 
 
 # -- loading ---------------------------------------------------------------------------------------

@@ -362,6 +362,35 @@ def which_layer(model: nn.Module) -> Made:
     return loss, lambda: setattr(config, "at", 1)
 
 
+@case("which half of one storage")
+def which_half(model: nn.Module) -> Made:
+    config = holder(at=0)
+    loss = lambda x: model(x).chunk(2, dim=1)[config.at].square().mean()  # noqa: E731
+    return loss, lambda: setattr(config, "at", 1)
+
+
+@case("a square or its transpose")
+def which_square(model: nn.Module) -> Made:
+    config = holder(at=0)
+
+    def loss(x: Tensor) -> Tensor:
+        square = model(x)[:2]
+        return (square, square.t())[config.at].sin().cumsum(0).mean()
+
+    return loss, lambda: setattr(config, "at", 1)
+
+
+@case("which of two results")
+def which_result(model: nn.Module) -> Made:
+    config = holder(at=0)
+
+    def loss(x: Tensor) -> Tensor:
+        y = model(x)
+        return (y.sin(), y.cos())[config.at].square().mean()
+
+    return loss, lambda: setattr(config, "at", 1)
+
+
 # -- hooks, loaders, replaced functions ---------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
+from functionalize.audit.audit_recorder import AuditRecorder
+from functionalize.audit.comparison import Comparison
 from functionalize.errors import AuditError, UncapturableError
 from tests.audit.cases import CASES, REPLACEMENTS, Loss, replaced
 from tests.audit.unguarded import unguarded
@@ -281,6 +283,41 @@ def test_an_audited_step_frees_its_old_gradients_when_eager_does() -> None:
         captured(batch(i))
     assert captured.stats.audits >= 3
     assert freed[-captured.stats.audits :] == [True] * captured.stats.audits
+
+
+def test_an_error_in_the_comparison_is_logged_and_the_step_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise KeyError("broken")
+
+    captured = fz.capture(lambda x: x.sin().cos(), audit=1)
+    until_captured(captured)
+    for owner, name in ((AuditRecorder, "_is_result"), (Comparison, "check")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken)
+            with caplog.at_level(logging.ERROR, "functionalize"):
+                y = captured(batch(3))
+        assert torch.equal(y, batch(3).sin().cos())
+    captured(batch(4))
+    assert (captured.stats.audit_failures, len(captured.programs)) == (0, 1)
+    assert "a bug in functionalize" in caplog.records[0].getMessage()
+
+
+def test_a_tensor_without_a_storage_is_a_difference_and_breaks_nothing() -> None:
+    config = {"sparse": False}
+    dense = torch.eye(6)
+
+    def step(x: Tensor) -> Tensor:
+        return torch.mm(dense.to_sparse() if config["sparse"] else dense, x.t())
+
+    with unguarded():
+        captured = fz.capture(step, audit=1)
+        for i in range(4):
+            captured(batch(i))
+        config["sparse"] = True
+        assert torch.equal(captured(batch(4)), batch(4).t())
+    assert captured.stats.audit_failures == 1
 
 
 def test_audits_can_be_switched_off() -> None:

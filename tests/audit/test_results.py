@@ -73,6 +73,37 @@ def test_the_graph_that_runs_beside_changes_nothing() -> None:
     assert (step.stats.audits, step.stats.audit_failures) == (4, 0)
 
 
+def test_sums_in_any_order_and_other_libraries_are_not_run_beside() -> None:
+    @torch.library.custom_op("audited::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    calls: list[int] = []
+    at = torch.tensor([0, 0, 1])
+    steps = {
+        "sums": lambda x: x.index_put((at,), x[at], accumulate=True),
+        "custom": lambda x: twice(x) + 1,
+        "plain": lambda x: x + 1,
+    }
+    for name, step in steps.items():
+        captured = fz.capture(step, audit=1, on_uncapturable="eager")
+        for i in range(4):
+            captured(batch(i))
+        assert captured.stats.audits >= 2, captured.explain()
+        assert is_comparable(captured.program) is (name == "plain")
+    assert len(calls) == 4  # once per call
+    torch.use_deterministic_algorithms(True)
+    try:
+        captured = fz.capture(steps["sums"], audit=1)
+        for i in range(3):
+            captured(batch(i))
+        assert is_comparable(captured.program)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize(
     ("options", "comparable"),
     [({}, True), ({"passes": "cleanup"}, True), ({"passes": "reinplace"}, False)],
