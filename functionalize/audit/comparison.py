@@ -308,8 +308,7 @@ class Comparison:
         if type(value) is LiveNumber:
             return repr(value.hint)
         if type(value) is TensorRef:
-            info = self.recorder.storages.infos[value.storage]
-            return f"{value.geometry} of {_named(info.name)}{self._contents(value.storage)}"
+            return f"{value.geometry} of {self._origin(value.storage)}"
         if type(value) in (list, tuple):
             return f"[{', '.join(map(self._value_text, value))}]"
         return repr(value)
@@ -330,11 +329,16 @@ class Comparison:
             return f"[{', '.join(map(self._program_text, value))}]"
         return repr(value)
 
-    def _contents(self, storage: int) -> str:
+    def _origin(self, storage: int) -> str:
         external = self._external(storage)
-        if external is None or not external.literal or external.tensor.numel() > 8:
-            return ""
-        return f" ({external.tensor.tolist()})"
+        if external is None:
+            return "a temporary"
+        if external.literal:
+            shown = f" {external.tensor.tolist()}" if external.tensor.numel() <= 8 else ""
+            return f"the numbers{shown}"
+        if storage not in self._was:
+            return "a tensor that the program does not read"
+        return _named(self.recorder.storages.infos[storage].name)
 
 
 class _UnknownError(LookupError):

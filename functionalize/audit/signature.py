@@ -128,6 +128,8 @@ class Signature:
         log = recorder.scalar_log
         if log is not None:
             facts += [NumberFact(fact.expression, fact.value) for fact in log.facts.values()]
+        pairs = zip(rows, recorder.records, strict=True)
+        with_numbers = [row for row, record in pairs if record.live]
         leaves = tuple([leaf_of(leaf, recorder) for leaf in state.leaves])
         used = {ref.storage for row in rows for ref in refs_in([row.args, row.kwargs])}
         used |= {ref.storage for ref in refs_in([parts for parts in leaves if type(parts) is list])}
@@ -148,7 +150,7 @@ class Signature:
             tuple(sources),
             literals,
             tuple(facts),
-            _numbers_in(rows, facts, leaves),
+            _numbers_in(with_numbers, facts, leaves),
             leaves,
             state.spec,
             tuple(state.slots),

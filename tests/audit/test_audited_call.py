@@ -339,3 +339,38 @@ def test_by_default_the_eighth_call_of_each_program_is_audited() -> None:
 def test_a_forward_alone_is_not_audited() -> None:
     with pytest.raises(ValueError, match="audit=1 compares whole steps"):
         fz.capture(lambda x: x, backward=True, audit=1)
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_a_tensor_from_another_place_is_named() -> None:
+    step, change = model_and_step(CASES["which of two layers"])
+    captured = fz.capture(step, audit=1)
+    until_captured(captured)
+    change()
+    captured(batch(5))
+    assert (
+        "argument 0 of aten.t.default is float32[2, 6] of a tensor that the program does not read, the program has "
+        "float32[2, 6] of `model.twins.0.weight`\n"
+    ) in captured.stats.differences[0]
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_numbers_that_python_made_a_tensor_of_are_shown() -> None:
+    step, change = model_and_step(CASES["a tensor made from a number"])
+    captured = fz.capture(step, audit=1)
+    until_captured(captured)
+    change()
+    captured(batch(5))
+    assert "is float32[1] of the numbers [0.25], the program has" in captured.stats.differences[0]
+
+
+def test_the_option_of_the_decorator() -> None:
+    @fz.capture(audit=2)
+    def step(x: Tensor) -> Tensor:
+        return x.sin()
+
+    for i in range(5):
+        step(batch(i))
+    assert (step.stats.audits, step.stats.replays) == (2, 2)
+    assert "2 audits (no difference)" in step.explain()
+    assert "  2 audited calls" in step.explain()
