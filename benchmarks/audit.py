@@ -1,6 +1,6 @@
-"""The cost of audited calls: the FSDP2 Llama of `benchmarks.memory_truth`, bound by dispatch.
+"""The cost of audited calls: the FSDP2 Llama of `benchmarks.memory_truth`, at width 64 bound by dispatch alone.
 
-    python -m benchmarks.audit [--layers 3 12] [--steps 10000] [--json]
+    python -m benchmarks.audit [--layers 3 12] [--widths 64 256] [--steps 100000] [--json]
 
     eager       the step
     replay      `fz.capture(step, audit=False)`
@@ -41,9 +41,9 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def seconds(layers: int, runs: int = 9) -> dict[str, float]:
+def seconds(layers: int, width: int, runs: int = 9) -> dict[str, float]:
     """Median CPU seconds of the step's thread in every way."""
-    subjects = {way: Case(layers=layers).build() for way in WAYS}
+    subjects = {way: Case(layers=layers, width=width).build() for way in WAYS}
     steps = {way: make(subjects[way].step) for way, make in WAYS.items()}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for i in range(-4, runs):
@@ -66,13 +66,13 @@ def amortised(found: dict[str, float], steps: int) -> float:
     return 100 * audits * (found["audited"] / found["replay"] - 1) / steps
 
 
-def table(rows: dict[tuple[int, int], dict[str, float]], steps: int) -> str:
-    """One row for each depth and number of ranks."""
-    lines = ["layers  ranks  eager ms  replay ms  audited ms  audited/eager  amortised %"]
-    for (layers, ranks), found in rows.items():
+def table(rows: dict[tuple[int, int, int], dict[str, float]], steps: int) -> str:
+    """One row for each depth, width and number of ranks."""
+    lines = ["layers  width  ranks  eager ms  replay ms  audited ms  audited/eager  amortised %"]
+    for (layers, width, ranks), found in rows.items():
         eager, replay, audited = (1e3 * found[way] for way in WAYS)
         lines.append(
-            f"{layers:<8}{ranks:<7}{eager:>8.1f}{replay:>11.1f}{audited:>12.1f}"
+            f"{layers:<8}{width:<7}{ranks:<7}{eager:>8.1f}{replay:>11.1f}{audited:>12.1f}"
             f"{audited / eager:>15.2f}{amortised(found, steps):>13.2f}"
         )
     return "\n".join(lines)
@@ -84,7 +84,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--layers", nargs="+", type=int, default=[3, 12])
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--widths", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -94,10 +95,11 @@ def main() -> None:
     rows = {}
     for ranks in (2, 1):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        rows |= {(layers, ranks): seconds(layers) for layers in args.layers}
+        for width in args.widths:
+            rows |= {(layers, width, ranks): seconds(layers, width) for layers in args.layers}
         dist.destroy_process_group()
     if args.json:
-        found = {f"{layers} layers, {ranks} ranks": row for (layers, ranks), row in rows.items()}
+        found = {" ".join(map(str, key)): row for key, row in rows.items()}
         print(json.dumps({"machine": machine(), "seconds": found}))
         return
     print(machine())

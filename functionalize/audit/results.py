@@ -49,14 +49,14 @@ def is_comparable(program: Program) -> bool:
         return False  # on a GPU any op may sum by atomic additions
     else:
         in_any_order = _IN_ANY_ORDER
-    groups: set[str] = set()
     for node in program.graph.nodes:
         space = getattr(node.target, "namespace", "aten")
         name = getattr(node.target, "__name__", "")
         if space not in _KNOWN or (node.op == "call_function" and name.startswith(in_any_order)):
             return False
-        groups.update(groups_of(node.target, node.args))
-    return all(ranks_of(group_of_name(group)) == 1 for group in groups)
+        if any(ranks_of(group_of_name(g)) > 1 for g in groups_of(node.target, node.args)):
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
