@@ -46,6 +46,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.passes
 	$(BIN)/python -m benchmarks.memory_truth
 	$(BIN)/python -m benchmarks.memory_overhead
+	$(BIN)/python -m benchmarks.audit
 	$(BIN)/python -m benchmarks.scratch
 	$(BIN)/python -m benchmarks.plan
 

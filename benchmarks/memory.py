@@ -84,7 +84,7 @@ class Peak:
 
 def captured(step: Step, pipeline: str) -> Step:
     """The step as it is measured: captured with a pipeline, or eager."""
-    result: Step = step if pipeline == EAGER else fz.capture(step, passes=pipeline)
+    result: Step = step if pipeline == EAGER else fz.capture(step, passes=pipeline, audit=False)
     return result
 
 

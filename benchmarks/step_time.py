@@ -106,14 +106,14 @@ SUBJECTS = {
 WAYS: dict[str, Callable[[Subject, str], Step]] = {
     "eager": lambda s, device: s.step(device, False),
     "layers": lambda s, device: s.step(device, True),
-    "boxed": lambda s, device: fz.capture(s.step(device, False)),
-    "default": lambda s, device: fz.capture(s.step(device, False), passes="default"),
-    "fast": lambda s, device: fz.capture(s.step(device, False), passes="fast"),
+    "boxed": lambda s, device: fz.capture(s.step(device, False), audit=False),
+    "default": lambda s, device: fz.capture(s.step(device, False), passes="default", audit=False),
+    "fast": lambda s, device: fz.capture(s.step(device, False), passes="fast", audit=False),
     "inductor": lambda s, device: fz.capture(
-        s.step(device, False), passes="fast", compile="inductor"
+        s.step(device, False), passes="fast", compile="inductor", audit=False
     ),
     "cudagraphs": lambda s, device: fz.capture(
-        s.step(device, False), passes="fast", compile="cudagraphs"
+        s.step(device, False), passes="fast", compile="cudagraphs", audit=False
     ),
 }
 

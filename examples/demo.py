@@ -121,19 +121,19 @@ def compare(options: Options, say: Callable[[str], None]) -> tuple[Any, Any, Any
     say(f"{'step':>4}  {'eager loss':>11}  {'ours':>11}  {'ran as':<9} bitwise equal on both ranks")
     failures = 0
     stats = captured.stats
-    while stats.replays < options.steps:
-        before = (stats.warmups, stats.captures)
+    while stats.replays + stats.audits < options.steps:
+        before, audits = (stats.warmups, stats.captures), stats.audits
         tokens = batch()
         loss_a, loss_b = eager(tokens), captured(tokens)
         a, b = state(model_a, optimizer_a), state(model_b, optimizer_b)
         equal = {"loss": bits_equal([loss_a], [loss_b])}
         equal |= {key: bits_equal(a[key], b[key]) for key in a}
         failures += not all(equal.values())
-        kind = "replay"
+        kind = "replay" if stats.audits == audits else "audit"
         if (stats.warmups, stats.captures) != before:
             kind = "capture" if stats.captures > before[1] else "warm-up"
         shown = ", ".join(f"{k}: {'yes' if v else 'NO'}" for k, v in equal.items())
-        step = stats.warmups + stats.captures + stats.replays - 1
+        step = stats.warmups + stats.captures + stats.replays + stats.audits - 1
         say(f"{step:>4}  {loss_a:>11.7f}  {loss_b:>11.7f}  {kind:<9} {shown}")
     if failures:
         raise SystemExit(f"{failures} steps were not bitwise equal")

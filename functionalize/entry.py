@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from functionalize.audit.schedule import AuditOption
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import CaptureOptions, Compile, OnUncapturable
 from functionalize.step_backward.captured_forward import CapturedForward
@@ -24,6 +25,7 @@ def capture(
     backward: bool = False,
     compile: Compile = None,
     memory: bool = False,
+    audit: AuditOption = "auto",
 ) -> Any:
     """Record `train_step` (any callable) and replay it in later calls; also a decorator.
 
@@ -37,10 +39,13 @@ def capture(
     compile: the runner of the programs: Inductor (not bit for bit), CUDA graphs, or (None) op by op. A
     program that cannot be compiled is refused like a step that cannot be captured, with a `CompileError`.
     memory: record the lifetimes of storages, for `step.memory`, and the module of each op.
+    audit: which calls run for real and are compared with the program: "auto" (a schedule with ever longer distances),
+    a number n (every n-th call; 1: all), False (none), "raise" ("auto", and a difference raises `AuditError`). A
+    difference drops the program and is logged, see `docs/capture.md`. Only whole steps are audited.
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, and for `memory`
-    with `backward`.
+    or a schedule of audits with `backward`.
     """
-    options = CaptureOptions.of(passes, on_uncapturable, max_programs, compile, memory)
+    options = CaptureOptions.of(passes, on_uncapturable, max_programs, compile, memory, audit)
     if train_step is None:
         return functools.partial(
             capture,
@@ -50,11 +55,16 @@ def capture(
             backward=backward,
             compile=compile,
             memory=memory,
+            audit=audit,
         )
     if not backward:
         return CapturedStep(train_step, options)
     if memory:
         raise ValueError(
             "memory=True records whole steps: a forward (backward=True) is a part of one"
+        )
+    if audit not in ("auto", False, None):
+        raise ValueError(
+            f"audit={audit!r} compares whole steps: a forward (backward=True) is a part of one"
         )
     return CapturedForward(train_step, options)

@@ -64,6 +64,10 @@ class GuardError(FunctionalizeError):
     """A replay was refused because a fact the capture relied on no longer holds; nothing was changed."""
 
 
+class AuditError(FunctionalizeError):
+    """An audited call did other things than its program would have; the step has run, and the program was dropped."""
+
+
 class PassError(FunctionalizeError):
     """A pass was applied at a stage, or with an option, that it does not accept."""
 

@@ -41,6 +41,7 @@ ORDER = [
     "lifetimes",
     "functions",
     "saving",
+    "audit",
     "step",
     "step_backward",
     "entry",

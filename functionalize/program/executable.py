@@ -160,7 +160,7 @@ class Executable:
         self.prepare()
         with torch.no_grad():
             with generators_restored_on_error() if self._random else nullcontext():
-                results = self._results(call, vote)
+                results = self.results(call, vote)
                 call.committed = True
                 homes = apply_epilogue(self.epilogue, call.inputs, results)
             outs: list[Any] = []
@@ -172,7 +172,8 @@ class Executable:
                     outs.append(output_of(role, call, homes, results, returned))
         return pytree.tree_unflatten(outs, self.out_spec)
 
-    def _results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
+    def results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
+        """The graph's results, after the guards on numbers; before the epilogue, so that nothing is written yet."""
         call.committed = False
 
         def check(*values: Any) -> None:

@@ -171,7 +171,7 @@ class Writer:
                 list(map(written, node.args)),
                 {k: written(v) for k, v in node.kwargs.items()},
             )
-            for at in _group_arguments(node.target):
+            for at in group_arguments(node.target):
                 if isinstance(at, int) and at < len(args):
                     args[at] = self.group(str(node.args[at]))
                 elif at in kwargs:
@@ -201,7 +201,7 @@ def _has_node(arg: Any) -> bool:
     return isinstance(arg, fx.Node)
 
 
-def _group_arguments(target: Any) -> list[int | str]:
+def group_arguments(target: Any) -> list[int | str]:
     """The positions and names of an op's arguments that are names of process groups."""
     schema = getattr(target, "_schema", None)
     if schema is None:

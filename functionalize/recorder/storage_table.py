@@ -207,11 +207,15 @@ class StorageTable:
             with disable_current_modes():  # no recording records this resize
                 storage.resize_(info.nbytes)
 
+    def register(self, info: StorageInfo) -> None:
+        """Add an entry, whose number is the number of entries."""
+        self._by_address[info.address] = info
+        self.infos.append(info)
+
     def _add(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
         check_plain(tensor)
         info = StorageInfo(len(self.infos), tensor, storage)
-        self._by_address[storage._cdata] = info
-        self.infos.append(info)
+        self.register(info)
         if self._observer is not None:
             self._observer.storage_seen(info, storage)
         return info

@@ -9,6 +9,7 @@ source that a replay may assign to, and that may hold None.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -222,6 +223,22 @@ def slots(roots: Roots, found: Sequence[tuple[str, Source, Tensor]]) -> Iterator
     for root_name, states in roots.states().items():
         for name, slot in fsdp_slots(states):
             yield f"{root_name}.{name}", slot
+
+
+def changed_slots(
+    slots: Sequence[tuple[str, Slot]],
+    before: Sequence[weakref.ref[Tensor] | None],
+    call: Call,
+) -> Iterator[tuple[int, Tensor | None]]:
+    """The slots that a step has assigned: the index of each, and its gradient now.
+
+    before: a weak reference to the gradient in each slot when the step began; None: an empty slot.
+    """
+    for at, ((_, slot), was) in enumerate(zip(slots, before, strict=True)):
+        now = slot.resolve(call)
+        same = now is None if was is None else now is not None and now is was()
+        if not same:
+            yield at, now
 
 
 def leave(

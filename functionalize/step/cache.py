@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
@@ -45,6 +46,8 @@ class CachedProgram:
     replays: the number of replays.
     fingerprints: those of the collectives in each process group; empty unless passes may change collectives.
     memory: the memory report; None if lifetimes were not recorded.
+    signature: the recorded op stream, with which audited calls are compared; None: the program is not audited.
+    audits: the number of audited calls.
     """
 
     program: Program
@@ -55,6 +58,8 @@ class CachedProgram:
     replays: int = 0
     fingerprints: Fingerprints = field(default_factory=dict)
     memory: StepMemory | None = None
+    signature: Signature | None = None
+    audits: int = 0
 
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
@@ -143,8 +148,7 @@ class ProgramCache:
         self._example[kind] = reason
 
     def used(self, cached: CachedProgram) -> None:
-        """Record that a program was replayed."""
-        cached.replays += 1
+        """Record that a program was replayed, or audited."""
         self._used.move_to_end(cached)
         bucket = self._by_key[self._used[cached]]
         if bucket[0] is not cached:
@@ -154,18 +158,20 @@ class ProgramCache:
     def add(self, key: Hashable, cached: CachedProgram) -> None:
         """Add a program. It replaces one for the same numbers, else, at the limit, the least recently used one."""
         for same in [k for k in self._by_key.get(key, ()) if _same_numbers(k, cached)]:
-            self._drop(same)
+            self.drop(same)
         if len(self._used) >= self._limit:
             oldest = next(iter(self._used))
-            self._drop(oldest)
+            self.drop(oldest)
             first = self._unused_in_a_row == 0
-            self._unused_in_a_row = self._unused_in_a_row + 1 if oldest.replays == 0 else 0
+            unused = oldest.replays == oldest.audits == 0
+            self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
             if self.thrashing or (first and self._unused_in_a_row):
                 self._warn()
         self._by_key.setdefault(key, []).insert(0, cached)
         self._used[cached] = key
 
-    def _drop(self, cached: CachedProgram) -> None:
+    def drop(self, cached: CachedProgram) -> None:
+        """Remove a program."""
         key = self._used.pop(cached)
         bucket = self._by_key[key]
         bucket.remove(cached)

@@ -27,15 +27,16 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from functionalize._compat.dispatch import current_modes
-from functionalize.errors import FunctionalizeError, GuardError, UncapturableError
+from functionalize.audit.signature import Signature
+from functionalize.errors import FunctionalizeError, UncapturableError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
-from functionalize.ir.inputs import Call
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
@@ -43,15 +44,13 @@ from functionalize.recorder.effects import CallWatch
 from functionalize.recorder.live_scalars import plain_tree
 from functionalize.recorder.patches import recorded_checks
 from functionalize.recorder.recorder import Recorder
-from functionalize.run.detached_outputs import refuse_backward
 from functionalize.state import arguments
-from functionalize.state.hyperparameters import Key
-from functionalize.state.sources import leave
-from functionalize.step.cache import CachedProgram, ProgramCache, UnsettledMisses, key_of
+from functionalize.step.cache import CachedProgram, ProgramCache, key_of
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
-from functionalize.step.recording import RecordingSummary, StepRecording
+from functionalize.step.recording import StepRecording
+from functionalize.step.replayed_step import EVERY_CALL, ReplayedStep
 from functionalize.step.stages import (
     MAX_WARMUPS,
     MOST_WARMUPS,
@@ -63,7 +62,7 @@ from functionalize.step.stages import (
     judge,
     record,
 )
-from functionalize.step.stats import ProgramCounts, Stats
+from functionalize.step.stats import ProgramCounts
 from functionalize.step.step_file import SavedStep, load_step, save_step
 from functionalize.step.step_memory import StepMemory
 from functionalize.step.vote import Level, RankVote
@@ -72,33 +71,16 @@ from functionalize.util.own_values import own_values
 from functionalize.util.text import without_numbers
 
 log = logging.getLogger("functionalize")
-_EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
-_COLLECTIVES_DIFFER = (
-    "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
-    "have arguments of different sizes: give passes that decide by memory no budget"
-)
 
 
-class CapturedStep:
+class CapturedStep(ReplayedStep):
     """A training step that is recorded in its steady state and replayed after."""
 
     _hooks_run_outside = False  # whether autograd runs the hooks of plain parameters after a replay
 
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
+        super().__init__(train_step, options)
         functools.update_wrapper(self, train_step)
-        self.stats = Stats()
-        self._fn, self._options = train_step, options
-        self._name = getattr(train_step, "__name__", type(train_step).__name__)
-        self._cache = ProgramCache(self._name, options.max_programs)
-        self._warmups: dict[Hashable, Unkept] = {}  # by the key of a call
-        self._unsettled = UnsettledMisses(self._name)
-        self._refused: dict[Hashable, FunctionalizeError] = {}
-        self._changed_hyperparameters: frozenset[Key] = frozenset()
-        self._last_kept: RecordingSummary | None = None
-        self._vote: RankVote | None = None
-        self._collectives_differ = (
-            False  # whether the ranks' programs for this call issue different collectives
-        )
 
     @property
     def program(self) -> Program | None:
@@ -171,8 +153,8 @@ class CapturedStep:
         )
         if self._options.raises:
             raise error
-        if _EVERY_CALL not in self._refused:
-            self._refuse(_EVERY_CALL, error)
+        if EVERY_CALL not in self._refused:
+            self._refuse(EVERY_CALL, error)
         return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,16 +169,17 @@ class CapturedStep:
             flat, spec = arguments.flatten(args, kwargs)
             leaves = self._leaves(flat)
             key = key_of(leaves, spec)
-            refused = self._refused.get(key) or self._refused.get(_EVERY_CALL)
+            refused = self._refused.get(key) or self._refused.get(EVERY_CALL)
             if refused is not None:
                 return self._run_refused(refused, args, kwargs)
-            is_replayed, result = self._try_replay(key, leaves, spec)
-            if is_replayed:
+            call = Invocation(args, kwargs, leaves, spec, key)
+            is_done, result = self._try_replay(call)
+            if is_done:
                 return result
-            if is_replayed is None:
+            if is_done is None:
                 log.warning("a replay of %s failed, the call runs eagerly: %s", self._name, result)
                 return self._run_eagerly(args, kwargs)
-            call = Invocation(args, kwargs, leaves, spec, key, reason=str(result))
+            call = replace(call, reason=str(result))
             self._note_miss(call.reason)
             if self._skips_recording(call):
                 return self._run_eagerly(args, kwargs)
@@ -223,60 +206,6 @@ class CapturedStep:
             return self._collectives_differ
         most = MAX_WARMUPS if self._has_settled else MOST_WARMUPS
         return self._cache.thrashing or self._unsettled.skips(call.reason, most)
-
-    def _note_miss(self, reason: str) -> None:
-        if len(self._cache):
-            log.info("recording %s again: %s", self._name, reason)
-            self.stats.missed(reason)
-
-    def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
-        self.stats.eager += 1
-        return self._fn(*args, **kwargs)
-
-    # -- replay --------------------------------------------------------------------------------
-
-    def _try_replay(
-        self, key: Hashable, leaves: Sequence[Any], spec: Any
-    ) -> tuple[bool | None, Any]:
-        """(True, result) if a program was replayed, on every rank if they vote; else (False, the reason why not).
-
-        (None, the exception as text): an op failed, and nothing has changed; in eager the ops before it have effects.
-        """
-        matching = self._cache.matching(key, leaves, spec)
-        found = next(matching, None)
-        if self._vote is not None:
-            worst = self._vote.before_replay(found[0].fingerprints if found is not None else None)
-            self._collectives_differ = worst is Level.DIFFERENT
-            if self._collectives_differ:
-                if _COLLECTIVES_DIFFER not in self.stats.guard_failures:
-                    log.warning("%s runs eagerly: %s", self._name, _COLLECTIVES_DIFFER)
-                return False, _COLLECTIVES_DIFFER
-            if worst is not Level.KEPT:
-                return False, self._cache.reason or "a guard failed on another rank"
-        while found is not None:
-            try:
-                return True, self._replay(*found)
-            except GuardError as error:
-                self._cache.missed(str(error))
-            except FunctionalizeError:
-                raise
-            except Exception as error:
-                if self._vote is not None or not found[0].program.may_run_again(found[1]):
-                    raise
-                return None, f"{type(error).__name__}: {error}"
-            # With a vote, the graph has issued its collectives: no other program is tried, all ranks run eagerly.
-            found = None if self._vote is not None else next(matching, None)
-        return False, self._cache.reason
-
-    def _replay(self, cached: CachedProgram, call: Call) -> Any:
-        vote = self._vote
-        if vote is not None and vote.compares and not cached.program.value_guards:
-            vote = None  # the equal fingerprints say that no rank's program has value guards
-        result, gradients = cached.program.replay(call, vote)
-        leave(call, cached.slots, gradients, cached.effects)
-        self._cache.used(cached)
-        self.stats.replays += 1
-        return refuse_backward(result, cached.has_grad_fn)
 
     # -- record, judge, build, agree, keep -----------------------------------------------------
 
@@ -324,6 +253,7 @@ class CapturedStep:
         """The program of a recording, after the passes."""
         recorded = recording.program(call.spec)
         program = self._options.applied(recorded)
+        signature = self._signature(recording)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
         exit = recording.exit
         cached = CachedProgram(
@@ -338,8 +268,15 @@ class CapturedStep:
                 else {}
             ),
             memory=StepMemory.of(recording, recorded, program),
+            signature=signature,
         )
         return Built(cached, recording.summary, counts)
+
+    def _signature(self, recording: StepRecording) -> Signature | None:
+        """What audited calls are compared with; None if none is audited."""
+        if self._options.audit.every == 0 or in_world():
+            return None
+        return recording.signature()
 
     def _keep(self, outcome: Outcome, key: Hashable) -> None:
         """Keep the program, the summary with which the next recording is compared, or the refusal."""
@@ -355,7 +292,7 @@ class CapturedStep:
             unkept.reasons[without_numbers(outcome.reason)] += 1
             self.stats.warmups += 1
         else:
-            self._refuse(_EVERY_CALL if outcome.everywhere else key, outcome.error)
+            self._refuse(EVERY_CALL if outcome.everywhere else key, outcome.error)
             self.stats.warmups += 1
 
     def _add(self, key: Hashable, cached: CachedProgram) -> None:
@@ -363,17 +300,11 @@ class CapturedStep:
 
     # -- refusals ------------------------------------------------------------------------------
 
-    def _refuse(self, key: Hashable, error: FunctionalizeError) -> None:
-        self._warmups.pop(key, None)
-        self._refused[key] = error
-        then = "its next call will raise" if self._options.raises else "it runs eagerly from now on"
-        log.warning("%s cannot be captured, %s: %s", self._name, then, error)
-
     def _run_refused(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
         """A call whose key was refused before."""
         if self._options.raises:
             raise error
-        if self._vote is None or _EVERY_CALL in self._refused:
+        if self._vote is None or EVERY_CALL in self._refused:
             return self._run_eagerly(args, kwargs)
         self._vote.before_replay(
             None
@@ -392,6 +323,6 @@ class CapturedStep:
         result = self._fn(*args, **kwargs)
         if self._vote is not None:
             self._vote.worst(Level.REFUSED)
-            self._refuse(_EVERY_CALL, error)
+            self._refuse(EVERY_CALL, error)
         self.stats.eager += 1
         return result

@@ -33,6 +33,11 @@ def explanation(
         counted(stats.captures, "capture"),
         counted(stats.warmups, "warm-up"),
     ]
+    if stats.audits:
+        found = (
+            counted(stats.audit_failures, "difference") if stats.audit_failures else "no difference"
+        )
+        counts.append(f"{counted(stats.audits, 'audit')} ({found})")
     if stats.eager:
         counts.append(f"{counted(stats.eager, 'call')} eagerly")
     lines = [f"{name}: {', '.join(counts)}"]
@@ -42,6 +47,9 @@ def explanation(
         lines.append("guards that missed, the most frequent first")
         missed = Counter(stats.guard_failures).most_common(10)
         lines += [f"  {counted(times, 'time')}: {failure}" for failure, times in missed]
+    if stats.differences:
+        lines.append("differences that audits found, the last first")
+        lines += [f"  {difference}" for difference in reversed(stats.differences)]
     lines += [f"cannot be captured: {error}" for error in refused]
     return "\n".join(lines)
 
@@ -56,6 +64,8 @@ def _of_program(number: int, cached: CachedProgram) -> Iterator[str]:
         f"the graph, {counted(guards, 'guard')} before it and "
         f"{len(program.value_guards)} on numbers that Python read"
     )
+    if cached.audits:
+        yield f"  {counted(cached.audits, 'audited call')}"
     if program.runner is not None and program.runner is not boxed:
         yield f"  run by {getattr(program.runner, '__name__', program.runner)}"
     width = max((len(spec.name) for spec in program.inputs), default=0)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from functionalize.audit.schedule import AuditOption, AuditSchedule
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
 
 OnUncapturable = Literal["raise", "eager"]
 Compile = Literal["inductor", "cudagraphs"] | None
+_DEFAULT = AuditSchedule.of("auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class CaptureOptions:
     compares: whether ranks compare the collectives of their programs, since passes may change collectives.
     raises: whether a step that cannot be captured raises; else it runs eagerly.
     max_programs: the size of the cache. memory: whether lifetimes of storages and modules of ops are recorded.
+    audit: which calls are audited.
     """
 
     passes: tuple[Any, ...]
@@ -30,6 +33,7 @@ class CaptureOptions:
     raises: bool
     max_programs: int
     memory: bool = False
+    audit: AuditSchedule = _DEFAULT
 
     @staticmethod
     def of(
@@ -38,8 +42,9 @@ class CaptureOptions:
         max_programs: int,
         compile: Compile,
         memory: bool = False,
+        audit: AuditOption = "auto",
     ) -> CaptureOptions:
-        """Raises `ValueError` for an unknown mode, `PassError` for a pipeline that cannot be parsed."""
+        """Raises `ValueError` for an unknown mode or schedule, `PassError` for a pipeline that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
             raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
         if max_programs < 1:
@@ -47,7 +52,9 @@ class CaptureOptions:
         passes = _parsed(pipeline)
         compares = any(each.changes_collectives for each in passes)
         raises = on_uncapturable == "raise"
-        return CaptureOptions(passes, runner(compile), compares, raises, max_programs, memory)
+        made = runner(compile)
+        schedule = AuditSchedule.of(audit)
+        return CaptureOptions(passes, made, compares, raises, max_programs, memory, schedule)
 
     def applied(self, program: Program) -> Program:
         """The program, or a copy of it after the passes, ready to run."""

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.graphs import pytree
+from functionalize.audit.signature import Signature, StateAround
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
@@ -209,6 +210,20 @@ class StepRecording:
         )
         program.guards = (*input_guards(program, storages, self.entry), *early)
         return program
+
+    def signature(self) -> Signature:
+        """What a later run is compared with."""
+        entry, exit = self.entry, self.exit
+        around = StateAround(
+            entry.places.widest,
+            exit.leaves,
+            exit.spec,
+            entry.slots,
+            exit.assigned,
+            entry.hyperparameters,
+            entry.roots.optimizers,
+        )
+        return Signature.of(self.recorder, around)
 
     def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
         """Let each replay return a copy of a mutable object that the step made."""

@@ -28,13 +28,13 @@ import torch
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.graphs import pytree
+from functionalize.audit.collective_check import collective_mismatch
 from functionalize.errors import UncapturableError
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.recorder.recorder import Recorder
 from functionalize.state import arguments
 from functionalize.state.arguments import leaf_names
 from functionalize.state.hyperparameters import Key, lifted
-from functionalize.step.collective_check import collective_mismatch
 from functionalize.step.outcome import (
     Agreed,
     Built,
@@ -67,7 +67,7 @@ class Invocation:
     leaves: Sequence[Any]
     spec: pytree.TreeSpec
     key: Hashable
-    reason: str
+    reason: str = ""
 
 
 class FinishedRun(Protocol):

@@ -43,8 +43,9 @@ class ProgramCounts:
 class Stats:
     """Counts of all calls so far, and figures of the latest program.
 
-    calls = warmups + captures + replays + eager (a warm-up was recorded and not kept; `eager` ran without
+    calls = warmups + captures + replays + audits + eager (a warm-up was recorded and not kept; `eager` ran without
     being recorded). guard_failures: the last hundred messages.
+    audit_failures: the audits that found a difference; differences: their last hundred messages.
     ops, resizes: the numbers in the recording. nodes_recorded, nodes: in the graph before and after the passes.
     backwards: replayed backwards of a captured forward. reruns: forwards that ran again for a backward that was not
     recorded.
@@ -54,6 +55,9 @@ class Stats:
     captures: int = 0
     replays: int = 0
     eager: int = 0
+    audits: int = 0
+    audit_failures: int = 0
+    differences: list[str] = field(default_factory=list)
     guard_failures: list[str] = field(default_factory=list)
     ops: int = 0
     resizes: int = 0
@@ -69,6 +73,12 @@ class Stats:
         """A guard did not hold."""
         self.guard_failures.append(reason)
         del self.guard_failures[:-_FAILURES_KEPT]
+
+    def differed(self, message: str) -> None:
+        """An audit found a difference."""
+        self.audit_failures += 1
+        self.differences.append(message)
+        del self.differences[:-_FAILURES_KEPT]
 
     def captured(self, counts: ProgramCounts) -> None:
         """A program was made and is kept."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from functionalize.audit import signature
 from functionalize.errors import CompileError, LoadError, SaveError
 from functionalize.fsdp.objects import SetUp, fsdp_set_up, set_up_fsdp
 from functionalize.program import archive
@@ -99,7 +100,7 @@ def _contents(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Wri
     programs, error = [], SaveError("has no program yet: call the step until it is captured")
     for number, (key, cached) in enumerate(saved.programs, 1):
         # An encoder per program, so that the file has no records of a program that is left out.
-        encoder = Encoder(forms(names, fn), names.of)
+        encoder = Encoder([*forms(names, fn), *signature.forms(writer.group)], names.of)
         try:
             programs.append(_write_program(replace(writer, encoder=encoder), key, cached, number))
         except Gone as lost:
@@ -135,9 +136,19 @@ def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number:
         "effects": value(cached.effects),
         "history": value(list(cached.has_grad_fn)),
         "reason": cached.reason,
+        "signature": _write_signature(writer, cached),
         "issued": [[writer.group(g), number] for g, number in cached.fingerprints.items()],
         "records": writer.encoder.records,
     }
+
+
+def _write_signature(writer: Writer, cached: CachedProgram) -> Json:
+    """What audits compare with; None, so that none is made, if it names an object that the program does not need."""
+    try:
+        return writer.encoder.value(cached.signature, "the op stream")
+    except SaveError as error:
+        log.info("a saved program will not be audited: its op stream %s", error)
+        return None
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -185,7 +196,8 @@ def _read(path: Path, names: Names, metadata: Json, fn: Callable[..., Any]) -> S
         vote = RankVote(tuple(groups[g["group"]] for g in members), torch.device(device), compares)
     programs = []
     for code in content["programs"]:
-        decoder = Decoder(code["records"], forms(names, fn), names.object)
+        known = [*forms(names, fn), *signature.forms(None, groups)]
+        decoder = Decoder(code["records"], known, names.object)
         programs.append(_read_program(Reader(Program, decoder, _RUNNERS, groups, constants), code))
     return SavedStep(programs, Decoder((), ()).value(content["lifted"]), vote)
 
@@ -204,6 +216,7 @@ def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, Cached
         value(code["effects"]),
         value(code["history"]),
         str(code["reason"]),
+        signature=value(code["signature"]),
         fingerprints={reader.groups[g["group"]]: number for g, number in code["issued"]},
     )
     return value(code["key"]), cached

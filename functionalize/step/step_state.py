@@ -30,7 +30,13 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.state.arguments import flatten_result
 from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.python_state import SurroundingsGuard
-from functionalize.state.sources import Slot, module_tensors, parameters, plain_attributes
+from functionalize.state.sources import (
+    Slot,
+    changed_slots,
+    module_tensors,
+    parameters,
+    plain_attributes,
+)
 from functionalize.state.step_guards import (
     HyperparameterGuard,
     ModeGuard,
@@ -210,13 +216,11 @@ class ExitState:
         """Compare every slot and FSDP2's state with those on entry. changed: a change that is known already."""
         assigned, gradients = [], []
         call = Call(entry.leaves, [])
-        for (name, slot), before in zip(entry.slots, entry.gradients, strict=True):
-            now = slot.resolve(call)
-            same = now is None if before is None else now is not None and now is before()
-            if not same:
-                check_writable(name, slot, call)
-                assigned.append(slot)
-                gradients.append(now)
+        for at, gradient in changed_slots(entry.slots, entry.gradients, call):
+            name, slot = entry.slots[at]
+            check_writable(name, slot, call)
+            assigned.append(slot)
+            gradients.append(gradient)
         leaves, spec = flatten_result((result, gradients))
         has_grad_fn = [
             isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None

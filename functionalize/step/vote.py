@@ -55,14 +55,16 @@ class Level(enum.IntEnum):
     """The vote of one rank. All ranks act on the worst one, which has the greatest value.
 
     KEPT: the rank keeps its recording, or has a program whose guards hold.
+    AUDITED: such a program is due for an audit, in which all ranks run eagerly.
     DIFFERENT: all ranks have such a program, but their programs issue different collectives.
     NOT_YET: the rank warms up, or a guard failed. REFUSED: the rank cannot capture the step.
     """
 
     KEPT = 0
-    DIFFERENT = 1
-    NOT_YET = 2
-    REFUSED = 3
+    AUDITED = 1
+    DIFFERENT = 2
+    NOT_YET = 3
+    REFUSED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,16 @@ class RankVote:
             _all_reduce_max(flag, name)
         return Level(int(flag))
 
-    def before_replay(self, fingerprints: Fingerprints | None) -> Level:
+    def before_replay(self, fingerprints: Fingerprints | None, is_due: bool = False) -> Level:
         """The decision of all ranks on this call. fingerprints: those of this rank's program; None: it has no program.
 
-        `KEPT`: replay. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they issue different collectives.
+        is_due: whether this rank's program is due for an audit.
+        `KEPT`: replay. `AUDITED`: audit. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they issue
+        different collectives.
         """
-        mine = Level.KEPT if fingerprints is not None else Level.NOT_YET
+        mine = Level.AUDITED if is_due else Level.KEPT
+        if fingerprints is None:
+            mine = Level.NOT_YET
         if not self.compares:
             return self.worst(mine)
         for name in self.groups:

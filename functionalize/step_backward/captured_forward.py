@@ -129,6 +129,9 @@ class CapturedForward(CapturedStep):
 
     # -- replay --------------------------------------------------------------------------------
 
+    def _signature(self, recording: StepRecording) -> None:
+        """None: no call is audited, since the backward of an audited forward would run outside of the audit."""
+
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         if not isinstance(cached, ForwardProgram):
             return super()._replay(cached, call)
@@ -137,8 +140,7 @@ class CapturedForward(CapturedStep):
         replayed.hold(values[cached.results :])
         result, gradients = unflatten_result(values[: cached.results], cached.spec)
         leave(call, cached.slots, gradients, cached.effects)
-        self._cache.used(cached)
-        self.stats.replays += 1
+        self._note_replay(cached)
         assert isinstance(call.leaves, DetachedLeaves)
         return with_backward(result, cached.has_grad_fn, replayed, call.leaves, replayed.inputs())
 

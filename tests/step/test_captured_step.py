@@ -538,7 +538,7 @@ def in_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
 
 def test_modes_that_the_step_sets_are_set_by_a_replay() -> None:
     (a, opt_a), (b, opt_b) = twins()
-    eager, step = in_training(a, opt_a), fz.capture(in_training(b, opt_b))
+    eager, step = in_training(a, opt_a), fz.capture(in_training(b, opt_b), audit=False)
     for i in range(40):
         torch.manual_seed(i)
         expected = eager(batch(i))
@@ -584,7 +584,7 @@ class Kept:
 
 def test_a_settled_step_is_not_refused_for_calls_that_do_not_settle(caplog: Any) -> None:
     eager, ours = Kept(), Kept()
-    step = fz.capture(ours.step)
+    step = fz.capture(ours.step, audit=False)
     for i in range(60):
         for world, run in ((eager, eager.step), (ours, step)):
             world.keeps = i > 3 and i % 3 == 0
@@ -594,7 +594,9 @@ def test_a_settled_step_is_not_refused_for_calls_that_do_not_settle(caplog: Any)
     # 18 calls do not settle: five are recorded, then those whose number is a power of two.
     assert (step.stats.replays, step.stats.warmups, step.stats.eager) == (41, 5 + 2, 11)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert warning.startswith("step runs eagerly where `self.keeps` is True, was False: 5 recordings")
+    assert warning.startswith(
+        "step runs eagerly where `self.keeps` is True, was False: 5 recordings"
+    )
 
 
 # -- results that are the objects of others --------------------------------------------------------

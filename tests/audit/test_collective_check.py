@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.step.collective_check import _first_difference
+from functionalize.audit.collective_check import _first_difference
 from tests.ranks import run_on_ranks
 
 

@@ -1,0 +1,110 @@
+"""The cost of audited calls: the FSDP2 Llama of `benchmarks.memory_truth`, at width 64 bound by dispatch alone.
+
+    python -m benchmarks.audit [--layers 3 12] [--widths 64 256] [--steps 100000] [--json]
+
+    eager       the step
+    replay      `fz.capture(step, audit=False)`
+    audited     `fz.capture(step, audit=1)`: every call runs for real and is compared
+    amortised   what the default schedule adds to a run of so many replays, in percent: the audited calls of the
+                schedule, each by as much as it is slower than a replay
+
+One process on a fake group of one or two ranks, whose collectives cost nothing. On two ranks the op stream is compared,
+on one the results are, too. CPU time of the step's thread, medians; the ways alternate step by step, and each has its
+own model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import functionalize as fz
+from benchmarks.machine import machine
+from benchmarks.memory_truth import Case
+from functionalize.audit.schedule import AuditSchedule
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda step: step,
+    "replay": lambda step: fz.capture(step, audit=False),
+    "audited": lambda step: fz.capture(step, audit=1),
+}
+
+
+def seconds(layers: int, width: int, runs: int = 9) -> dict[str, float]:
+    """Median CPU seconds of the step's thread in every way."""
+    subjects = {way: Case(layers=layers, width=width).build() for way in WAYS}
+    steps = {way: make(subjects[way].step) for way, make in WAYS.items()}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for i in range(-4, runs):
+        for way, step in steps.items():
+            x = subjects[way].batch()
+            gc.collect()
+            start = time.thread_time()
+            step(x)
+            if i >= 0:
+                times[way].append(time.thread_time() - start)
+    stats = steps["audited"].stats
+    assert (stats.audit_failures, steps["replay"].stats.replays) == (0, stats.audits), stats
+    return {way: statistics.median(found) for way, found in times.items()}
+
+
+def amortised(found: dict[str, float], steps: int) -> float:
+    """Percent that the default schedule adds to `steps` replays."""
+    schedule = AuditSchedule.of("auto")
+    audits = sum(schedule.is_due(call) for call in range(1, steps + 1))
+    return 100 * audits * (found["audited"] / found["replay"] - 1) / steps
+
+
+def table(rows: dict[tuple[int, int, int], dict[str, float]], steps: int) -> str:
+    """One row for each depth, width and number of ranks."""
+    lines = ["layers  width  ranks  eager ms  replay ms  audited ms  audited/eager  amortised %"]
+    for (layers, width, ranks), found in rows.items():
+        eager, replay, audited = (1e3 * found[way] for way in WAYS)
+        lines.append(
+            f"{layers:<8}{width:<7}{ranks:<7}{eager:>8.1f}{replay:>11.1f}{audited:>12.1f}"
+            f"{audited / eager:>15.2f}{amortised(found, steps):>13.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--layers", nargs="+", type=int, default=[3, 12])
+    parser.add_argument("--widths", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("transformers", "functionalize"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    rows = {}
+    for ranks in (2, 1):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        for width in args.widths:
+            rows |= {(layers, width, ranks): seconds(layers, width) for layers in args.layers}
+        dist.destroy_process_group()
+    if args.json:
+        found = {" ".join(map(str, key)): row for key, row in rows.items()}
+        print(json.dumps({"machine": machine(), "seconds": found}))
+        return
+    print(machine())
+    print(table(rows, args.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Recordings compared: audited calls with the program that would have run, the collectives of ranks with each other."""

@@ -1,0 +1,138 @@
+"""One audited call: the step runs for real under a recorder, and is compared with the program that would have replayed.
+
+    audited = AuditedCall.of(signature, program, call)     may raise GuardError: nothing has run
+    result = audited.run(fn, args, kwargs, spec)           exactly what eager returns, with all its effects
+    audited.verdict                                        what differs, see `comparison.py` and `results.py`
+
+Invariants: the step runs once, whatever the audit finds, and its exceptions propagate. An error in the audit itself is
+logged and is no verdict. Numbers are live if they were in the recording, so that torch takes the same paths.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.graphs import pytree
+from functionalize.audit.audit_recorder import AuditRecorder
+from functionalize.audit.comparison import AuditVerdict, Comparison
+from functionalize.audit.results import ExpectedResults, is_comparable
+from functionalize.audit.signature import Signature
+from functionalize.errors import GuardError
+from functionalize.ir.inputs import Call
+from functionalize.program.program import Program
+from functionalize.recorder.live_scalars import plain_tree
+from functionalize.state import arguments
+from functionalize.state.hyperparameters import lifted
+from functionalize.state.sources import changed_slots
+
+log = logging.getLogger("functionalize")
+
+
+class AuditedCall:
+    """A call that is about to run, and afterwards its verdict; None: the audit itself has failed."""
+
+    def __init__(
+        self, signature: Signature | None, call: Call, expected: ExpectedResults | None = None
+    ) -> None:
+        self.verdict: AuditVerdict | None = None
+        self._before: list[weakref.ref[Tensor] | None] = []
+        self._signature, self._call, self._expected = signature, call, expected
+
+    @property
+    def missed(self) -> str | None:
+        """A guard on a number that did not hold in this call, so that the program would not have been replayed."""
+        return self.verdict.missed if self.verdict is not None else None
+
+    def message(self, name: str, number: int) -> str | None:
+        """How the step differed from the program; None: it did not, or that is not known.
+
+        name: of the step. number: which call of the program this was.
+        """
+        if self.verdict is None or self.verdict.difference is None:
+            return None
+        return (
+            f"an audit of {name}: call {number} of a program differs from eager, and the program is dropped "
+            f"(the call itself ran eagerly): {self.verdict.difference}"
+        )
+
+    @staticmethod
+    def of(
+        signature: Signature | None, program: Program, call: Call, runs_graph: bool
+    ) -> AuditedCall:
+        """Run the program's graph first, if that is safe; raises `GuardError` if a guard on a number fails in it.
+
+        signature: None: nothing is compared. runs_graph: False if other ranks wait for the guards of a graph that runs.
+        """
+        expected = None
+        if runs_graph and is_comparable(program):
+            try:
+                expected = ExpectedResults.of(program, call)
+            except GuardError:
+                raise
+            except Exception as error:  # eager will raise, too, or the op streams will differ
+                log.info("an audit compares no results, since the graph fails: %s", error)
+        call.inputs.clear()  # the step must be able to free them
+        return AuditedCall(signature, Call(call.leaves, []), expected)
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, spec: pytree.TreeSpec) -> Any:
+        """The result of the step. spec: the structure of the arguments."""
+        signature = self._signature
+        if signature is None:
+            return fn(*args, **kwargs)
+        recorder = AuditRecorder(signature)
+        try:
+            with torch.no_grad():
+                comparison = self._begin(signature, recorder)
+        except Exception as error:
+            _log_bug(error)
+            return fn(*args, **kwargs)
+        try:
+            with lifted(signature.optimizers, signature.lifted, recorder) as hyper, recorder:
+                result = fn(*args, **kwargs)
+        except Exception as error:
+            failure = error
+            self._judge(lambda: comparison.verdict_of_failed(failure))
+            raise
+        changed = hyper.changed or arguments.changed(args, kwargs, self._call.leaves, spec)
+        self._judge(lambda: self._verdict(comparison, result, changed))
+        return plain_tree(result)
+
+    def _begin(self, signature: Signature, recorder: AuditRecorder) -> Comparison:
+        """Look up every place from outside, before the step runs."""
+        gradients = [slot.resolve(self._call) for _, slot in signature.slots]
+        self._before = [None if g is None else weakref.ref(g) for g in gradients]
+        return recorder.begin(self._call)
+
+    def _verdict(self, comparison: Comparison, result: Any, changed: str | None) -> AuditVerdict:
+        assigned, gradients = [False] * len(self._before), []
+        for at, gradient in changed_slots(comparison.signature.slots, self._before, self._call):
+            assigned[at] = True
+            gradients.append(gradient)
+        leaves, spec = arguments.flatten_result((result, gradients))
+        comparison.recorder.checks.check_generators("after its last random op")
+        verdict = comparison.verdict(leaves, spec, assigned)
+        if verdict != AuditVerdict():
+            return verdict
+        difference = f"after equal ops: the step {changed}" if changed is not None else None
+        if difference is None and self._expected is not None:
+            difference = self._expected.difference(plain_tree(leaves))
+        return AuditVerdict(difference)
+
+    def _judge(self, verdict: Callable[[], AuditVerdict]) -> None:
+        try:
+            with torch.no_grad(), disable_current_modes():
+                self.verdict = verdict()
+        except Exception as error:
+            _log_bug(error)
+        self._expected = None
+
+
+def _log_bug(error: Exception) -> None:
+    log.error("a bug in functionalize, please report it: an audit failed", exc_info=error)

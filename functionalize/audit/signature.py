@@ -1,0 +1,264 @@
+"""The signature of a recording: what its op stream was, in a compact form with which later runs are compared.
+
+    signature = Signature.of(recorder, places, state)      when a program is made
+    signature.rows[3]        Row(aten.mul.Tensor, (TensorRef(s2, f32[4]), 0.5), ...)
+    signature.sources        [(0, "model_weight", ModuleTensor(...)), ...]: the storages that existed before the step
+    signature.literals       {7: digest}: tensors that Python made from numbers, by their contents
+
+A live number is kept as its expression, so that a later run can compute the value that it must have there. Storages
+have the numbers of their recording; a comparison maps them to those of the other run.
+Invariant: a signature keeps no tensor alive that its program does not, and is never changed. Arguments of unknown types
+are kept as their type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.graphs import pytree
+from functionalize._compat.stacks import CapturedTraceback
+from functionalize.audit.digest import Digest, digest
+from functionalize.errors import UnsupportedOpError
+from functionalize.ir.inputs import Captured, Source
+from functionalize.ir.ops import OpRecord, TensorRef, refs_in
+from functionalize.ir.scalars import LiveNumber, Read, ScalarInput, bottom_up, map_numbers
+from functionalize.program.json_codec import Form, plain_form
+from functionalize.program.program_file import group_arguments
+from functionalize.recorder.live_scalars import expression_of
+from functionalize.recorder.recorder import Recorder
+from functionalize.state.hyperparameters import Key
+from functionalize.state.sources import Slot
+from functionalize.util.process_groups import group_name, is_group, reduction
+from functionalize.util.tensor_wrappers import plain_tensors
+
+_PLAIN = frozenset(
+    {
+        *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device),
+        *(torch.layout, torch.memory_format),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupName:
+    """The process group of a collective, by its name in this process."""
+
+    name: str
+
+
+class Row(NamedTuple):
+    """One op. gradients: the grad mode, for ops that compute another result without gradients. read: the number that
+    the op returned to Python, as a leaf of expressions. stack: where it was recorded; None in a program from a file.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    resized: tuple[tuple[int, int], ...]
+    gradients: bool | None
+    read: Read | None
+    stack: CapturedTraceback | None
+
+
+class NumberFact(NamedTuple):
+    """A guard on a number: the step relied on `expression` having this value."""
+
+    expression: Any
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StateAround:
+    """What the signature needs of the state around a recording.
+
+    places: for each storage that was found before the step: name, source, geometry.
+    leaves, spec: the flattened pair (result, gradients in the slots that the step assigned).
+    slots: all places that may hold a gradient. assigned: those that the step assigned.
+    lifted, optimizers: the hyperparameters that were live numbers, and the optimizers of the step by name.
+    """
+
+    places: Mapping[int, tuple[str, Source, TensorRef]]
+    leaves: Sequence[Any]
+    spec: pytree.TreeSpec
+    slots: Sequence[tuple[str, Slot]]
+    assigned: Sequence[Slot]
+    lifted: frozenset[Key]
+    optimizers: Mapping[str, torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """What one recording did.
+
+    sources: (number, name, source) of each storage from outside that the step used. literals: contents of tensors that
+    Python made from numbers. leaves: of the result and of the assigned gradients, with `TensorRef`s for tensors.
+    assigned: for each slot, whether the step assigned it. numbers: the numbers of Python that are inputs.
+    live: whether numbers were live in the recording. The other fields: see `StateAround`.
+    """
+
+    rows: tuple[Row, ...]
+    sources: tuple[tuple[int, str, Source], ...]
+    literals: dict[int, Digest]
+    facts: tuple[NumberFact, ...]
+    numbers: tuple[ScalarInput, ...]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    slots: tuple[tuple[str, Slot], ...]
+    assigned: tuple[bool, ...]
+    live: bool
+    lifted: frozenset[Key]
+    optimizers: dict[str, torch.optim.Optimizer]
+
+    @staticmethod
+    def of(recorder: Recorder, state: StateAround) -> Signature:
+        """The signature of a recording that has ended and is in the steady state."""
+        frozen = {id(each.record): each.value for each in recorder.scalars}
+        rows = tuple([row_of(record, id(record) in frozen) for record in recorder.records])
+        facts = [
+            NumberFact(row.read, frozen[id(record)])
+            for row, record in zip(rows, recorder.records, strict=True)
+            if row.read is not None and id(record) in frozen
+        ]
+        log = recorder.scalar_log
+        if log is not None:
+            facts += [NumberFact(fact.expression, fact.value) for fact in log.facts.values()]
+        pairs = zip(rows, recorder.records, strict=True)
+        with_numbers = [row for row, record in pairs if record.live]
+        leaves = tuple([leaf_of(leaf, recorder) for leaf in state.leaves])
+        used = {ref.storage for row in rows for ref in refs_in([row.args, row.kwargs])}
+        used |= {ref.storage for ref in refs_in([parts for parts in leaves if type(parts) is list])}
+        outside = [e for e in recorder.storages.externals if e.ref.storage in used]
+        sources, literals = [], {}
+        for each in outside:
+            serial = each.ref.storage
+            if each.literal:
+                literals[serial] = digest(each.tensor)
+            elif serial in state.places:
+                name, source, _ = state.places[serial]
+                sources.append((serial, name, source))
+            else:
+                sources.append((serial, each.info.name, Captured(each.tensor)))
+        assigned = set(map(id, state.assigned))
+        return Signature(
+            rows,
+            tuple(sources),
+            literals,
+            tuple(facts),
+            _numbers_in(with_numbers, facts, leaves),
+            leaves,
+            state.spec,
+            tuple(state.slots),
+            tuple(id(slot) in assigned for _, slot in state.slots),
+            recorder.live,
+            state.lifted,
+            dict(state.optimizers),
+        )
+
+
+def row_of(record: OpRecord, reads: bool) -> Row:
+    """The row of a record. reads: whether the op returned a number to Python that is not live."""
+    args, kwargs = record.args, record.kwargs
+    args = tuple([a if type(a) in _KEPT else constant(a) for a in args])
+    if kwargs:
+        kwargs = {k: constant(v) for k, v in kwargs.items()}
+    names_groups = getattr(record.target, "namespace", "") in ("_c10d_functional", "functionalize")
+    for at in group_arguments(record.target) if names_groups else ():
+        if isinstance(at, int) and at < len(args):
+            args = (*args[:at], GroupName(str(args[at])), *args[at + 1 :])
+        elif isinstance(at, str) and at in kwargs:
+            kwargs = {**kwargs, at: GroupName(str(kwargs[at]))}
+    read = record.meta.get("read")
+    if read is None and reads:
+        read = Read(record)
+    gradients = record.meta.get("gradients")
+    return Row(
+        record.target,
+        args,
+        kwargs,
+        record.outputs,
+        record.resized,
+        gradients,
+        read,
+        record.traceback,
+    )
+
+
+_KEPT = frozenset({*_PLAIN, TensorRef, LiveNumber})
+
+
+def constant(value: Any) -> Any:
+    """An argument of an op: process groups and reductions by name, objects of unknown types as their type."""
+    kind = type(value)
+    if kind in _KEPT:
+        return value
+    if kind is list or kind is tuple:
+        return [a if type(a) in _KEPT else constant(a) for a in value]
+    if isinstance(value, torch.Size):
+        return list(value)
+    if is_group(value):
+        return GroupName(group_name(value))
+    if isinstance(value, torch.ScriptObject) and hasattr(value, "op"):
+        try:
+            return reduction(value)
+        except UnsupportedOpError:  # a program has none: discharge refuses it
+            return str(value.op())
+    return f"a {kind.__module__}.{kind.__qualname__}"
+
+
+def leaf_of(leaf: Any, recorder: Recorder) -> Any:
+    """A leaf of a result: the references of its tensors as a list, the expression of a live number, or a constant."""
+    if isinstance(leaf, Tensor):
+        return [recorder.storages.ref(tensor) for tensor in plain_tensors(leaf)]
+    expression = expression_of(leaf, recorder.scalar_log)
+    if expression is not None:
+        return LiveNumber(expression, leaf.node.hint)
+    if type(leaf).__module__ == "numpy" and hasattr(leaf, "tobytes"):
+        return (str(leaf.dtype), str(leaf.shape), leaf.tobytes())
+    found = constant(leaf)
+    return tuple(found) if type(found) is list else found
+
+
+def _numbers_in(*parts: Any) -> tuple[ScalarInput, ...]:
+    """The numbers of Python that expressions depend on."""
+    done: dict[Any, None] = {}
+
+    def visit(number: LiveNumber) -> None:
+        for part in bottom_up(number.expression, done):
+            done[part] = None
+
+    rows, facts, leaves = parts
+    for row in rows:
+        map_numbers(visit, [row.args, row.kwargs])
+    map_numbers(visit, list(leaves))
+    for fact in facts:
+        visit(LiveNumber(fact.expression, None))
+    return tuple(part for part in done if isinstance(part, ScalarInput))
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _load_row(*values: Any) -> Row:
+    return Row._make((*values, None))
+
+
+def forms(group: Any, groups: Sequence[str] = ()) -> list[Form]:
+    """The encodings of a signature (see program/json_codec.py).
+
+    group: the index of a process group in the file, by its name. groups: the names here of the groups in a file.
+    Stacks are not written: a comparison then shows the line of the audited call alone.
+    """
+    return [
+        Form(Row, lambda row: tuple(row)[:-1], _load_row),
+        Form(Read, lambda read: (), lambda: Read(None)),  # type: ignore[arg-type]
+        Form(GroupName, lambda g: (group(g.name)["group"],), lambda at: GroupName(groups[at])),
+        # `Captured` is found only where the program itself does not need the tensor.
+        Form(Captured, lambda captured: (), lambda: Captured(None)),
+        *map(plain_form, (NumberFact, Signature, TensorRef, LiveNumber)),
+    ]

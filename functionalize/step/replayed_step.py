@@ -1,0 +1,176 @@
+"""A step with programs: which call replays one of them, which call is audited, which runs eagerly.
+
+    is_done, result = step._try_replay(call)      True: replayed or audited; False: no program's guards hold
+    step._run_eagerly(args, kwargs)               the callable itself
+
+`CapturedStep` adds the recording of calls that no program covers.
+Invariants: if a guard fails, nothing has changed yet. If ranks vote, all of them replay, audit, or do neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from functionalize.audit.audited_call import AuditedCall
+from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
+from functionalize.ir.inputs import Call
+from functionalize.run.detached_outputs import refuse_backward
+from functionalize.state.hyperparameters import Key
+from functionalize.state.sources import leave
+from functionalize.step.cache import CachedProgram, ProgramCache, UnsettledMisses
+from functionalize.step.options import CaptureOptions
+from functionalize.step.outcome import Unkept
+from functionalize.step.recording import RecordingSummary
+from functionalize.step.stages import (
+    Invocation,
+)
+from functionalize.step.stats import Stats
+from functionalize.step.vote import Level, RankVote
+from functionalize.util.gc_pause import only_young_collections
+
+log = logging.getLogger("functionalize")
+EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
+_MOST_FAILURES = 3  # of audits, before the step is refused
+_COLLECTIVES_DIFFER = (
+    "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
+    "have arguments of different sizes: give passes that decide by memory no budget"
+)
+
+
+class ReplayedStep:
+    """The programs of a step, and the calls that they cover."""
+
+    def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
+        self.stats = Stats()
+        self._fn, self._options = train_step, options
+        self._name = getattr(train_step, "__name__", type(train_step).__name__)
+        self._cache = ProgramCache(self._name, options.max_programs)
+        self._warmups: dict[Hashable, Unkept] = {}  # by the key of a call
+        self._unsettled = UnsettledMisses(self._name)
+        self._refused: dict[Hashable, FunctionalizeError] = {}
+        self._changed_hyperparameters: frozenset[Key] = frozenset()
+        self._last_kept: RecordingSummary | None = None
+        self._vote: RankVote | None = None
+        self._collectives_differ = (
+            False  # whether the ranks' programs for this call issue different collectives
+        )
+
+    def _note_miss(self, reason: str) -> None:
+        if len(self._cache):
+            log.info("recording %s again: %s", self._name, reason)
+            self.stats.missed(reason)
+
+    def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
+        self.stats.eager += 1
+        return self._fn(*args, **kwargs)
+
+    # -- replay --------------------------------------------------------------------------------
+
+    def _try_replay(self, call: Invocation) -> tuple[bool | None, Any]:
+        """(True, result) if a program was replayed or audited, on every rank if they vote; else (False, why not).
+
+        (None, the exception as text): an op failed, and nothing has changed; in eager the ops before it have effects.
+        """
+        matching = self._cache.matching(call.key, call.leaves, call.spec)
+        found = next(matching, None)
+        is_due = found is not None and self._is_due(found[0])
+        if self._vote is not None:
+            issued = found[0].fingerprints if found is not None else None
+            worst = self._vote.before_replay(issued, is_due)
+            is_due = worst is Level.AUDITED
+            self._collectives_differ = worst is Level.DIFFERENT
+            if self._collectives_differ:
+                if _COLLECTIVES_DIFFER not in self.stats.guard_failures:
+                    log.warning("%s runs eagerly: %s", self._name, _COLLECTIVES_DIFFER)
+                return False, _COLLECTIVES_DIFFER
+            if worst not in (Level.KEPT, Level.AUDITED):
+                return False, self._cache.reason or "a guard failed on another rank"
+        while found is not None:
+            try:
+                if not is_due:
+                    return True, self._replay(*found)
+                audited = AuditedCall.of(
+                    found[0].signature, found[0].program, found[1], self._vote is None
+                )
+            except GuardError as error:
+                self._cache.missed(str(error))
+            except FunctionalizeError:
+                raise
+            except Exception as error:
+                if self._vote is not None or not found[0].program.may_run_again(found[1]):
+                    raise
+                return None, f"{type(error).__name__}: {error}"
+            else:
+                return True, self._audit(audited, found[0], call)
+            # With a vote, the graph has issued its collectives: no other program is tried, all ranks run eagerly.
+            found = None if self._vote is not None else next(matching, None)
+        return False, self._cache.reason
+
+    def _replay(self, cached: CachedProgram, call: Call) -> Any:
+        vote = self._vote
+        if vote is not None and vote.compares and not cached.program.value_guards:
+            vote = None  # the equal fingerprints say that no rank's program has value guards
+        result, gradients = cached.program.replay(call, vote)
+        leave(call, cached.slots, gradients, cached.effects)
+        self._note_replay(cached)
+        return refuse_backward(result, cached.has_grad_fn)
+
+    def _note_replay(self, cached: CachedProgram) -> None:
+        cached.replays += 1
+        self.stats.replays += 1
+        self._cache.used(cached)
+
+    # -- audit ---------------------------------------------------------------------------------
+
+    def _is_due(self, cached: CachedProgram) -> bool:
+        """Whether the next call of this program is audited."""
+        call = cached.replays + cached.audits + 1
+        return cached.signature is not None and self._options.audit.is_due(call)
+
+    def _audit(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
+        """Run the step for real, and compare it with its program: the result is eager's, whatever is found."""
+        cached.audits += 1
+        self._cache.used(cached)
+        try:
+            with only_young_collections():
+                result = audited.run(self._fn, call.args, call.kwargs, call.spec)
+        except Exception:
+            self._note_difference(audited, cached)
+            raise
+        if audited.missed is None:
+            self.stats.audits += 1
+        else:  # the program would not have been replayed
+            self.stats.eager += 1
+            self._note_miss(audited.missed)
+        message = self._note_difference(audited, cached)
+        level = Level.KEPT if message is None else Level.NOT_YET
+        if message is not None and self.stats.audit_failures >= _MOST_FAILURES:
+            level = Level.REFUSED
+        worst = self._vote.worst(level) if self._vote is not None else level
+        if worst is not Level.KEPT and message is None:
+            self._cache.drop(cached)  # all ranks record again
+        if worst is Level.REFUSED:
+            why = f"replays differ from eager again and again: {message or 'on another rank'}"
+            self._refuse(EVERY_CALL, UncapturableError(why))
+        if message is not None and self._options.audit.raises:
+            raise AuditError(message)
+        return result
+
+    def _note_difference(self, audited: AuditedCall, cached: CachedProgram) -> str | None:
+        """Drop a program that differs from eager; returns the message, None if it does not differ."""
+        message = audited.message(self._name, cached.replays + cached.audits)
+        if message is not None:
+            log.error("%s", message)
+            self.stats.differed(message)
+            self._cache.drop(cached)
+        return message
+
+    # -- refusals ------------------------------------------------------------------------------
+
+    def _refuse(self, key: Hashable, error: FunctionalizeError) -> None:
+        self._warmups.pop(key, None)
+        self._refused[key] = error
+        then = "its next call will raise" if self._options.raises else "it runs eagerly from now on"
+        log.warning("%s cannot be captured, %s: %s", self._name, then, error)

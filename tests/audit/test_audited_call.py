@@ -1,0 +1,376 @@
+"""Audits alone, with all guards on Python state switched off, find what a step reads and a program has frozen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import functionalize as fz
+from functionalize.audit.audit_recorder import AuditRecorder
+from functionalize.audit.comparison import Comparison
+from functionalize.errors import AuditError, UncapturableError
+from tests.audit.cases import CASES, REPLACEMENTS, Loss, replaced
+from tests.audit.unguarded import unguarded
+from tests.step.twins import batch
+
+
+@pytest.fixture
+def guards_off() -> Iterator[None]:
+    argv = list(sys.argv)
+    with unguarded():
+        yield
+    sys.argv[:] = argv
+    os.environ.pop("AUDITED_SCALE", None)
+
+
+def model_and_step(make: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
+    """A step that trains by the loss of a case, and the change of the case."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    made = make(model)
+    loss_of, change = made if isinstance(made, tuple) else (made, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = loss_of(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, change
+
+
+def until_captured(captured: Any) -> int:
+    """Call it until it has a program; returns the number of calls."""
+    for i in range(5):
+        captured(batch(i))
+        if captured.stats.captures:
+            return i + 1
+    raise AssertionError(captured.explain())
+
+
+@pytest.mark.usefixtures("guards_off")
+@pytest.mark.parametrize("name", CASES)
+def test_an_audit_alone_finds(name: str) -> None:
+    step, change = model_and_step(CASES[name])
+    captured = fz.capture(step)
+    until_captured(captured)
+    if change is not None:
+        captured(batch(5))
+        assert captured.stats.replays == 1, captured.explain()
+        change()
+    for i in range(6, 24):
+        captured(batch(i))
+        if captured.stats.audit_failures:
+            break
+    assert captured.stats.audit_failures == 1, captured.explain()
+    assert captured.stats.replays == 7  # it was the eighth call of the program
+    assert "differs from eager" in captured.explain()
+
+
+@pytest.mark.usefixtures("guards_off")
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_an_audit_alone_finds_a_replaced(name: str) -> None:
+    owner, attribute, value, make = REPLACEMENTS[name]
+    step, _ = model_and_step(make)
+    captured = fz.capture(step)
+    until_captured(captured)
+    with replaced(owner, attribute, value):
+        for i in range(8):
+            captured(batch(i))
+    assert (captured.stats.replays, captured.stats.audit_failures) == (7, 1)
+
+
+def scaled_step(config: dict[str, float]) -> Callable[[Tensor], Tensor]:
+    def loss(model: nn.Module) -> Loss:
+        return lambda x: (model(x) * config["scale"]).square().mean()
+
+    made: Callable[[Tensor], Tensor] = model_and_step(loss)[0]
+    return made
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_a_difference_is_logged_with_its_op_its_line_and_both_values(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = {"scale": 0.5}
+    captured = fz.capture(scaled_step(config), audit=1)
+    until_captured(captured)
+    captured(batch(5))
+    assert (captured.stats.audits, captured.stats.audit_failures) == (1, 0)
+    config["scale"] = 0.25
+    with caplog.at_level(logging.ERROR, "functionalize"):
+        captured(batch(6))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("an audit of step: call 2 of a program differs from eager")
+    assert "argument 1 of aten.mul.Tensor is 0.25, the program has 0.5\n  at " in message
+    assert "tests/audit/test_audited_call.py" in message
+    assert 'config["scale"]' in message
+    assert captured.stats.differences == [message]
+    assert message in captured.explain()
+    assert captured.programs == ()
+    captured(batch(7))  # recorded again, with the number of now
+    captured(batch(8))
+    assert (captured.stats.captures, captured.stats.audit_failures) == (2, 1)
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_nothing_is_lost_in_an_audited_call() -> None:
+    """Two twins: one eager, one whose third call is audited and differs. Both train alike from there on."""
+    configs = [{"scale": 0.5}, {"scale": 0.5}]
+    eager, captured = scaled_step(configs[0]), fz.capture(scaled_step(configs[1]), audit=1)
+    for i in range(10):
+        if i == 4:
+            configs[0]["scale"] = configs[1]["scale"] = 0.25
+        assert torch.equal(eager(batch(i)), captured(batch(i)))
+    assert captured.stats.audit_failures == 1
+    calls = captured.stats
+    assert calls.warmups + calls.captures + calls.replays + calls.audits + calls.eager == 10
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_raise_raises_after_the_step_has_run() -> None:
+    config = {"scale": 0.5}
+    captured = fz.capture(scaled_step(config), audit="raise")
+    until_captured(captured)
+    config["scale"] = 0.25
+    for i in range(7):
+        captured(batch(i))
+    with pytest.raises(AuditError, match=r"argument 1 of aten\.mul\.Tensor is 0\.25, the program"):
+        captured(batch(7))
+    captured(batch(8))
+    assert captured.stats.captures == 2
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_the_third_difference_refuses_the_step() -> None:
+    config = {"scale": 0.5}
+    captured = fz.capture(scaled_step(config), audit=2)
+    with pytest.raises(UncapturableError, match="replays differ from eager again and again"):
+        for i in range(30):
+            config["scale"] += 0.25
+            captured(batch(i))
+    assert captured.stats.audit_failures == 3
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_a_hook_that_begins_to_raise_is_a_difference() -> None:
+    failing: list[bool] = []
+
+    def make(model: nn.Module) -> Loss:
+        def check(grad: Tensor) -> None:
+            if failing:
+                raise ValueError("the gradient is not finite")
+
+        next(model.parameters()).register_hook(check)
+        return lambda x: F.relu(model(x)).square().mean()
+
+    captured = fz.capture(model_and_step(make)[0], audit=2)
+    until_captured(captured)
+    failing.append(True)
+    captured(batch(5))  # a replay, which the hook should have stopped
+    with pytest.raises(ValueError, match="not finite"):
+        captured(batch(6))
+    assert captured.stats.audit_failures == 1
+    assert "the step raises ValueError: the gradient is not finite" in captured.stats.differences[0]
+    assert captured.programs == ()
+
+
+def test_an_op_that_raises_in_eager_and_in_a_replay_is_no_difference() -> None:
+    table = nn.Embedding(4, 2)
+    captured = fz.capture(lambda i: table(i).sum().detach(), audit=1)
+    for _ in range(3):
+        captured(torch.tensor([1, 2]))
+    with pytest.raises(IndexError):
+        captured(torch.tensor([1, 9]))
+    captured(torch.tensor([1, 2]))
+    assert (captured.stats.audit_failures, len(captured.programs)) == (0, 1)
+
+
+def test_a_guard_on_a_number_that_fails_is_no_difference() -> None:
+    """The graph runs first: its guard fails, and the call is recorded as it would be without an audit."""
+    captured = fz.capture(lambda x: x + 1 if x.sum().sin().item() > 0 else x - 1, audit=1)
+    high, low = torch.tensor([1.0]), torch.tensor([4.0])
+    for x in (high, high, high, low, low, high, low):
+        assert torch.equal(captured(x), x + 1 if x.sin().item() > 0 else x - 1)
+    assert (captured.stats.audits, captured.stats.audit_failures) == (4, 0)
+    assert len(captured.programs) == 2
+
+
+def test_numbers_that_live_are_no_difference() -> None:
+    """Learning rates, step counts, numbers that Python computes from them, and what is returned."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: Tensor) -> tuple[Tensor, float]:
+        loss = model(x).square().mean()
+        number = loss.item()
+        (loss / (number + 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach() * torch.tensor(number), number * 2
+
+    captured = fz.capture(step, audit=1)
+    for i in range(9):
+        optimizer.param_groups[0]["lr"] *= 0.9
+        captured(batch(i))
+    assert (captured.stats.audit_failures, captured.stats.replays) == (0, 0)
+    assert captured.stats.audits >= 6
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_a_number_computed_from_a_live_one_in_another_way_is_found() -> None:
+    config = {"power": 1.0}
+
+    def step(x: Tensor) -> Tensor:
+        return x * (x.sum().item() * config["power"])
+
+    captured = fz.capture(step, audit=1)
+    for i in range(4):
+        captured(batch(i))
+    assert captured.stats.audit_failures == 0
+    config["power"] = 0.5
+    captured(batch(4))
+    assert captured.stats.audit_failures == 1
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_what_the_step_returns_is_compared() -> None:
+    config = {"text": "a", "first": True}
+
+    def step(x: Tensor) -> Any:
+        a, b = x.sin(), x.cos()
+        return (a if config["first"] else b), config["text"]
+
+    for key, value in (("text", "b"), ("first", False)):
+        captured = fz.capture(step, audit=1)
+        for i in range(3):
+            captured(batch(i))
+        config[key] = value
+        captured(batch(3))
+        assert captured.stats.audit_failures == 1, key
+        assert "of the result is" in captured.stats.differences[0]
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_an_audited_step_frees_its_old_gradients_when_eager_does() -> None:
+    model, seen = nn.Linear(6, 2), {}
+    freed: list[bool] = []
+
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        freed.append(seen["gradient"]() is None)
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    captured = fz.capture(step, audit=1)
+    for i in range(6):
+        gradient = model.weight.grad
+        seen["gradient"] = weakref.ref(gradient) if gradient is not None else lambda: None
+        del gradient
+        captured(batch(i))
+    assert captured.stats.audits >= 3
+    assert freed[-captured.stats.audits :] == [True] * captured.stats.audits
+
+
+def test_an_error_in_the_comparison_is_logged_and_the_step_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise KeyError("broken")
+
+    captured = fz.capture(lambda x: x.sin().cos(), audit=1)
+    until_captured(captured)
+    for owner, name in ((AuditRecorder, "_is_result"), (Comparison, "check")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken)
+            with caplog.at_level(logging.ERROR, "functionalize"):
+                y = captured(batch(3))
+        assert torch.equal(y, batch(3).sin().cos())
+    captured(batch(4))
+    assert (captured.stats.audit_failures, len(captured.programs)) == (0, 1)
+    assert "a bug in functionalize" in caplog.records[0].getMessage()
+
+
+def test_a_tensor_without_a_storage_is_a_difference_and_breaks_nothing() -> None:
+    config = {"sparse": False}
+    dense = torch.eye(6)
+
+    def step(x: Tensor) -> Tensor:
+        return torch.mm(dense.to_sparse() if config["sparse"] else dense, x.t())
+
+    with unguarded():
+        captured = fz.capture(step, audit=1)
+        for i in range(4):
+            captured(batch(i))
+        config["sparse"] = True
+        assert torch.equal(captured(batch(4)), batch(4).t())
+    assert captured.stats.audit_failures == 1
+
+
+def test_audits_can_be_switched_off() -> None:
+    for off in (False, None):
+        captured = fz.capture(lambda x: x.sin(), audit=off)
+        for i in range(12):
+            captured(batch(i))
+        assert (captured.stats.audits, captured.stats.replays) == (0, 11)
+
+
+def test_by_default_the_eighth_call_of_each_program_is_audited() -> None:
+    captured = fz.capture(lambda x: x.sin())
+    for i in range(2 * 12):
+        captured(batch(i, rows=4 + i % 2))
+    assert (captured.stats.audits, captured.stats.audit_failures) == (2, 0)
+    assert [program.audits for program in captured._cache] == [1, 1]
+
+
+def test_a_forward_alone_is_not_audited() -> None:
+    with pytest.raises(ValueError, match="audit=1 compares whole steps"):
+        fz.capture(lambda x: x, backward=True, audit=1)
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_a_tensor_from_another_place_is_named() -> None:
+    step, change = model_and_step(CASES["which of two layers"])
+    captured = fz.capture(step, audit=1)
+    until_captured(captured)
+    change()
+    captured(batch(5))
+    assert (
+        "argument 0 of aten.t.default is float32[2, 6] of a tensor that the program does not read, the program has "
+        "float32[2, 6] of `model.twins.0.weight`\n"
+    ) in captured.stats.differences[0]
+
+
+@pytest.mark.usefixtures("guards_off")
+def test_numbers_that_python_made_a_tensor_of_are_shown() -> None:
+    step, change = model_and_step(CASES["a tensor made from a number"])
+    captured = fz.capture(step, audit=1)
+    until_captured(captured)
+    change()
+    captured(batch(5))
+    assert "is float32[1] of the numbers [0.25], the program has" in captured.stats.differences[0]
+
+
+def test_the_option_of_the_decorator() -> None:
+    @fz.capture(audit=2)
+    def step(x: Tensor) -> Tensor:
+        return x.sin()
+
+    for i in range(5):
+        step(batch(i))
+    assert (step.stats.audits, step.stats.replays) == (2, 2)
+    assert "2 audits (no difference)" in step.explain()
+    assert "  2 audited calls" in step.explain()

@@ -1,0 +1,38 @@
+"""Guards on Python state switched off: what an audit finds, it finds alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from functionalize.fsdp.python_state import FSDPStateGuard
+from functionalize.ir.guards import ConstantGuard, NumberGuard
+from functionalize.program.executable import Executable
+from functionalize.state.python_state import SurroundingsGuard
+from functionalize.state.step_guards import SlotGuard
+from functionalize.step.step_state import EntryState
+
+_KEPT = (SlotGuard, FSDPStateGuard, ConstantGuard, NumberGuard)
+
+
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """No guard on Python state prevents a replay, and no change of Python state refuses a recording."""
+    resolve = Executable.resolve
+
+    def without_facts(self: Any, leaves: Any) -> Any:
+        facts = self.facts
+        self.facts = tuple(fact for fact in facts if isinstance(fact, _KEPT))
+        try:
+            return resolve(self, leaves)
+        finally:
+            self.facts = facts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executable, "resolve", without_facts)
+        patch.setattr(EntryState, "changed", lambda self, modes=True: None)
+        patch.setattr(SurroundingsGuard, "refusal", None)
+        yield
