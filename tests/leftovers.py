@@ -12,6 +12,7 @@ import builtins
 import gc
 import inspect
 import json
+import statistics
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ import torch._dynamo  # replaces `torch.manual_seed`, once
 import torch.distributed as dist
 from torch import overrides as function_modes
 from torch._dynamo import eval_frame as dynamo_frames
+from torch._ops import HigherOrderOperator
 from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch as dispatch_modes
 
@@ -39,7 +41,11 @@ HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
     (torch.Tensor, "_wrapped_number"),
     (torch, "tensor"),
     (torch, "as_tensor"),
-    (json.JSONEncoder, "default"),
+    *((json.JSONEncoder, name) for name in ("default", "encode", "iterencode")),
+    (statistics, "type"),
+    (torch.nn.functional, "interpolate"),
+    (torch, "ctc_loss"),
+    (HigherOrderOperator, "__call__"),
     (builtins, "print"),
     (clip_grad, "float"),
     *((torch, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")),

@@ -34,7 +34,7 @@ from functionalize.ir.inputs import Call
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
-from functionalize.recorder.live_scalars import plain_tree
+from functionalize.recorder.live_scalars import plain_tree, was_refused
 from functionalize.recorder.recorder import Recorder
 from functionalize.state import arguments
 from functionalize.state.detached_outputs import refuse_backward
@@ -83,6 +83,7 @@ class CapturedStep:
         self._changed_hyperparameters: frozenset[Key] = frozenset()
         self._last_kept: RecordingSummary | None = None
         self._vote: RankVote | None = None
+        self._plain_reads = False  # whether C code has refused a live number
         self._collectives_differ = (
             False  # whether the ranks' programs for this call issue different collectives
         )
@@ -239,7 +240,13 @@ class CapturedStep:
         for cached in self._cache:
             for fact in cached.program.facts:
                 self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()
-        return record(self._fn, call, recorder, self._changed_hyperparameters)
+        if recorder.scalar_log is not None:
+            recorder.scalar_log.plain_reads = self._plain_reads
+        try:
+            return record(self._fn, call, recorder, self._changed_hyperparameters)
+        except Exception as error:
+            self._plain_reads |= was_refused(error)
+            raise
 
     def _finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
         """The stages after a recorded run. rerun: it was a forward that ran again, for a backward without a program."""
