@@ -4,6 +4,7 @@
     torch.Tensor.numpy, .tolist      Python reads numbers without an op
     torch.Tensor.item, fused optimizers   return and accept live numbers, see scalar_patches.py
     torch.get_rng_state, ...         set and read generators: recorded as ops, see rng_patches.py
+    torch.cond, while_loop, ...      run as in eager and are refused, see higher_order.py
     builtins.print                   a side effect, which a replay does not repeat
     torch._dynamo's frame hook       code under torch.compile runs uncompiled: compiled code calls kernels without
                                      the dispatcher, and Dynamo would trace the recorder
@@ -31,6 +32,7 @@ from torch.autograd.profiler import record_function
 from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
+from functionalize.recorder import higher_order
 from functionalize.recorder import rng_patches as generators
 from functionalize.recorder import scalar_patches as number_patches
 from functionalize.recorder.checks import Checks
@@ -213,6 +215,7 @@ def _capture_patches() -> Iterator[Patch]:
         yield torch.Tensor, name, _watched_read(name)
     yield from generators.patches(_recorders)
     yield from number_patches.patches(_recorders)
+    yield from higher_order.patches(_checks, lambda: bool(_watchers()))
     yield builtins, "print", _watched_print(builtins.print)
     frames = dynamo_frames()
     if frames is not None:

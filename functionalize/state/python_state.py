@@ -312,7 +312,7 @@ class _Walk:
         if kind not in self._kinds:
             self._class(path, kind)
             self._kinds.add(kind)
-            self.note((path, "forward"), getattr(kind.forward, "__code__", None))
+            self.note((path, "forward"), getattr(getattr(kind, "forward", None), "__code__", None))
         table = vars(module)
         for key in sorted(table.keys() - _OF_EVERY_MODULE):
             value = without_watching(table[key])
