@@ -194,6 +194,10 @@ class _LiveMethods:
         """`np.round(number, 2)`, `np.linspace(0, number, 3)`."""
         return function(*settled(args), **settled(kwargs))
 
+    def __conform__(self, protocol: Any) -> Any:
+        """sqlite3 asks for what it stores."""
+        return plain(self)
+
     def __dir__(self) -> list[str]:
         return dir(self.plain_type)
 

@@ -16,7 +16,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Container, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from functionalize._compat.stacks import CapturedTraceback
@@ -61,6 +61,7 @@ class ScalarLog:
     def __init__(self, note: Callable[[str], None]) -> None:
         self.active = True
         self.plain_reads = False
+        self._exact: dict[tuple[CodeType, ...], bool] = {}
         self.made: list[weakref.ref[Any]] = []
         self.facts: dict[Any, Fact] = {}
         self._note = note
@@ -77,7 +78,7 @@ class ScalarLog:
         """Whether the function that reads a number by `.item()` receives a live one."""
         if is_internal(reader.f_code.co_filename):
             return True
-        return not (self.plain_reads or may_need_exact_number(reader))
+        return not (self.plain_reads or may_need_exact_number(reader, self._exact))
 
     def from_source(self, source: Source, name: str, value: float) -> Number:
         """The live number that Python holds at `source`, which every call reads again."""

@@ -1,6 +1,6 @@
 """Whether code may pass a number to C code that accepts exact floats and ints only, and no other object.
 
-    Decimal(loss.item()), timedelta(seconds=loss.item()), time.sleep(lr)      True
+    Decimal(loss.item()), timedelta(seconds=loss.item()), yaml.dump(values)   True
     if type(value) is float: ...                                              True
     np.exp(loss.item()), round(value, 2), f"{value:.3f}", type(self).__name__ False
 
@@ -23,30 +23,39 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from functools import cache
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from functionalize.util.user_stack import is_internal, is_own
 
 _EXACT_CALLABLES = (
-    type,
-    decimal.Decimal,
-    *(datetime.timedelta, datetime.datetime, datetime.date, datetime.time),
+    *(type, pow),  # `pow(2, number, 5)`
+    *(decimal.Decimal, datetime.timedelta, marshal.dumps, marshal.dump, math.ldexp),
     *(time.sleep, time.gmtime, time.localtime, time.ctime),
-    *(marshal.dumps, marshal.dump, math.ldexp, pow),  # `pow(2, number, 5)`
 )
 _EXACT = frozenset(map(id, _EXACT_CALLABLES))
-_IMPORTS_EXACT = "import"  # stands for an import of such a module inside a function
-_EXACT_METHODS = frozenset({"from_float", "create_decimal", "create_decimal_from_float"})
-_EXACT_METHODS |= {"fromtimestamp", "utcfromtimestamp", "fromordinal", "datetime64", "timedelta64"}
-_EXACT_METHODS |= {_IMPORTS_EXACT}
-_EXACT_MODULES = frozenset({"decimal", "datetime", "marshal"})
+_EXACT_NAMES = frozenset(
+    {"Decimal", "timedelta", "from_float", "create_decimal", "datetime64", "timedelta64"}
+)
+_EXACT_NAMES |= {"fromtimestamp", "utcfromtimestamp", "fromordinal", "create_decimal_from_float"}
+_WRITERS = frozenset(
+    {"marshal", "yaml", "orjson", "ujson", "rapidjson", "msgpack", "sqlite3", "h5py"}
+)
+_WRITERS |= {
+    "pandas",
+    "polars",
+    "pyarrow",
+    "wandb",
+}  # packages that look at the exact type of what they write
 _MOST = 300  # functions that are looked at
 _STDLIB = sysconfig.get_path("stdlib")
 
 
-def may_need_exact_number(frame: FrameType | None) -> bool:
-    """Whether a number that the function of `frame` reads may reach such code before the step returns."""
+def may_need_exact_number(frame: FrameType | None, known: dict[tuple[CodeType, ...], bool]) -> bool:
+    """Whether a number that the function of `frame` reads may reach such code before the step returns.
+
+    known: the answers to earlier questions, by the functions on the stack.
+    """
     if frame is None or is_internal(frame.f_code.co_filename):
         return False  # torch computes with the number itself
     todo: list[tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]] = []
@@ -56,6 +65,13 @@ def may_need_exact_number(frame: FrameType | None) -> bool:
         frame = frame.f_back
     if frame is None:  # a recorder without a step: where its user's code begins is not known
         del todo[1:]
+    key = tuple(code for code, _, _ in todo)
+    if key not in known:
+        known[key] = _any_needs_exact(todo)
+    return known[key]
+
+
+def _any_needs_exact(todo: list[tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]]) -> bool:
     seen: set[CodeType] = set()
     while todo and len(seen) < _MOST:
         code, scope, inner = todo.pop()
@@ -63,7 +79,7 @@ def may_need_exact_number(frame: FrameType | None) -> bool:
             continue
         seen.add(code)
         for name, attribute in _loads(code):
-            if attribute in _EXACT_METHODS:
+            if attribute in _EXACT_NAMES:
                 return True
             if not name:
                 found = getattr(type(inner.get("self")), attribute, None)
@@ -75,7 +91,7 @@ def may_need_exact_number(frame: FrameType | None) -> bool:
                     return True
                 if attribute and isinstance(found, ModuleType):
                     found = getattr(found, attribute, None)
-            if id(found) in _EXACT:
+            if id(found) in _EXACT or _package(found) in _WRITERS:
                 return True
             todo += _function(found)
     return False
@@ -88,6 +104,14 @@ def _function(value: Any) -> Iterator[tuple[CodeType, Mapping[str, Any], Mapping
         return
     cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
     yield value.__code__, value.__globals__, {name: _content(cell) for name, cell in cells}
+
+
+def _package(value: Any) -> str:
+    """The package of a module, or of a function or class."""
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0]
+    plain = isinstance(value, (type, FunctionType, BuiltinFunctionType))
+    return str(value.__module__).partition(".")[0] if plain else ""
 
 
 def _content(cell: Any) -> Any:
@@ -115,8 +139,9 @@ def _loads(code: CodeType) -> tuple[tuple[str, str], ...]:
     for step, then in zip(steps, [*steps[1:], None], strict=True):
         following = then.opname if then is not None else ""
         attribute = str(then.argval) if then and following in ("LOAD_ATTR", "LOAD_METHOD") else ""
-        if step.opname == "IMPORT_NAME" and step.argval in _EXACT_MODULES:
-            found["", _IMPORTS_EXACT] = None
+        if step.opname in ("IMPORT_NAME", "IMPORT_FROM"):
+            writer = str(step.argval).partition(".")[0] in _WRITERS
+            found["", "Decimal" if writer else str(step.argval)] = None
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
             own = then is not None and following.startswith("LOAD_FAST") and then.argval in _OWN
             if not (step.argval == "type" and own):

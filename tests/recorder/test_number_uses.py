@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -13,6 +14,7 @@ import json
 import marshal
 import math
 import pickle
+import sqlite3
 import statistics
 import struct
 import time
@@ -29,6 +31,7 @@ from torch import Tensor
 
 import functionalize as fz
 
+connected = sqlite3.connect
 D, Timedelta = decimal.Decimal, datetime.timedelta
 
 
@@ -78,6 +81,11 @@ def is_exactly(value: Any, kind: type) -> bool:
     return type(value) is kind
 
 
+def stored(value: Any) -> Any:
+    with contextlib.closing(connected(":memory:")) as database:
+        return database.execute("select ?", (value,)).fetchall()
+
+
 def by_local_import(value: Any) -> Any:
     from decimal import Decimal
 
@@ -116,6 +124,7 @@ FLOATS_AND_INTS: dict[str, Callable[[Any], Any]] = {
     "json": lambda n: (json.dumps([n, n * 2], indent=1), json.dumps({n: n}), json.dumps({"a": (n,)})),
     "json.dump": lambda n: (dumped({"a": [n]}), dumped({n: {"b": n}}, indent=1, sort_keys=True)),
     "pickle": lambda n: [pickle.loads(pickle.dumps([n, {n: n}], p)) for p in range(6)],
+    "sqlite3": stored,
     "marshal": lambda n: marshal.dumps(n),
     "copies": lambda n: (copy.copy(n), copy.deepcopy([n, {"a": n}])),
     "struct": lambda n: struct.pack("d", n),
@@ -200,6 +209,17 @@ def test_types_in_the_code_of_others_leave_numbers_live() -> None:
     step = fz.capture(Trainer().step)
     for value in (1.0, 2.0, 3.0, 4.0):
         assert step(torch.tensor(value)) == {"Trainer.loss": value * 2}
+    assert (step.stats.captures, step.stats.replays) == (1, 2)
+
+
+def test_the_date_in_the_code_of_others_leaves_numbers_live() -> None:
+    def fn(x: Tensor) -> Any:
+        started = datetime.datetime.now().year + time.perf_counter() > 0
+        return x.item() if started else None
+
+    step = fz.capture(fn)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        assert step(torch.tensor(value)) == value
     assert (step.stats.captures, step.stats.replays) == (1, 2)
 
 
