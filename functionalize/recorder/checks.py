@@ -215,6 +215,12 @@ class Checks:
                     follows = "arguments" if follows == "arguments" else "constants"
                     self._sizes.append((recorder.records[-1], follows, text))
 
+    def sized_by(self, read: OpRecord, what: str) -> None:
+        """The sizes of what `what` makes depend on the number that `read` returned."""
+        where = line_of(read.traceback)
+        text = f"{what} gives a result whose size depends on data {where}"
+        self._sizes.append((read, "arguments", text))
+
     def late_sizes(self, recorder: Any) -> list[str]:
         """Why sizes of results are not known before the graph runs, as its ops rely on them."""
         texts = []

@@ -10,6 +10,7 @@
     tensor._wrapped_number              see Note [Wrapped numbers]
     tensor ** number                    receives the plain number: see Note [Exponents]
     torch.ctc_loss(..., [5, 4], [2, 1]) C++ makes a tensor of the lengths without an op: made in Python instead
+    x.tensor_split(tensor), lstm(packed)  C++ reads indices and lengths without an op: read by .item() first
     torch.jit.script                    looks up torch's functions by identity: replacements are mapped to originals
 
 Each calls the original if no recording with live numbers is active.
@@ -30,8 +31,9 @@ from torch.nn.utils import clip_grad
 
 from functionalize._compat.autograd import forward_mode_is_on
 from functionalize._compat.compilers import script_builtins
+from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.graphs import pytree
-from functionalize._compat.modules import fused_optimizer_functions
+from functionalize._compat.modules import fused_optimizer_functions, packed_sequence_functions
 from functionalize.recorder.live_scalars import as_live, is_live, plain, settled
 from functionalize.recorder.scalar_arguments import has_live
 
@@ -53,6 +55,12 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     made = _lengths_as_tensors(recorders, torch.ctc_loss)
     scripted[id(made)] = torch.ctc_loss
     yield torch, "ctc_loss", made
+    for owner in (torch, torch.Tensor):
+        split = _split_by_numbers(recorders, owner.tensor_split)
+        scripted[id(split)] = owner.tensor_split
+        yield owner, "tensor_split", split
+    for owner, name in packed_sequence_functions():
+        yield owner, name, _of_read_lengths(recorders, getattr(owner, name))
     yield clip_grad, "float", _as_float
     yield json.JSONEncoder, "default", _as_json(json.JSONEncoder.default)
     for name in ("encode", "iterencode"):
@@ -108,6 +116,46 @@ def _lengths_as_tensors(recorders: Callable[[], list[Any]], original: Any) -> An
 
 def _as_lengths(value: Any) -> Any:
     return torch.tensor(value, dtype=torch.int64) if isinstance(value, (list, tuple)) else value
+
+
+def _numbers_in(lengths: torch.Tensor) -> Any:
+    """The numbers of a tensor of indices, read one by one, with a guard on each."""
+    if lengths.dim() == 0:
+        return int(lengths.item())
+    return [int(each.item()) for each in lengths.reshape(-1).unbind()]
+
+
+def _reads(recorders: Callable[[], list[Any]], value: Any) -> bool:
+    """Whether a recording of a step would miss that C++ reads this tensor."""
+    real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    return real and any(r.checks is not None and r.checks.for_real for r in recorders())
+
+
+def _split_by_numbers(recorders: Callable[[], list[Any]], original: Any) -> Any:
+    def tensor_split(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def read(value: Any) -> Any:
+            return _numbers_in(value) if _reads(recorders, value) else value
+
+        return original(self, *map(read, args), **{k: read(v) for k, v in kwargs.items()})
+
+    tensor_split.__doc__ = original.__doc__
+    return tensor_split
+
+
+def _of_read_lengths(recorders: Callable[[], list[Any]], original: Any) -> Any:
+    """A function of a packed sequence or of its lengths, the second argument, on which sizes depend."""
+
+    def of_lengths(*args: Any, **kwargs: Any) -> Any:
+        lengths: Any = args[1] if len(args) > 1 else None
+        if _reads(recorders, lengths) and not lengths.is_floating_point():
+            _numbers_in(lengths)
+            for recorder in recorders():
+                if recorder.checks is not None:
+                    recorder.checks.sized_by(recorder.records[-1], f"{original.__name__}()")
+        return original(*args, **kwargs)
+
+    of_lengths.__name__, of_lengths.__doc__ = original.__name__, original.__doc__
+    return of_lengths
 
 
 def _as_float(value: Any) -> Any:

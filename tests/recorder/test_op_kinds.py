@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
@@ -200,3 +201,43 @@ def test_memory_that_no_op_filled_is_refused() -> None:
     step = compared(body)
     assert step.stats.replays == 0
     assert "reads a tensor that was made without contents and that no op filled" in step.explain()
+
+
+def sequences(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    out, (last, _) = m.lstm(packed)
+    return last.sum() + out.data.square().sum()
+
+
+def pre_packed(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return m.gru(PackedSequence(x.reshape(-1, 4)[: int(lengths.sum())], lengths))[1].sum()
+
+
+READ_BY_CPP: dict[str, tuple[Callable[..., Tensor], list[list[int]]]] = {
+    "tensor_split": (lambda m, x, i: m.gru(x)[0].tensor_split(i, 1)[1].sum(), [[1, 3], [2, 3]]),
+    "sections": (lambda m, x, i: m.gru(x)[0].tensor_split(i[0], 1)[0].sum(), [[2, 0], [3, 0]]),
+    "packed": (sequences, [[5, 3, 2], [4, 5, 1]]),
+    "pre_packed": (pre_packed, [[3, 2, 1], [3, 3, 0]]),
+}
+
+
+@pytest.mark.parametrize("name", READ_BY_CPP)
+def test_indices_that_cpp_reads_without_an_op_are_guarded(name: str) -> None:
+    """The tensors have one size, and their contents decide how the result is cut."""
+    fn, contents = READ_BY_CPP[name]
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.lstm, model.gru = nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4, batch_first=True)
+
+    def step(x: Tensor, lengths: Tensor) -> Tensor:
+        loss = fn(model, x, lengths)
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    captured = fz.capture(step)
+    first, second = (torch.tensor([n for n in each if n]) for each in contents)
+    for i, lengths in enumerate([first] * 4 + [second] * 3 + [first]):
+        x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(i))
+        assert torch.equal(captured(x, lengths.clone()), step(x, lengths))
+    assert captured.stats.replays >= 3
