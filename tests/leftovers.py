@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import socket
+import statistics
 import sys
 import threading
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import torch._dynamo  # replaces `torch.manual_seed`, once
 import torch.distributed as dist
 from torch import overrides as function_modes
 from torch._dynamo import eval_frame as dynamo_frames
+from torch._ops import HigherOrderOperator
 from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch as dispatch_modes
 
@@ -44,7 +46,13 @@ HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
     (torch.Tensor, "_wrapped_number"),
     (torch, "tensor"),
     (torch, "as_tensor"),
-    (json.JSONEncoder, "default"),
+    *((json.JSONEncoder, name) for name in ("default", "encode", "iterencode")),
+    (statistics, "type"),
+    (torch.nn.functional, "interpolate"),
+    *((torch, name) for name in ("ctc_loss", "tensor_split")),
+    (torch.Tensor, "tensor_split"),
+    *((torch._VF, name) for name in ("_pack_padded_sequence", "lstm", "gru")),
+    (HigherOrderOperator, "__call__"),
     (builtins, "print"),
     (logging.Handler, "handle"),
     (threading.Thread, "start"),

@@ -12,6 +12,9 @@ from torch._higher_order_ops.auto_functionalize import (  # custom ops that only
     auto_functionalized,
     can_auto_functionalize,
 )
+from torch._ops import (  # `torch.cond` and its like, which a mode on a stack of modes refuses
+    HigherOrderOperator,
+)
 from torch.utils._mode_utils import (  # to change a wrapper subclass and not its inner tensors
     no_dispatch,
 )
@@ -30,6 +33,7 @@ from torch.utils._python_dispatch import (  # which recorder is active in this t
 from functionalize._compat.fakes import FakeTensorMode
 
 __all__ = [
+    "HigherOrderOperator",
     "TorchDispatchMode",
     "auto_functionalized",
     "can_auto_functionalize",

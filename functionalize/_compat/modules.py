@@ -72,3 +72,9 @@ def _not_ours(table: dict[int, Any]) -> Iterator[int]:
     for number, hook in table.items():
         if not str(getattr(hook, "__module__", "")).startswith("functionalize."):
             yield number
+
+
+def packed_sequence_functions() -> list[tuple[Any, str]]:
+    """(module, name) of each function of C++ that reads the lengths of a packed sequence without the dispatcher."""
+    names = ("_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu")
+    return [(torch._VF, name) for name in names]

@@ -115,6 +115,13 @@ class Fakes:
         value = aten._neg_view.default(value) if geometry.neg else value
         return FakeTensor(self.mode, value, device)
 
+    def sized(self, made: Any) -> Any:
+        """A result of which the size depends on data. made: (geometry, device), or a list of them, as recorded."""
+        if isinstance(made, list):
+            return tuple(map(self.sized, made))
+        geometry, device = made
+        return self.like(geometry, geometry.end, device)
+
     def run(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of one call."""
 

@@ -8,7 +8,8 @@ original_aten  the op that was recorded, where the node is its functional counte
 phase          the part of a training step that the op belongs to, see `ir/phases.py`
 module         the module that the op belongs to, if that was recorded
 
-A number that Python reads has as `val` the value that was recorded for it in `hint`.
+A number that Python reads has as `val` the value that was recorded for it in `hint`. A result whose size depends on
+data has the geometry that was recorded for it in `sized`; an early guard checks the size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from functionalize._compat.dispatch import disable_current_modes
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes
 from functionalize.ir.inputs import InputSpec
-from functionalize.ir.ops import Geometry, geometry_of, tensor_metadata
+from functionalize.ir.ops import Geometry, TensorRef, geometry_of, tensor_metadata
 from functionalize.ir.phases import set_phases
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.user_stack import trace_and_update
@@ -73,9 +74,20 @@ def read_records(graph: fx.Graph) -> None:
         if record.meta.get("module"):
             node.meta["module"] = record.meta["module"]
         node.meta["original_aten"] = record.target
+        if node.target is record.target and torch.Tag.dynamic_output_shape in node.target.tags:
+            node.meta["sized"] = _recorded(record.outputs, record.meta.get("born", {}))
     set_phases(graph, updates)
     for node in graph.nodes:
         node.meta.pop("record", None)
+
+
+def _recorded(outputs: Any, born: Mapping[int, Any]) -> Any:
+    """(geometry, device) of a result, or a list of them; None if it is not all on new storages."""
+    if isinstance(outputs, TensorRef):
+        found = born.get(outputs.storage)
+        return None if found is None else (outputs.geometry, found[1])
+    made = [_recorded(each, born) for each in outputs]
+    return None if None in made else made
 
 
 def propagate(program: GraphWithInputs) -> None:
@@ -92,8 +104,10 @@ def propagate(program: GraphWithInputs) -> None:
                 value = fake_like(fakes.mode, constant)
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-                hint = node.meta.get("hint")
-                value = fakes.run(node.target, args, kwargs) if hint is None else hint
+                if (value := node.meta.get("hint")) is None:
+                    made = node.meta.get("sized")
+                    run = made is None
+                    value = fakes.run(node.target, args, kwargs) if run else fakes.sized(made)
             else:
                 continue
             env[node] = value

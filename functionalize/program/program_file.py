@@ -97,7 +97,16 @@ _FIELDS = (
     "history",
     "writes",
 )
-_META = ("hint", "stack_trace", "seq_nr", "autograd_node", "original_aten", "phase", "module")
+_META = (
+    "hint",
+    "sized",
+    "stack_trace",
+    "seq_nr",
+    "autograd_node",
+    "original_aten",
+    "phase",
+    "module",
+)
 
 
 @dataclass(slots=True)

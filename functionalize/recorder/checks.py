@@ -11,6 +11,7 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from functionalize._compat.stacks import CapturedTraceback
 from functionalize.discharge.byte_ranges import check_bounds, check_overlap
 from functionalize.discharge.resize import checked_nbytes
 from functionalize.discharge.rules.collectives import check_known_collective
-from functionalize.discharge.rules.mutations import written_arguments
+from functionalize.discharge.rules.mutations import is_mutating, written_arguments
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import (
     ForeignStorageError,
@@ -33,13 +34,16 @@ from functionalize.errors import (
 )
 from functionalize.ir.generators import generator_states
 from functionalize.ir.ops import OpRecord, TensorRef, geometry_of, refs_in
+from functionalize.recorder.live_scalars import plain
 from functionalize.recorder.op_kinds import (
+    BLANK,
     CHECKED_INPLACE_VIEWS,
     MAY_GROW,
     UNCHECKED_VIEWS,
     OpKind,
     is_data_free,
     more_than_strided,
+    sizing_numbers,
     storage_of,
     tensors_in,
 )
@@ -47,7 +51,6 @@ from functionalize.recorder.storage_table import StorageTable
 from functionalize.util.user_stack import line_of, located
 
 aten = torch.ops.aten
-_MASKS = (torch.bool, torch.uint8)
 _NOT_IN_A_PROGRAM = (UnsupportedOpError, UnsupportedTensorError, ForeignStorageError)
 
 
@@ -63,6 +66,7 @@ class Checks:
     __slots__ = (
         "_drawn",
         "_lines",
+        "_sizes",
         "_storages",
         "for_real",
         "in_effect",
@@ -76,6 +80,7 @@ class Checks:
         self.once: list[str] = []
         self.in_effect = 0
         self._lines: set[str] = set()
+        self._sizes: list[tuple[OpRecord, str, str]] = []
         self._storages = storages
         self._drawn: tuple[Tensor, ...] | None = (
             None  # the generators' states after the last random op
@@ -138,6 +143,28 @@ class Checks:
         if info.resized:
             check_bounds(info.name, ref.geometry, info.nbytes, info.original_nbytes, verb)
 
+    def unwritten(self, records: Iterable[OpRecord]) -> str | None:
+        """Why a replay would read memory with other contents: an op reads what `aten.empty` made and no op wrote.
+
+        C++ code fills such a tensor without an op (`at::tensor` of a list of numbers).
+        """
+        blank: set[int] = set()
+        for record in records:
+            func = record.target
+            if func in BLANK:
+                blank |= {ref.storage for ref in refs_in(record.outputs)}
+            elif blank and not is_data_free(func):
+                read = refs_in([record.args, record.kwargs])
+                used = {ref.storage for ref in read if ref.geometry.numel} & blank
+                fills = func.namespace != "aten" or is_mutating(func)
+                if used and not (fills or torch.Tag.nondeterministic_seeded in func.tags):
+                    return (
+                        f"{func} reads a tensor that was made without contents and that no op filled "
+                        f"{line_of(record.traceback)}"
+                    )
+                blank -= used
+        return None
+
     # -- notes ---------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
@@ -151,18 +178,70 @@ class Checks:
             raise error from None
         self.note(str(error))
 
+    def refuse_here(self, what: str) -> None:
+        """Note, or raise on fakes, that the user's line does something that a program cannot represent."""
+        where = line_of(CapturedTraceback.extract())
+        self.note_or_raise(UnsupportedOpError(f"the step {what} {where}"))
+
     def before(self, op: OpKind, record: OpRecord) -> None:
-        """Before an op runs: note a generator set without a record, and a result whose size depends on data."""
+        """Before a random op runs: note a generator that was set without a record."""
+        if self.for_real:
+            self.check_generators(f"before {record.target} {line_of(record.traceback)}")
+
+    def after_foreign(self, op: OpKind, record: OpRecord) -> None:
+        """After an op of a library that is not torch's: note what its schema does not say, or what no guard checks."""
         if not self.for_real:
             return
-        if op.random:
-            self.check_generators(f"before {record.target} {line_of(record.traceback)}")
-        if not op.sized_by_data:
+        where = line_of(record.traceback)
+        if op.returns_numbers:
+            self.note(
+                f"{record.target} returns a number to Python, which no guard checks, {where}: let it return a "
+                "tensor, and call .item()"
+            )
+        if not op.random and self._moved():
+            self.note(
+                f"{record.target} draws random numbers, which its schema does not say, {where}: give it the tag "
+                "torch.Tag.nondeterministic_seeded (torch.library.custom_op(..., tags=[...]))"
+            )
+            self.generators_moved()
+
+    # -- sizes ---------------------------------------------------------------------------------
+
+    def read_sizes(
+        self, recorder: Any, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Before an op whose result has a size that depends on data: read the size, so that a guard checks it.
+
+        The guard must be checked before the graph runs, see `late_sizes`, except where the op's rule sets the size.
+        """
+        if not self.for_real:
             return
-        masks = [r for r in refs_in(record.args)[1:] if r.geometry.dtype in _MASKS]
-        if record.target is not aten.index.Tensor or masks:
-            where = line_of(record.traceback)
-            self.note(f"{record.target} gives a result whose size depends on data {where}")
+        text = (
+            f"{record.target} gives a result whose size depends on data {line_of(record.traceback)}"
+        )
+        with recorder:
+            fake = any(isinstance(t, FakeTensor) for t in tensors_in([*args, *kwargs.values()]))
+            found = None if fake else sizing_numbers(record.target, args, kwargs)
+            if found is None:
+                self.note(text)
+            for number, follows, bound in found or ():
+                if plain(number.item()) != bound:
+                    follows = "arguments" if follows == "arguments" else "constants"
+                    self._sizes.append((recorder.records[-1], follows, text))
+
+    def sized_by(self, read: OpRecord, what: str) -> None:
+        """The sizes of what `what` makes depend on the number that `read` returned."""
+        where = line_of(read.traceback)
+        text = f"{what} gives a result whose size depends on data {where}"
+        self._sizes.append((read, "arguments", text))
+
+    def late_sizes(self, recorder: Any) -> list[str]:
+        """Why sizes of results are not known before the graph runs, as its ops rely on them."""
+        texts = []
+        for record, follows, text in self._sizes:
+            if id(record) not in recorder.early_records(follows == "arguments"):
+                texts.append(text)
+        return list(dict.fromkeys(texts))
 
     def note_changes_each_time(self, what: str) -> None:
         """Note a call whose result differs at every step; raise on fakes."""
@@ -206,12 +285,15 @@ class Checks:
 
     def check_generators(self, where: str) -> None:
         """Note a generator that was set without a recorded op, which a replay would not set."""
-        now = generator_states()
-        with disable_current_modes():  # of a recording around this one, or of the user
-            same = self._drawn is None or all(map(torch.equal, now, self._drawn))
-        if not same:
+        if self._moved():
             self.note(
                 f"a random generator is set inside the step, {where}, by something else than "
                 "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"
             )
-        self._drawn = now
+        self._drawn = generator_states()
+
+    def _moved(self) -> bool:
+        """Whether a generator has changed since its state was last remembered."""
+        now = generator_states()
+        with disable_current_modes():  # of a recording around this one, or of the user
+            return self._drawn is not None and not all(map(torch.equal, now, self._drawn))

@@ -5,26 +5,37 @@
     p.addcdiv_(m, v, value=-size)         the record holds the expression, and the program computes it
     if size > 1: ...                      a plain bool; a guard on the comparison, not on the number
     f"{size:.3f}", float(size)            plain values; a guard on the text, and on the number
+    np.exp(size), size * timedelta(1)     what eager computes, of the plain number; a guard on the number
 
 A live number is a `torch.SymFloat` or `SymInt` around a `Number` (see scalar_log.py), so that torch's own functions
 accept it. For `isinstance` it is a float or an int, and it has all methods of these types.
 Invariant: every plain value that Python derives from a live number is a fact of its recording, which a guard checks.
+
+Note [Numbers that C reads]
+A live number is no instance of a subclass of float or int, because C code reads the value of such an instance without
+a call that could be noticed, and a replay would repeat the old value. C code that asks for an exact float or int
+(`Decimal(n)`, `timedelta(seconds=n)`, `type(n) is float`) therefore cannot be served by a live number at all; numbers
+that may come there are plain from the start, see `util/number_uses.py`.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import math
 import numbers
 import operator
-from collections.abc import Callable
+import weakref
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functionalize._compat.graphs import pytree
 from functionalize.ir.scalars import is_expression
 from functionalize.recorder.scalar_log import Number, ScalarLog, computed, learned
+from functionalize.util import structure
 
 
 def _operands(*values: Any) -> tuple[Any, ...] | None:
@@ -51,12 +62,34 @@ def _needs_a_plain_base(base: Any, exponent: Any) -> bool:
     return isinstance(exponent, Tensor) and exponent.requires_grad and torch.is_grad_enabled()
 
 
-def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *others: _apply(function, self, *others)
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self: _apply(function, self)
+
+
+def _forward(function: Callable[..., Any], reflected: str) -> Callable[..., Any]:
+    """The method for `number + other`. reflected: the name of the method that Python calls next, such as `__radd__`."""
+
+    def forward(self: Any, other: Any) -> Any:
+        result = _apply(function, self, other)
+        if result is not NotImplemented or isinstance(other, Tensor):
+            return result
+        method = getattr(type(other), reflected, None)
+        result = NotImplemented if method is None else method(other, self)
+        return function(plain(self), other) if result is NotImplemented else result
+
+    return forward
 
 
 def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: _apply(function, other, self)
+    """The method for `other + number`, where `other` does not know live numbers."""
+
+    def reflected(self: Any, other: Any) -> Any:
+        result = _apply(function, other, self)
+        if result is not NotImplemented or isinstance(other, Tensor):
+            return result
+        return function(other, plain(self))
+
+    return reflected
 
 
 def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,6 +107,13 @@ class _LiveMethods:
     """The methods that `LiveFloat` and `LiveInt` share."""
 
     node: Number
+    plain_type: type
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A live number around a `Number`; a plain one for `type(number)(3)`."""
+        if args and type(args[0]) is Number:
+            return super().__new__(cls)
+        return cls.plain_type(*settled(args), **kwargs)
 
     def __hash__(self) -> int:
         return hash(plain(self))
@@ -105,9 +145,13 @@ class _LiveMethods:
         return type(self.node.hint), (plain(self),)
 
     def __divmod__(self, other: Any) -> Any:
+        if _operands(other) is None:
+            return divmod(plain(self), other)
         return _apply(operator.floordiv, self, other), _apply(operator.mod, self, other)
 
     def __rdivmod__(self, other: Any) -> Any:
+        if _operands(other) is None:
+            return divmod(other, plain(self))
         return _apply(operator.floordiv, other, self), _apply(operator.mod, other, self)
 
     def __sym_int__(self) -> Any:
@@ -116,9 +160,15 @@ class _LiveMethods:
     def __round__(self, digits: Any = None) -> Any:
         return _apply(round, self) if digits is None else _apply(round, self, digits)
 
+    def __sym_max__(self, other: Any) -> Any:
+        return torch.sym_max(plain(self), plain(other))
+
+    def __sym_min__(self, other: Any) -> Any:
+        return torch.sym_min(plain(self), plain(other))
+
     def __pow__(self, other: Any, modulo: Any = None) -> Any:
         if modulo is None:
-            return _apply(operator.pow, self, other)
+            return _power(self, other)
         return pow(plain(self), plain(other), plain(modulo))
 
     def conjugate(self) -> Any:
@@ -132,10 +182,33 @@ class _LiveMethods:
     def imag(self) -> Any:
         return type(self.node.hint)(0)
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """numpy asks for an array that holds the number: `np.array([number])`, `np.mean([number, 1])`."""
+        return importlib.import_module("numpy").asarray(plain(self), dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """`np.exp(number)`, `np.ones(2) * number`, `np.float32(2) * number`."""
+        return getattr(ufunc, method)(*settled(inputs), **settled(kwargs))
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """`np.round(number, 2)`, `np.linspace(0, number, 3)`."""
+        return function(*settled(args), **settled(kwargs))
+
+    def __conform__(self, protocol: Any) -> Any:
+        """sqlite3 asks for what it stores."""
+        return plain(self)
+
+    def __dir__(self) -> list[str]:
+        return dir(self.plain_type)
+
     def __getattr__(self, name: str) -> Any:
         """Any other attribute of a float or an int: that of the plain number."""
-        if name.startswith("__") or not hasattr(type(self.node.hint), name):
-            raise AttributeError(name)
+        if name == "node" or not hasattr(self.plain_type, name):
+            raise AttributeError(
+                f"{self.plain_type.__name__!r} object has no attribute {name!r}",
+                name=name,
+                obj=self,
+            )
         return getattr(plain(self), name)
 
 
@@ -150,11 +223,12 @@ _UNARY: dict[str, Callable[..., Any]] = {
 _UNARY |= {n: getattr(math, n) for n in ("trunc", "floor", "ceil")}
 _UNARY["sym_float"] = float
 
+_power = _forward(operator.pow, "__rpow__")
 for _name, _function in (_BINARY | _BITS).items():
-    setattr(_LiveMethods, f"__{_name}__", _forward(_function))
+    setattr(_LiveMethods, f"__{_name}__", _forward(_function, f"__r{_name}__"))
     setattr(_LiveMethods, f"__r{_name}__", _reflected(_function))
 for _name, _function in _UNARY.items():
-    setattr(_LiveMethods, f"__{_name}__", _forward(_function))
+    setattr(_LiveMethods, f"__{_name}__", _unary(_function))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(_LiveMethods, f"__{_name}__", _compared(getattr(operator, _name)))
 setattr(_LiveMethods, "__rpow__", _reflected(operator.pow))  # noqa: B010 (with the others)
@@ -162,6 +236,8 @@ setattr(_LiveMethods, "__rpow__", _reflected(operator.pow))  # noqa: B010 (with 
 
 class LiveFloat(_LiveMethods, torch.SymFloat):
     """A float that changes from call to call; to `isinstance` it is a float."""
+
+    plain_type = float
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -179,6 +255,8 @@ class LiveFloat(_LiveMethods, torch.SymFloat):
 
 class LiveInt(_LiveMethods, torch.SymInt):
     """An int that changes from call to call; to `isinstance` it is an int."""
+
+    plain_type = int
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -199,7 +277,9 @@ SYMBOLIC = frozenset({LiveFloat, LiveInt, torch.SymFloat, torch.SymInt})
 
 
 def _wrap(number: Number) -> Any:
-    return (LiveFloat if type(number.hint) is float else LiveInt)(number)
+    live = (LiveFloat if type(number.hint) is float else LiveInt)(number)
+    number.log.made.append(weakref.ref(live))
+    return live
 
 
 def as_live(value: Any) -> Any:
@@ -221,11 +301,66 @@ def plain(value: Any) -> Any:
     return value.node.settle() if is_live(value) else value
 
 
+def settled(arg: Any) -> Any:
+    """An argument with live numbers, also in containers, replaced by plain ones, which are constants from now on."""
+    kind = type(arg)
+    if kind is list or kind is tuple:
+        return kind(map(settled, arg))
+    if kind is dict:
+        return {settled(k): settled(v) for k, v in arg.items()}
+    return plain(arg)
+
+
 def plain_tree(tree: Any) -> Any:
-    """A result with live numbers replaced by plain ones. Adds no facts."""
-    if not any(map(is_live, pytree.tree_leaves(tree))):
+    """A result with live numbers replaced by plain ones, also those in objects. Adds no facts."""
+    leaves, spec = structure.flatten(tree, result=True)
+    if not any(map(is_live, leaves)):
         return tree
-    return pytree.tree_map(lambda leaf: leaf.node.hint if is_live(leaf) else leaf, tree)
+    plain_leaves = [leaf.node.hint if is_live(leaf) else leaf for leaf in leaves]
+    return structure.unflatten(plain_leaves, spec)
+
+
+def plain_keys(result: Any) -> None:
+    """Replace live numbers that are keys of dicts or members of sets in a result; to hash one has added its fact."""
+    kind = type(result)
+    if kind in (list, tuple):
+        for each in result:
+            plain_keys(each)
+    elif kind is set and any(map(is_live, result)):
+        members = [plain(each) for each in result]
+        result.clear()
+        result.update(members)
+    elif kind in (dict, OrderedDict, defaultdict, Counter):
+        if any(map(is_live, result)):
+            items = [(plain(key), value) for key, value in result.items()]
+            result.clear()
+            for key, value in items:
+                result[key] = value
+        for value in result.values():
+            plain_keys(value)
+
+
+def settle_escaped(log: ScalarLog, leaves: Sequence[Any]) -> None:
+    """Make constants of the live numbers that outlive their recording other than as `leaves` of the result.
+
+    A closure, an object of C code or a queue holds them: a replay returns or leaves this object as it is.
+    """
+    held = set(map(id, leaves))
+    if log.escaped(held):
+        gc.collect()  # some may be garbage in cycles
+    for number in log.escaped(held):
+        log.learn_late(number.node)
+
+
+def was_refused(error: BaseException) -> bool:
+    """Whether C code raised this error for a live number, where it accepts a float or an int; notes it on the error."""
+    if not any(kind.__name__ in str(error) for kind in _LIVE_TYPES):
+        return False
+    error.add_note(
+        "functionalize: this call was recorded, and the number that the step read by .item() is no plain float or "
+        "int then. From the next call on, numbers that the step reads are plain."
+    )
+    return True
 
 
 def expression_of(value: Any, log: ScalarLog | None) -> Any:

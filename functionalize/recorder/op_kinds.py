@@ -11,10 +11,10 @@ Each answer depends on the op alone, not on its arguments, and is cached.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,6 +181,80 @@ def _changes_geometry(func: Any) -> bool:
     return any(at is None for at, _ in written_arguments(func))  # `out=`
 
 
+# Ops that make a tensor with contents that are not defined.
+BLANK = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+_OF_TORCH = frozenset(
+    {"aten", "prim", "prims", "profiler", "inductor", "higher_order", "functionalize"}
+)
+_OF_TORCH |= {
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "fsdp",
+    "_dtensor",
+    "symm_mem",
+}
+_OF_TORCH |= {"quantized", "mkldnn", "mkl"}
+
+
+class SizingNumber(NamedTuple):
+    """A tensor of one element that determines the size of an op's result.
+
+    follows: what the number may depend on if the size is to be known: "constants", also "arguments", or "anything" as
+    long as it is `bound`, which it always is for sane data.
+    """
+
+    number: Tensor
+    follows: str
+    bound: int | None = None
+
+
+def sizing_numbers(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[SizingNumber] | None:
+    """The numbers that determine the size of an op's result; None for an op that is not known here.
+
+    To be called while the ops that compute them are recorded. An empty list: the size depends on no data.
+    """
+    values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    if func is aten.index.Tensor:
+        masks = [i for i in values["indices"] if i is not None and i.dtype in _MASKS]
+        return [SizingNumber(mask.count_nonzero(), "constants") for mask in masks]
+    if func is aten.nonzero.default:
+        return [SizingNumber(values["self"].count_nonzero(), "constants")]
+    if func is aten.masked_select.default:
+        shape = torch.broadcast_shapes(values["self"].shape, values["mask"].shape)
+        return [SizingNumber(values["mask"].expand(shape).count_nonzero(), "constants")]
+    if func is aten.repeat_interleave.Tensor:
+        sized = values.get("output_size") is not None
+        return [] if sized else [SizingNumber(values["repeats"].sum(), "constants")]
+    if func is aten.bincount.default:
+        counted, last = values["self"], (values.get("minlength") or 0) - 1
+        if not counted.numel():
+            return []
+        return [SizingNumber(counted.max().clamp(min=last), "anything", last)]
+    if func is aten._ctc_loss.Tensor:  # the size of a table that only its backward reads
+        return [SizingNumber(values["target_lengths"].max(), "arguments")]
+    if func is aten._ctc_loss.default:
+        return []
+    if func is aten.linalg_lstsq.default:  # residuals, which depend on the rank with these drivers
+        rows, columns = values["self"].shape[-2:]
+        by_rank = values.get("driver") in ("gelss", "gelsd") and rows > columns
+        return None if by_rank else []
+    return None
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class OpKind:
     """All of the above for one op, so that the recorder looks it up once.
@@ -194,6 +268,7 @@ class OpKind:
     restrides: its arguments set the strides of its result (`as_strided`).
     random: draws from a random generator.
     sized_by_data: the size of its result depends on data.
+    foreign: of a library that is not torch's. returns_numbers: returns something else than tensors.
     reads_grad_mode: computes a different result under `no_grad`.
     makes: "quantised" or "nested" if the result is more than a strided tensor, else "".
     may_be_refused: `Checks.refuse` must be called before it runs.
@@ -212,6 +287,8 @@ class OpKind:
     restrides: bool
     random: bool
     sized_by_data: bool
+    foreign: bool
+    returns_numbers: bool
     reads_grad_mode: bool
     makes: str
     may_be_refused: bool
@@ -238,6 +315,8 @@ def kind_of(func: Any) -> OpKind:
         restrides=func in (aten.as_strided.default, aten.as_strided_.default),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
+        foreign=func.namespace not in _OF_TORCH,
+        returns_numbers=any("Tensor" not in str(r.type) for r in func._schema.returns),
         reads_grad_mode=func in READS_GRAD_MODE,
         makes=makes,
         may_be_refused=communicates

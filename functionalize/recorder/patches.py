@@ -5,6 +5,7 @@
     .__repr__, .__reduce_ex__, ...
     torch.Tensor.item, fused optimizers   return and accept live numbers, see scalar_patches.py
     torch.get_rng_state, ...         set and read generators: recorded as ops, see rng_patches.py
+    torch.cond, while_loop, ...      run as in eager and are refused, see higher_order.py
     builtins.print, logging, ...     effects, which a replay does not repeat: see effects.py
     torch._dynamo's frame hook       code under torch.compile runs uncompiled: compiled code calls kernels without
                                      the dispatcher, and Dynamo would trace the recorder
@@ -33,7 +34,7 @@ from torch.autograd.profiler import record_function
 from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
-from functionalize.recorder import effects
+from functionalize.recorder import effects, higher_order
 from functionalize.recorder import rng_patches as generators
 from functionalize.recorder import scalar_patches as number_patches
 from functionalize.recorder.checks import Checks
@@ -219,6 +220,7 @@ def _capture_patches() -> Iterator[Patch]:
         yield torch.Tensor, name, _watched_read(name)
     yield from generators.patches(_recorders)
     yield from number_patches.patches(_recorders)
+    yield from higher_order.patches(recorded_checks, lambda: bool(_watchers()))
     effects.watch_audit_events(_is_recording, recorded_checks)
     yield from effects.patches(recorded_checks)
     frames = dynamo_frames()

@@ -134,13 +134,14 @@ class Recorder(Watcher):
         if self.scalar_log is not None:
             self.scalar_log.active = True
 
-    def early_records(self) -> frozenset[int]:
-        """Ids of the records that are computed from arguments and constants alone."""
+    def early_records(self, arguments: bool = True) -> frozenset[int]:
+        """Ids of the records that are computed from arguments, if these count, and constants alone."""
         learned = self.scalars or (self.scalar_log is not None and self.scalar_log.facts)
-        if not self.arguments or not learned:  # no guard needs them
+        known = {e.ref.storage for e in self.storages.externals if e.literal or e.is_index}
+        known = known | self.arguments if arguments else known - self.arguments
+        if not known or not learned:  # no guard needs them
             return frozenset()
-        literals = {e.ref.storage for e in self.storages.externals if e.literal}
-        return early_records(self.records, self.arguments | literals)
+        return early_records(self.records, known)
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -185,8 +186,10 @@ class Recorder(Watcher):
             checks.note_or_raise(located(error, record))
             with self.quiet():
                 return func(*args, **kwargs)
-        if op.random or op.sized_by_data:
+        if op.random:
             checks.before(op, record)
+        if op.sized_by_data:
+            checks.read_sizes(self, record, args, kwargs)
         self.suspended += 1
         try:
             out = op.run(*args, **kwargs)
@@ -197,6 +200,8 @@ class Recorder(Watcher):
             self.suspended -= 1
         if op.random:
             checks.generators_moved()
+        if op.foreign:
+            checks.after_foreign(op, record)
         if op.to_python:
             out = self._to_python(record, out)
         try:

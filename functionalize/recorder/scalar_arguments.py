@@ -21,7 +21,7 @@ from typing import Any
 
 from functionalize.ir.ops import OpRecord
 from functionalize.ir.scalars import LiveNumber
-from functionalize.recorder.live_scalars import SYMBOLIC, is_live, plain
+from functionalize.recorder.live_scalars import SYMBOLIC, is_live, settled
 from functionalize.recorder.scalar_log import Number, ScalarLog
 
 # Schema types of arguments that no shape depends on. A number in the place of a `Tensor` is one that torch wraps.
@@ -147,10 +147,3 @@ def has_live(arg: Any) -> bool:
     if isinstance(arg, (list, tuple)):
         return any(map(has_live, arg))
     return type(arg) in SYMBOLIC and is_live(arg)
-
-
-def settled(arg: Any) -> Any:
-    """An argument with live numbers replaced by plain ones, which are constants of the program from now on."""
-    if type(arg) in (list, tuple):
-        return type(arg)(map(settled, arg))
-    return plain(arg)

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Container, Mapping
+from types import CodeType, FrameType
 from typing import Any
 
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.inputs import Source
 from functionalize.ir.ops import OpRecord
 from functionalize.ir.scalars import Applied, Read, ScalarInput, is_expression
+from functionalize.util.number_uses import may_need_exact_number
+from functionalize.util.user_stack import is_internal
 
 FOREIGN_NUMBER = "a number that another recording reads is used in this one"
 
@@ -50,10 +54,15 @@ class ScalarLog:
     facts: each fact once, by its expression.
     active: whether the numbers are live; after the recording has ended they are constants.
     note: called with a reason why a replay cannot repeat the step.
+    made: weak references to the live numbers of the recording.
+    plain_reads: numbers that the user's code reads are plain, since C code has refused live ones in an earlier call.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.active = True
+        self.plain_reads = False
+        self._exact: dict[tuple[CodeType, ...], bool] = {}
+        self.made: list[weakref.ref[Any]] = []
         self.facts: dict[Any, Fact] = {}
         self._note = note
 
@@ -64,6 +73,12 @@ class ScalarLog:
     def read(self, record: OpRecord, value: float) -> Number:
         """The live number that the op of `record` returns to Python."""
         return Number(Read(record), value, self)
+
+    def is_live_for(self, reader: FrameType) -> bool:
+        """Whether the function that reads a number by `.item()` receives a live one."""
+        if is_internal(reader.f_code.co_filename):
+            return True
+        return not (self.plain_reads or may_need_exact_number(reader, self._exact))
 
     def from_source(self, source: Source, name: str, value: float) -> Number:
         """The live number that Python holds at `source`, which every call reads again."""
@@ -78,6 +93,19 @@ class ScalarLog:
             key = (expression.function, *parts)
         if self.active and key not in self.facts:
             self.facts[key] = Fact(expression, value)
+
+    def learn_late(self, number: Number) -> None:
+        """Add the fact of a number's value after the recording has ended."""
+        self.active = True
+        try:
+            number.settle()
+        finally:
+            self.active = False
+
+    def escaped(self, held: Container[int]) -> list[Any]:
+        """The live numbers that exist still, without those whose ids are in `held`."""
+        alive = (number for made in self.made if (number := made()) is not None)
+        return [number for number in alive if id(number) not in held]
 
     def foreign(self) -> None:
         """A number of another recording is used in this one."""

@@ -5,8 +5,12 @@
     clip_grad_norm_(..., max_norm)      calls `float`, which returns a plain number: replaced in its module
     torch.tensor(number)                converts to a plain number: calls `torch.full` instead, which accepts a live one
     json.dumps({"loss": number})        C code that accepts Python's own types only: receives the plain number
+    statistics.mean([number, 1.0])      makes a result of the type of its elements: `type` is replaced in the module
+    F.interpolate(x, scale_factor=n)    its C++ op accepts no symbolic int: receives the plain number
     tensor._wrapped_number              see Note [Wrapped numbers]
     tensor ** number                    receives the plain number: see Note [Exponents]
+    torch.ctc_loss(..., [5, 4], [2, 1]) C++ makes a tensor of the lengths without an op: made in Python instead
+    x.tensor_split(tensor), lstm(packed)  C++ reads indices and lengths without an op: read by .item() first
     torch.jit.script                    looks up torch's functions by identity: replacements are mapped to originals
 
 Each calls the original if no recording with live numbers is active.
@@ -16,18 +20,22 @@ from __future__ import annotations
 
 import ctypes
 import json
+import statistics
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils import clip_grad
 
 from functionalize._compat.autograd import forward_mode_is_on
 from functionalize._compat.compilers import script_builtins
+from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.graphs import pytree
-from functionalize._compat.modules import fused_optimizer_functions
-from functionalize.recorder.live_scalars import as_live, is_live, plain
-from functionalize.recorder.scalar_arguments import has_live, settled
+from functionalize._compat.modules import fused_optimizer_functions, packed_sequence_functions
+from functionalize.recorder.live_scalars import as_live, is_live, plain, settled
+from functionalize.recorder.scalar_arguments import has_live
 
 _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("pow", "float_power", "_foreach_pow", "_foreach_pow_")),
@@ -44,8 +52,21 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
         made = _tensor_from_number(original := getattr(torch, name))
         scripted[id(made)] = original
         yield torch, name, made
+    made = _lengths_as_tensors(recorders, torch.ctc_loss)
+    scripted[id(made)] = torch.ctc_loss
+    yield torch, "ctc_loss", made
+    for owner in (torch, torch.Tensor):
+        split = _split_by_numbers(recorders, owner.tensor_split)
+        scripted[id(split)] = owner.tensor_split
+        yield owner, "tensor_split", split
+    for owner, name in packed_sequence_functions():
+        yield owner, name, _of_read_lengths(recorders, getattr(owner, name))
     yield clip_grad, "float", _as_float
     yield json.JSONEncoder, "default", _as_json(json.JSONEncoder.default)
+    for name in ("encode", "iterencode"):
+        yield json.JSONEncoder, name, _of_plain(getattr(json.JSONEncoder, name))
+    yield statistics, "type", _type_of
+    yield F, "interpolate", _of_plain(F.interpolate)
     for owner, name in fused_optimizer_functions():
         yield owner, name, _fused_optimizer(recorders, name, getattr(owner, name))
     for owner, names in _POWERS:
@@ -59,7 +80,10 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
 
 def _item(original: Any) -> Any:
     def item(self: torch.Tensor) -> Any:
-        return as_live(original(self))
+        number = as_live(original(self))
+        if not is_live(number) or number.node.log.is_live_for(sys._getframe(1)):
+            return number
+        return plain(number)
 
     item.__doc__ = original.__doc__
     return item
@@ -79,6 +103,61 @@ def _tensor_from_number(original: Any) -> Any:
     return make
 
 
+def _lengths_as_tensors(recorders: Callable[[], list[Any]], original: Any) -> Any:
+    def ctc_loss(log_probs: Any, targets: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(log_probs, torch.Tensor) and log_probs.device.type == "cpu" and recorders():
+            args = tuple(map(_as_lengths, args))
+            kwargs = {k: _as_lengths(v) for k, v in kwargs.items()}
+        return original(log_probs, targets, *args, **kwargs)
+
+    ctc_loss.__doc__ = original.__doc__
+    return ctc_loss
+
+
+def _as_lengths(value: Any) -> Any:
+    return torch.tensor(value, dtype=torch.int64) if isinstance(value, (list, tuple)) else value
+
+
+def _numbers_in(lengths: torch.Tensor) -> Any:
+    """The numbers of a tensor of indices, read one by one, with a guard on each."""
+    if lengths.dim() == 0:
+        return int(lengths.item())
+    return [int(each.item()) for each in lengths.reshape(-1).unbind()]
+
+
+def _reads(recorders: Callable[[], list[Any]], value: Any) -> bool:
+    """Whether a recording of a step would miss that C++ reads this tensor."""
+    real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    return real and any(r.checks is not None and r.checks.for_real for r in recorders())
+
+
+def _split_by_numbers(recorders: Callable[[], list[Any]], original: Any) -> Any:
+    def tensor_split(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def read(value: Any) -> Any:
+            return _numbers_in(value) if _reads(recorders, value) else value
+
+        return original(self, *map(read, args), **{k: read(v) for k, v in kwargs.items()})
+
+    tensor_split.__doc__ = original.__doc__
+    return tensor_split
+
+
+def _of_read_lengths(recorders: Callable[[], list[Any]], original: Any) -> Any:
+    """A function of a packed sequence or of its lengths, the second argument, on which sizes depend."""
+
+    def of_lengths(*args: Any, **kwargs: Any) -> Any:
+        lengths: Any = args[1] if len(args) > 1 else None
+        if _reads(recorders, lengths) and not lengths.is_floating_point():
+            _numbers_in(lengths)
+            for recorder in recorders():
+                if recorder.checks is not None:
+                    recorder.checks.sized_by(recorder.records[-1], f"{original.__name__}()")
+        return original(*args, **kwargs)
+
+    of_lengths.__name__, of_lengths.__doc__ = original.__name__, original.__doc__
+    return of_lengths
+
+
 def _as_float(value: Any) -> Any:
     return value if is_live(value) and isinstance(value, float) else float(value)
 
@@ -91,6 +170,46 @@ def _as_json(original: Any) -> Any:
     return default
 
 
+def _of_plain(original: Any) -> Any:
+    """`original`, called with plain numbers in the place of live ones, also of those in containers."""
+
+    def of_plain(*args: Any, **kwargs: Any) -> Any:
+        return original(
+            *map(_plain_inside, args), **{k: _plain_inside(v) for k, v in kwargs.items()}
+        )
+
+    of_plain.__name__, of_plain.__doc__ = original.__name__, original.__doc__
+    return of_plain
+
+
+def _plain_inside(value: Any) -> Any:
+    """`value` itself, or a copy in dicts, lists and tuples if a live number is inside."""
+    return _copied(value) if _has_inside(value, frozenset()) else value
+
+
+def _has_inside(value: Any, above: frozenset[int]) -> bool:
+    if not isinstance(value, (dict, list, tuple)):
+        return is_live(value)
+    if id(value) in above:
+        return False
+    above = above | {id(value)}
+    inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return any(_has_inside(v, above) for v in inside)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_copied(k): _copied(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copied(v) for v in value]
+    return plain(value)
+
+
+def _type_of(value: Any) -> type:
+    kind: type = value.__class__ if is_live(value) else type(value)
+    return kind
+
+
 def _set_wrapped_number(tensor: torch.Tensor, number: Any) -> None:
     """Note [Wrapped numbers]
 
@@ -99,11 +218,13 @@ def _set_wrapped_number(tensor: torch.Tensor, number: Any) -> None:
     tensor for the backward, which may run when no mode is active. So the attribute is a property while a capture
     runs, and its setter writes the plain value of the number into the tensor.
     """
-    tensor.__dict__["_wrapped_number"] = number
     if is_live(number):
         hint = number.node.hint
+        # The tensor does not keep the user's own object alive, which would seem to outlive the step.
+        number = (torch.SymFloat if type(hint) is float else torch.SymInt)(number.node)
         kind = ctypes.c_double if type(hint) is float else ctypes.c_int64
         kind.from_address(tensor.data_ptr()).value = hint
+    tensor.__dict__["_wrapped_number"] = number
 
 
 def _get_wrapped_number(tensor: torch.Tensor) -> Any:

@@ -85,6 +85,12 @@ class External:
     def __init__(self, info: StorageInfo, ref: TensorRef, tensor: Tensor, literal: bool) -> None:
         self.info, self.ref, self.tensor, self.literal = info, ref, tensor, literal
 
+    @property
+    def is_index(self) -> bool:
+        """Whether it is a mask, or indices or lengths, and no parameter or other state that training moves."""
+        dtype = self.ref.geometry.dtype
+        return not (dtype.is_floating_point or dtype.is_complex)
+
 
 class StorageObserver(Protocol):
     """The callbacks of a table: a new storage, and a change of a storage's size."""

@@ -122,7 +122,7 @@ def _facts(module: nn.Module) -> dict[str, Any]:
     found = {key: value for key, value in table.items() if type(value) in _PLAIN}
     found["children"] = [id(child) for child in table.get("_modules", {}).values()]
     for key in _REGISTRIES:
-        found[key] = list(table.get(key, ()))
+        found[key] = list(table.get(key, {}).keys())  # a scripted module's can be iterated only so
     return found
 
 

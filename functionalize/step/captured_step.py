@@ -41,7 +41,7 @@ from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.recorder.effects import CallWatch
-from functionalize.recorder.live_scalars import plain_tree
+from functionalize.recorder.live_scalars import plain_tree, was_refused
 from functionalize.recorder.patches import recorded_checks
 from functionalize.recorder.recorder import Recorder
 from functionalize.state import arguments
@@ -81,6 +81,7 @@ class CapturedStep(ReplayedStep):
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(train_step, options)
         functools.update_wrapper(self, train_step)
+        self._plain_reads = False  # whether C code has refused a live number
 
     @property
     def program(self) -> Program | None:
@@ -229,8 +230,14 @@ class CapturedStep(ReplayedStep):
         for cached in self._cache:
             for fact in cached.program.facts:
                 self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()
+        if recorder.scalar_log is not None:
+            recorder.scalar_log.plain_reads = self._plain_reads
         varying = self._changed_hyperparameters
-        return record(self._fn, call, recorder, varying, self._hooks_run_outside)
+        try:
+            return record(self._fn, call, recorder, varying, self._hooks_run_outside)
+        except Exception as error:
+            self._plain_reads |= was_refused(error)
+            raise
 
     def _finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
         """The stages after a recorded run. rerun: it was a forward that ran again, for a backward without a program."""

@@ -139,7 +139,13 @@ class StepRecording:
         self.recorder.checks.check_generators("after its last random op")
         modules = list(self.entry.roots.modules.values())
         reasons = dict.fromkeys(
-            [*self.recorder.checks.unrepeatable, hidden(self.exit.leaves), why_not_here(modules)]
+            [
+                *self.recorder.checks.unrepeatable,
+                *self.recorder.checks.late_sizes(self.recorder),
+                self.recorder.checks.unwritten(self.recorder.records),
+                hidden(self.exit.leaves),
+                why_not_here(modules),
+            ]
         )
         return "; ".join(text for text in reasons if text) or self.entry.python_state.refusal
 

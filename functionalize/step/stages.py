@@ -31,6 +31,7 @@ from functionalize._compat.graphs import pytree
 from functionalize.audit.collective_check import collective_mismatch
 from functionalize.errors import UncapturableError
 from functionalize.lifetimes.observer import LifetimeObserver
+from functionalize.recorder.live_scalars import plain_keys, settle_escaped
 from functionalize.recorder.recorder import Recorder
 from functionalize.state import arguments
 from functionalize.state.arguments import leaf_names
@@ -96,7 +97,10 @@ class RecordedRun:
     changed: str | None
 
     def recording(self) -> StepRecording:
+        plain_keys(self.result)
         exit = ExitState.now(self.entry, self.result, self.changed)  # in the step's own grad mode
+        if self.recorder.scalar_log is not None:
+            settle_escaped(self.recorder.scalar_log, exit.leaves)
         with torch.no_grad():
             return StepRecording(self.recorder, self.entry, exit)
 

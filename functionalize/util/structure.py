@@ -9,11 +9,11 @@ also opens the following into their attributes and items, without registering th
 
 - subclasses of dict and of Mapping (`BatchEncoding`), dataclasses, `SimpleNamespace`;
 - other objects that hold tensors: as an argument if they hold only tensors and numbers (a batch), as a result also
-  with other contents (a cache).
+  with other contents (a cache), or with symbolic numbers only (a record of `loss.item()`).
 
 An object that holds a module or an optimizer, or whose class has a part written in C, stays a leaf; so does a result
-without tensors, which is returned as it is. Attributes of a dict or a `UserDict` that are neither tensors nor numbers
-are compared by their type only: tokenizers keep such objects beside the items.
+without tensors and symbolic numbers, which is returned as it is. Attributes of a dict or a `UserDict` that are neither
+tensors nor numbers are compared by their type only: tokenizers keep such objects beside the items.
 Invariant: a spec is an ordinary `TreeSpec`; equal specs mean the same types, names, keys and lengths.
 """
 
@@ -35,6 +35,7 @@ from functionalize._compat.graphs import pytree
 _NUMBERS = (bool, int, float, complex, str, bytes, NoneType)
 _ATOMS = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _CLOSED = frozenset({Tensor, nn.Parameter, *_ATOMS})
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _BASES = (
     OrderedDict,
@@ -49,13 +50,18 @@ def flatten(tree: Any, *, result: bool = False) -> tuple[list[Any], pytree.TreeS
 
     result: whether `tree` is the result of a step and not its arguments; more objects are then opened, see above.
     """
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_size if result else None)
     if all(type(leaf) in _CLOSED for leaf in leaves):
         return leaves, spec
     opened = [_opened(leaf, result, frozenset()) for leaf in leaves]
     if any(type(leaf) is _Opened for leaf in opened):
-        return pytree.tree_flatten(pytree.tree_unflatten(opened, spec))
+        tree = pytree.tree_unflatten(opened, spec)
+        return pytree.tree_flatten(tree, is_leaf=_is_size if result else None)
     return leaves, spec
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size  # pytree makes a tuple of it
 
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
@@ -208,7 +214,7 @@ def _opened(leaf: Any, result: bool, above: frozenset[int]) -> Any:
 def _opened_inside(value: Any, result: bool, above: frozenset[int]) -> Any:
     if _is_flat(value):
         return value
-    return pytree.tree_map(lambda leaf: _opened(leaf, result, above), value)
+    return pytree.tree_map(lambda leaf: _opened(leaf, result, above), value, is_leaf=_is_size)
 
 
 def _is_flat(value: Any) -> bool:
@@ -231,7 +237,7 @@ def _is_data(kind: type, children: list[Any], result: bool) -> bool:
         return False
     if known and not result:
         return True
-    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+    if not any(isinstance(leaf, (Tensor, *_SYMBOLIC)) for leaf in leaves):
         return False
     if known or kind.__module__.partition(".")[0] == "torch":
         return known
@@ -256,7 +262,9 @@ def _counts(value: Any) -> bool:
 @lru_cache(maxsize=4096)
 def _is_transparent(kind: Any) -> bool:
     """Whether objects of this class consist of their attributes and items, and can be rebuilt from them."""
-    if issubclass(kind, (type, Tensor, enum.Enum, *_STATEFUL)) or hasattr(kind, "__del__"):
+    if issubclass(kind, (type, Tensor, enum.Enum, *_SYMBOLIC, *_STATEFUL)) or hasattr(
+        kind, "__del__"
+    ):
         return False
     if kind in _BASES and kind is not SimpleNamespace:
         return False

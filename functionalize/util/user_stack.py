@@ -102,6 +102,12 @@ def is_internal(filename: str) -> bool:
     return filename.startswith(_INTERNAL)
 
 
+@cache
+def is_own(filename: str) -> bool:
+    """Whether a file belongs to this library."""
+    return filename.startswith(_INTERNAL[1:3])
+
+
 class LocatedOp(Protocol):
     """An op with the Python stack of its call."""
 

@@ -254,8 +254,9 @@ class PythonState:
         module, kind = visit.value, type(visit.value)
         self._note(visit, kind)
         if (kind, True) not in self._classes:
-            self._push(visit, Part("forward", kind.forward, kind.__name__))
-            self.probes.add_attribute(kind, "forward")
+            if hasattr(kind, "forward"):  # a scripted module has none
+                self._push(visit, Part("forward", kind.forward, kind.__name__))
+                self.probes.add_attribute(kind, "forward")
             self._class_of(visit, kind)
         table = vars(module)
         self.probes.add_table(table)

@@ -1,4 +1,4 @@
-"""Ops that do more than their schema says: batch norm's running statistics, streams, oneDNN's LSTM layer.
+"""Ops that do more than their schema says: batch norm's running statistics, streams, oneDNN's LSTM layer, `bincount`.
 
     aten.native_batch_norm(x, w, b, mean, var, True, m, eps)
       ->  out, save_mean, save_invstd, mean', var' = aten._native_batch_norm_legit_functional(...)
@@ -70,6 +70,13 @@ def native_batch_norm_out(engine: Engine, record: OpRecord) -> Any:
         if ref.geometry.numel or have[i] is not UNKNOWN:
             engine.write(ref, engine.fit(engine.part(result, i), have[i], ref))
     return [None, None, None]
+
+
+@rule(aten.bincount.default)
+def bincount(engine: Engine, record: OpRecord) -> Any:
+    """The size depends on data, and a guard may check it after the graph, whose ops rely on the recorded size."""
+    size = record.outputs.geometry.size[0]
+    return engine.emit.call(aten.slice.Tensor, engine.pure(record), 0, 0, size)
 
 
 @rule(aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)

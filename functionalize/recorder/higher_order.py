@@ -1,0 +1,42 @@
+"""Higher-order ops in a step: `torch.cond`, `while_loop`, `scan`, `map`, flex attention.
+
+    torch.cond(x.sum() > 0, f, g, (x,))     refused by name; the call that is recorded runs as eager does
+    torch.cond(True, f, g, (x,))            calls `f`: no higher-order op, captured like all else
+
+Eager compiles a higher-order op by Dynamo, which makes tensors in closures (the parameters of modules) operands of the
+op, with gradients of zeros where the branch that was not taken uses them. A recorder runs compiled code uncompiled, and
+would lose these gradients. Therefore the op is compiled as in eager, and no mode of a recorder sees what is inside.
+Refusal: every higher-order op that runs while a step is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from functionalize._compat.autograd import backward_position
+from functionalize._compat.dispatch import HigherOrderOperator, disable_current_modes
+from functionalize.recorder.checks import Checks
+from functionalize.util.patching import Patch
+
+
+def patches(checks: Callable[[], Iterator[Checks]], watched: Callable[[], bool]) -> Iterator[Patch]:
+    """(owner, name, replacement). checks: of the recorders of this thread. watched: whether there is a recorder."""
+    original = HigherOrderOperator.__call__
+
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not watched():
+            return original(self, *args, **kwargs)
+        for each in checks():
+            each.refuse_here(
+                f"runs the higher-order op `{self._name}`, of which no program can be made"
+            )
+        with disable_current_modes():
+            if backward_position() is not None:
+                return original(self, *args, **kwargs)
+            compiled = torch.compile(lambda *a, **k: self(*a, **k), backend="eager", fullgraph=True)
+            return compiled(*args, **kwargs)
+
+    yield HigherOrderOperator, "__call__", call
