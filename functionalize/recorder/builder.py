@@ -16,8 +16,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -56,8 +55,7 @@ from functionalize.util.user_stack import line_of
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInput:
+class TensorInput(NamedTuple):
     """A tensor that becomes a placeholder.
 
     ref: its storage and geometry in the recording. source: where a replay reads it.
@@ -188,7 +186,8 @@ class Builder:
         scalars = {id(s.record): s for s in self.recorder.scalars}
         for record in records:
             # A record may return a number to Python: a frozen one (`scalar`) or a live one (`read`).
-            scalar, read = scalars.get(id(record)), record.meta.get("read")
+            scalar = scalars.get(id(record)) if scalars else None
+            read = record.meta.get("read")
             if scalar is None and read is None:
                 self.engine.run(record)
                 continue

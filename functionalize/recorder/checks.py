@@ -11,6 +11,7 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ class Checks:
                 inside = at is not None and at < len(record.args)
                 written = record.args[at or 0] if inside else record.kwargs.get(name)
                 for ref in refs_in(written):
-                    check_overlap(self._storages.infos[ref.storage].name, ref.geometry)
+                    if ref.geometry.overlaps:
+                        check_overlap(self._storages.infos[ref.storage].name, ref.geometry)
 
     def after_view(self, record: OpRecord, args: tuple[Any, ...], out: Any) -> None:
         """Raise if a view extends past the end of its storage and eager raises; restore the storage's size.
@@ -143,7 +145,9 @@ class Checks:
         if not self.for_real:
             return
         if op.random:
-            self.check_generators(f"before {record.target} {line_of(record.traceback)}")
+            self.check_generators(
+                lambda: f"before {record.target} {line_of(record.traceback)}"
+            )  # the user's line is looked up for a message only: that takes longer than the op
         if not op.sized_by_data:
             return
         masks = [r for r in refs_in(record.args)[1:] if r.geometry.dtype in _MASKS]
@@ -186,14 +190,17 @@ class Checks:
         """Forget the generators' states: changes before the next run begins are not the step's."""
         self._drawn = None
 
-    def check_generators(self, where: str) -> None:
-        """Note a generator that was set without a recorded op, which a replay would not set."""
+    def check_generators(self, where: Callable[[], str]) -> None:
+        """Note a generator that was set without a recorded op, which a replay would not set.
+
+        where: returns the text for the message that says when.
+        """
         now = generator_states()
         with disable_current_modes():  # of a recording around this one, or of the user
             same = self._drawn is None or all(map(torch.equal, now, self._drawn))
         if not same:
             self.note(
-                f"a random generator is set inside the step, {where}, by something else than "
+                f"a random generator is set inside the step, {where()}, by something else than "
                 "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"
             )
         self._drawn = now

@@ -169,7 +169,10 @@ class Recorder(Watcher):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        record = OpRecord(func, (), {}, None, (), self._stacks.here(), *autograd_position())
+        seq_nr, node, phase = autograd_position()
+        # Outside of a backward no stack is shared, and the calling frame need not be looked up.
+        stack = stack_here() if phase is None else self._stacks.here()
+        record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase)
         if func is _LIFT_FRESH and self.storages.info_of(args[0]) is None:
             return self._literal(args[0])
         checks = self.checks
@@ -290,7 +293,8 @@ class Recorder(Watcher):
         if isinstance(arg, Tensor):
             return self._ref(arg)
         if isinstance(arg, (list, tuple)):
-            return [self._ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in arg]
+            ref = self._ref
+            return [ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in arg]
         if kind in SYMBOLIC:
             self._met_number = True
         return placed(arg) if kind is torch.device else arg
@@ -317,7 +321,8 @@ class Recorder(Watcher):
             storages.note_size(storage_of(args[0]))
         elif op.changes_geometry:
             self._after_mutation(record, args, kwargs)
-        storages.born = {}
+        if storages.born:  # most ops make no storage: the dict of the last op is empty
+            storages.born = {}
         outputs = storages.out_ref(out) if isinstance(out, Tensor) else self._map_out(out)
         record.outputs = outputs
         if storages.born:
