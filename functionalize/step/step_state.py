@@ -42,6 +42,7 @@ from functionalize.state.step_guards import (
     check_writable,
 )
 from functionalize.state.storage_places import Places
+from functionalize.util.tensor_wrappers import is_plain
 
 # A tensor that the step must not replace: its name, its source, the tensor, the address of its storage.
 FixedTensor = tuple[str, Source, Tensor, int | None]
@@ -173,7 +174,8 @@ def _fixed_tensors(roots: Roots, fsdp: FSDPState) -> Iterator[FixedTensor]:
 
 def _address(tensor: Tensor) -> int | None:
     """The address of a plain tensor's storage; None for other layouts and for wrapper subclasses."""
-    plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    plain = is_plain(tensor) or not is_traceable_wrapper_subclass(tensor)
+    plain = plain and tensor.layout is torch.strided
     return tensor.untyped_storage()._cdata if plain else None
 
 
