@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functionalize.recorder.live_scalars import is_live
+from functionalize.scalars.live_scalars import is_live
 from tests.leftovers import leftovers
 
 Error = Callable[[], None]

@@ -34,6 +34,7 @@ ORDER = [
     "planning",
     "passes",
     "fake_world",
+    "scalars",
     "recorder",
     "fsdp",
     "walk",

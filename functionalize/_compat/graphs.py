@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree  # the public spelling has fewer functions
 from torch import fx
+from torch.fx.graph import (  # keywords and builtins, which are no names of nodes
+    _illegal_names as _ILLEGAL_NAMES,
+)
 from torch.fx.passes.shape_prop import (  # the type of node.meta["tensor_meta"]
     TensorMetadata,
 )
@@ -61,8 +64,26 @@ class NodeWriter:
 
     def placeholder(self, name: str) -> fx.Node:
         """Append a placeholder."""
-        unique = self._create_name(name, None)
+        unique = self._unique(name)
         return self._append(unique, "placeholder", name, (), {}, self._tables["placeholder", None])
+
+    def _unique(self, name: str) -> str:
+        """`create_name`, without its regular expression for an identifier that is still free.
+
+        The expression takes longer than making the node, and a step has hundreds of placeholders.
+        """
+        base, _, number = name.rpartition("_")
+        numbered = number.isdecimal() and base != ""
+        is_free = name not in self._used and (numbered or name not in _ILLEGAL_NAMES)
+        if not (is_free and name.isascii() and name.isidentifier()):
+            made: str = self._create_name(name, None)
+            return made
+        self._used.add(name)
+        if numbered:
+            self._counts[base] = int(number)
+        else:
+            self._counts.setdefault(name, 0)
+        return name
 
     def _append(
         self,

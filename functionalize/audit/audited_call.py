@@ -27,7 +27,7 @@ from functionalize.audit.signature import Signature
 from functionalize.errors import GuardError
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
-from functionalize.recorder.live_scalars import plain_tree
+from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state import arguments
 from functionalize.state.hyperparameters import lifted
 from functionalize.state.sources import changed_slots
@@ -116,7 +116,7 @@ class AuditedCall:
             assigned[at] = True
             gradients.append(gradient)
         leaves, spec = arguments.flatten_result((result, gradients))
-        comparison.recorder.checks.check_generators("after its last random op")
+        comparison.recorder.checks.check_generators(lambda: "after its last random op")
         verdict = comparison.verdict(leaves, spec, assigned)
         if verdict != AuditVerdict():
             return verdict

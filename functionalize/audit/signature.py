@@ -29,8 +29,8 @@ from functionalize.ir.ops import OpRecord, TensorRef, refs_in
 from functionalize.ir.scalars import LiveNumber, Read, ScalarInput, bottom_up, map_numbers
 from functionalize.program.json_codec import Form, plain_form
 from functionalize.program.program_file import group_arguments
-from functionalize.recorder.live_scalars import expression_of
 from functionalize.recorder.recorder import Recorder
+from functionalize.scalars.live_scalars import expression_of
 from functionalize.state.hyperparameters import Key
 from functionalize.state.sources import Slot
 from functionalize.util.process_groups import group_name, is_group, reduction

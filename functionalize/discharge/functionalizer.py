@@ -113,8 +113,13 @@ class Functionalizer:
 
     def run(self, record: OpRecord) -> None:
         """Discharge one recorded op and bind its outputs."""
-        with self.emit.made_for(record):
+        # `emit.made_for(record)`, without an object and two calls for each op of a recording.
+        emit = self.emit
+        before, emit.record = emit.record, record
+        try:
             self._bind(record, record.outputs, self._discharged(record))
+        finally:
+            emit.record = before
 
     def step(self, record: OpRecord) -> Any:
         """Discharge one op; returns the values of its outputs, None for an output that is one of its arguments."""
@@ -303,9 +308,11 @@ class Functionalizer:
         have: the geometry of `value`; None if it is that of `target`, UNKNOWN if the op has no usable meta kernel.
         """
         storage, want = self.storage(target.storage), target.geometry
+        if have is None:
+            storage.write(want, value, self.emit)
+            return
         if (
-            have is None
-            or have is UNKNOWN
+            have is UNKNOWN
             or have.stride == want.stride
             or not expands(have.size, want.size)
             or not storage.scatters(want)

@@ -250,8 +250,9 @@ class FunctionalStorage:
 
     def check_writable(self, geometry: Geometry) -> None:
         """Raise if `geometry` overlaps itself or reaches past the end of the storage."""
-        check_overlap(self.name, geometry)
-        check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "writes")
+        if geometry.overlaps or geometry.end > self.nbytes:
+            check_overlap(self.name, geometry)
+            check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "writes")
 
     def scatters(self, geometry: Geometry) -> bool:
         """Whether a write of `geometry` is emitted as a scatter into its parent: its value may have any strides."""
@@ -372,7 +373,7 @@ class FunctionalStorage:
         root = self.views[self.root]
         if self.pending or root.version != self.version:
             return
-        root.output_lists = {}
+        root.output_lists = None
         for view in self.views.values():
             if view is not root:
                 view.version = -1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,6 +114,7 @@ class View:
     value, version: the last value, and the version of the storage at which that was current.
     output_lists: the results of multi-output ops (`split`, `unbind`) on `value`, by call, so that all outputs that
         are read share one node. They are views of `value`: they keep no further memory alive, and are dropped with it.
+        None: there are none, as on nearly every view.
     """
 
     geometry: Geometry
@@ -121,10 +122,10 @@ class View:
     step: ViewStep | None = None
     value: Value = None
     version: int = -1
-    output_lists: dict[ViewCall, Value] = field(default_factory=dict)
+    output_lists: dict[ViewCall, Value] | None = None
 
     def hold(self, value: Value, version: int) -> None:
         """Bind `value`, the contents of the view as of `version`."""
         if value is not self.value:
-            self.value, self.output_lists = value, {}
+            self.value, self.output_lists = value, None
         self.version = version

@@ -137,10 +137,15 @@ def map_numbers(fn: Callable[[LiveNumber], Any], arg: Any) -> Any:
     if kind is LiveNumber:
         return fn(arg)
     if kind is list or kind is tuple:
-        return kind(map_numbers(fn, a) for a in arg)
+        # A fused optimizer has one live number, and lists of hundreds of values: these are passed over inline.
+        new = [map_numbers(fn, a) if type(a) in _MAPPED else a for a in arg]
+        return new if kind is list else tuple(new)
     if kind is dict:
         return {k: map_numbers(fn, a) for k, a in arg.items()}
     return arg
+
+
+_MAPPED = frozenset({LiveNumber, list, tuple, dict})
 
 
 # -- as text ---------------------------------------------------------------------------------------

@@ -23,13 +23,15 @@ def sink_waits(graph: fx.Graph, latest: Mapping[fx.Node, fx.Node] | None = None)
     Waits with the same first user are in the order of their collectives.
     latest: for some waits, a node that they must stay before even if no user is.
     """
+    waits = graph.find_nodes(op="call_function", target=WAIT) if WAIT is not None else []
+    if not waits:  # no walk over the nodes of a program of one rank
+        return 0
     place = {node: i for i, node in enumerate(graph.nodes)}
     latest = latest or {}
     placed: dict[
         fx.Node, fx.Node
     ] = {}  # a node -> the first of the waits placed directly before it
     moved = 0
-    waits = graph.find_nodes(op="call_function", target=WAIT) if WAIT is not None else []
     waits.sort(key=lambda wait: place[wait.all_input_nodes[0]])
     for wait in reversed(waits):
         if wait.users:

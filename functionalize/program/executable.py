@@ -101,7 +101,7 @@ class Executable:
 
     def nodes(self) -> int:
         """Ops in the graph, without placeholders and the output."""
-        return sum(n.op == "call_function" for n in self.graph.nodes)
+        return [n.op for n in self.graph.nodes].count("call_function")
 
     @property
     def output_names(self) -> tuple[str, ...]:

@@ -16,9 +16,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -49,17 +48,16 @@ from functionalize.ir.scalars import Applied, ScalarInput, expression_text, is_k
 from functionalize.ir.waits import sink_waits
 from functionalize.program.early_guard import EarlyGuard, is_early
 from functionalize.program.program import Program
-from functionalize.recorder.live_scalars import expression_of
 from functionalize.recorder.recorder import Recorder
-from functionalize.recorder.scalar_log import Fact
+from functionalize.scalars.live_scalars import expression_of
+from functionalize.scalars.scalar_log import Fact
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInput:
+class TensorInput(NamedTuple):
     """A tensor that becomes a placeholder.
 
     ref: its storage and geometry in the recording. source: where a replay reads it.
@@ -190,7 +188,8 @@ class Builder:
         scalars = {id(s.record): s for s in self.recorder.scalars}
         for record in records:
             # A record may return a number to Python: a frozen one (`scalar`) or a live one (`read`).
-            scalar, read = scalars.get(id(record)), record.meta.get("read")
+            scalar = scalars.get(id(record)) if scalars else None
+            read = record.meta.get("read")
             if scalar is None and read is None:
                 self.engine.run(record)
                 continue

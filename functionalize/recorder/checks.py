@@ -11,7 +11,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from functionalize.errors import (
 )
 from functionalize.ir.generators import generator_states
 from functionalize.ir.ops import OpRecord, TensorRef, geometry_of, refs_in
-from functionalize.recorder.live_scalars import plain
 from functionalize.recorder.op_kinds import (
     BLANK,
     CHECKED_INPLACE_VIEWS,
@@ -48,6 +47,7 @@ from functionalize.recorder.op_kinds import (
     tensors_in,
 )
 from functionalize.recorder.storage_table import StorageTable
+from functionalize.scalars.live_scalars import plain
 from functionalize.util.user_stack import line_of, located
 
 aten = torch.ops.aten
@@ -113,7 +113,8 @@ class Checks:
                 inside = at is not None and at < len(record.args)
                 written = record.args[at or 0] if inside else record.kwargs.get(name)
                 for ref in refs_in(written):
-                    check_overlap(self._storages.infos[ref.storage].name, ref.geometry)
+                    if ref.geometry.overlaps:
+                        check_overlap(self._storages.infos[ref.storage].name, ref.geometry)
 
     def after_view(self, record: OpRecord, args: tuple[Any, ...], out: Any) -> None:
         """Raise if a view extends past the end of its storage and eager raises; restore the storage's size.
@@ -186,7 +187,9 @@ class Checks:
     def before(self, op: OpKind, record: OpRecord) -> None:
         """Before a random op runs: note a generator that was set without a record."""
         if self.for_real:
-            self.check_generators(f"before {record.target} {line_of(record.traceback)}")
+            self.check_generators(
+                lambda: f"before {record.target} {line_of(record.traceback)}"
+            )  # the user's line is looked up for a message only: that takes longer than the op
 
     def after_foreign(self, op: OpKind, record: OpRecord) -> None:
         """After an op of a library that is not torch's: note what its schema does not say, or what no guard checks."""
@@ -283,11 +286,14 @@ class Checks:
         """Forget the generators' states: changes before the next run begins are not the step's."""
         self._drawn = None
 
-    def check_generators(self, where: str) -> None:
-        """Note a generator that was set without a recorded op, which a replay would not set."""
+    def check_generators(self, where: Callable[[], str]) -> None:
+        """Note a generator that was set without a recorded op, which a replay would not set.
+
+        where: returns the text for the message that says when.
+        """
         if self._moved():
             self.note(
-                f"a random generator is set inside the step, {where}, by something else than "
+                f"a random generator is set inside the step, {where()}, by something else than "
                 "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"
             )
         self._drawn = generator_states()

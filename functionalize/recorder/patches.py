@@ -36,9 +36,9 @@ from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_
 from functionalize._compat.distributed import work_class
 from functionalize.recorder import effects, higher_order
 from functionalize.recorder import rng_patches as generators
-from functionalize.recorder import scalar_patches as number_patches
 from functionalize.recorder.checks import Checks
-from functionalize.recorder.scalar_arguments import ScalarArguments
+from functionalize.scalars import scalar_patches as number_patches
+from functionalize.scalars.scalar_arguments import ScalarArguments
 from functionalize.util.patching import Patch, Patches
 
 # How Python reads a tensor without an op, and what to do instead.

@@ -33,13 +33,13 @@ from functionalize.ir.ops import Geometry, OpRecord, TensorRef, refs_in
 from functionalize.program.early_guard import early_records
 from functionalize.recorder.checks import Checks
 from functionalize.recorder.effects import CallWatch
-from functionalize.recorder.live_scalars import SYMBOLIC, as_live, plain
 from functionalize.recorder.op_kinds import OpKind, kind_of, storage_of
 from functionalize.recorder.patches import Watcher
-from functionalize.recorder.scalar_arguments import ScalarArguments, has_live
-from functionalize.recorder.scalar_log import FOREIGN_NUMBER, FrozenScalar, ScalarLog
-from functionalize.recorder.stand_ins import StandIns
+from functionalize.recorder.stand_ins import StandIns, restore_strides
 from functionalize.recorder.storage_table import StorageObserver, StorageTable
+from functionalize.scalars.live_scalars import SYMBOLIC, as_live, plain
+from functionalize.scalars.scalar_arguments import ScalarArguments, has_live
+from functionalize.scalars.scalar_log import FOREIGN_NUMBER, FrozenScalar, ScalarLog
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import located
 
@@ -176,7 +176,10 @@ class Recorder(Watcher):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        record = OpRecord(func, (), {}, None, (), self._stacks.here(), *autograd_position())
+        seq_nr, node, phase = autograd_position()
+        # Outside of a backward no stack is shared, and the calling frame need not be looked up.
+        stack = stack_here() if phase is None else self._stacks.here()
+        record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase)
         if func is _LIFT_FRESH and self.storages.info_of(args[0]) is None:
             return self._literal(args[0])
         checks = self.checks
@@ -301,7 +304,8 @@ class Recorder(Watcher):
         if isinstance(arg, Tensor):
             return self._ref(arg)
         if isinstance(arg, (list, tuple)):
-            return [self._ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in arg]
+            ref = self._ref
+            return [ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in arg]
         if kind in SYMBOLIC:
             self._met_number = True
         return placed(arg) if kind is torch.device else arg
@@ -313,14 +317,7 @@ class Recorder(Watcher):
             return [self._map_out(o) for o in out]
         return None
 
-    def _finish(
-        self,
-        op: OpKind,
-        record: OpRecord,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-    ) -> None:
+    def _finish(self, op: OpKind, record: OpRecord, args: Any, kwargs: Any, out: Any) -> None:
         storages = self.storages
         if op.restrides or storages.met_resized:
             self.checks.after_view(record, args, out)
@@ -328,7 +325,8 @@ class Recorder(Watcher):
             storages.note_size(storage_of(args[0]))
         elif op.changes_geometry:
             self._after_mutation(record, args, kwargs)
-        storages.born = {}
+        if storages.born:  # most ops make no storage: the dict of the last op is empty
+            storages.born = {}
         outputs = storages.out_ref(out) if isinstance(out, Tensor) else self._map_out(out)
         record.outputs = outputs
         if storages.born:
@@ -349,7 +347,8 @@ class Recorder(Watcher):
             written = args[at] if inside else kwargs.get(name)  # type: ignore[index]
             if not keep and isinstance(written, FakeTensor):
                 before = record.args[at] if inside else record.kwargs[name]  # type: ignore[index]
-                self._keep_strides(before, written)
+                with self.quiet():
+                    restore_strides(written, before)
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if keep and isinstance(tensor, Tensor) and self.storages.info_of(tensor) is None:
                     continue  # `set_()` made a storage: it is an output
@@ -365,13 +364,6 @@ class Recorder(Watcher):
             else:
                 new_kwargs[name] = self._map_in(written)
         record.args, record.resized = tuple(new_args), tuple(changed)
-
-    def _keep_strides(self, before: TensorRef, fake: Tensor) -> None:
-        """Restore the strides of an `out=` tensor of the right size: eager keeps them, some meta kernels do not."""
-        g = before.geometry
-        if fake.shape == g.size and fake.stride() != g.stride:
-            with self.quiet():
-                fake.as_strided_(g.size, g.stride, g.offset)
 
     # -- resizes -------------------------------------------------------------------------------
 

@@ -38,6 +38,13 @@ def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return fake
 
 
+def restore_strides(fake: Tensor, before: TensorRef) -> None:
+    """Restore the strides of an `out=` tensor of the right size: eager keeps them, some meta kernels do not."""
+    g = before.geometry
+    if fake.shape == g.size and fake.stride() != g.stride:
+        fake.as_strided_(g.size, g.stride, g.offset)
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor is a fake; for a wrapper subclass, whether all its inner tensors are."""
     return all(isinstance(t, FakeTensor) for t in plain_tensors(tensor))

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functionalize._compat.dispatch import disable_current_modes
-from functionalize.ir.ops import TensorRef, geometry_of
+from functionalize.ir.ops import Geometry, TensorRef, geometry_fields, geometry_of
 from functionalize.recorder.op_kinds import check_plain, storage_of
 
 _new_tuple = tuple.__new__  # makes a named tuple in half the time of calling its class
@@ -63,9 +63,9 @@ class StorageInfo:
 
     def ref(self, tensor: Tensor) -> TensorRef:
         """A tensor on this storage, with its geometry now."""
-        geometry = geometry_of(tensor)
-        if geometry != self.seen[1]:
-            self.seen = _new_tuple(TensorRef, (self.serial, geometry))
+        fields = geometry_fields(tensor)
+        if fields != self.seen[1]:
+            self.seen = _new_tuple(TensorRef, (self.serial, _new_tuple(Geometry, fields)))
         return self.seen
 
     @property
@@ -157,7 +157,8 @@ class StorageTable:
         held = literal
         if held is None:
             held = self._held(tensor)
-        self.keep_size(info, storage)
+        if info.resized:
+            self.keep_size(info, storage)
         self.externals.append(External(info, ref, held, literal is not None))
         return ref
 
@@ -184,7 +185,10 @@ class StorageTable:
 
     def out_ref(self, tensor: Tensor) -> TensorRef:
         """The reference to a result of an op. If its storage is new, the op has allocated it."""
-        storage = storage_of(tensor)
+        try:  # `storage_of`, without its call
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            storage = storage_of(tensor)
         info = self._by_address.get(storage._cdata)
         if info is None:
             info = self._add(tensor, storage)

@@ -22,11 +22,11 @@ import torch
 
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
-from functionalize.recorder.live_scalars import as_live, is_live, plain
+from functionalize.scalars.live_scalars import as_live, is_live, plain
 
 if TYPE_CHECKING:
     from functionalize.recorder.recorder import Recorder
-    from functionalize.recorder.scalar_log import ScalarLog
+    from functionalize.scalars.scalar_log import ScalarLog
 
 Key = tuple[str, int, str]  # optimizer, group, name of the hyperparameter
 Optimizers = Mapping[str, torch.optim.Optimizer]

@@ -24,7 +24,7 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
-from functionalize.util.tensor_wrappers import plain_tensors_by_path
+from functionalize.util.tensor_wrappers import is_plain, plain_tensors_by_path
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
@@ -276,23 +276,30 @@ def candidates(
     roots: Roots, leaves: Sequence[Any], places: Sequence[tuple[str, Slot]]
 ) -> Iterator[tuple[str, Source, Tensor]]:
     """Every place that an input may be read from, in order of preference. places: the slots from `slots`."""
-    call = Call(leaves, [])
-    for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True)):
-        yield from unwrapped(name, Argument(i), leaf)
-    for name, source, value in module_tensors(roots):
-        yield from unwrapped(name, source, value)
+    for name, source, value in _places(roots, Call(leaves, []), places):
+        if is_plain(value):  # nearly all of hundreds: no generator is made for each
+            yield name, source, value
+        else:
+            yield from unwrapped(name, source, value)
+
+
+def _places(
+    roots: Roots, call: Call, places: Sequence[tuple[str, Slot]]
+) -> Iterator[tuple[str, Source, Any]]:
+    """The same before wrapper subclasses are opened; a slot may hold None, an argument anything."""
+    for i, (name, leaf) in enumerate(zip(roots.arguments, call.leaves, strict=True)):
+        yield name, Argument(i), leaf
+    yield from module_tensors(roots)
     for name, slot in places:
-        yield from unwrapped(name, slot, slot.resolve(call))
+        yield name, slot, slot.resolve(call)
     for name, optimizer in roots.optimizers.items():
-        for full, state, value in _optimizer_tensors(name, optimizer):
-            yield from unwrapped(full, state, value)
+        yield from _optimizer_tensors(name, optimizer)
     for root_name, states in roots.states().items():
         for name, kept in fsdp_tensors(states):
-            yield from unwrapped(f"{root_name}.{name}", kept, kept.resolve(call))
+            yield f"{root_name}.{name}", kept, kept.resolve(call)
         for name, managed in fsdp_parameters(states):
-            yield from unwrapped(f"{root_name}.{name}", managed, managed.resolve(call))
+            yield f"{root_name}.{name}", managed, managed.resolve(call)
     for name, optimizer in roots.optimizers.items():
-        for full, loose, value in _optimizer_parameters(name, optimizer):
-            yield from unwrapped(full, loose, value)
-    for name, held, tensor in (*plain_attributes(roots), *roots.tensors):
-        yield from unwrapped(name, held, tensor)
+        yield from _optimizer_parameters(name, optimizer)
+    yield from plain_attributes(roots)
+    yield from roots.tensors

@@ -41,9 +41,9 @@ from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.recorder.effects import CallWatch
-from functionalize.recorder.live_scalars import plain_tree, was_refused
 from functionalize.recorder.patches import recorded_checks
 from functionalize.recorder.recorder import Recorder
+from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.step.cache import CachedProgram, ProgramCache, key_of
 from functionalize.step.explain import explanation

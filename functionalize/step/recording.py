@@ -111,9 +111,8 @@ class StepRecording:
 
     def _is_unowned(self, external: External) -> bool:
         """Whether no argument, module or optimizer holds a tensor."""
-        return self._is_unreachable(external) or isinstance(
-            self.entry.places.widest[external.ref.storage][1], Held
-        )
+        place = self.entry.places.widest.get(external.ref.storage)
+        return place is None or isinstance(place[1], Held)
 
     def _identity(self, external: External) -> Any:
         """A value that is equal in the next recording if the step found the same tensor."""
@@ -136,7 +135,7 @@ class StepRecording:
 
     def refusal(self) -> str | None:
         """Why the step cannot be captured, whatever later calls do; None if it can."""
-        self.recorder.checks.check_generators("after its last random op")
+        self.recorder.checks.check_generators(lambda: "after its last random op")
         modules = list(self.entry.roots.modules.values())
         reasons = dict.fromkeys(
             [

@@ -31,8 +31,8 @@ from functionalize._compat.graphs import pytree
 from functionalize.audit.collective_check import collective_mismatch
 from functionalize.errors import UncapturableError
 from functionalize.lifetimes.observer import LifetimeObserver
-from functionalize.recorder.live_scalars import plain_keys, settle_escaped
 from functionalize.recorder.recorder import Recorder
+from functionalize.scalars.live_scalars import plain_keys, settle_escaped
 from functionalize.state import arguments
 from functionalize.state.arguments import leaf_names
 from functionalize.state.hyperparameters import Key, lifted

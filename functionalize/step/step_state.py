@@ -46,6 +46,7 @@ from functionalize.state.step_guards import (
     check_writable,
 )
 from functionalize.state.storage_places import Places
+from functionalize.util.tensor_wrappers import is_plain
 from functionalize.walk.discovery import walked
 from functionalize.walk.roots import Roots
 
@@ -189,7 +190,8 @@ def _fixed_tensors(roots: Roots, fsdp: FSDPState) -> Iterator[FixedTensor]:
 
 def _address(tensor: Tensor) -> int | None:
     """The address of a plain tensor's storage; None for other layouts and for wrapper subclasses."""
-    plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    plain = is_plain(tensor) or not is_traceable_wrapper_subclass(tensor)
+    plain = plain and tensor.layout is torch.strided
     return tensor.untyped_storage()._cdata if plain else None
 
 

@@ -34,7 +34,7 @@ from functionalize.errors import LoadError, PassError, SaveError
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
-from functionalize.recorder.live_scalars import plain_tree
+from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.sources import leave
 from functionalize.step.cache import CachedProgram, key_of

@@ -74,7 +74,7 @@ class ForwardEnd:
     @staticmethod
     def now(entry: EntryState, result: Any, recorder: Recorder, changed: str | None) -> ForwardEnd:
         """Read the state after the forward. changed: a change that is known already."""
-        recorder.checks.check_generators("after its last random op")
+        recorder.checks.check_generators(lambda: "after its last random op")
         modules = list(entry.roots.modules.values())
         plain = [t for m in modules for u in fsdp_unsharded(m) for t in plain_tensors(u)]
         unsharded = {recorder.storages.ref(t).storage for t in plain}
@@ -216,7 +216,7 @@ class JointRecording(StepRecording):
         for each in self._inputs(builder, externals):
             source = each.source
             if isinstance(source, Argument) and source.leaf >= leaves:
-                each = replace(each, name=f"tangent_{source.leaf - leaves}")
+                each = each._replace(name=f"tangent_{source.leaf - leaves}")
             yield each
 
     def _forward(self, builder: PairBuilder, cut: Split, half: Half, in_spec: Any) -> Program:

@@ -22,8 +22,8 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.fsdp.objects import FSDPTensor
 from functionalize.ir.inputs import Call, Source
 from functionalize.ir.ops import OpRecord, TensorRef
-from functionalize.recorder.live_scalars import plain_tree
 from functionalize.recorder.op_kinds import storage_of
+from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state.arguments import flatten_result
 from functionalize.state.hyperparameters import lifted
 from functionalize.state.sources import Gradient

@@ -5,7 +5,7 @@
     np.exp(loss.item()), round(value, 2), f"{value:.3f}", type(self).__name__ False
 
 Such code raises `TypeError` for a live number, or takes the other branch, where eager does neither. So a number that it
-may reach is a constant with a guard (Note [Numbers that C reads] in `recorder/live_scalars.py`).
+may reach is a constant with a guard (Note [Numbers that C reads] in `scalars/live_scalars.py`).
 Invariant: the answer decides what is live and never what is guarded: to overlook a use is no silent error, except for a
 comparison of types. Looked at are the functions on the stack inside of the step and the user's functions that they
 name; not functions of installed packages, nor those that only data leads to.

@@ -12,13 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from functionalize._compat.dispatch import is_traceable_wrapper_subclass
+
+_PLAIN = frozenset({Tensor, nn.Parameter})  # a parameter of a subclass has the subclass's type
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor of torch's own type, which is the usual case; False may also mean undecided."""
+    return type(value) in _PLAIN
 
 
 def plain_tensors(value: Any) -> list[Tensor]:
     """The plain tensors inside a value: itself, or those of a wrapper subclass."""
+    if is_plain(value):
+        return [value]
     return [tensor for _, tensor in plain_tensors_by_path(value)]
 
 

@@ -18,7 +18,10 @@ CALLS = [
     (aten.view.default, "view"),
     (operator.getitem, "getitem"),
 ]
-INPUTS = ["x", "input", "weight_0"]
+INPUTS = [
+    *("x", "input", "weight_0", "weight_0", "weight", "weight_00", "a__3", "_3", "__4"),
+    *("class", "sum_1", "None", "é_1", "m²", "a.b", "1a", "x_٣", "x", "_", "sum"),
+]
 
 
 def described(graph: fx.Graph) -> list[tuple[str, str, object, tuple[str, ...]]]:

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import functionalize as fz
 from functionalize._compat.distributed import fake_process_group
-from functionalize.util.tensor_wrappers import plain_tensors, plain_tensors_by_path
+from functionalize.util.tensor_wrappers import is_plain, plain_tensors, plain_tensors_by_path
 
 
 def test_a_tensor_is_inside_itself() -> None:
@@ -21,6 +21,14 @@ def test_a_tensor_is_inside_itself() -> None:
         ((path, inner),) = plain_tensors_by_path(tensor)
         assert path == () and inner is tensor
     assert not plain_tensors(3) and not plain_tensors([torch.ones(2)]) and not plain_tensors(Tensor)
+
+
+def test_a_parameter_of_a_wrapper_is_no_plain_tensor() -> None:
+    wrapper = TwoTensor(torch.ones(2), torch.zeros(2))
+    assert is_plain(torch.ones(2)) and is_plain(nn.Parameter(torch.ones(2)))
+    for value in (wrapper, nn.Parameter(wrapper), 3, None, Tensor):
+        assert not is_plain(value)
+    assert len(plain_tensors(nn.Parameter(wrapper))) == 2
 
 
 def test_wrappers_in_wrappers() -> None:

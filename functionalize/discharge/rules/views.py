@@ -127,9 +127,10 @@ class OutputStep(SubviewStep):
         return emit.part(self.call.on(emit, parent), self.index)
 
     def regenerate(self, emit: Emitter, parent: View) -> Value:
-        values = parent.output_lists.get(self.call)
+        lists = parent.output_lists = parent.output_lists or {}
+        values = lists.get(self.call)
         if values is None:
-            values = parent.output_lists[self.call] = self.call.on(emit, parent.value)
+            values = lists[self.call] = self.call.on(emit, parent.value)
         return emit.part(values, self.index)
 
 

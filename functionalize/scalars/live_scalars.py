@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from functionalize.ir.scalars import is_expression
-from functionalize.recorder.scalar_log import Number, ScalarLog, computed, learned
+from functionalize.scalars.scalar_log import Number, ScalarLog, computed, learned
 from functionalize.util import structure
 
 

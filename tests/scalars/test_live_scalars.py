@@ -21,8 +21,8 @@ import functionalize as fz
 import passes
 from functionalize.errors import GuardError, UncapturableError
 from functionalize.ir.scalars import expression_text
-from functionalize.recorder.live_scalars import is_live
 from functionalize.recorder.recorder import Recorder
+from functionalize.scalars.live_scalars import is_live
 from functionalize.state.hyperparameters import liftable, lifted
 from functionalize.state.step_guards import HyperparameterGuard
 from tests.steps import make_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import datetime
@@ -14,7 +13,6 @@ import json
 import marshal
 import math
 import pickle
-import sqlite3
 import statistics
 import struct
 import time
@@ -31,7 +29,6 @@ from torch import Tensor
 
 import functionalize as fz
 
-connected = sqlite3.connect
 D, Timedelta = decimal.Decimal, datetime.timedelta
 
 
@@ -81,11 +78,6 @@ def is_exactly(value: Any, kind: type) -> bool:
     return type(value) is kind
 
 
-def stored(value: Any) -> Any:
-    with contextlib.closing(connected(":memory:")) as database:
-        return database.execute("select ?", (value,)).fetchall()
-
-
 def by_local_import(value: Any) -> Any:
     from decimal import Decimal
 
@@ -124,7 +116,6 @@ FLOATS_AND_INTS: dict[str, Callable[[Any], Any]] = {
     "json": lambda n: (json.dumps([n, n * 2], indent=1), json.dumps({n: n}), json.dumps({"a": (n,)})),
     "json.dump": lambda n: (dumped({"a": [n]}), dumped({n: {"b": n}}, indent=1, sort_keys=True)),
     "pickle": lambda n: [pickle.loads(pickle.dumps([n, {n: n}], p)) for p in range(6)],
-    "sqlite3": stored,
     "marshal": lambda n: marshal.dumps(n),
     "copies": lambda n: (copy.copy(n), copy.deepcopy([n, {"a": n}])),
     "struct": lambda n: struct.pack("d", n),

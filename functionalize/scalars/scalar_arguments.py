@@ -19,10 +19,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from functionalize.ir.ops import OpRecord
+from torch import Tensor
+
+from functionalize.ir.ops import OpRecord, TensorRef
 from functionalize.ir.scalars import LiveNumber
-from functionalize.recorder.live_scalars import SYMBOLIC, is_live, settled
-from functionalize.recorder.scalar_log import Number, ScalarLog
+from functionalize.scalars.live_scalars import SYMBOLIC, is_live, settled
+from functionalize.scalars.scalar_log import Number, ScalarLog
 
 # Schema types of arguments that no shape depends on. A number in the place of a `Tensor` is one that torch wraps.
 _LIVE_ARGUMENT_TYPES = frozenset(
@@ -57,8 +59,8 @@ class ScalarArguments:
             self.carrying.put_back(record)
 
     def _recorded(self, arg: Any, live: bool) -> Any:
-        if isinstance(arg, list):
-            return [self._recorded(a, live) for a in arg]
+        if isinstance(arg, list):  # of hundreds of tensors, for a fused optimizer
+            return [a if type(a) is TensorRef else self._recorded(a, live) for a in arg]
         if not is_live(arg):
             return arg
         number: Number = arg.node
@@ -80,7 +82,7 @@ class ScalarArguments:
             log = arg.node.log
             return arg.node.hint if log is self.log or not log.active else arg
         if kind is list or kind is tuple:
-            return kind(map(self.plain, arg))
+            return kind([a if isinstance(a, Tensor) else self.plain(a) for a in arg])
         if kind is dict:
             return {k: self.plain(v) for k, v in arg.items()}
         return arg

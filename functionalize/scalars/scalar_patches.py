@@ -34,8 +34,8 @@ from functionalize._compat.compilers import script_builtins
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.graphs import pytree
 from functionalize._compat.modules import fused_optimizer_functions, packed_sequence_functions
-from functionalize.recorder.live_scalars import as_live, is_live, plain, settled
-from functionalize.recorder.scalar_arguments import has_live
+from functionalize.scalars.live_scalars import as_live, is_live, plain, settled
+from functionalize.scalars.scalar_arguments import has_live
 
 _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("pow", "float_power", "_foreach_pow", "_foreach_pow_")),

@@ -1,0 +1,53 @@
+"""What an op of a capture costs, in calls that Python makes: recorded, and discharged.
+
+The bounds are what it cost when they were written, the same on all tested releases of torch. A change that needs more
+has to raise them and to say why. Times are measured by `benchmarks/capture.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from functionalize.recorder.builder import Builder
+from functionalize.recorder.recorder import Recorder
+from tests.laws.counting import calls
+
+FEW, MANY = 10, 110
+RECORDED, DISCHARGED = 167, 206  # calls of one round of three ops
+
+
+def ops(rounds: int) -> None:
+    """In each round a pure op, a view, and a write through the view."""
+    x = torch.ones(4)
+    for _ in range(rounds):
+        torch.add(x, x, alpha=2).view(2, 2).mul_(3)
+
+
+def recorded(rounds: int) -> Recorder:
+    with Recorder(for_real=True) as recorder:
+        ops(rounds)
+    return recorder
+
+
+def per_round(work: Callable[[int], Any]) -> float:
+    """The calls for each round by which `MANY` exceeds `FEW`; without finalizers of earlier garbage."""
+    work(FEW)  # caches by op are filled
+    gc.collect()
+    gc.disable()
+    try:
+        return (calls(lambda: work(MANY)) - calls(lambda: work(FEW))) / (MANY - FEW)
+    finally:
+        gc.enable()
+
+
+def test_an_op_is_recorded_by_no_more_calls_than_before() -> None:
+    assert per_round(recorded) <= RECORDED
+
+
+def test_an_op_is_discharged_by_no_more_calls_than_before() -> None:
+    recorders = {rounds: recorded(rounds) for rounds in (FEW, MANY)}
+    assert per_round(lambda rounds: Builder(recorders[rounds]).discharge()) <= DISCHARGED
