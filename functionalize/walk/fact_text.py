@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from functionalize.util.code_objects import compiled
+from functionalize.util.text import with_article
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 # Types of plain values, which are compared by value.
@@ -64,9 +65,13 @@ def brief(fact: Any) -> str:
         if kind in PLAIN:
             return str(rest[0])
         counted = issubclass(kind, (list, tuple, dict, set, frozenset, deque))
-        return f"a {kind.__name__} of {rest[0]}" if counted else f"the {kind.__name__} {rest[0]}"
+        return (
+            f"{with_article(kind.__name__)} of {rest[0]}"
+            if counted
+            else f"the {kind.__name__} {rest[0]}"
+        )
     if isinstance(fact, tuple) and len(fact) > 1 and fact[0] in ("kind", "object"):
-        return f"a {fact[1].__name__}"
+        return with_article(fact[1].__name__)
     text = repr(fact)
     return text if len(text) < 80 else f"{text[:77]}..."
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
+from functionalize.util.text import with_article
 
 SAME = object()  # the key of a part that has the path of its holder
 
@@ -92,7 +93,7 @@ class Is:
 
     def __repr__(self) -> str:
         name = getattr(self.value, "__qualname__", None) or getattr(self.value, "__name__", None)
-        return name if isinstance(name, str) else f"a {type(self.value).__name__}"
+        return name if isinstance(name, str) else with_article(type(self.value).__name__)
 
 
 def attribute(table: Mapping[str, Any], key: str, is_named: bool = True) -> Part:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from functionalize.fsdp.objects import fsdp_states
+from functionalize.util.text import with_article
 from functionalize.walk.parts import Held
 
 
@@ -67,4 +68,4 @@ class Identity:
         return isinstance(other, Identity) and other.value() is self.value() is not None
 
     def __repr__(self) -> str:
-        return "a tensor" if issubclass(self.kind, Tensor) else f"a {self.kind.__name__}"
+        return "a tensor" if issubclass(self.kind, Tensor) else with_article(self.kind.__name__)

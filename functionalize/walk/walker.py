@@ -25,6 +25,7 @@ from functionalize._compat.autograd import hook_functions, hook_tables
 from functionalize._compat.modules import without_reports
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_users
+from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS, process_generators
 from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
@@ -157,7 +158,7 @@ class PythonState:
         if visit.is_fact and visit.moving is None:
             self._probe(value, parts)
         if parts.is_opaque and visit.is_fact:
-            self.opaque.append(f"`{text_of(visit.path)}` ({_a(kind)})")
+            self.opaque.append(f"`{text_of(visit.path)}` ({with_article(kind.__name__)})")
         if isinstance(value, CONTAINERS):
             self.roots.containers.append((visit.name, value))
         elif parts.attributes is not None:
@@ -311,7 +312,3 @@ def _state_numbers(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
 
 def _free(name: str, taken: dict[str, Any]) -> str:
     return name if name not in taken else _free(f"{name}_", taken)
-
-
-def _a(kind: type) -> str:
-    return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} {kind.__name__}"

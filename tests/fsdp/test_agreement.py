@@ -76,7 +76,7 @@ def test_a_step_that_one_rank_cannot_capture_is_captured_by_none() -> None:
     assert (first.replays, second.replays) == (0, 0)
     assert first.eager == second.eager == 5
     assert "cannot be captured: another rank cannot capture this step" in why
-    assert "changes `calls`, which a replay would not" in second_why
+    assert "changes Python state, which a replay would not: `defaults.calls`" in second_why
 
 
 def test_a_rank_that_settles_later_is_waited_for() -> None:
