@@ -23,7 +23,7 @@ from functionalize.state.sources import (
     OptimizerParameter,
     OptimizerState,
 )
-from functionalize.walk.discovery import Held
+from functionalize.walk.parts import Held
 
 
 class Model(nn.Module):
