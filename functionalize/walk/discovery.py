@@ -98,7 +98,7 @@ def _starts(
         *(
             Visit(((), n), n, a)
             for n, a in named
-            if not isinstance(a, Tensor) and type(a) not in PLAIN
+            if type(a) not in PLAIN and not issubclass(type(a), Tensor)
         ),
     ]
 

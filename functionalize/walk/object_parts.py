@@ -125,7 +125,7 @@ def _function(fn: types.FunctionType, names: NameFilter) -> Parts:
             content = cell.cell_contents
         except ValueError:  # an empty cell
             continue
-        if not of_torch or isinstance(content, (types.FunctionType, types.BuiltinFunctionType)):
+        if not of_torch or type(content) in (types.FunctionType, types.BuiltinFunctionType):
             held.append(Part(name, content, name, Held(cell, None)))
     if of_torch:
         return Parts(code, held)
@@ -145,7 +145,7 @@ def _method(method: types.MethodType, names: NameFilter) -> Parts:
 
 def _builtin(function: Any, names: NameFilter) -> Parts:
     owner = getattr(function, "__self__", None)
-    if owner is None or isinstance(owner, types.ModuleType):
+    if owner is None or issubclass(type(owner), types.ModuleType):
         return Parts(function)
     return Parts(function.__name__, [Part("self", owner)])
 
@@ -195,7 +195,7 @@ def _is_called_by_others(key: str, value: Any, names: NameFilter, inherited: set
         return False
     if not (key.startswith("__") and key.endswith("__")):
         return key in inherited
-    code = getattr(value, "__code__", None)
+    code = value.__code__ if type(value) is types.FunctionType else None
     return code is None or not is_generated(code) or _GENERATED.get(key, "") in names
 
 
@@ -213,10 +213,19 @@ def _module(module: types.ModuleType, names: NameFilter) -> Parts:
 def _own_attributes(value: Any, names: NameFilter) -> list[Part]:
     """The attributes of an object, with those in slots: of an object of the user, those that code names."""
     every = not is_users(type(value).__module__)
-    table = getattr(value, "__dict__", None) or {}
+    table = _table(value) or {}
     keys = [key for key in table if key != OWN_VALUES]
     held = [attribute(table, key, every or key in names) for key in keys]
     return [*held, *_slots(value, names, every)]
+
+
+def _table(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object, read past a `__getattribute__` of its class; None without one."""
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return table if isinstance(table, dict) else None
 
 
 def _slots(value: Any, names: NameFilter, every: bool) -> Iterator[Part]:
@@ -234,13 +243,13 @@ def _slots(value: Any, names: NameFilter, every: bool) -> Iterator[Part]:
 def _users(value: Any, names: NameFilter) -> Parts:
     kind, held = type(value), _own_attributes(value, names)
     known = frozenset(part.key for part in held if part.is_named)
-    table = getattr(value, "__dict__", None)
+    table = _table(value)
     return Parts(("object", kind, known), held, is_opaque=_is_native(kind), attributes=table)
 
 
 def _attributes(value: Any, names: NameFilter) -> Parts:
     """An object of a library: every attribute; without attributes, what pickling would write."""
-    kind, table = type(value), getattr(value, "__dict__", None)
+    kind, table = type(value), _table(value)
     held = _own_attributes(value, names)
     wrapped = _wrapped(value)
     if wrapped is not None and "__wrapped__" not in (table or {}):
@@ -254,7 +263,7 @@ def _attributes(value: Any, names: NameFilter) -> Parts:
 
 
 def _iterator(value: Any, names: NameFilter) -> Parts:
-    parts = _attributes(value, names) if hasattr(value, "__dict__") else pickled(value)
+    parts = _attributes(value, names) if _table(value) is not None else pickled(value)
     parts.is_moved = True
     return parts
 

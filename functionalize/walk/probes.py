@@ -68,7 +68,7 @@ class Probes:
             return
         if parts.attributes is not None:
             self._kinds.append((value, kind))
-        if isinstance(value, types.FunctionType):
+        if kind is types.FunctionType:
             self._functions.append(
                 (value, value.__code__, value.__defaults__, value.__kwdefaults__)
             )
@@ -83,7 +83,7 @@ class Probes:
             self.add_list(value)
         elif kind is dict:
             self.add_table(value)
-        elif isinstance(value, types.ModuleType):
+        elif issubclass(kind, types.ModuleType):
             self.add_names(vars(value), parts.held)
         elif parts.attributes is not None and len(parts.held) == len(parts.attributes):
             self.add_table(parts.attributes, are_named=True)
@@ -201,7 +201,7 @@ class _TensorRef(weakref.ref[Tensor]):
 
 
 def _token(value: Any) -> Any:
-    return _TensorRef(value) if isinstance(value, Tensor) else value
+    return _TensorRef(value) if issubclass(type(value), Tensor) else value
 
 
 def _is(token: Any, value: Any) -> bool:
@@ -209,7 +209,9 @@ def _is(token: Any, value: Any) -> bool:
 
 
 def _objects(leaves: Sequence[Any]) -> list[Any]:
-    return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]
+    return [
+        leaf for leaf in leaves if type(leaf) not in PLAIN and not issubclass(type(leaf), Tensor)
+    ]
 
 
 def _content(cell: types.CellType) -> Any:

@@ -143,9 +143,9 @@ class PythonState:
         else:
             self._searched.add(id(value))
         self._alive.append(value)
-        if isinstance(value, _KEPT):
+        if issubclass(kind, _KEPT):  # `isinstance` may call the user's `__getattribute__`
             return self._keep(visit, value)
-        if isinstance(value, types.FunctionType) and visit.is_fact and is_users(value.__module__):
+        if kind is types.FunctionType and visit.is_fact and is_users(value.__module__):
             self.roots.functions.append(value)
             if not self._is_replay:
                 self.names.add(value.__code__)
@@ -159,21 +159,19 @@ class PythonState:
             self._probe(value, parts)
         if parts.is_opaque and visit.is_fact:
             self.opaque.append(f"`{text_of(visit.path)}` ({with_article(kind.__name__)})")
-        if isinstance(value, CONTAINERS):
+        if issubclass(kind, CONTAINERS):
             self.roots.containers.append((visit.name, value))
         elif parts.attributes is not None:
             self.roots.objects.append((visit.name or kind.__name__, parts.attributes))
         for part in parts.held:
             self._push(visit, part, parts.is_loose)
-        if not isinstance(value, (type, types.FunctionType)):
+        if not issubclass(kind, (type, types.FunctionType)):
             self._class_of(visit, kind)
         return None
 
     def _push(self, holder: Visit, part: Part, is_loose: bool = False) -> None:
         place = part.place
-        if place is not None and isinstance(
-            holder.value, tuple
-        ):  # Python replaces a tuple as a whole
+        if place is not None and issubclass(type(holder.value), tuple):  # it is replaced as a whole
             place = None if holder.place is None else Held(holder.place, part.key)
         name = holder.name if part.name is None else part.name
         if name.startswith("+"):
@@ -205,7 +203,7 @@ class PythonState:
                 self._push(Visit(visit.path, visit.name, None, moving=visit.moving), part)
 
     def _probe(self, value: Any, parts: Parts) -> None:
-        if isinstance(value, type):
+        if issubclass(type(value), type):
             self._probe_class(value, parts.held)
             self._probe_class(type(value), parts.held)
         else:
@@ -269,7 +267,7 @@ class PythonState:
             if isinstance(value, (list, tuple)):  # tensors directly in a list have sources
                 if isinstance(value, list):
                     self.probes.add_list(value)
-                value = [None if isinstance(each, Tensor) else each for each in value]
+                value = [None if issubclass(type(each), Tensor) else each for each in value]
                 self._alive.append(value)
             self._push(loose, Part(key, value, key))
         for hooks in _HOOKS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -348,3 +349,23 @@ def test_metrics_that_a_module_logs() -> None:
         assert ours.trainer.metrics == eager.trainer.metrics
     assert captured.stats.replays == 0
     assert "model.trainer.metrics" in captured.explain()
+
+
+class Watching:
+    """Raises where the walk reads an attribute."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __getattribute__(self, name: str) -> Any:
+        assert not sys._getframe(1).f_globals["__name__"].startswith("functionalize.walk")
+        return super().__getattribute__(name)
+
+
+def test_no_method_of_the_user_is_called() -> None:
+    value = Watching()
+    captured = fz.capture(lambda x: x * value.scale)
+    for i in range(8):
+        value.scale = 1.0 + i // 4
+        assert captured(torch.ones(1)).item() == value.scale
+    assert captured.stats.replays >= 4
