@@ -30,7 +30,7 @@ test: $(STAMP)
 
 newest:
 	$(MAKE) demo TORCH=$(NEWEST)
-	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder"
+	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder tests/scalars tests/walk tests/audit"
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

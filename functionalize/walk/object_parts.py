@@ -313,6 +313,14 @@ def _weak(value: Any, names: NameFilter) -> Parts:
     return Parts("weak reference", [Part(SAME, value())])
 
 
+def _proxy(value: Any, names: NameFilter) -> Parts:
+    """What a weak proxy stands for. A dead one raises `ReferenceError`, in whichever way it is used."""
+    table, kind = value.__dict__, value.__class__
+    held = [attribute(table, key, key in names) for key in list(table)]
+    known = frozenset(part.key for part in held if part.is_named)
+    return Parts(("object", kind, known), [*held, *class_parts(kind, names)])
+
+
 def _variable(value: contextvars.ContextVar[Any], names: NameFilter) -> Parts:
     return Parts(("kind", type(value)), [Part("value", value.get(None))])
 
@@ -359,6 +367,7 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     ((queue.Queue, queue.SimpleQueue), lambda value, names: data.waiting(value)),
     (_DESCRIPTORS, _identity),
     (weakref.ReferenceType, _weak),
+    (weakref.ProxyTypes, _proxy),
     (contextvars.ContextVar, _variable),
     (type(os.environ), _environ),
     ((logging.Logger, logging.LoggerAdapter), _logger),

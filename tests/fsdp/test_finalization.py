@@ -156,4 +156,4 @@ def test_a_reduction_that_ends_outside_is_refused_by_name(mode: str) -> None:
         assert "an asynchronous finalize_backward begins in one call and is waited for in" in said
         assert "call wait() on its handle inside the step" in said
         assert all(mine == theirs for mine, theirs in losses)
-        assert len(losses) == (8 if mode == "eager" else 5)
+        assert len(losses) == (8 if mode == "eager" else 6)

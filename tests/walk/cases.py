@@ -225,7 +225,7 @@ class Hooked:
     scale = 1.0
 
 
-KEPT = [Hooked(), Hooked()]
+KEPT, PROXIED = [Hooked(), Hooked()], Hooked()
 put = operator.setitem
 HELD: dict[str, Case] = {
     "os.environ": (
@@ -269,6 +269,11 @@ HELD: dict[str, Case] = {
         lambda: weakref.ref(KEPT[0]),
         lambda v: v().scale,
         lambda v: weakref.ref(KEPT[1]),
+    ),
+    "weakref.proxy": (
+        lambda: weakref.proxy(PROXIED),
+        lambda v: v.scale,
+        lambda v: setattr(PROXIED, "scale", 2.0),
     ),
     "Path": (
         lambda: pathlib.Path("a"),

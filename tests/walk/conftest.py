@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.walk.cases import KEPT, SETTINGS, VARIABLE, Meta
+from tests.walk.cases import KEPT, PROXIED, SETTINGS, VARIABLE, Meta
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Meta, "scale", 1.0)
     monkeypatch.delenv("FZ_TEST_SCALE", raising=False)
     threads, level = torch.get_num_threads(), logging.getLogger("tests.hidden").level
-    KEPT[1].scale = 2.0
+    KEPT[1].scale, PROXIED.scale = 2.0, 1.0
     yield
     os.environ.pop("FZ_TEST_SCALE", None)
     torch.set_num_threads(threads)
