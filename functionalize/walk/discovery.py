@@ -41,6 +41,7 @@ def walked(
     while True:
         state = PythonState(known, hooks_run_outside=hooks_run_outside)
         before = known.size
+        state.probes.add_start(args)
         state.walk(_starts(fn, args, names))
         if known.size == before:
             break

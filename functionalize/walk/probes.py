@@ -10,7 +10,8 @@ float computed again) makes the test fail, and the walk decides.
 State of C code without attributes (arrays, buffers) is read again. Python modules are compared in the names that code
 reads, and by their number of names. Hooks on modules that had none are left to `ModuleGuard`.
 
-Invariant: `hold` never returns True if a fact has changed; no tensor is kept alive.
+Invariant: `hold` never returns True if a fact has changed; no tensor is kept alive, and no object behind a weak
+reference: where there is one, a walk compares at every call.
 """
 
 from __future__ import annotations
@@ -36,13 +37,11 @@ _FIXED = frozenset(
 
 
 class Probes:
-    """The holders of one walk, and what each held.
+    """The holders of one walk, and what each held. names: those that code may read."""
 
-    names: those that code may read. is_active: whether the holders are kept.
-    """
-
-    def __init__(self, names: NameFilter, is_active: bool = True) -> None:
-        self._names, self._is_active = names, is_active
+    def __init__(self, names: NameFilter) -> None:
+        self._names = names
+        self._is_given_up = False
         self._starts: list[Any] = []
         self._tables: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...], bool]] = []
         self._namespaces: list[tuple[Mapping[str, Any], int, Any, Any]] = []
@@ -55,6 +54,11 @@ class Probes:
         self._with_tensors: list[tuple[Any, tuple[Any, ...], list[Any]]] = []
         self._values: list[tuple[Callable[[], Any], Any]] = []
 
+    def give_up(self) -> None:
+        """Hold nothing from now on: the walk has come to an object that must not be kept alive."""
+        self.__init__(self._names)  # type: ignore[misc]
+        self._is_given_up = True
+
     # -- what a walk visits ------------------------------------------------------------------------
 
     def add_start(self, leaves: Sequence[Any]) -> None:
@@ -64,7 +68,7 @@ class Probes:
     def add(self, value: Any, parts: Parts) -> None:
         """An object, and what it consisted of."""
         kind = type(value)
-        if kind in _FIXED or not self._is_active:
+        if kind in _FIXED or self._is_given_up:
             return
         if parts.attributes is not None:
             self._kinds.append((value, kind))
@@ -86,14 +90,15 @@ class Probes:
         elif issubclass(kind, types.ModuleType):
             self.add_names(vars(value), parts.held)
         elif parts.attributes is not None and len(parts.held) == len(parts.attributes):
-            self.add_table(parts.attributes, are_named=True)
+            # Of an object of a library all attributes matter, whatever their names.
+            self.add_table(parts.attributes, not all(part.is_named for part in parts.held))
         else:
             tokens = [_token(part.value) for part in parts.held]
             self._looks.append((value, parts.fact, tokens, [part.is_named for part in parts.held]))
 
     def add_list(self, items: list[Any]) -> None:
         """A list."""
-        if not self._is_active:
+        if self._is_given_up:
             return
         if _hold_tensors(items):
             self._with_tensors.append((items, (), list(map(_token, items))))
@@ -102,7 +107,7 @@ class Probes:
 
     def add_table(self, table: Mapping[Any, Any], are_named: bool = False) -> None:
         """A dict. are_named: only entries whose names code reads matter."""
-        if not self._is_active:
+        if self._is_given_up:
             return
         if _hold_tensors(table.values()):
             wanted = self._names.of(table) if are_named else list(table)
@@ -114,7 +119,7 @@ class Probes:
 
     def add_names(self, table: Mapping[str, Any], parts: Sequence[Part]) -> None:
         """A namespace, of which code reads these names."""
-        if not self._is_active:
+        if self._is_given_up:
             return
         keys = tuple(dict.fromkeys(part.key for part in parts))
         read = itemgetter(*keys) if len(keys) > 1 else lambda table: tuple(table[k] for k in keys)
@@ -133,7 +138,11 @@ class Probes:
     def hold(self, leaves: Sequence[Any]) -> bool:
         """Whether no holder has changed. leaves: of the arguments of this call."""
         starts = _objects(leaves)
-        if len(starts) != len(self._starts) or not all(map(is_, starts, self._starts)):
+        if (
+            self._is_given_up
+            or len(starts) != len(self._starts)
+            or not all(map(is_, starts, self._starts))
+        ):
             return False
         for table, keys, values, are_named in self._tables:
             if (

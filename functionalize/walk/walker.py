@@ -68,7 +68,7 @@ class PythonState:
     opaque: objects with state that cannot be read.
     seen: id -> path, of every object that determines ops.
     hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay, so that they are no facts.
-    probes: a fast test that a walk would find the same facts; filled by a replay's walk.
+    probes: a fast test that a walk would find the same facts; see `probes.py`.
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
     """
 
@@ -85,7 +85,7 @@ class PythonState:
         self.seen: dict[int, Path] = {}
         self.late: list[tuple[str, Any]] = []
         self._is_replay = is_replay  # whether facts alone are wanted
-        self.probes = Probes(names, is_active=is_replay)
+        self.probes = Probes(names)
         self._seen_moving: dict[int, Path] = {}
         self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
         self._queue: deque[Visit] = deque()
@@ -157,6 +157,10 @@ class PythonState:
         self._note(visit, parts.fact)
         if visit.is_fact and visit.moving is None:
             self._probe(value, parts)
+        if issubclass(kind, weakref.ReferenceType) and not issubclass(
+            type(value()), (*_KEPT, type(None))
+        ):
+            self.probes.give_up()
         if parts.is_opaque and visit.is_fact:
             self.opaque.append(f"`{text_of(visit.path)}` ({with_article(kind.__name__)})")
         if issubclass(kind, CONTAINERS):

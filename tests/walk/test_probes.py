@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import functionalize as fz
 from functionalize.walk.discovery import walked, walked_again
 from tests.walk.cases import HELD, READ, Case, Settings
 
@@ -27,10 +28,12 @@ class Holder:
         self.layer.notes = [1.0]  # type: ignore[assignment]
         self.optimizer = torch.optim.SGD(self.layer.parameters(), 0.1)
         self.batch, self.unread = torch.ones(2), 1.0
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4)
 
     def step(self, x: Any) -> Any:
         held = self.settings, self.items, self.table, self.layer, self.optimizer, self.batch
-        return x * self.scale, [each.scale for each in held], SPACE, self.later
+        rate = self.scheduler.get_last_lr()
+        return x * self.scale, [each.scale for each in held], SPACE, self.later, rate
 
     later: Any = None
 
@@ -54,6 +57,7 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
     "a hook": lambda h: h.layer._forward_hooks.update(dict.fromkeys(h.layer._forward_hooks, print)),
     "an optimizer's attribute": lambda h: setattr(h.optimizer, "step", print),
     "an optimizer's number": lambda h: h.optimizer.state[h.layer.weight].update(n=1),
+    "a library's attribute": lambda h: setattr(h.scheduler, "last_epoch", 7),
     "a class": lambda h: setattr(h, "__class__", type("Other", (Holder,), {})),
     "a global": lambda h: SPACE.update(a=2),
 }
@@ -101,3 +105,22 @@ def test_no_tensor_is_kept_alive() -> None:
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
     assert not probes.hold(())
+
+
+def test_an_object_behind_a_weak_reference_is_not_kept_alive() -> None:
+    settings = Settings()
+    reference = weakref.ref(settings)
+
+    def step(x: Any) -> Any:
+        found = reference()
+        return x * (3.0 if found is None else found.scale)
+
+    captured = fz.capture(step)
+    for number in (1.0, 1.0, 1.0, 2.0, 2.0):
+        settings.scale = number
+        assert captured(torch.ones(1)).item() == number
+    assert captured.stats.replays >= 2
+    del settings
+    gc.collect()
+    assert reference() is None
+    assert captured(torch.ones(1)).item() == 3.0
