@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from functionalize._compat.stacks import stack_here
@@ -244,11 +243,7 @@ class AuditRecorder(Recorder):
         serial, geometry = expected
         if serial in self._signature.literals or self.comparison.is_outside(serial):
             return False
-        info = StorageInfo.__new__(StorageInfo)
-        info.serial, info.address = len(self.storages.infos), storage._cdata
-        info.weak, info.device, info.name = StorageWeakRef(storage), out.device, "a temporary"
-        info.nbytes = info.original_nbytes = storage.nbytes()
-        info.resized, info.seen = info.nbytes == 0, TensorRef(info.serial, geometry)
+        info = StorageInfo(len(self.storages.infos), out, storage, geometry)
         self.storages.register(info)
         self._addresses[serial] = info.address
         self.comparison.bind(serial, info.serial)

@@ -80,7 +80,7 @@ class Checks:
         self.once: list[str] = []
         self.in_effect = 0
         self._lines: set[str] = set()
-        self._sizes: list[tuple[OpRecord, str, str]] = []
+        self._sizes: list[tuple[OpRecord, bool, str]] = []
         self._storages = storages
         self._drawn: tuple[Tensor, ...] | None = (
             None  # the generators' states after the last random op
@@ -229,20 +229,19 @@ class Checks:
                 self.note(text)
             for number, follows, bound in found or ():
                 if plain(number.item()) != bound:
-                    follows = "arguments" if follows == "arguments" else "constants"
-                    self._sizes.append((recorder.records[-1], follows, text))
+                    self._sizes.append((recorder.records[-1], follows == "arguments", text))
 
     def sized_by(self, read: OpRecord, what: str) -> None:
         """The sizes of what `what` makes depend on the number that `read` returned."""
         where = line_of(read.traceback)
         text = f"{what} gives a result whose size depends on data {where}"
-        self._sizes.append((read, "arguments", text))
+        self._sizes.append((read, True, text))
 
     def late_sizes(self, recorder: Any) -> list[str]:
         """Why sizes of results are not known before the graph runs, as its ops rely on them."""
         texts = []
-        for record, follows, text in self._sizes:
-            if id(record) not in recorder.early_records(follows == "arguments"):
+        for record, may_follow_arguments, text in self._sizes:
+            if id(record) not in recorder.early_records(may_follow_arguments):
                 texts.append(text)
         return list(dict.fromkeys(texts))
 

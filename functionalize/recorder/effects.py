@@ -38,7 +38,6 @@ import logging
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -48,13 +47,12 @@ from typing import Any
 import torch
 
 from functionalize.recorder.checks import Checks
+from functionalize.util.packages import is_installed_file, is_standard_file
 from functionalize.util.patching import Patch
 from functionalize.util.user_stack import is_internal, line_of_frame
 
 Recordings = Callable[[], Iterable[Checks]]  # the checks of this thread's recordings
 
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _AT_MOST_ONCE = (warnings.__file__, "<frozen importlib")
 _CACHED = type(functools.cache(len))
 _OURS = ("functionalize.", "passes.")
@@ -141,24 +139,16 @@ def _of_the_step(frame: FrameType | None) -> tuple[FrameType, bool] | None:
         once = once or _is_cached(frame)
         if file == "<string>":
             generated = generated or frame
-        elif not _is_python(file):
+        elif not (file.startswith("<frozen") or is_standard_file(file)):
             if decisive is None:
                 if module.startswith(_BENIGN) and not module.startswith(_NOT_BENIGN):
                     return None
                 decisive = frame
-            if named is None and not is_internal(file) and not _is_installed(file):
+            if named is None and not is_internal(file) and not is_installed_file(file):
                 named = frame
         frame = frame.f_back
     found = named or decisive or generated
     return (found, once) if found is not None else None
-
-
-def _is_python(file: str) -> bool:
-    return file.startswith("<frozen") or (file.startswith(_STDLIB) and not _is_installed(file))
-
-
-def _is_installed(file: str) -> bool:
-    return any(part in file for part in _PACKAGES)
 
 
 def _is_cached(frame: FrameType) -> bool:

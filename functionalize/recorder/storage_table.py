@@ -52,14 +52,21 @@ class StorageInfo:
         "weak",
     )
 
-    def __init__(self, serial: int, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+    def __init__(
+        self,
+        serial: int,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        geometry: Geometry | None = None,
+    ) -> None:
+        """geometry: of the tensor, if it is known, so that it is not read."""
         self.serial, self.address = serial, storage._cdata
         self.weak = StorageWeakRef(storage)
         self.nbytes = self.original_nbytes = storage.nbytes()
         self.device = tensor.device
         self.name = "a temporary"
         self.resized = self.nbytes == 0
-        self.seen = _new_tuple(TensorRef, (serial, geometry_of(tensor)))
+        self.seen = _new_tuple(TensorRef, (serial, geometry or geometry_of(tensor)))
 
     def ref(self, tensor: Tensor) -> TensorRef:
         """A tensor on this storage, with its geometry now."""

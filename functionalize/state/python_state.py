@@ -18,14 +18,13 @@ every call, which `ProgramCache` reports.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from functionalize.ir.inputs import Call
 from functionalize.walk.data_parts import process_generators
 from functionalize.walk.discovery import walked, walked_again
 from functionalize.walk.fact_text import Path, change_text, portable, text_of
-from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
 from functionalize.walk.walker import PythonState
 
@@ -34,9 +33,8 @@ from functionalize.walk.walker import PythonState
 class SurroundingsGuard:
     """The Python state around a step equals that at the capture.
 
-    state: the walk at the capture.
+    state: the walk at the capture; its probes are those of the last walk that found the same facts.
     stale: text about a difference that was found when the program was loaded, or None.
-    latest: at most one element, the probes of the last walk that found the same facts.
     entries: the number of entries in each optimizer's state, per parameter. Their values are inputs of the program.
     """
 
@@ -44,23 +42,22 @@ class SurroundingsGuard:
     state: PythonState
     stale: str | None = None
     entries: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    latest: list[Probes] = field(default_factory=list)
 
     @staticmethod
     def of(fn: Callable[..., Any], state: PythonState) -> SurroundingsGuard:
         """The guard for the Python state around `fn` as it was at the walk."""
-        return SurroundingsGuard(fn, state, None, _entries(state.roots), [state.probes])
+        return SurroundingsGuard(fn, state, None, _entries(state.roots))
 
     def failure(self, call: Call) -> str | None:
         if self.stale is not None:
             return self.stale
-        if self.latest and self.latest[0].hold(call.leaves):
-            return None
         was = self.state
+        if was.probes.hold(call.leaves):
+            return None
         now = walked_again(self.fn, call.leaves, was, is_replay=True)
         failure = _difference(was.facts, was.paths, now.facts, now.paths)
         if failure is None:
-            self.latest[:] = [now.probes]
+            was.probes = now.probes
         return failure
 
     def change(self, call: Call) -> str | None:

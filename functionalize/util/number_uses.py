@@ -19,13 +19,13 @@ import decimal
 import dis
 import marshal
 import math
-import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+from functionalize.util.packages import is_installed_file, is_standard_file
 from functionalize.util.user_stack import is_internal, is_own
 
 _EXACT_CALLABLES = (
@@ -38,17 +38,10 @@ _EXACT_NAMES = frozenset(
     {"Decimal", "timedelta", "from_float", "create_decimal", "datetime64", "timedelta64"}
 )
 _EXACT_NAMES |= {"fromtimestamp", "utcfromtimestamp", "fromordinal", "create_decimal_from_float"}
-_WRITERS = frozenset(
-    {"marshal", "yaml", "orjson", "ujson", "rapidjson", "msgpack", "sqlite3", "h5py"}
-)
-_WRITERS |= {
-    "pandas",
-    "polars",
-    "pyarrow",
-    "wandb",
-}  # packages that look at the exact type of what they write
+# Packages that look at the exact type of what they write.
+_WRITERS = frozenset({"marshal", "yaml", "orjson", "ujson", "rapidjson", "msgpack", "sqlite3"})
+_WRITERS |= {"h5py", "pandas", "polars", "pyarrow", "wandb"}
 _MOST = 300  # functions that are looked at
-_STDLIB = sysconfig.get_path("stdlib")
 
 
 def may_need_exact_number(frame: FrameType | None, known: dict[tuple[CodeType, ...], bool]) -> bool:
@@ -60,7 +53,7 @@ def may_need_exact_number(frame: FrameType | None, known: dict[tuple[CodeType, .
         return False  # torch computes with the number itself
     todo: list[tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]] = []
     while frame is not None and not is_own(frame.f_code.co_filename):
-        if not _is_installed(frame.f_code.co_filename):
+        if not _is_librarys(frame.f_code.co_filename):
             todo.append((frame.f_code, frame.f_globals, frame.f_locals))
         frame = frame.f_back
     if frame is None:  # a recorder without a step: where its user's code begins is not known
@@ -100,7 +93,7 @@ def _any_needs_exact(todo: list[tuple[CodeType, Mapping[str, Any], Mapping[str, 
 def _function(value: Any) -> Iterator[tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]]:
     """The code of a function of the user's, with its globals and its closure."""
     value = getattr(value, "__func__", value)
-    if not isinstance(value, FunctionType) or _is_installed(value.__code__.co_filename):
+    if not isinstance(value, FunctionType) or _is_librarys(value.__code__.co_filename):
         return
     cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
     yield value.__code__, value.__globals__, {name: _content(cell) for name, cell in cells}
@@ -158,6 +151,5 @@ _OWN = ("self", "cls")
 
 
 @cache
-def _is_installed(filename: str) -> bool:
-    inside = "site-packages" in filename or "dist-packages" in filename
-    return inside or filename.startswith(_STDLIB) or is_internal(filename)
+def _is_librarys(file: str) -> bool:
+    return is_installed_file(file) or is_standard_file(file) or is_internal(file)

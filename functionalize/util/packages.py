@@ -1,9 +1,13 @@
-"""Where a Python module comes from: the standard library, an installed package, or the user."""
+"""Where a Python module or a file of code comes from: the standard library, an installed package, or the user."""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
+import sysconfig
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
 @functools.lru_cache(maxsize=4096)
@@ -20,8 +24,17 @@ def is_users(module: str | None) -> bool:
 @functools.cache
 def is_installed(module: str | None) -> bool:
     """Whether a Python module belongs to an installed package and is not the user's own code."""
-    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return is_installed_file(getattr(sys.modules.get(module or ""), "__file__", None) or "")
+
+
+def is_installed_file(file: str) -> bool:
+    """Whether a file belongs to an installed package."""
     return "site-packages" in file or "dist-packages" in file
+
+
+def is_standard_file(file: str) -> bool:
+    """Whether a file belongs to Python's standard library."""
+    return file.startswith(_STDLIB) and not is_installed_file(file)
 
 
 def is_standard(package: str) -> bool:

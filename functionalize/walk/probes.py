@@ -42,6 +42,9 @@ class Probes:
     def __init__(self, names: NameFilter) -> None:
         self._names = names
         self._is_given_up = False
+        self._clear()
+
+    def _clear(self) -> None:
         self._starts: list[Any] = []
         self._tables: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...], bool]] = []
         self._namespaces: list[tuple[Mapping[str, Any], int, Any, Any]] = []
@@ -56,8 +59,8 @@ class Probes:
 
     def give_up(self) -> None:
         """Hold nothing from now on: the walk has come to an object that must not be kept alive."""
-        self.__init__(self._names)  # type: ignore[misc]
         self._is_given_up = True
+        self._clear()
 
     # -- what a walk visits ------------------------------------------------------------------------
 
