@@ -38,9 +38,10 @@ class Stacks:
         self._stack: CapturedTraceback | None = None
 
     def here(self) -> CapturedTraceback:
-        """The stack of the op that is being dispatched, for the function that the mode's handler calls."""
-        handler = sys._getframe(1).f_back
-        frame = handler.f_back if handler is not None else None
+        """The stack of the op that is being dispatched, for a function that a mode's handler calls."""
+        frame = sys._getframe(1).f_back
+        while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
+            frame = frame.f_back
         if frame is None or frame.f_code is not _ENGINE_CODE:
             return stack_here()
         task = torch._C._current_graph_task_id()

@@ -32,7 +32,6 @@ from functionalize.fake_world.target import placed
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, refs_in
 from functionalize.program.early_guard import early_records
 from functionalize.recorder.checks import Checks
-from functionalize.recorder.effects import CallWatch
 from functionalize.recorder.op_kinds import OpKind, kind_of, storage_of
 from functionalize.recorder.patches import Watcher
 from functionalize.recorder.stand_ins import StandIns, restore_strides
@@ -79,7 +78,6 @@ class Recorder(Watcher):
     records: the op stream.
     scalars: the numbers that Python read, if numbers are not live; live ones are in `scalar_log`.
     failed: the exception that an op raised, and the op's record.
-    calls: sees effects of C functions, if the recording is watched so closely, see effects.py.
     arguments: numbers of the storages of tensor arguments, for `early_records`.
     """
 
@@ -96,7 +94,6 @@ class Recorder(Watcher):
         self.records: list[OpRecord] = []
         self.scalars: list[FrozenScalar] = []
         self.failed: tuple[BaseException, OpRecord] | None = None
-        self.calls: CallWatch | None = None
         self.arguments: set[int] = set()
         self.storages = StorageTable(observer)
         self.storages.holds_externals = observer is None
@@ -115,14 +112,10 @@ class Recorder(Watcher):
     def start(self) -> None:
         self.storages.holds_externals = True
         self.checks.begin()
-        if self.calls is not None:
-            self.calls.start()
         if self.observer is not None:
             self.observer.start(self)
 
     def stop(self) -> None:
-        if self.calls is not None:
-            self.calls.stop()
         if self.scalar_log is not None:
             self.scalar_log.close()
         if self.observer is not None:
@@ -146,14 +139,7 @@ class Recorder(Watcher):
     # -- ops -----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.calls is None or not self.calls.pause():
-            return self._handle(func, types, args, kwargs or {})
-        try:
-            return self._handle(func, types, args, kwargs or {})
-        finally:
-            self.calls.resume()
-
-    def _handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = kwargs or {}
         if func is _DEVICE and type(args[0]) is FakeTensor:  # two thirds of the calls on fakes
             return args[0].fake_device
         if self.suspended:

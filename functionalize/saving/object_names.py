@@ -1,6 +1,6 @@
 """Names for the live objects that programs refer to, by which another process finds its corresponding objects.
 
-    names = Names(reachable(step))
+    names = Names(walked(step).roots)
     names.of(model[0])        "module model.0"
     names.object("module model.0")
     names.place(held)         ("lr_scale", 0, 1): number 0 of the 1 place that discovery names so

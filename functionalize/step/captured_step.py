@@ -40,9 +40,8 @@ from functionalize.fsdp.releases import warn_if_untested
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
-from functionalize.recorder.effects import CallWatch
-from functionalize.recorder.patches import recorded_checks
 from functionalize.recorder.recorder import Recorder
+from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.step.cache import CachedProgram, ProgramCache, key_of
@@ -224,9 +223,10 @@ class CapturedStep(ReplayedStep):
         # Numbers are live only from the second recording on: the first one has shown that the step stores none of them.
         live = bool(call.key in self._warmups or self.stats.captures or len(self._cache))
         observer = LifetimeObserver() if self._options.memory else None
-        recorder = Recorder(not in_world(), live=live, for_real=True, observer=observer)
-        if call.key not in self._warmups and not (in_world() or (live and observer is not None)):
-            recorder.calls = CallWatch(recorded_checks)
+        is_first = call.key not in self._warmups
+        is_watched = is_first and not (in_world() or (live and observer is not None))
+        kind = WatchedRecorder if is_watched else Recorder
+        recorder = kind(not in_world(), live=live, for_real=True, observer=observer)
         for cached in self._cache:
             for fact in cached.program.facts:
                 self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()

@@ -43,7 +43,7 @@ from functionalize.saving.step_codecs import Gone, forms
 from functionalize.state.hyperparameters import Key
 from functionalize.step.cache import CachedProgram
 from functionalize.step.vote import RankVote
-from functionalize.walk.discovery import reachable
+from functionalize.walk.discovery import walked
 
 log = logging.getLogger("functionalize")
 _RUNNERS: Mapping[str, Runner] = {persist.runner_name(each): each for each in RUNNERS.values()}
@@ -93,7 +93,7 @@ def save_step(path: FilePath, fn: Callable[..., Any], saved: SavedStep) -> None:
 
 
 def _contents(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Writer]:
-    roots = reachable(fn)
+    roots = walked(fn).roots
     check_order(roots)
     names = Names(roots)
     writer = Writer(Encoder(()))
@@ -157,7 +157,7 @@ def _write_signature(writer: Writer, cached: CachedProgram) -> Json:
 def load_step(path: FilePath, fn: Callable[..., Any]) -> SavedStep:
     """Read a file of `save_step` for the step `fn`; raises `LoadError` on every rank or on none."""
     path = path_of_rank(path)
-    names = Names(reachable(fn))
+    names = Names(walked(fn).roots)
     metadata = _together(path, lambda: _checked(path, fn, names))
     _together(path, lambda: _set_up(names, metadata["fsdp"]))
     names = Names(names.roots)  # now with names for the objects that `_set_up` made

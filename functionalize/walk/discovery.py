@@ -35,11 +35,15 @@ def walked(
     args: Sequence[Any] = (),
     names: Sequence[str] | None = None,
     hooks_run_outside: bool = False,
+    roots_only: bool = False,
 ) -> PythonState:
-    """The Python state that `fn` can reach. args: the leaves of its arguments. names: of these, from its signature."""
+    """The Python state that `fn` can reach. args: the leaves of its arguments. names: of these, from its signature.
+
+    roots_only: whether only `roots` is wanted of it.
+    """
     known = _names_of(fn)
     while True:
-        state = PythonState(known, hooks_run_outside=hooks_run_outside)
+        state = PythonState(known, False, hooks_run_outside, roots_only)
         before = known.size
         state.probes.add_start(args)
         state.walk(_starts(fn, args, names))
@@ -64,8 +68,8 @@ def walked_again(
 def reachable(
     fn: Callable[..., Any], args: Sequence[Any] = (), names: Sequence[str] | None = None
 ) -> Roots:
-    """The objects that `fn` and its arguments lead to."""
-    return walked(fn, args, names).roots
+    """The modules, optimizers and tensors that `fn` and its arguments lead to."""
+    return walked(fn, args, names, roots_only=True).roots
 
 
 def tensor_names(fn: Callable[..., Any]) -> dict[int, str]:

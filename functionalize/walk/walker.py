@@ -73,8 +73,13 @@ class PythonState:
     """
 
     def __init__(
-        self, names: NameFilter, is_replay: bool = False, hooks_run_outside: bool = False
+        self,
+        names: NameFilter,
+        is_replay: bool = False,
+        hooks_run_outside: bool = False,
+        roots_only: bool = False,
     ) -> None:
+        """is_replay: only facts are wanted. roots_only: only roots are, and some facts are left out."""
         self.names, self.roots = names, Roots()
         self.hooks_run_outside = hooks_run_outside
         self.facts: list[Any] = []
@@ -84,8 +89,10 @@ class PythonState:
         self.opaque: list[str] = []
         self.seen: dict[int, Path] = {}
         self.late: list[tuple[str, Any]] = []
-        self._is_replay = is_replay  # whether facts alone are wanted
+        self._is_replay, self._roots_only = is_replay, roots_only
         self.probes = Probes(names)
+        if roots_only:
+            self.probes.give_up()
         self._seen_moving: dict[int, Path] = {}
         self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
         self._queue: deque[Visit] = deque()
@@ -253,7 +260,7 @@ class PythonState:
         return None
 
     def _module(self, visit: Visit) -> None:
-        """The class of a module, its code and hooks, and attributes other than modules, tensors and numbers."""
+        """The class of a module and its code, its attributes, its hooks and those of its parameters."""
         module, kind = visit.value, type(visit.value)
         self._note(visit, kind)
         if (kind, True) not in self._classes:
@@ -262,18 +269,8 @@ class PythonState:
                 self.probes.add_attribute(kind, "forward")
             self._class_of(visit, kind)
         table = vars(module)
-        self.probes.add_table(table)
-        loose = Visit(visit.path, visit.name, None, is_loose=True)
-        for key in sorted(table.keys() - _OF_EVERY_MODULE):
-            value = without_reports(table[key])
-            if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
-                continue
-            if isinstance(value, (list, tuple)):  # tensors directly in a list have sources
-                if isinstance(value, list):
-                    self.probes.add_list(value)
-                value = [None if issubclass(type(each), Tensor) else each for each in value]
-                self._alive.append(value)
-            self._push(loose, Part(key, value, key))
+        if not self._roots_only:  # sources find tensors in attributes, nothing leads to other roots
+            self._attributes_of(visit, table)
         for hooks in _HOOKS:
             if table[hooks]:
                 self.probes.add_table(table[hooks])
@@ -287,6 +284,21 @@ class PythonState:
                 self.probes.add_table(hooks_of_parameter)
             if found := hook_functions(parameter):
                 self._push(visit, Part(f"{key}.hooks", tuple(found), "hook"))
+
+    def _attributes_of(self, visit: Visit, table: dict[str, Any]) -> None:
+        """Attributes of a module other than modules, tensors and numbers."""
+        self.probes.add_table(table)
+        loose = Visit(visit.path, visit.name, None, is_loose=True)
+        for key in sorted(table.keys() - _OF_EVERY_MODULE):
+            value = without_reports(table[key])
+            if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
+                continue
+            if isinstance(value, (list, tuple)):  # tensors directly in a list have sources
+                if isinstance(value, list):
+                    self.probes.add_list(value)
+                value = [None if issubclass(type(each), Tensor) else each for each in value]
+                self._alive.append(value)
+            self._push(loose, Part(key, value, key))
 
     def _optimizer(self, visit: Visit, optimizer: torch.optim.Optimizer) -> None:
         """The class of an optimizer, its hooks, replaced methods, and numbers in its state."""

@@ -17,7 +17,7 @@ from functionalize.recorder.recorder import Recorder
 from tests.laws.counting import calls
 
 FEW, MANY = 10, 110
-RECORDED, DISCHARGED = 171, 207  # calls of one round of three ops
+RECORDED, DISCHARGED = 168, 207  # calls of one round of three ops
 
 
 def ops(rounds: int) -> None:

@@ -1,0 +1,39 @@
+"""A recorder that also sees calls of C functions, in the first recording of each kind of call.
+
+    recorder = WatchedRecorder(...)      `file.write(...)` of an open file in the step: `Checks.unrepeatable` names it
+
+Note [The profile function] in `effects.py` says what that costs, and why other recordings are not watched.
+Invariant: Python's profile function is off while an op is handled, and afterwards as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from functionalize.recorder.effects import CallWatch
+from functionalize.recorder.patches import recorded_checks
+from functionalize.recorder.recorder import Recorder
+
+
+class WatchedRecorder(Recorder):
+    """See `Recorder`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._calls = CallWatch(recorded_checks)
+
+    def start(self) -> None:
+        super().start()
+        self._calls.start()
+
+    def stop(self) -> None:
+        self._calls.stop()
+        super().stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._calls.pause():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._calls.resume()
