@@ -115,7 +115,8 @@ class AuditedCall:
         for at, gradient in changed_slots(comparison.signature.slots, self._before, self._call):
             assigned[at] = True
             gradients.append(gradient)
-        leaves, spec = arguments.flatten_result((result, gradients))
+        values = [value for _, value in comparison.recorder.python_effects]
+        leaves, spec = arguments.flatten_result((result, [*gradients, *values]))
         comparison.recorder.checks.check_generators(lambda: "after its last random op")
         verdict = comparison.verdict(leaves, spec, assigned)
         if verdict != AuditVerdict():

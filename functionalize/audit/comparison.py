@@ -140,7 +140,7 @@ class Comparison:
     def verdict(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec, assigned: Sequence[bool]
     ) -> AuditVerdict:
-        """leaves, spec: the flattened pair (result, gradients in the assigned slots). assigned: for each slot.
+        """leaves, spec: as those of the signature. assigned: for each slot.
 
         Raises the error in the comparison, if there was one.
         """

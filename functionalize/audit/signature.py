@@ -78,7 +78,7 @@ class StateAround:
     """What the signature needs of the state around a recording.
 
     places: for each storage that was found before the step: name, source, geometry.
-    leaves, spec: the flattened pair (result, gradients in the slots that the step assigned).
+    leaves, spec: those of the step's `ExitState`.
     slots: all places that may hold a gradient. assigned: those that the step assigned.
     lifted, optimizers: the hyperparameters that were live numbers, and the optimizers of the step by name.
     """
@@ -97,7 +97,8 @@ class Signature:
     """What one recording did.
 
     sources: (number, name, source) of each storage from outside that the step used. literals: contents of tensors that
-    Python made from numbers. leaves: of the result and of the assigned gradients, with `TensorRef`s for tensors.
+    Python made from numbers. leaves: of the result, of the assigned gradients and of the values of effects in Python,
+    with `TensorRef`s for tensors.
     assigned: for each slot, whether the step assigned it. numbers: the numbers of Python that are inputs.
     live: whether numbers were live in the recording. The other fields: see `StateAround`.
     """

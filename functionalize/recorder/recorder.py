@@ -79,6 +79,8 @@ class Recorder(Watcher):
     scalars: the numbers that Python read, if numbers are not live; live ones are in `scalar_log`.
     failed: the exception that an op raised, and the op's record.
     arguments: numbers of the storages of tensor arguments, for `early_records`.
+    python_effects: what the step did to Python objects and a replay repeats, in its order: pairs of an effect and its
+    value (see state/python_effects.py). The value may hold tensors and live numbers.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Recorder(Watcher):
         self.scalars: list[FrozenScalar] = []
         self.failed: tuple[BaseException, OpRecord] | None = None
         self.arguments: set[int] = set()
+        self.python_effects: list[tuple[Any, Any]] = []
         self.storages = StorageTable(observer)
         self.storages.holds_externals = observer is None
         self.checks: Checks = Checks(self.storages, ignore_fake if for_real is None else for_real)

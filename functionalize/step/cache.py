@@ -24,6 +24,7 @@ from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
+from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Slot
 from functionalize.step.step_memory import StepMemory
 from functionalize.step.vote import Fingerprints
@@ -41,6 +42,7 @@ class CachedProgram:
 
     slots: the slots to which a replay assigns the gradients that the program returns.
     effects: the changes of FSDP2's state in Python.
+    python_effects: what a replay repeats in Python, in its order, with the values that the program returns last.
     has_grad_fn: for each leaf of the result, whether it had an autograd history in eager.
     reason: why the call was recorded.
     replays: the number of replays.
@@ -60,6 +62,7 @@ class CachedProgram:
     memory: StepMemory | None = None
     signature: Signature | None = None
     audits: int = 0
+    python_effects: Sequence[PythonEffect] = ()
 
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:

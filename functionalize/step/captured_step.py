@@ -276,6 +276,7 @@ class CapturedStep(ReplayedStep):
             ),
             memory=StepMemory.of(recording, recorded, program),
             signature=signature,
+            python_effects=exit.python_effects,
         )
         return Built(cached, recording.summary, counts)
 

@@ -36,13 +36,14 @@ from torch import Tensor
 
 from functionalize._compat.graphs import pytree
 from functionalize.audit.signature import Signature, StateAround
+from functionalize.errors import UncapturableError
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
 from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
 from functionalize.ir.inputs import Argument, Call, Captured, Source, chain_of
 from functionalize.ir.ops import OpRecord, refs_in
-from functionalize.ir.outputs import Constant, OutputRole, SourceItself
+from functionalize.ir.outputs import Constant, LeafItself, OutputRole, SameAs, SourceItself
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
 from functionalize.recorder.builder import Builder, TensorInput
@@ -50,7 +51,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.run.boxed import boxed
 from functionalize.state.alias_guard import SharedGuard
-from functionalize.state.arguments import hidden
+from functionalize.state.arguments import flatten_result, hidden
 from functionalize.state.hyperparameters import liftable
 from functionalize.state.sources import Inner, ModuleTensor
 from functionalize.step.step_state import EntryState, ExitState
@@ -198,6 +199,7 @@ class StepRecording:
             self.entry.leaves,
             places=kept_objects(self.recorder, self.entry, self.exit),
         )
+        self._check_values(roles)
         outputs = self._copying(roles)
         epilogue = builder.epilogue()
         early = builder.early_guards(boxed)
@@ -215,6 +217,19 @@ class StepRecording:
         )
         program.guards = (*input_guards(program, storages, self.entry), *early)
         return program
+
+    def _check_values(self, roles: Sequence[OutputRole]) -> None:
+        """Raise `UncapturableError` if a value of a Python effect is a new tensor that requires a gradient."""
+        exit, first = self.exit, len(self.exit.leaves)
+        for effect, value in reversed(list(zip(exit.python_effects, exit.values, strict=True))):
+            first, last = first - len(flatten_result(value)[0]), first
+            for leaf, role in zip(exit.leaves[first:last], roles[first:last], strict=True):
+                known = isinstance(role, (SourceItself, LeafItself, SameAs))
+                if isinstance(leaf, Tensor) and leaf.requires_grad and not known:
+                    raise UncapturableError(
+                        f"the step {effect.what} with a new tensor that requires a gradient, which that of a "
+                        "replay would not: detach it"
+                    )
 
     def signature(self) -> Signature:
         """What a later run is compared with."""

@@ -18,6 +18,7 @@ from functionalize.errors import AuditError, FunctionalizeError, GuardError, Unc
 from functionalize.ir.inputs import Call
 from functionalize.run.detached_outputs import refuse_backward
 from functionalize.state.hyperparameters import Key
+from functionalize.state.python_effects import repeat
 from functionalize.state.sources import leave
 from functionalize.step.cache import CachedProgram, ProgramCache, UnsettledMisses
 from functionalize.step.options import CaptureOptions
@@ -95,6 +96,8 @@ class ReplayedStep:
                     found[0].signature, found[0].program, found[1], self._vote is None
                 )
             except GuardError as error:
+                if found[1].committed:  # of a captured step that an effect in Python has called
+                    raise
                 self._cache.missed(str(error))
             except FunctionalizeError:
                 raise
@@ -112,9 +115,11 @@ class ReplayedStep:
         vote = self._vote
         if vote is not None and vote.compares and not cached.program.value_guards:
             vote = None  # the equal fingerprints say that no rank's program has value guards
-        result, gradients = cached.program.replay(call, vote)
-        leave(call, cached.slots, gradients, cached.effects)
+        result, left = cached.program.replay(call, vote)
+        count = len(cached.slots)
+        leave(call, cached.slots, left[:count], cached.effects)
         self._note_replay(cached)
+        repeat(cached.python_effects, call, left[count:])
         return refuse_backward(result, cached.has_grad_fn)
 
     def _note_replay(self, cached: CachedProgram) -> None:

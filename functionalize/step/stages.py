@@ -98,7 +98,10 @@ class RecordedRun:
 
     def recording(self) -> StepRecording:
         plain_keys(self.result)
-        exit = ExitState.now(self.entry, self.result, self.changed)  # in the step's own grad mode
+        effects = self.recorder.python_effects
+        plain_keys([value for _, value in effects])
+        # In the step's own grad mode:
+        exit = ExitState.now(self.entry, self.result, self.changed, effects)
         if self.recorder.scalar_log is not None:
             settle_escaped(self.recorder.scalar_log, exit.leaves)
         with torch.no_grad():

@@ -134,6 +134,7 @@ def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number:
         "key": value(key, "the arguments"),
         "slots": value(list(cached.slots)),
         "effects": value(cached.effects),
+        "python effects": value(list(cached.python_effects), "what a replay repeats in Python"),
         "history": value(list(cached.has_grad_fn)),
         "reason": cached.reason,
         "signature": _write_signature(writer, cached),
@@ -218,6 +219,7 @@ def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, Cached
         str(code["reason"]),
         signature=value(code["signature"]),
         fingerprints={reader.groups[g["group"]]: number for g, number in code["issued"]},
+        python_effects=value(code["python effects"]),
     )
     return value(code["key"]), cached
 

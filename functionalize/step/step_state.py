@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.recorder.recorder import Recorder
 from functionalize.state.arguments import flatten_result
 from functionalize.state.hyperparameters import Key, liftable
+from functionalize.state.python_effects import PythonEffect, unrepeatable
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.state.sources import (
     Slot,
@@ -199,11 +200,13 @@ def _address(tensor: Tensor) -> int | None:
 class ExitState:
     """The result of the step and the state that it changed.
 
-    leaves, spec: the flattened pair (result, gradients in the slots that the step assigned).
+    leaves, spec: the flattened pair (result, gradients in the slots that the step assigned, then the values of its
+    effects on Python objects).
     assigned: the slots that the step assigned; the gradient of a slot that it emptied is None.
     effects: the changes of FSDP2's state in Python, and of the modes of modules.
     has_grad_fn: for each leaf of the result, whether it has an autograd history.
     changed: a change that a replay would not repeat; None: there is none.
+    python_effects: what a replay repeats in Python, see `state/python_effects.py`. values: one for each.
     """
 
     leaves: list[Any]
@@ -212,10 +215,20 @@ class ExitState:
     effects: FSDPEffects
     has_grad_fn: list[bool]
     changed: str | None
+    python_effects: list[PythonEffect] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
 
     @staticmethod
-    def now(entry: EntryState, result: Any, changed: str | None = None) -> ExitState:
-        """Compare every slot and FSDP2's state with those on entry. changed: a change that is known already."""
+    def now(
+        entry: EntryState,
+        result: Any,
+        changed: str | None = None,
+        python_effects: Sequence[tuple[PythonEffect, Any]] = (),
+    ) -> ExitState:
+        """Compare every slot and FSDP2's state with those on entry.
+
+        changed: a change that is known already. python_effects: those of the step, with their values.
+        """
         assigned, gradients = [], []
         call = Call(entry.leaves, [])
         for at, gradient in changed_slots(entry.slots, entry.gradients, call):
@@ -223,15 +236,16 @@ class ExitState:
             check_writable(name, slot, call)
             assigned.append(slot)
             gradients.append(gradient)
-        leaves, spec = flatten_result((result, gradients))
+        repeated, values = [e for e, _ in python_effects], [value for _, value in python_effects]
+        leaves, spec = flatten_result((result, [*gradients, *values]))
         has_grad_fn = [
             isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None
             for x in flatten_result(result)[0]
         ]
-        changed = changed or entry.changed(modes=False)
+        changed = changed or entry.changed(modes=False) or unrepeatable(repeated, values)
         after = FSDPState.now(list(entry.roots.modules.values()))
         effects = FSDPEffects.between(entry.fsdp, after)
         if isinstance(effects, str):
             changed, effects = changed or effects, FSDPEffects()
         effects = effects.with_modes(entry.modules.changed_modes())
-        return ExitState(leaves, spec, assigned, effects, has_grad_fn, changed)
+        return ExitState(leaves, spec, assigned, effects, has_grad_fn, changed, repeated, values)

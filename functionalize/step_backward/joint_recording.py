@@ -166,6 +166,15 @@ class JointRecording(StepRecording):
         self.run, self.end, self.later, self.backward_exit = run, end, later, backward_exit
         self.expected, self.effects = expected, effects
 
+    def refusal(self) -> str | None:
+        effects = self.recorder.python_effects
+        if effects:
+            return (
+                f"{effects[0][0].what}, which a captured forward does not repeat (`backward=True`): do it outside, or "
+                "capture the whole step"
+            )
+        return super().refusal()
+
     def pair(self, in_spec: pytree.TreeSpec, keep: Collection[str] = ()) -> Pair:
         """Discharge forward and backward into one graph and split it.
 

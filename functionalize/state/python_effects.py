@@ -1,0 +1,53 @@
+"""What a step does to Python objects and a replay does again: print a loss, count a call, keep a number.
+
+    recorder.python_effects.append((Printed(...), loss))    while the step is recorded: an effect and its value
+    cached.python_effects                                   the effects of a program, in their order
+    repeat(effects, call, values)                           at the end of each replay
+
+The value of an effect is a tree of tensors, live numbers and constants. It is a part of what the program returns: a
+tensor is that of this replay, a live number arrives as a plain `int` or `float` of the type that it has in eager.
+
+Invariant: effects are repeated in the order of the recording, once per replay, after the epilogue, the gradients and
+FSDP2's state. If one raises, the effects before it have happened, it and those after it have not, and everything else
+is as the step leaves it; the exception propagates and the step does not run again.
+Refusals: a tensor with an autograd history, or that requires a gradient, among the values, unless every replay finds
+the same object; effects in a captured forward or its backward (`backward=True`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from functionalize.ir.inputs import Call
+from functionalize.state.arguments import flatten_result
+
+
+class PythonEffect(Protocol):
+    """Something that a step does to a Python object, and that a replay repeats."""
+
+    @property
+    def what(self) -> str:
+        """What the step does, for messages: "prints", "sets `self.last`"."""
+        ...
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Do it again, with the value of this replay."""
+        ...
+
+
+def repeat(effects: Sequence[PythonEffect], call: Call, values: Sequence[Any]) -> None:
+    """Repeat the effects of a program in their order. values: one for each."""
+    for effect, value in zip(effects, values, strict=True):
+        effect.repeat(call, value)
+
+
+def unrepeatable(effects: Sequence[PythonEffect], values: Sequence[Any]) -> str | None:
+    """Why a replay could not make one of these values, or None: it has an autograd history."""
+    for effect, value in zip(effects, values, strict=True):
+        leaves = flatten_result(value)[0]
+        if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
+            return f"{effect.what} with a tensor that has an autograd history: detach it"
+    return None
