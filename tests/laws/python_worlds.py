@@ -112,8 +112,13 @@ def variable(content: Any) -> contextvars.ContextVar[Any]:
     return made
 
 
+def unbound(content: Any) -> Any:
+    """What a class must hold so that its instances read `content`: a function would become their method."""
+    return staticmethod(content) if isinstance(content, types.FunctionType) else content
+
+
 def on_class(content: Any) -> Any:
-    return type("Local", (Base,), {"__init__": lambda self: None, "content": content})()
+    return type("Local", (Base,), {"__init__": lambda self: None, "content": unbound(content)})()
 
 
 def referring(content: Any) -> Any:
@@ -137,7 +142,7 @@ def set_cell(holder: Any, content: Any) -> None:
 
 
 def set_on_class(holder: Any, content: Any) -> None:
-    type(holder).content = content
+    type(holder).content = unbound(content)
 
 
 def listed(content: Any) -> Any:
