@@ -12,7 +12,12 @@ from typing import Any
 
 from functionalize.audit.schedule import AuditOption
 from functionalize.step.captured_step import CapturedStep
-from functionalize.step.options import CaptureOptions, Compile, OnUncapturable
+from functionalize.step.options import (
+    MAX_PROGRAM_BYTES,
+    CaptureOptions,
+    Compile,
+    OnUncapturable,
+)
 from functionalize.step_backward.captured_forward import CapturedForward
 
 
@@ -26,6 +31,8 @@ def capture(
     compile: Compile = None,
     memory: bool = False,
     audit: AuditOption = "auto",
+    record_after: int = 2,
+    max_program_bytes: float = MAX_PROGRAM_BYTES,
 ) -> Any:
     """Record `train_step` (any callable) and replay it in later calls; also a decorator.
 
@@ -42,10 +49,24 @@ def capture(
     audit: which calls run for real and are compared with the program: "auto" (a schedule with ever longer distances),
     a number n (every n-th call; 1: all), False (none), "raise" ("auto", and a difference raises `AuditError`). A
     difference drops the program and is logged, see `docs/capture.md`. Only whole steps are audited.
+    record_after: the number of calls of a kind (shapes and numbers of the arguments) after which it is recorded, while
+    two or more recorded kinds wait for their first replay; else, and with `backward`, a kind is recorded at once.
+    max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, and for `memory`
     or a schedule of audits with `backward`.
     """
-    options = CaptureOptions.of(passes, on_uncapturable, max_programs, compile, memory, audit)
+    if backward:
+        record_after = 1  # a forward that runs again on one rank runs again on all of them
+    options = CaptureOptions.of(
+        passes,
+        on_uncapturable,
+        max_programs,
+        compile,
+        memory,
+        audit,
+        record_after,
+        max_program_bytes,
+    )
     if train_step is None:
         return functools.partial(
             capture,
@@ -56,6 +77,8 @@ def capture(
             compile=compile,
             memory=memory,
             audit=audit,
+            record_after=record_after,
+            max_program_bytes=max_program_bytes,
         )
     if not backward:
         return CapturedStep(train_step, options)

@@ -2,6 +2,7 @@
 
     cache.matching(key, leaves, spec)    the programs whose guards all hold, with their inputs
     cache.add(key, cached)               adds a program; at the limit the least recently used one is dropped
+    kinds.is_rare(key)                   whether calls with this key came too seldom to be recorded
     unsettled.skips(missed, 5)           whether calls that missed so were recorded five times, and never kept
 
 The key of a call is made of properties of its arguments (shapes, dtypes, numbers). The programs with that key are tried
@@ -33,6 +34,9 @@ from functionalize.util.text import without_numbers
 from functionalize.walk.fact_text import NUMBERS
 
 log = logging.getLogger("functionalize")
+_NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
+_KINDS_TRUSTED = 2  # recorded kinds without a replay, before further kinds wait
+_KINDS_REMEMBERED = 4096
 STRUCTURE = "the structure of the arguments changed"
 
 
@@ -50,6 +54,7 @@ class CachedProgram:
     memory: the memory report; None if lifetimes were not recorded.
     signature: the recorded op stream, with which audited calls are compared; None: the program is not audited.
     audits: the number of audited calls.
+    unoptimised: whether the passes wait until replays have shown that the program is of use.
     """
 
     program: Program
@@ -63,6 +68,14 @@ class CachedProgram:
     signature: Signature | None = None
     audits: int = 0
     python_effects: Sequence[PythonEffect] = ()
+    unoptimised: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """An estimate of the memory that the program keeps: nodes with their code and op stream, constants."""
+        held = [*self.program.constants.values(), *(s.source for s in self.program.inputs)]
+        tensors = [t for t in (getattr(h, "value", h) for h in held) if isinstance(t, Tensor)]
+        return _NODE_NBYTES * self.program.nodes() + sum(t.nbytes for t in tensors)
 
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
@@ -90,10 +103,10 @@ def _same_numbers(a: CachedProgram, b: CachedProgram) -> bool:
 
 
 class ProgramCache:
-    """At most `limit` programs of one step, called `name` in messages."""
+    """At most `limit` programs of one step, called `name` in messages, of at most `most_bytes` unless one has more."""
 
-    def __init__(self, name: str, limit: int) -> None:
-        self._name, self._limit = name, limit
+    def __init__(self, name: str, limit: int, most_bytes: float = float("inf")) -> None:
+        self._name, self._limit, self._most_bytes = name, limit, most_bytes
         self._by_key: dict[Hashable, list[CachedProgram]] = {}
         self._used: OrderedDict[CachedProgram, Hashable] = OrderedDict()  # the last used at the end
         self._misses: Counter[str] = Counter()
@@ -120,6 +133,14 @@ class ProgramCache:
     def thrashing(self) -> bool:
         """Whether programs are added and dropped without a replay."""
         return self._unused_in_a_row >= self._limit
+
+    def has(self, key: Hashable) -> bool:
+        """Whether there is a program with this key."""
+        return key in self._by_key
+
+    def key_of(self, cached: CachedProgram) -> Hashable:
+        """The key of a program."""
+        return self._used[cached]
 
     def matching(
         self, key: Hashable, leaves: Sequence[Any], spec: Any
@@ -162,7 +183,7 @@ class ProgramCache:
         """Add a program. It replaces one for the same numbers, else, at the limit, the least recently used one."""
         for same in [k for k in self._by_key.get(key, ()) if _same_numbers(k, cached)]:
             self.drop(same)
-        if len(self._used) >= self._limit:
+        while self._is_full(cached):
             oldest = next(iter(self._used))
             self.drop(oldest)
             first = self._unused_in_a_row == 0
@@ -172,6 +193,11 @@ class ProgramCache:
                 self._warn()
         self._by_key.setdefault(key, []).insert(0, cached)
         self._used[cached] = key
+
+    def _is_full(self, new: CachedProgram) -> bool:
+        if len(self._used) >= self._limit:
+            return True
+        return bool(self._used) and sum(c.nbytes for c in (*self._used, new)) > self._most_bytes
 
     def drop(self, cached: CachedProgram) -> None:
         """Remove a program."""
@@ -185,14 +211,73 @@ class ProgramCache:
         kind, times = self._misses.most_common(1)[0]
         end = "it runs eagerly from now on" if self.thrashing else "the oldest is dropped"
         log.warning(
-            "%s has %d programs, as many as it may (`max_programs`), and needs another: %s. Missed most often "
+            "%s has %d programs, as many as it may (`%s`), and needs another: %s. Missed most often "
             "(%d times): %s",
             self._name,
-            self._limit,
+            len(self._used) + 1,
+            "max_programs" if len(self._used) + 1 >= self._limit else "max_program_bytes",
             end,
             times,
             self._example[kind],
         )
+
+
+@dataclass(slots=True)
+class KindOfCall:
+    """Calls with one key and without a program. unreplayed: whether one was recorded, and none was replayed since."""
+
+    calls: int = 0
+    unreplayed: bool = False
+
+
+class Kinds:
+    """How often each kind of call came, its kind being its key in the cache; which kinds are recorded.
+
+    A recording costs several eager steps, and only replays return that. So a new kind is recorded at once only while
+    fewer than two recorded kinds wait for their first replay. After that it is recorded when it has come `record_after`
+    times, and once more for every two kinds that wait beyond those. So of lengths that never return two are recorded,
+    and few of lengths that return once. With `record_after=1` every kind is recorded at once.
+    Invariant: memory is bounded; a kind that was not seen for `_KINDS_REMEMBERED` others counts from zero again.
+    """
+
+    def __init__(self, record_after: int) -> None:
+        self._after = record_after
+        self._kinds: OrderedDict[int, KindOfCall] = OrderedDict()  # by hash: holds no argument
+        self._unreplayed = 0
+
+    @property
+    def defers(self) -> bool:
+        """Whether any kind may be rare."""
+        return self._after > 1
+
+    def is_rare(self, key: Hashable) -> bool:
+        """Count a call without a program; whether its kind came too seldom to be recorded."""
+        if not self.defers:
+            return False
+        kind = self._of(key)
+        kind.calls += 1
+        waiting = self._unreplayed - _KINDS_TRUSTED
+        return waiting >= 0 and kind.calls < self._after + waiting // 2
+
+    def recorded(self, key: Hashable) -> None:
+        """A call of this kind is recorded."""
+        kind = self._of(key)
+        self._unreplayed += not kind.unreplayed
+        kind.unreplayed = True
+
+    def replayed(self, key: Hashable) -> None:
+        """A program of this kind was replayed or audited."""
+        kind = self._kinds.get(hash(key))
+        if kind is not None and kind.unreplayed:
+            kind.unreplayed = False
+            self._unreplayed -= 1
+
+    def _of(self, key: Hashable) -> KindOfCall:
+        kind = self._kinds.setdefault(hash(key), KindOfCall())
+        self._kinds.move_to_end(hash(key))
+        if len(self._kinds) > _KINDS_REMEMBERED:
+            self._unreplayed -= self._kinds.popitem(last=False)[1].unreplayed
+        return kind
 
 
 class UnsettledMisses:

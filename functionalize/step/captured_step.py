@@ -44,12 +44,12 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
-from functionalize.step.cache import CachedProgram, ProgramCache, key_of
+from functionalize.step.cache import CachedProgram, Kinds, key_of
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
 from functionalize.step.recording import StepRecording
-from functionalize.step.replayed_step import EVERY_CALL, ReplayedStep
+from functionalize.step.replayed_step import EVERY_CALL, RARE, ReplayedStep
 from functionalize.step.stages import (
     MAX_WARMUPS,
     MOST_WARMUPS,
@@ -110,13 +110,16 @@ class CapturedStep(ReplayedStep):
 
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
-        self._cache = ProgramCache(self._name, self._options.max_programs)
+        self._cache, self._kinds = self._empty_cache(), Kinds(self._options.record_after)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
 
         Raises `SaveError`, with nothing written, if a program refers to an object that has no name in the step.
         """
+        for key, cached in list(self._cache.items()):
+            if cached.unoptimised:
+                self._optimise(key, cached)
         saved = SavedStep(list(self._cache.items()), self._changed_hyperparameters, self._vote)
         save_step(path, self._fn, saved)
 
@@ -173,6 +176,9 @@ class CapturedStep(ReplayedStep):
             if refused is not None:
                 return self._run_refused(refused, args, kwargs)
             call = Invocation(args, kwargs, leaves, spec, key)
+            if self._vote is None and not self._cache.has(key) and self._is_rare(call):
+                self.stats.rare += 1
+                return self._run_eagerly(args, kwargs)
             is_done, result = self._try_replay(call)
             if is_done:
                 return result
@@ -180,7 +186,8 @@ class CapturedStep(ReplayedStep):
                 log.warning("a replay of %s failed, the call runs eagerly: %s", self._name, result)
                 return self._run_eagerly(args, kwargs)
             call = replace(call, reason=str(result))
-            self._note_miss(call.reason)
+            if call.reason is not RARE:
+                self._note_miss(call.reason)
             if self._skips_recording(call):
                 return self._run_eagerly(args, kwargs)
             return self._capture(call)
@@ -202,8 +209,8 @@ class CapturedStep(ReplayedStep):
 
     def _skips_recording(self, call: Invocation) -> bool:
         """Whether to run this call eagerly, unrecorded; if ranks vote, all ranks decide alike."""
-        if self._collectives_differ or self._vote is not None:
-            return self._collectives_differ
+        if self._vote is not None:
+            return self._all_run_eagerly
         most = MAX_WARMUPS if self._has_settled else MOST_WARMUPS
         return self._cache.thrashing or self._unsettled.skips(call.reason, most)
 
@@ -220,6 +227,7 @@ class CapturedStep(ReplayedStep):
 
     def _record(self, call: Invocation) -> RecordedRun | Refused:
         warn_if_untested()
+        self._kinds.recorded(call.key)
         # Numbers are live only from the second recording on: the first one has shown that the step stores none of them.
         live = bool(call.key in self._warmups or self.stats.captures or len(self._cache))
         observer = LifetimeObserver() if self._options.memory else None
@@ -255,11 +263,14 @@ class CapturedStep(ReplayedStep):
             votes = RankVote.of(run.recorder, self._options.compares)
             if votes is None:  # else all ranks must record alike
                 self._unsettled.add(call.reason, agreed.outcome.reason)
+            elif self._kinds.defers:  # all ranks decide together which calls they record
+                self._vote = votes | self._vote
 
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         """The program of a recording, after the passes."""
         recorded = recording.program(call.spec)
-        program = self._options.applied(recorded)
+        waits = self._passes_wait(call)
+        program = self._options.applied(recorded) if not waits else recorded
         signature = self._signature(recording)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
         exit = recording.exit
@@ -277,8 +288,20 @@ class CapturedStep(ReplayedStep):
             memory=StepMemory.of(recording, recorded, program),
             signature=signature,
             python_effects=exit.python_effects,
+            unoptimised=waits,
         )
         return Built(cached, recording.summary, counts)
+
+    def _passes_wait(self, call: Invocation) -> bool:
+        """Whether the passes wait until replays have shown that the program is of use.
+
+        Not for the first program, for a second program of its kind, and where the ranks or a report compare the result
+        of the passes.
+        """
+        options, is_first = self._options, not len(self._cache) or self._cache.has(call.key)
+        if is_first or options.compares or options.memory:
+            return False
+        return self._kinds.defers and options.rewrites
 
     def _signature(self, recording: StepRecording) -> Signature | None:
         """What audited calls are compared with; None if none is audited."""
@@ -314,9 +337,9 @@ class CapturedStep(ReplayedStep):
             raise error
         if self._vote is None or EVERY_CALL in self._refused:
             return self._run_eagerly(args, kwargs)
-        self._vote.before_replay(
-            None
-        )  # the other ranks wait for this vote, then record, and vote again
+        # The other ranks wait for this vote. Then they record, and vote again, or all ranks run eagerly.
+        if self._vote.before_replay(None) is Level.RARE:
+            return self._run_eagerly(args, kwargs)
         return self._run_unrecorded(error, args, kwargs)
 
     def _run_unrecordable(self, refused: Refused, call: Invocation) -> Any:

@@ -40,6 +40,8 @@ def explanation(
         counts.append(f"{counted(stats.audits, 'audit')} ({found})")
     if stats.eager:
         counts.append(f"{counted(stats.eager, 'call')} eagerly")
+    if stats.rare:
+        counts[-1] += f" ({stats.rare} of kinds that came too seldom to be recorded)"
     lines = [f"{name}: {', '.join(counts)}"]
     for number, cached in enumerate(programs, 1):
         lines += _of_program(number, cached)
@@ -66,6 +68,8 @@ def _of_program(number: int, cached: CachedProgram) -> Iterator[str]:
     )
     if cached.audits:
         yield f"  {counted(cached.audits, 'audited call')}"
+    if cached.unoptimised:
+        yield "  without its passes until it has been replayed twice"
     if program.runner is not None and program.runner is not boxed:
         yield f"  run by {getattr(program.runner, '__name__', program.runner)}"
     width = max((len(spec.name) for spec in program.inputs), default=0)

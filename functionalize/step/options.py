@@ -13,6 +13,7 @@ from functionalize.run.boxed import boxed
 
 OnUncapturable = Literal["raise", "eager"]
 Compile = Literal["inductor", "cudagraphs"] | None
+MAX_PROGRAM_BYTES = 2**30
 _DEFAULT = AuditSchedule.of("auto")
 
 
@@ -24,7 +25,8 @@ class CaptureOptions:
     compares: whether ranks compare the collectives of their programs, since passes may change collectives.
     raises: whether a step that cannot be captured raises; else it runs eagerly.
     max_programs: the size of the cache. memory: whether lifetimes of storages and modules of ops are recorded.
-    audit: which calls are audited.
+    audit: which calls are audited. record_after: the number of calls of a kind after which it is recorded.
+    max_program_bytes: the memory of the cache.
     """
 
     passes: tuple[Any, ...]
@@ -34,6 +36,8 @@ class CaptureOptions:
     max_programs: int
     memory: bool = False
     audit: AuditSchedule = _DEFAULT
+    record_after: int = 2
+    max_program_bytes: float = MAX_PROGRAM_BYTES
 
     @staticmethod
     def of(
@@ -43,18 +47,37 @@ class CaptureOptions:
         compile: Compile,
         memory: bool = False,
         audit: AuditOption = "auto",
+        record_after: int = 2,
+        max_program_bytes: float = MAX_PROGRAM_BYTES,
     ) -> CaptureOptions:
         """Raises `ValueError` for an unknown mode or schedule, `PassError` for a pipeline that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
             raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
         if max_programs < 1:
             raise ValueError(f"max_programs is at least 1, not {max_programs}")
+        if record_after < 1:
+            raise ValueError(f"record_after is at least 1, not {record_after}")
         passes = _parsed(pipeline)
         compares = any(each.changes_collectives for each in passes)
         raises = on_uncapturable == "raise"
         made = runner(compile)
         schedule = AuditSchedule.of(audit)
-        return CaptureOptions(passes, made, compares, raises, max_programs, memory, schedule)
+        return CaptureOptions(
+            passes,
+            made,
+            compares,
+            raises,
+            max_programs,
+            memory,
+            schedule,
+            record_after,
+            max_program_bytes,
+        )
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether a recorded program is rewritten or compiled before it runs."""
+        return bool(self.passes) or self.runner is not boxed
 
     def applied(self, program: Program) -> Program:
         """The program, or a copy of it after the passes, ready to run."""

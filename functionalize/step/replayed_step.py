@@ -13,6 +13,9 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
+
+from functionalize._compat.dispatch import disable_current_modes
 from functionalize.audit.audited_call import AuditedCall
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.ir.inputs import Call
@@ -20,9 +23,9 @@ from functionalize.run.detached_outputs import refuse_backward
 from functionalize.state.hyperparameters import Key
 from functionalize.state.python_effects import repeat
 from functionalize.state.sources import leave
-from functionalize.step.cache import CachedProgram, ProgramCache, UnsettledMisses
+from functionalize.step.cache import CachedProgram, Kinds, ProgramCache, UnsettledMisses
 from functionalize.step.options import CaptureOptions
-from functionalize.step.outcome import Unkept
+from functionalize.step.outcome import Refused, Unkept
 from functionalize.step.recording import RecordingSummary
 from functionalize.step.stages import (
     Invocation,
@@ -32,8 +35,10 @@ from functionalize.step.vote import Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
 
 log = logging.getLogger("functionalize")
+_REPLAYS_BEFORE_PASSES = 2
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
 _MOST_FAILURES = 3  # of audits, before the step is refused
+RARE = "on a rank, calls of this kind came too seldom to be recorded"
 _COLLECTIVES_DIFFER = (
     "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
     "have arguments of different sizes: give passes that decide by memory no budget"
@@ -47,16 +52,20 @@ class ReplayedStep:
         self.stats = Stats()
         self._fn, self._options = train_step, options
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
-        self._cache = ProgramCache(self._name, options.max_programs)
+        self._cache = self._empty_cache()
+        self._kinds = Kinds(options.record_after)
         self._warmups: dict[Hashable, Unkept] = {}  # by the key of a call
         self._unsettled = UnsettledMisses(self._name)
         self._refused: dict[Hashable, FunctionalizeError] = {}
         self._changed_hyperparameters: frozenset[Key] = frozenset()
         self._last_kept: RecordingSummary | None = None
         self._vote: RankVote | None = None
-        self._collectives_differ = (
-            False  # whether the ranks' programs for this call issue different collectives
+        self._all_run_eagerly = (
+            False  # whether the ranks have agreed that no rank records this call
         )
+
+    def _empty_cache(self) -> ProgramCache:
+        return ProgramCache(self._name, self._options.max_programs, self._options.max_program_bytes)
 
     def _note_miss(self, reason: str) -> None:
         if len(self._cache):
@@ -79,10 +88,14 @@ class ReplayedStep:
         is_due = found is not None and self._is_due(found[0])
         if self._vote is not None:
             issued = found[0].fingerprints if found is not None else None
-            worst = self._vote.before_replay(issued, is_due)
+            is_rare = found is None and self._is_rare(call)
+            worst = self._vote.before_replay(issued, is_due, is_rare)
             is_due = worst is Level.AUDITED
-            self._collectives_differ = worst is Level.DIFFERENT
-            if self._collectives_differ:
+            self._all_run_eagerly = worst in (Level.DIFFERENT, Level.RARE)
+            if worst is Level.RARE:
+                self.stats.rare += 1
+                return False, RARE
+            if worst is Level.DIFFERENT:
                 if _COLLECTIVES_DIFFER not in self.stats.guard_failures:
                     log.warning("%s runs eagerly: %s", self._name, _COLLECTIVES_DIFFER)
                 return False, _COLLECTIVES_DIFFER
@@ -126,6 +139,27 @@ class ReplayedStep:
         cached.replays += 1
         self.stats.replays += 1
         self._cache.used(cached)
+        key = self._cache.key_of(cached)
+        self._kinds.replayed(key)
+        if cached.unoptimised and cached.replays >= _REPLAYS_BEFORE_PASSES:
+            self._optimise(key, cached)
+
+    def _optimise(self, key: Hashable, cached: CachedProgram) -> None:
+        """Run the passes on a program that has been of use; if they fail, calls of its kind are refused."""
+        cached.unoptimised = False
+        try:
+            with torch.no_grad(), disable_current_modes():
+                cached.program = self._options.applied(cached.program)
+        except Exception as error:
+            self._cache.drop(cached)
+            self._refuse(key, Refused.of(error).error)
+        else:
+            self.stats.nodes = cached.program.nodes()
+
+    def _is_rare(self, call: Invocation) -> bool:
+        """Whether calls of this kind, which was never recorded, came too seldom to be recorded."""
+        known = call.key in self._warmups or self._cache.has(call.key)
+        return self._kinds.is_rare(call.key) and not known
 
     # -- audit ---------------------------------------------------------------------------------
 
@@ -138,6 +172,7 @@ class ReplayedStep:
         """Run the step for real, and compare it with its program: the result is eager's, whatever is found."""
         cached.audits += 1
         self._cache.used(cached)
+        self._kinds.replayed(self._cache.key_of(cached))
         try:
             with only_young_collections():
                 result = audited.run(self._fn, call.args, call.kwargs, call.spec)

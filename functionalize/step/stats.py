@@ -44,7 +44,8 @@ class Stats:
     """Counts of all calls so far, and figures of the latest program.
 
     calls = warmups + captures + replays + audits + eager (a warm-up was recorded and not kept; `eager` ran without
-    being recorded). guard_failures: the last hundred messages.
+    being recorded). rare: those of `eager` whose kind came too seldom to be recorded, on this rank or on another.
+    guard_failures: the last hundred messages.
     audit_failures: the audits that found a difference; differences: their last hundred messages.
     ops, resizes: the numbers in the recording. nodes_recorded, nodes: in the graph before and after the passes.
     backwards: replayed backwards of a captured forward. reruns: forwards that ran again for a backward that was not
@@ -55,6 +56,7 @@ class Stats:
     captures: int = 0
     replays: int = 0
     eager: int = 0
+    rare: int = 0
     audits: int = 0
     audit_failures: int = 0
     differences: list[str] = field(default_factory=list)

@@ -57,14 +57,17 @@ class Level(enum.IntEnum):
     KEPT: the rank keeps its recording, or has a program whose guards hold.
     AUDITED: such a program is due for an audit, in which all ranks run eagerly.
     DIFFERENT: all ranks have such a program, but their programs issue different collectives.
-    NOT_YET: the rank warms up, or a guard failed. REFUSED: the rank cannot capture the step.
+    NOT_YET: the rank warms up, or a guard failed.
+    RARE: calls of this kind came too seldom on the rank to be recorded; all ranks run eagerly.
+    REFUSED: the rank cannot capture the step.
     """
 
     KEPT = 0
     AUDITED = 1
     DIFFERENT = 2
     NOT_YET = 3
-    REFUSED = 4
+    RARE = 4
+    REFUSED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +121,18 @@ class RankVote:
             _all_reduce_max(flag, name)
         return Level(int(flag))
 
-    def before_replay(self, fingerprints: Fingerprints | None, is_due: bool = False) -> Level:
+    def before_replay(
+        self, fingerprints: Fingerprints | None, is_due: bool = False, is_rare: bool = False
+    ) -> Level:
         """The decision of all ranks on this call. fingerprints: those of this rank's program; None: it has no program.
 
-        is_due: whether this rank's program is due for an audit.
+        is_due: whether this rank's program is due for an audit. is_rare: whether this rank would not record the call.
         `KEPT`: replay. `AUDITED`: audit. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they issue
-        different collectives.
+        different collectives. `DIFFERENT`, `RARE`: run eagerly.
         """
         mine = Level.AUDITED if is_due else Level.KEPT
         if fingerprints is None:
-            mine = Level.NOT_YET
+            mine = Level.RARE if is_rare else Level.NOT_YET
         if not self.compares:
             return self.worst(mine)
         for name in self.groups:

@@ -159,6 +159,92 @@ def test_a_rank_whose_batch_has_another_shape(numbers: bool) -> None:
         assert first.replays + first.audits == second.replays + second.audits + 1
 
 
+def lengths_differ(numbers: bool, unique: bool) -> tuple[list[str], Any, bool]:
+    """Each rank draws a length of its own for each call, from few or from ever new ones."""
+    model, optimizer = build_mlp()
+    twin, twin_optimizer = build_mlp()
+
+    def make(model: Any, optimizer: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.mse_loss(model(x), y)
+            if numbers and loss.item() > 1e6:
+                raise ValueError("the loss is too large")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    captured, eager = fz.capture(make(model, optimizer)), make(twin, twin_optimizer)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found: list[str] = []
+    for i in range(40):
+        drawn = int(torch.randint(4, (1,), generator=generator))
+        (batch,) = pairs(1, rows=2 + (2 * i + dist.get_rank() if unique else drawn))
+        found += differences(i, {"loss": captured(*batch)}, {"loss": eager(*batch)})
+        found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
+    return found, captured.stats, captured._vote is not None
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_ranks_with_lengths_of_their_own(numbers: bool) -> None:
+    results = run_on_ranks(lengths_differ, numbers, False)
+    for found, stats, votes in results:
+        assert found == []
+        assert votes is numbers
+        assert stats.replays >= (5 if numbers else 20)
+    if numbers:
+        first, second = (stats for _, stats, _ in results)
+        assert (first.replays, first.rare) == (second.replays, second.rare)
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_ranks_with_ever_new_lengths_run_eagerly(numbers: bool) -> None:
+    for found, stats, votes in run_on_ranks(lengths_differ, numbers, True):
+        assert found == []
+        assert votes is numbers
+        assert (stats.warmups, stats.captures) == (2, 0)
+        assert stats.rare == 38
+
+
+def rare_and_refused() -> tuple[list[str], Any]:
+    """A kind that cannot be recorded on rank 1 comes again while rank 0 has ever new lengths."""
+    second = dist.get_rank() == 1
+    captured_model, eager_model = build_mlp(), build_mlp()
+
+    def make(model: Any, optimizer: Any) -> Any:
+        def step(x: Tensor, y: Tensor, log: Any = None) -> Tensor:
+            loss = F.mse_loss(model(x), y)
+            if loss.item() > 1e6:
+                raise ValueError("the loss is too large")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    captured, eager = fz.capture(make(*captured_model), on_uncapturable="eager"), make(*eager_model)
+    found: list[str] = []
+    for i in range(20):
+        rows = 4 if i < 5 or (second and i > 14) else 10 + i
+        (batch,) = pairs(1, rows=rows)
+        if i == 5 and second:
+            key = next(iter(captured._cache.items()))[0]
+            captured._refuse(key, UncapturableError("for a test"))
+        found += differences(i, {"loss": captured(*batch)}, {"loss": eager(*batch)})
+        found += differences(i, state_of(*captured_model), state_of(*eager_model))
+    return found, captured.stats
+
+
+def test_a_refused_kind_does_not_wait_for_a_rank_that_records_nothing() -> None:
+    for found, stats in run_on_ranks(rare_and_refused):
+        assert found == []
+        assert stats.replays >= 2
+        assert stats.eager >= 13
+
+
 class Absent:
     """A vote in which some rank takes no part."""
 

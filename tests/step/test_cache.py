@@ -61,7 +61,7 @@ def test_train_and_eval_and_lengths_side_by_side() -> None:
 
 def test_a_program_is_found_without_trying_the_others() -> None:
     """Thirty lengths: what a call costs does not depend on how many programs there are."""
-    step = fz.capture(lambda x: x.sin() + 1, max_programs=64)
+    step = fz.capture(lambda x: x.sin() + 1, max_programs=64, record_after=1)
     tried: list[int] = []
     for rows in [*range(1, 31)] * 2:
         step(torch.ones(rows))
@@ -107,7 +107,7 @@ def test_the_least_recently_used_goes(caplog: Any) -> None:
 
 def test_when_no_program_is_of_use_the_warning_names_the_guard(caplog: Any) -> None:
     """A number in Python that is another one at every call."""
-    captured = fz.capture(lambda x, n: x * n, max_programs=3)
+    captured = fz.capture(lambda x, n: x * n, max_programs=3, record_after=1)
     with caplog.at_level(logging.WARNING, "functionalize"):
         for n in range(12):
             assert torch.equal(captured(torch.ones(2), n), torch.ones(2) * n)
@@ -156,8 +156,10 @@ def test_on_uncapturable_raise_runs_nothing() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="'raise' or 'eager', not 'ignore'"):
         fz.capture(lambda x: x, on_uncapturable="ignore")
-    with pytest.raises(ValueError, match="at least 1, not 0"):
+    with pytest.raises(ValueError, match="max_programs is at least 1, not 0"):
         fz.capture(lambda x: x, max_programs=0)
+    with pytest.raises(ValueError, match="record_after is at least 1, not 0"):
+        fz.capture(lambda x: x, record_after=0)
 
 
 def sparse(x: Tensor) -> Tensor:

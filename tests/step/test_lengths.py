@@ -1,0 +1,162 @@
+"""Calls whose lengths change: which are recorded, when the passes run, how much memory programs take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functionalize as fz
+from functionalize.errors import PassError
+from functionalize.program.program import Program
+from functionalize.step.cache import Kinds
+from passes import Pass
+from tests.step.twins import batch, same_state, twins
+from tests.steps import make_step
+
+
+def trained_on(lengths: list[int], **options: Any) -> Any:
+    """A captured step after these lengths; it equals its eager twin after every call."""
+    (model, optimizer), (twin, twin_optimizer) = twins()
+    captured = fz.capture(make_step(model, optimizer), audit=False, **options)
+    eager = make_step(twin, twin_optimizer)
+    for i, rows in enumerate(lengths):
+        torch.manual_seed(i)
+        found = captured(batch(i, rows))
+        torch.manual_seed(i)
+        assert torch.equal(found, eager(batch(i, rows))), (i, rows)
+        assert same_state(model, twin)
+    return captured
+
+
+def test_lengths_that_never_return_record_two_of_them() -> None:
+    stats = trained_on(list(range(2, 42))).stats
+    assert (stats.warmups, stats.captures, stats.replays) == (2, 0, 0)
+    assert stats.eager == stats.rare == 38
+
+
+def test_the_same_after_the_step_has_settled() -> None:
+    captured = trained_on([2] * 5 + list(range(3, 43)))
+    stats = captured.stats
+    assert stats.captures == 1 + 2
+    assert stats.eager == stats.rare == 38
+    assert (
+        "38 calls eagerly (38 of kinds that came too seldom to be recorded)" in captured.explain()
+    )
+
+
+def test_a_few_lengths_that_return_are_all_replayed() -> None:
+    lengths = [3 + i * i % 7 for i in range(60)]
+    stats = trained_on(lengths).stats
+    assert stats.captures == len(set(lengths))
+    assert stats.replays >= 60 - 5 * len(set(lengths))
+
+
+def test_lengths_that_return_once_record_few() -> None:
+    stats = trained_on([*[2] * 4, *range(3, 33), *range(3, 33)]).stats
+    assert stats.warmups + stats.captures <= 8
+    assert stats.rare >= 50
+
+
+def test_every_kind_is_recorded_at_once_if_one_says_so() -> None:
+    stats = trained_on([2, 2, 2, *range(3, 10)], record_after=1).stats
+    assert stats.captures == 8
+    assert stats.rare == 0
+
+
+def test_a_replay_lets_other_kinds_be_recorded() -> None:
+    kinds = Kinds(2)
+    for kind in "ab":
+        assert not kinds.is_rare(kind)
+        kinds.recorded(kind)
+    assert kinds.is_rare("c")
+    kinds.replayed("a")
+    assert not kinds.is_rare("d")
+
+
+def test_kinds_are_forgotten() -> None:
+    kinds = Kinds(2)
+    kinds.recorded("a")
+    kinds.recorded("b")
+    rare = [kinds.is_rare(i) for i in range(5000)]
+    assert all(rare[:4000])
+    assert not any(rare[4096:])  # "a" and "b" are forgotten
+
+
+# -- passes ----------------------------------------------------------------------------------------
+
+
+def test_passes_wait_for_two_replays_except_of_the_first_program() -> None:
+    (model, optimizer), (twin, twin_optimizer) = twins()
+    captured = fz.capture(make_step(model, optimizer), passes="default", audit=False)
+    eager = make_step(twin, twin_optimizer)
+
+    def call(rows: int) -> Program:
+        torch.manual_seed(0)
+        found = captured(batch(0, rows))
+        torch.manual_seed(0)
+        assert torch.equal(found, eager(batch(0, rows)))
+        assert same_state(model, twin)
+        return captured.program
+
+    while not captured.stats.captures:
+        first = call(3)
+    assert first.stage == "INPLACE" and first.history
+    assert call(4).history == ()
+    assert "without its passes until it has been replayed twice" in captured.explain()
+    nodes = captured.stats.nodes
+    assert call(4).history == ()
+    assert call(4).stage == "INPLACE"
+    assert call(4).history
+    assert captured.stats.nodes == captured.program.nodes() != nodes
+    assert "without its passes" not in captured.explain()
+    assert captured.stats.replays == 3
+
+
+class Fails(Pass):
+    """A pass that fails for one size."""
+
+    name = "fails"
+
+    def apply(self, program: Program) -> int:
+        if any(spec.geometry.size == (4,) for spec in program.inputs):
+            raise PassError("not for four")
+        return 0
+
+
+def test_a_pass_that_fails_later_refuses_the_kind_alone() -> None:
+    step = fz.capture(lambda x: x.sin(), passes=[Fails()], audit=False)
+    for rows in (3, 3, 4, 4, 4):  # the last replay, too, returns its result
+        assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
+    with pytest.raises(PassError, match="not for four"):
+        step(torch.ones(4))
+    assert torch.equal(step(torch.ones(3)), torch.ones(3).sin())
+
+
+def test_a_saved_program_has_its_passes(tmp_path: Any) -> None:
+    model, optimizer = twins()[0]
+    step = fz.capture(make_step(model, optimizer), passes="default", audit=False)
+    for rows in (3, 3, 3, 3, 4):
+        step(batch(0, rows))
+    assert not step.programs[-1].history
+    step.save(tmp_path / "step.fzp")
+    assert all(program.history for program in step.programs)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_programs_are_dropped_when_they_take_too_much_memory() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x.sin().cos().tan()
+
+    captured = fz.capture(step, max_program_bytes=50_000)  # two of three nodes fit
+    for rows in (1, 1, 2, 2, 3, 3):
+        assert torch.equal(captured(torch.ones(rows)), step(torch.ones(rows)))
+    assert [p.inputs[0].geometry.size for p in captured.programs] == [(2,), (3,)]
+    alone = fz.capture(step, max_program_bytes=1)  # the only program is kept
+    for _ in range(3):
+        alone(torch.ones(1))
+    assert alone.stats.replays == 2
