@@ -2,6 +2,8 @@
 
     python -m benchmarks.memory [--only NAME ...] [--passes PIPELINE ...] [--where] [--json]
 
+Every model with `optimizer.zero_grad()` at the end of the step, and at its beginning.
+
 Counted by c10's own allocator count on rank 0, the same for every way (`benchmarks/allocations.py`): every CPU tensor
 byte of the process, gloo's buffers included; medians of seven steps. Megabytes of 10**6 bytes:
 
@@ -20,7 +22,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +40,22 @@ from benchmarks.step_time import SUBJECTS, Step, Subject
 
 EAGER, _STEPS = "eager", 7
 SMALL, DEEP, WIDE, LLAMA = SUBJECTS.values()
+OTHERS = {  # no pass was tuned on these
+    "Llama, width 256, 8 layers": Subject(8, 256, 2, 32, "llama"),
+    "Llama, width 192, 6 layers": Subject(6, 192, 4, 48, "llama"),
+    "GPT-2, width 128, 6 layers": Subject(6, 128, 2, 32, "gpt2"),
+    "GPT-2, width 384, 3 layers": Subject(3, 384, 4, 64, "gpt2"),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its batch, how it is sharded, and the form of AdamW."""
+    """A model and its batch, how it is sharded, the form of AdamW, and where the step calls `zero_grad`."""
 
     subject: Subject
     optimizer: str = "fused"
     reshard: bool = True
+    zeros_first: bool = False
 
     def step(self) -> Step:
         """An eager training step, one FSDP2 unit for each layer and one for the rest."""
@@ -56,7 +65,7 @@ class Case:
         fully_shard(model)
         form = {} if self.optimizer == "default" else {self.optimizer: True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **form)  # type: ignore[arg-type]
-        return self.subject.training(model, optimizer)
+        return self.subject.training(model, optimizer, self.zeros_first)
 
     def batch(self) -> Tensor:
         """Random tokens."""
@@ -64,8 +73,11 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    """Every subject of `benchmarks.step_time`, with the forms of AdamW, resharded after forward or not."""
-    found = {name: Case(subject) for name, subject in SUBJECTS.items()}
+    """The subjects, with `zero_grad` last and first, the forms of AdamW, resharded after forward or not."""
+    found = {name: Case(subject) for name, subject in (SUBJECTS | OTHERS).items()}
+    found |= {
+        f"{name}, zero_grad first": replace(each, zeros_first=True) for name, each in found.items()
+    }
     for name, subject in (("4 layers", SMALL), ("width 512", WIDE)):
         found[f"{name}, AdamW default"] = Case(subject, "default")
         found[f"{name}, AdamW foreach"] = Case(subject, "foreach")

@@ -44,22 +44,33 @@ Step = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its batch. llama: Hugging Face's, else the transformer of `benchmarks.capture`."""
+    """A model and its batch. family: `llama` and `gpt2` of Hugging Face, or the transformer of `benchmarks.capture`."""
 
     layers: int
     width: int
     batch: int
     sequence: int
-    llama: bool = False
+    family: str = "transformer"
 
     def model(self) -> tuple[nn.Module, list[nn.Module]]:
         """The model with random weights, and its layers."""
         torch.manual_seed(0)
-        if not self.llama:
+        if self.family == "transformer":
             transformer = Transformer(self.layers, self.width)
             return transformer, list(transformer.blocks)
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+        if self.family == "gpt2":
+            gpt2 = GPT2LMHeadModel(
+                GPT2Config(
+                    n_embd=self.width,
+                    n_layer=self.layers,
+                    n_head=4,
+                    vocab_size=VOCABULARY,
+                    n_positions=self.sequence,
+                )
+            )
+            return gpt2, list(gpt2.transformer.h)
         config = LlamaConfig(
             hidden_size=self.width,
             intermediate_size=self.width * 11 // 4,
@@ -83,14 +94,20 @@ class Subject:
         fully_shard(model)
         return self.training(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
 
-    def training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-        """A training step of a model that is wrapped already."""
+    def training(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, zeros_first: bool = False
+    ) -> Step:
+        """A training step of a model that is wrapped already. zeros_first: `zero_grad` comes first, not last."""
+        returns_loss = self.family == "transformer"
 
         def step(tokens: Tensor) -> Tensor:
-            loss = model(input_ids=tokens, labels=tokens).loss if self.llama else model(tokens)
+            if zeros_first:
+                optimizer.zero_grad()
+            loss = model(tokens) if returns_loss else model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
+            if not zeros_first:
+                optimizer.zero_grad()
             detached: Tensor = loss.detach()
             return detached
 
@@ -101,7 +118,7 @@ SUBJECTS = {
     "overhead, 4 layers": Subject(4, 128, 2, 16),
     "overhead, 16 layers": Subject(16, 128, 2, 16),
     "compute, width 512": Subject(4, 512, 4, 64),
-    "Llama, 4 layers": Subject(4, 128, 2, 32, llama=True),
+    "Llama, 4 layers": Subject(4, 128, 2, 32, "llama"),
 }
 WAYS: dict[str, Callable[[Subject, str], Step]] = {
     "eager": lambda s, device: s.step(device, False),

@@ -93,6 +93,11 @@ class External:
         self.info, self.ref, self.tensor, self.literal = info, ref, tensor, literal
 
     @property
+    def is_held(self) -> bool:
+        """Whether `tensor` is the tensor itself, and not an empty one in its place."""
+        return self.tensor is not _NOT_HELD
+
+    @property
     def is_index(self) -> bool:
         """Whether it is a mask, or indices or lengths, and no parameter or other state that training moves."""
         dtype = self.ref.geometry.dtype
@@ -150,10 +155,13 @@ class StorageTable:
         info = self.info_of(tensor)
         return info.serial if info is not None else None
 
-    def bring_in(self, tensor: Tensor, name: str, literal: Tensor | None = None) -> TensorRef:
+    def bring_in(
+        self, tensor: Tensor, name: str, literal: Tensor | None = None, holds: bool = True
+    ) -> TensorRef:
         """Add a tensor from outside. The first one on each storage names the storage and becomes an `External`.
 
-        literal: a copy of its contents, if Python made it from numbers during the run.
+        literal: a copy of its contents, if Python made it from numbers during the run. holds: whether the table may
+        keep the tensor alive: not a gradient, which the step may drop.
         """
         storage = storage_of(tensor)
         info = self._by_address.get(storage._cdata)
@@ -163,7 +171,7 @@ class StorageTable:
         info.name, ref = name, info.seen
         held = literal
         if held is None:
-            held = self._held(tensor)
+            held = self._held(tensor) if holds else _NOT_HELD
         if info.resized:
             self.keep_size(info, storage)
         self.externals.append(External(info, ref, held, literal is not None))

@@ -21,7 +21,7 @@ from functionalize.ir.inputs import Argument, Source
 from functionalize.ir.ops import TensorRef
 from functionalize.recorder.storage_table import StorageTable
 from functionalize.state.alias_guard import AliasPlace
-from functionalize.state.sources import Slot, candidates, slots
+from functionalize.state.sources import Gradient, Inner, Slot, candidates, slots
 from functionalize.walk.roots import Roots
 
 Named = tuple[str, Source, Tensor]
@@ -52,7 +52,8 @@ class Places:
         widest: dict[int, tuple[str, Source, TensorRef]] = {}
         shared: dict[int, list[AliasPlace]] = {}
         for name, source, tensor in candidates(roots, leaves, held):
-            ref = storages.bring_in(tensor, name)
+            outer = source.of if isinstance(source, Inner) else source
+            ref = storages.bring_in(tensor, name, holds=not isinstance(outer, Gradient))
             before = widest.get(ref.storage)
             if before is None or ref.geometry.end > before[2].geometry.end:
                 widest[ref.storage] = (name, source, ref)

@@ -26,7 +26,7 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
-from functionalize.state.sources import Slot
+from functionalize.state.sources import Gradient, Slot
 from functionalize.step.step_memory import StepMemory
 from functionalize.step.vote import Fingerprints
 from functionalize.util.structure import odd_keys
@@ -55,6 +55,7 @@ class CachedProgram:
     signature: the recorded op stream, with which audited calls are compared; None: the program is not audited.
     audits: the number of audited calls.
     unoptimised: whether the passes wait until replays have shown that the program is of use.
+    dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
     """
 
     program: Program
@@ -69,6 +70,7 @@ class CachedProgram:
     audits: int = 0
     python_effects: Sequence[PythonEffect] = ()
     unoptimised: bool = False
+    dropped: Sequence[Gradient] = ()
 
     @property
     def nbytes(self) -> int:

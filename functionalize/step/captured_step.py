@@ -289,6 +289,7 @@ class CapturedStep(ReplayedStep):
             signature=signature,
             python_effects=exit.python_effects,
             unoptimised=waits,
+            dropped=recording.dropped(program),
         )
         return Built(cached, recording.summary, counts)
 

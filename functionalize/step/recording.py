@@ -47,13 +47,15 @@ from functionalize.ir.outputs import Constant, LeafItself, OutputRole, SameAs, S
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
 from functionalize.recorder.builder import Builder, TensorInput
+from functionalize.recorder.op_kinds import kind_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.run.boxed import boxed
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.arguments import flatten_result, hidden
+from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable
-from functionalize.state.sources import Inner, ModuleTensor
+from functionalize.state.sources import Gradient, Inner, ModuleTensor
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
@@ -231,6 +233,18 @@ class StepRecording:
                         "replay would not: detach it"
                     )
 
+    def dropped(self, program: Program) -> list[Gradient]:
+        """The slots that a replay of `program` empties first, see `state/dropped_gradients.py`."""
+        entry, records = self.entry, self.recorder.records
+        places = (place for s in self._used for place in entry.places.shared.get(s, ()))
+        read = {id(source) for place in places for source in chain_of(place.source)}
+        latest = 0
+        if not program.may_run_again(Call((), [])):
+            early = self.recorder.early_records()  # checked before the graph runs
+            numbers = (i for i, r in enumerate(records) if _is_read(r) and id(r) not in early)
+            latest = next(numbers, len(records))
+        return list(droppable([slot for _, slot in entry.slots], entry.deaths, read, latest))
+
     def signature(self) -> Signature:
         """What a later run is compared with."""
         entry, exit = self.entry, self.exit
@@ -299,6 +313,12 @@ def _places_of(
                 continue  # it holds FSDP2's sharded and unsharded parameter in turn; each has another source
             if source.resolve(call) is leaf:
                 yield source
+
+
+def _is_read(record: OpRecord) -> bool:
+    """Whether Python learns contents of a tensor from an op."""
+    op = kind_of(record.target)
+    return op.to_python or op.sized_by_data
 
 
 def _is_changeable(value: Any) -> bool:

@@ -20,6 +20,7 @@ from functionalize.audit.audited_call import AuditedCall
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.run.detached_outputs import refuse_backward
+from functionalize.state.dropped_gradients import drop, put_back
 from functionalize.state.hyperparameters import Key
 from functionalize.state.python_effects import repeat
 from functionalize.state.sources import leave
@@ -111,12 +112,14 @@ class ReplayedStep:
             except GuardError as error:
                 if found[1].committed:  # of a captured step that an effect in Python has called
                     raise
+                put_back(found[1], found[0].dropped)
                 self._cache.missed(str(error))
             except FunctionalizeError:
                 raise
             except Exception as error:
                 if self._vote is not None or not found[0].program.may_run_again(found[1]):
                     raise
+                put_back(found[1], found[0].dropped)
                 return None, f"{type(error).__name__}: {error}"
             else:
                 return True, self._audit(audited, found[0], call)
@@ -128,6 +131,7 @@ class ReplayedStep:
         vote = self._vote
         if vote is not None and vote.compares and not cached.program.value_guards:
             vote = None  # the equal fingerprints say that no rank's program has value guards
+        drop(call, cached.dropped)
         result, left = cached.program.replay(call, vote)
         count = len(cached.slots)
         leave(call, cached.slots, left[:count], cached.effects)

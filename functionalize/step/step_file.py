@@ -133,6 +133,7 @@ def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number:
         "program": writer.program(cached.program, f"program_{number}"),
         "key": value(key, "the arguments"),
         "slots": value(list(cached.slots)),
+        "dropped": value(list(cached.dropped)),
         "effects": value(cached.effects),
         "python effects": value(list(cached.python_effects), "what a replay repeats in Python"),
         "history": value(list(cached.has_grad_fn)),
@@ -218,6 +219,7 @@ def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, Cached
         value(code["history"]),
         str(code["reason"]),
         signature=value(code["signature"]),
+        dropped=value(code["dropped"]),
         fingerprints={reader.groups[g["group"]]: number for g, number in code["issued"]},
         python_effects=value(code["python effects"]),
     )

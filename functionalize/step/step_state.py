@@ -28,6 +28,7 @@ from functionalize.ir.guards import ConstantGuard, Guard, frozen_constant
 from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.recorder.recorder import Recorder
 from functionalize.state.arguments import flatten_result
+from functionalize.state.dropped_gradients import watch
 from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.python_effects import PythonEffect, unrepeatable
 from functionalize.state.python_state import SurroundingsGuard
@@ -61,6 +62,7 @@ class EntryState:
 
     places: every tensor that the callable reaches, by storage, and the modules and optimizers that hold them.
     gradients: a weak reference to the gradient in each slot; None: an empty slot.
+    deaths: for a slot whose gradient died in the step, how many ops had run by then.
     fsdp, slot_guard: state that a step may change, since a replay changes it in the same way.
     facts: guards on state that the step itself must not change.
     python_state: the guard on Python objects that the code of the step reads.
@@ -70,6 +72,7 @@ class EntryState:
 
     places: Places
     gradients: list[weakref.ref[Tensor] | None]
+    deaths: dict[int, int]
     fsdp: FSDPState
     facts: list[Guard]
     python_state: SurroundingsGuard
@@ -108,11 +111,13 @@ class EntryState:
         found = list(parameters(roots, leaves))
         places = Places.now(roots, leaves, found, recorder.storages)
         fsdp = FSDPState.now(roots.states().values())
+        deaths: dict[int, int] = {}
         gradients = [slot.resolve(call) for _, slot in places.slots]
         live = liftable(roots.optimizers) | varying if recorder.live else frozenset()
         return EntryState(
             places,
-            [None if g is None else weakref.ref(g) for g in gradients],
+            watch(gradients, recorder.records, deaths),
+            deaths,
             fsdp,
             _facts(roots, leaves, found, live),
             SurroundingsGuard.of(fn, state),

@@ -233,8 +233,10 @@ class RecordedForward:
         recorder = self._recorder
         for external in recorder.storages.externals:
             info = external.info
-            storage = None if external.literal else storage_of(external.tensor)
-            if storage is None or storage.nbytes() == info.nbytes:
+            if external.literal or not external.is_held:
+                continue
+            storage = storage_of(external.tensor)
+            if storage.nbytes() == info.nbytes:
                 continue
             if storage.nbytes():
                 recorder.checks.note(

@@ -109,7 +109,7 @@ def test_an_op_that_fails_while_recording(at: int) -> None:
 
 
 def test_an_op_that_fails_in_a_replay() -> None:
-    """Every op in turn: the call runs eagerly. In the copies of the epilogue, at the end: nothing was changed."""
+    """Every op in turn: the call runs eagerly. In the copies of the epilogue, at the end: no value was changed."""
     twins = Twins()
     for i in range(3):
         assert twins.call(i) is None
@@ -136,7 +136,9 @@ def test_an_op_that_fails_in_a_replay() -> None:
             twins.compare(position)
         else:
             assert fault == f"OutOfMemoryError: op {position}"
-            assert differences(position, state(), before) == []
+            kept = {name: t for name, t in before.items() if not name.endswith(".grad")}
+            assert len(kept) < len(before)  # the step drops the last gradients first, in eager too
+            assert differences(position, state(), kept) == []
     assert (twins.step.stats.replays, twins.step.stats.eager) == (1, ops)
     train(twins, 3)
 
@@ -213,13 +215,14 @@ def test_an_interrupt_in_a_replay(error: BaseException) -> None:
     for i in range(3):
         assert twins.call(i) is None
     x = batch(3)
-    for position in (0, 20, 60):
+    for turn, position in enumerate((0, 20, 60)):
         torch.set_rng_state(twins.ours.drawn)
         with surroundings(twins.ours.optimizer), Tripwire(position, raising(error)):
             assert fault_of(twins.step, x) == f"{type(error).__name__}: {error}"
         assert torch.equal(torch.get_rng_state(), twins.ours.drawn)
+        twins.eager.optimizer.zero_grad()  # the first thing that the step does, a replay's too
         twins.compare(3)
-    train(twins, 3)
+        train(twins, 4 + 6 * turn, 10 + 6 * turn)  # until it replays again
 
 
 # -- in the epilogue -------------------------------------------------------------------------------
