@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import (  # custom ops that only mutate
     auto_functionalized,
     can_auto_functionalize,
+)
+from torch._library.simple_registry import (  # the first Python function of every dispatch to a mode
+    find_torch_dispatch_rule,
 )
 from torch._ops import (  # `torch.cond` and its like, which a mode on a stack of modes refuses
     HigherOrderOperator,
@@ -43,6 +47,16 @@ __all__ = [
     "is_traceable_wrapper_subclass_type",
     "no_dispatch",
 ]  # names of torch that are used elsewhere
+
+
+DISPATCH_CODE = find_torch_dispatch_rule.__code__
+_CLASS = DISPATCH_CODE.co_varnames[1]
+
+
+def dispatched_to(frame: FrameType) -> type:
+    """The class of the mode or the tensor to which a call of `DISPATCH_CODE` belongs."""
+    found: type = frame.f_locals[_CLASS]
+    return found
 
 
 def plain_resize(storage: torch.UntypedStorage, nbytes: int) -> None:

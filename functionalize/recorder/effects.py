@@ -46,6 +46,7 @@ from typing import Any
 
 import torch
 
+from functionalize._compat.dispatch import DISPATCH_CODE, dispatched_to
 from functionalize.recorder.checks import Checks
 from functionalize.util.packages import is_installed_file, is_standard_file
 from functionalize.util.patching import Patch
@@ -215,14 +216,22 @@ def _is_null(path: Any) -> bool:
 class CallWatch:
     """Note [The profile function], of one recording, in the thread that records.
 
+    mode: the class of the recorder, at whose ops the watch pauses.
     pauses: whether it is off while the recorder handles an op. Since Python 3.12 a switch costs more than it saves.
+    paused: whether it is off for an op that the recorder has still to handle; then `profile` is set again.
     """
 
     pauses = sys.version_info < (3, 12)
 
-    def __init__(self, recordings: Recordings) -> None:
+    def __init__(self, recordings: Recordings, mode: type) -> None:
+        self.paused = False
+
         def profile(frame: FrameType, event: str, function: Any) -> None:
-            if event == "c_call" and function.__name__ in _C_FUNCTIONS:
+            if event == "call":
+                if frame.f_code is DISPATCH_CODE and self.pauses and dispatched_to(frame) is mode:
+                    sys.setprofile(None)
+                    self.paused = True
+            elif event == "c_call" and function.__name__ in _C_FUNCTIONS:
                 if function is locals:
                     sys.setprofile(None)
                     return
@@ -233,28 +242,18 @@ class CallWatch:
                 if what is not None:
                     _note(recordings, frame, what)
 
-        self._profile = profile
+        self.profile = profile
 
     def start(self) -> None:
         """Watch, unless the user profiles or a recording around this one watches."""
+        self.paused = False
         if sys.getprofile() is None:
-            sys.setprofile(self._profile)
+            sys.setprofile(self.profile)
 
     def stop(self) -> None:
         """Stop watching."""
-        if sys.getprofile() is self._profile:
+        if sys.getprofile() is self.profile:
             sys.setprofile(None)
-
-    def pause(self) -> bool:
-        """Stop watching for a while; whether `resume` is to be called."""
-        if self.pauses and sys.getprofile() is self._profile:
-            sys.setprofile(None)
-            return True
-        return False
-
-    def resume(self) -> None:
-        """Watch again."""
-        sys.setprofile(self._profile)
 
 
 def _call_text(function: Any) -> str | None:

@@ -8,6 +8,7 @@ Invariant: Python's profile function is off while an op is handled, and afterwar
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from functionalize.recorder.effects import CallWatch
@@ -20,7 +21,7 @@ class WatchedRecorder(Recorder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._calls = CallWatch(recorded_checks)
+        self._calls = CallWatch(recorded_checks, type(self))
 
     def start(self) -> None:
         super().start()
@@ -31,9 +32,11 @@ class WatchedRecorder(Recorder):
         super().stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._calls.pause():
+        calls = self._calls
+        if not calls.paused:  # also inside an op that is handled
             return super().__torch_dispatch__(func, types, args, kwargs)
+        calls.paused = False
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
-            self._calls.resume()
+            sys.setprofile(calls.profile)
