@@ -1,4 +1,4 @@
-"""`passes.run`: apply passes to a copy of a program, verifying after each.
+"""`passes.run`: apply passes to a copy of a program, and verify the result.
 
     program = run(program, [ElideCopies(), Verify()])
     program = run(program, "default")
@@ -26,9 +26,9 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
     """A copy of `program` with every pass applied in order; `program` itself is untouched.
 
     passes: the passes, or a pipeline as text (`passes.pipeline.parse`).
-    The program is verified before the first pass and after each one. Raises `PassError` for a pass
-    at a stage it does not accept, `VerifyError` if `program` is broken, `InvariantError` if a pass
-    broke it.
+    The program is verified before the first pass and after the last one; if it is broken then, the passes run once
+    more, each verified. Raises `PassError` for a pass at a stage it does not accept, `VerifyError` if `program` is
+    broken, `InvariantError` with the name of the pass that broke it.
     """
     passes = parse(passes) if isinstance(passes, str) else tuple(passes)
     _check_stages(program.stage, passes)
@@ -39,22 +39,40 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
 
 def _run(program: Program, passes: Sequence[Pass]) -> Program:
     check(program)
+    try:
+        new = _applied(program, passes, checks=False)
+        _verify(new)
+    except PassError:
+        raise
+    except Exception as error:
+        _applied(program, passes, checks=True)  # names the pass
+        raise InvariantError(f"the passes left a broken program: {error}") from error
+    return new
+
+
+def _applied(program: Program, passes: Sequence[Pass], checks: bool) -> Program:
+    """A copy with every pass applied. checks: whether to verify after each."""
     new = program.copy()
     issued = sequences(new.graph)
     for each in passes:
         count = each.apply(new)
         if count:
             new.stage = each.produces or new.stage
-        try:
-            new.graph.lint()
-            check(new)
-        except (RuntimeError, VerifyError) as error:
-            raise InvariantError(f"`{each}` left a broken program: {error}") from error
+        if checks:
+            try:
+                _verify(new)
+            except (RuntimeError, VerifyError) as error:
+                raise InvariantError(f"`{each}` left a broken program: {error}") from error
         before, issued = issued, sequences(new.graph)
         if issued != before and not each.changes_collectives:
             raise InvariantError(f"`{each}` {_what_changed(before, issued)}")
         new.history = (*new.history, f"{each}: {count}")
     return new
+
+
+def _verify(program: Program) -> None:
+    program.graph.lint()
+    check(program)
 
 
 def _what_changed(before: Mapping[str, Texts], now: Mapping[str, Texts]) -> str:

@@ -79,7 +79,8 @@ def check(program: Program) -> None:
     nodes = list(program.graph.nodes)
     found = list(_structure(program, nodes))
     if not found:  # the other checks rely on a well-formed graph
-        found = [f for checks in _CHECKS for f in checks(program, nodes)]
+        aliases = Aliases(program.graph)
+        found = [f for checks in _CHECKS for f in checks(program, nodes, aliases)]
     if not found:
         return
     index = {node: i for i, node in enumerate(nodes)}
@@ -118,7 +119,7 @@ def _structure(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
             )
 
 
-def _metadata(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+def _metadata(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Iterator[Finding]:
     for node in nodes:
         value, described = node.meta.get("val"), node.meta.get("tensor_meta")
         if not isinstance(value, Tensor):
@@ -162,9 +163,9 @@ def _look(size: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> str:
 # -- purity ----------------------------------------------------------------------------------------
 
 
-def _purity(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+def _purity(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Iterator[Finding]:
     if program.stage == INPLACE:
-        yield from _written_in_place(program, nodes)
+        yield from _written_in_place(program, nodes, aliases)
         return
     for node in nodes:
         if node.target is RESIZE_STORAGE:
@@ -180,7 +181,9 @@ def _purity(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
             )
 
 
-def _written_in_place(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+def _written_in_place(
+    program: Program, nodes: Sequence[fx.Node], aliases: Aliases
+) -> Iterator[Finding]:
     commits = [n for n in nodes if is_commit(n)]
     if len(commits) != 1:
         yield None, f"a program at stage {INPLACE} has one commit, this one has {len(commits)}"
@@ -189,7 +192,7 @@ def _written_in_place(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Fi
     guarded = [slots[guard.slot] for guard in program.value_guards if guard.slot < len(slots)]
     if list(commits[0].args) != guarded:
         yield commits[0], "the arguments of the commit are not the guarded values, in order"
-    aliases, after, written = Aliases(program.graph), False, set[int]()
+    after, written = False, set[int]()
     inputs = {n: i for i, n in enumerate(n for n in nodes if n.op == "placeholder")}
     memory = {aliases.of(n): n for n in nodes if n.op in ("placeholder", "get_attr")}
     for node in nodes:
@@ -214,7 +217,7 @@ def _written_in_place(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Fi
         )
 
 
-def _empty_reads(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+def _empty_reads(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Iterator[Finding]:
     placeholders = [n for n in nodes if n.op == "placeholder"]
     empty: dict[fx.Node, str] = {}
     for node, spec in zip(placeholders, program.inputs, strict=True):
@@ -236,7 +239,7 @@ def _empty_reads(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def _waited(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+def _waited(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Iterator[Finding]:
     started: dict[
         fx.Node, str
     ] = {}  # a result that is not waited for -> the name of its collective
@@ -260,9 +263,8 @@ def _waited(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
 # -- what leaves the graph -------------------------------------------------------------------------
 
 
-def _outputs(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+def _outputs(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Iterator[Finding]:
     slots = results(program.graph)
-    aliases = Aliases(program.graph)
     owner: dict[fx.Node, str] = {n: f"input `{n.name}`" for n in nodes if n.op == "placeholder"}
     owner |= {n: f"constant `{n.target}`" for n in nodes if n.op == "get_attr"}
     memory = {aliases.of(n): name for n, name in owner.items()}
@@ -304,7 +306,7 @@ def _fits(what: str, role: Result, node: fx.Node) -> Iterator[Finding]:
         )
 
 
-def _epilogue(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+def _epilogue(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Iterator[Finding]:
     inputs, slots, classes = program.inputs, results(program.graph), storage_classes(program)
     sizes = {c: spec.nbytes for c, spec in zip(classes, inputs, strict=True)}
     resized: set[int] = set()
@@ -324,7 +326,7 @@ def _epilogue(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
             sizes[home] = action.nbytes
         elif isinstance(action, Copy):
             yield from _copy(f"a {kind} of `{name}`", action, slots, nodes, sizes[home])
-    yield from _overwritten(program, slots, classes, nodes)
+    yield from _overwritten(program, slots, classes, nodes, aliases)
 
 
 def _copy(
@@ -349,10 +351,13 @@ def _copy(
 
 
 def _overwritten(
-    program: Program, slots: Sequence[Any], classes: Sequence[int], nodes: Sequence[fx.Node]
+    program: Program,
+    slots: Sequence[Any],
+    classes: Sequence[int],
+    nodes: Sequence[fx.Node],
+    aliases: Aliases,
 ) -> Iterator[Finding]:
     """The source of a copy must not share memory with a target of the epilogue: the order would matter."""
-    aliases = Aliases(program.graph)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     actions = [a for a in program.epilogue if 0 <= a.input < len(classes)]
     touched = {classes[a.input] for a in actions if not isinstance(a, Set)}
@@ -371,7 +376,7 @@ def _overwritten(
                 )
 
 
-def _guards(program: Program, nodes: Sequence[fx.Node]) -> Iterator[Finding]:
+def _guards(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Iterator[Finding]:
     slots = len(results(program.graph))
     for guard in program.value_guards:
         if not 0 <= guard.slot < slots:

@@ -15,6 +15,7 @@ import passes
 from examples.resize_program import values
 from functionalize._compat.fakes import FakeTensor
 from functionalize.errors import InvariantError, PassError
+from functionalize.program.program import Program
 from passes import ElideCopies, Pass, Verify
 from passes.metadata import set_value
 
@@ -102,6 +103,25 @@ def test_stages_are_checked_before_anything_runs():
 def test_pass_that_breaks_the_program():
     with pytest.raises(InvariantError, match="`break` left a broken program: 3 violations"):
         passes.run(program(), [Break()])
+
+
+class Stumble(Pass):
+    """A pass that fails on a broken program."""
+
+    name = "stumble"
+
+    def apply(self, program: Program) -> int:
+        raise KeyError("what a broken program lacks")
+
+
+def test_the_pass_that_broke_the_program_is_named_if_a_later_one_fails():
+    with pytest.raises(InvariantError, match="`break` left a broken program: 3 violations"):
+        passes.run(program(), [Break(), Stumble()])
+
+
+def test_an_error_of_a_pass_propagates():
+    with pytest.raises(KeyError, match="what a broken program lacks"):
+        passes.run(program(), [ElideCopies(), Stumble()])
 
 
 # -- graph modules ---------------------------------------------------------------------------------
