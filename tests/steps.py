@@ -1,7 +1,7 @@
 """The training step that tests of everything share: forward, loss, backward, optimizer, gradients gone.
 
     step = make_step(model, optimizer)       step(x) is the detached loss, the mean of the squared outputs
-    step = make_loss_step(model, optimizer)  for a model that returns its loss
+    step = make_loss_step(loss, optimizer)   for a loss of the batch, or a model that returns it
     train(model, optimizer, x)               the same, called once
 
 Steps on ranks, with inputs and targets, are in `tests/fsdp/steps.py`.
@@ -32,9 +32,9 @@ def make_step(model: nn.Module, optimizer: Optimizer) -> Step:
     return step
 
 
-def make_loss_step(model: nn.Module, optimizer: Optimizer) -> Step:
+def make_loss_step(loss_of: Callable[[Tensor], Tensor], optimizer: Optimizer) -> Step:
     def step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
+        loss = loss_of(x)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

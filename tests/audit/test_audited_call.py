@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,15 +19,14 @@ from functionalize.errors import AuditError, UncapturableError
 from tests.audit.cases import CASES, REPLACEMENTS, Loss, replaced
 from tests.audit.unguarded import unguarded
 from tests.step.twins import batch
+from tests.steps import make_loss_step
+from tests.walk.cases import same_process
 
 
 @pytest.fixture
 def guards_off() -> Iterator[None]:
-    argv = list(sys.argv)
-    with unguarded():
+    with same_process(), unguarded():
         yield
-    sys.argv[:] = argv
-    os.environ.pop("AUDITED_SCALE", None)
 
 
 def model_and_step(make: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
@@ -39,15 +36,7 @@ def model_and_step(make: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
     made = make(model)
     loss_of, change = made if isinstance(made, tuple) else (made, None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = loss_of(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step, change
+    return make_loss_step(loss_of, optimizer), change
 
 
 def until_captured(captured: Any) -> int:

@@ -14,6 +14,7 @@ from torch.library import custom_op
 
 import functionalize as fz
 from functionalize.errors import UncapturableError, UnsupportedOpError
+from tests.steps import make_loss_step
 
 CALLS = 6
 
@@ -124,15 +125,7 @@ def trained(body: Body, wrap: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def step(x: Tensor) -> Tensor:
-        loss = body(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step, seen = wrap(step), []
+    step, seen = wrap(make_loss_step(lambda x: body(model, x), optimizer)), []
     for i in range(CALLS):
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(i))
         loss = step(x)

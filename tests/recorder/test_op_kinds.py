@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
+from tests.steps import make_loss_step
 
 
 class Model(nn.Module):
@@ -85,15 +86,7 @@ def trained(
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def step(x: Tensor) -> Tensor:
-        loss = body(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step, seen = wrap(step), []
+    step, seen = wrap(make_loss_step(lambda x: body(model, x), optimizer)), []
     for i in range(8):
         if i == 5 and change is not None:
             change(model)

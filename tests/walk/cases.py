@@ -10,23 +10,26 @@ import ctypes
 import datetime
 import enum
 import functools
+import itertools
 import logging
 import multiprocessing
 import operator
 import os
 import pathlib
+import random
 import re
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 # -- code that reads it ----------------------------------------------------------------------------
@@ -391,3 +394,52 @@ HELD: dict[str, Case] = {
 def under(context: Any) -> Tensor:
     with context:
         return (torch.full((2, 2), 1.1) @ torch.full((2, 2), 1.1)).float().sum()
+
+
+# -- state that is read by changing it -------------------------------------------------------------
+
+
+def running() -> Iterator[float]:
+    number = 1.0
+    while True:
+        number += 1
+        yield number
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(64.0)), batch_size=2)
+
+
+MOVED: dict[str, Case] = {
+    "random.Random": (lambda: random.Random(0), lambda v: v.random(), None),
+    "default_rng": (lambda: np.random.default_rng(0), lambda v: float(v.random()), None),
+    "RandomState": (lambda: np.random.RandomState(0), lambda v: float(v.rand()), None),
+    "count": (lambda: itertools.count(1), lambda v: next(v), None),
+    "cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0]), lambda v: next(v), None),
+    "zip": (lambda: zip(range(20), range(1, 21), strict=True), lambda v: next(v)[1], None),
+    "a list's iterator": (lambda: iter([float(i) for i in range(20)]), lambda v: next(v), None),
+    "a generator": (running, lambda v: next(v), None),
+    "map": (lambda: map(float, range(20)), lambda v: next(v), None),
+    "a data loader's iterator": (lambda: iter(loader()), lambda v: next(v)[0].sum(), None),
+}
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def same_process() -> Iterator[None]:
+    """State of the process that cases change is as before after the `with`."""
+    threads, logger = torch.get_num_threads(), logging.getLogger("tests.hidden")
+    level, argv = logger.level, sys.argv
+    os.environ.pop("FZ_TEST_SCALE", None)
+    KEPT[1].scale = 2.0
+    try:
+        yield
+    finally:
+        SETTINGS.scale = SETTINGS.kl = SETTINGS.l1 = Meta.scale = PROXIED.scale = 1.0
+        VARIABLE.set(1.0)
+        sys.argv = argv
+        os.environ.pop("FZ_TEST_SCALE", None)
+        torch.set_num_threads(threads)
+        logger.setLevel(level)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,10 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import functionalize as fz
-from tests.walk.cases import HELD, READ, Case, Settings, put, set_
-
-CALLS, CHANGED_AT = 8, 4
-
+from tests.walk.cases import HELD, MOVED, READ, Settings, put, set_
 
 CALLS, CHANGED_AT = 8, 4
 
@@ -123,7 +118,6 @@ def test_code_of_a_base_class_and_of_helpers(trainer: Any, name: str) -> None:
     assert captured.stats.replays >= 2, captured.explain()
 
 
-@pytest.mark.usefixtures("_process")
 @pytest.mark.parametrize("name", HELD)
 def test_an_object_that_holds_a_number(name: str) -> None:
     make, number, change = HELD[name]
@@ -134,47 +128,9 @@ def test_an_object_that_holds_a_number(name: str) -> None:
 # -- state that is read by changing it -------------------------------------------------------------
 
 
-def running() -> Iterator[float]:
-    number = 1.0
-    while True:
-        number += 1
-        yield number
-
-
-def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2)
-
-
-MOVED: dict[str, Case] = {
-    "random.Random": (lambda: random.Random(0), lambda v: v.random(), None),
-    "default_rng": (lambda: np.random.default_rng(0), lambda v: float(v.random()), None),
-    "RandomState": (lambda: np.random.RandomState(0), lambda v: float(v.rand()), None),
-    "count": (lambda: itertools.count(1), lambda v: next(v), None),
-    "cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0]), lambda v: next(v), None),
-    "zip": (lambda: zip(range(20), range(1, 21), strict=True), lambda v: next(v)[1], None),
-    "a list's iterator": (lambda: iter([float(i) for i in range(20)]), lambda v: next(v), None),
-    "a generator": (running, lambda v: next(v), None),
-    "map": (lambda: map(float, range(20)), lambda v: next(v), None),
-    "a data loader's iterator": (lambda: iter(loader()), lambda v: next(v)[0].sum(), None),
-}
-
-
 @pytest.mark.parametrize("name", MOVED)
 def test_state_that_is_read_by_changing_it(name: str) -> None:
-    make, number, change = MOVED[name]
-    CALLS_OF_A_LOADER = 4
-
-    class Short(Trainer):
-        pass
-
-    captured = faithful(make, number, change, Short) if "loader" not in name else None
-    if captured is None:
-        step = fz.capture(Trainer(make(), number).step, on_uncapturable="eager")
-        eager = Trainer(make(), number)
-        for i in range(CALLS_OF_A_LOADER):
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
-            assert torch.equal(step(x), eager.step(x))
-        captured = step
+    captured = faithful(*MOVED[name])
     assert captured.stats.replays == 0, captured.explain()
 
 

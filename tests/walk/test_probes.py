@@ -78,7 +78,6 @@ def test_no_change_is_missed(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not probes.hold(())
 
 
-@pytest.mark.usefixtures("_process")
 @pytest.mark.parametrize("case", [*READ.values(), *HELD.values()], ids=[*READ, *HELD])
 def test_the_probes_agree_with_the_walk(case: Case) -> None:
     make, number, change = case
