@@ -42,6 +42,8 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.replay
 	$(BIN)/python -m benchmarks.side_by_side
 	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.dynamic
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.passes
 	$(BIN)/python -m benchmarks.memory_truth
