@@ -24,7 +24,7 @@ import torch
 
 from functionalize.errors import PlannedOutOfMemoryError
 from functionalize.planning.allocator.alloc_conf import MIB
-from functionalize.planning.allocator.allocator import Settings, simulate
+from functionalize.planning.allocator.allocator import Reserved, Settings, simulate
 from functionalize.planning.timeline.timeline import Allocation, Category, Event, Op, Timeline
 
 HERE = Path(__file__).parent / "cuda_runtime"
@@ -164,23 +164,24 @@ def of_torch(
     }
 
 
-def agrees(truth: dict[str, Any]) -> bool:
-    """Whether the simulation has the same result."""
+def planned(steps: list[list[int]], options: str, limit: int | None) -> Reserved:
+    """The simulation of the requests. Raises `PlannedOutOfMemoryError`."""
     made: list[Allocation] = []
     streams: dict[int, int] = {}
     events = []
-    for i, step in enumerate(truth["events"]):
+    for i, step in enumerate(steps):
         if step[0] > 0:
             made.append(Allocation(step[0], Category.TEMPORARIES, "t", i, None, i))
             streams[id(made[-1])] = step[1]
         events.append(Event(i, made[-1] if step[0] > 0 else made[-step[0] - 1], step[0] > 0))
     ops = [Op(f"op{i}", "") for i, _ in enumerate(events)]
-    try:
-        conf = Settings.parse(truth["options"], truth["limit"])
-        found = simulate(Timeline("", ops, made, events), conf, lambda each: streams[id(each)])
-    except PlannedOutOfMemoryError as error:
-        return truth["out_of_memory"] and f" op {len(truth['reserved'])}," in str(error)
-    segments = [
+    conf = Settings.parse(options, limit)
+    return simulate(Timeline("", ops, made, events), conf, lambda each: streams[id(each)])
+
+
+def segments_of(found: Reserved) -> list[list[Any]]:
+    """The segments after the last event: bytes, stream, small, expandable, [bytes, in use] of each block."""
+    return [
         [
             s.nbytes,
             s.stream,
@@ -190,7 +191,15 @@ def agrees(truth: dict[str, Any]) -> bool:
         ]
         for s in found.segments
     ]
-    numbers = (found.bytes, found.allocated, found.retries, segments)
+
+
+def agrees(truth: dict[str, Any]) -> bool:
+    """Whether the simulation has the same result."""
+    try:
+        found = planned(truth["events"], truth["options"], truth["limit"])
+    except PlannedOutOfMemoryError as error:
+        return truth["out_of_memory"] and f" op {len(truth['reserved'])}," in str(error)
+    numbers = (found.bytes, found.allocated, found.retries, segments_of(found))
     return numbers == tuple(
         truth[name] for name in ("reserved", "allocated", "retries", "segments")
     )

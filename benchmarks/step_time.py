@@ -85,6 +85,12 @@ class Subject:
 
     def step(self, device: str, compile_layers: bool) -> Step:
         """A training step under FSDP2, one unit for each layer and one for the rest."""
+        return self.training(*self.sharded(device, compile_layers))
+
+    def sharded(
+        self, device: str, compile_layers: bool = False
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model under FSDP2, and its optimizer."""
         model, layers = self.model()
         model.to(device)
         for layer in layers:
@@ -92,7 +98,7 @@ class Subject:
                 layer.compile()
             fully_shard(layer)
         fully_shard(model)
-        return self.training(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def training(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, zeros_first: bool = False
