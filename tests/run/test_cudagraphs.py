@@ -1,6 +1,7 @@
 """`compile="cudagraphs"`: what may be recorded, and what happens around a recording.
 
-No device is needed, and none has been: a stand-in runs the ops again where CUDA would launch its graph.
+No device is needed, and none has been: a stand-in runs the ops again where CUDA would launch its graph. `tape.py` is
+one for `torch.cuda` itself.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 import functionalize as fz
 import passes
+from benchmarks.step_time import Subject
 from functionalize.errors import CompileError, GuardError
 from functionalize.ir.generators import GET_STATE, SEED
 from functionalize.run.cudagraphs import Device, Recordings, cudagraphs
 from functionalize.run.recordable import reasons
 from tests.ranks import run_on_ranks
-from tests.steps import make_step
+from tests.run.tape import taped
+from tests.steps import make_loss_step, make_step
 
 
 class StandIn:
@@ -146,6 +149,114 @@ def test_a_step_that_is_recorded_again_and_again_is_told(caplog: pytest.LogCaptu
         run([tensor])
     assert "has recorded a step 16 times: parameters move" in caplog.text
     assert len(run._recordings) == 4
+
+
+# -- the calls of torch.cuda ----------------------------------------------------------------------------
+
+
+def taping(step: Any) -> Any:
+    """A captured step whose replays are what `record_on_cuda` records; single numbers are in host memory."""
+    step.program.runner = lambda p: Recordings(p, Device("cuda"))
+    step.program._run = None
+    return step
+
+
+def twins(build: Callable[[], Any], pipeline: str, *args: Any) -> tuple[Any, Any]:
+    """An eager step and the same captured, after equal calls."""
+    eager, ours = build(), fz.capture(build(), passes=pipeline, audit=False)
+    for i in range(4):
+        for each in (eager, ours):
+            torch.manual_seed(i)
+            each(*args)
+    assert ours.stats.replays > 0
+    return eager, taping(ours)
+
+
+def dropping() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    return make_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("pipeline", ["", "default"])
+def test_a_launch_draws_the_random_numbers_of_eager(pipeline: str) -> None:
+    eager, ours = twins(dropping, pipeline, torch.ones(3, 4))
+    with taped() as graphs:
+        for i in range(5):
+            x = torch.full((3, 4), float(i + 1))
+            states = []
+            losses = []
+            for each in (eager, ours):
+                torch.manual_seed(i)
+                losses.append(each(x))
+                states.append(torch.get_rng_state())
+            assert torch.equal(*losses) and torch.equal(*states)
+    (graph,) = graphs
+    assert graph.launches == 4  # the first call of a runner is a real step
+
+
+def test_recording_runs_nothing_and_a_launch_reads_its_static_copies() -> None:
+    program = passes.run(fz.trace(step, torch.ones(2, 3), torch.ones(3, 3)), "reinplace")
+    run = cudagraphs(program, Device("cpu", ()))
+    x, w = torch.ones(2, 3), torch.ones(3, 3)
+    run([x, w])
+    before = w.clone()
+
+    def refuses(*values: Any) -> None:
+        raise GuardError("no")
+
+    with taped() as graphs:
+        with pytest.raises(GuardError):
+            run([x, w], refuses)
+        assert torch.equal(w, before) and [graph.launches for graph in graphs] == [0]
+        other = torch.full((2, 3), 2.0)
+        (loss,) = run([other, w])
+        assert torch.equal(loss, (other @ before).sum(0))
+        assert torch.equal(w, before.sub(loss, alpha=0.1))
+    assert len(graphs) == 1
+
+
+def test_a_recording_that_fails_changes_nothing() -> None:
+    program = passes.run(fz.trace(step, torch.ones(2, 3), torch.ones(3, 3)), "reinplace")
+    run = cudagraphs(program, Device("cpu", ()))
+    x, w = torch.ones(2, 3), torch.ones(3, 3)
+    run([x, w])
+    before = w.clone()
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with taped(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "graph", fails)
+        with pytest.raises(RuntimeError, match="capturing"):
+            run([x, w])
+        assert torch.equal(w, before)
+        patch.undo()
+        run([x, w])
+    assert not torch.equal(w, before)
+
+
+def sharded() -> Any:
+    model, _ = Subject(2, 16, 2, 4).sharded("cpu")  # AdamW counts in host memory here
+    return make_loss_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def launched_collectives(pipeline: str) -> tuple[bool, int, set[str]]:
+    tokens = torch.arange(8).view(2, 4) + dist.get_rank()
+    eager, ours = twins(sharded, pipeline, tokens)
+    with taped() as graphs:
+        pairs = [(eager(tokens + i), ours(tokens + i)) for i in range(4)]
+    (graph,) = graphs
+    return all(torch.equal(*pair) for pair in pairs), graph.launches, graph.names()
+
+
+@pytest.mark.parametrize("pipeline", ["", "default"])
+def test_collectives_are_part_of_a_recording(pipeline: str) -> None:
+    for equal, launches, names in run_on_ranks(launched_collectives, pipeline, world=2):
+        assert equal and launches == 3
+        assert {"all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"} <= {
+            name.removesuffix("_out") for name in names
+        }
 
 
 # -- refusals ----------------------------------------------------------------------------------------
