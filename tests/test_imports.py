@@ -35,6 +35,7 @@ ORDER = [
     "passes",
     "fake_world",
     "scalars",
+    "calls",
     "recorder",
     "fsdp",
     "walk",

@@ -61,6 +61,9 @@ class Checks:
     unrepeatable: reasons why a replay cannot repeat the step, as text with the user's line; no text twice.
     once: effects that a cached function had, which later calls of the step have not.
     in_effect: how many replaced functions have noted an effect and are running: what they do is the same effect.
+    repeated: the calls that a replay makes again, as text with the user's line.
+    clock: the first read of a clock, or of something else that changes by itself, as text with the user's line.
+    is_watched: whether all such reads were seen; None: nobody looked for them.
     """
 
     __slots__ = (
@@ -68,9 +71,12 @@ class Checks:
         "_lines",
         "_sizes",
         "_storages",
+        "clock",
         "for_real",
         "in_effect",
+        "is_watched",
         "once",
+        "repeated",
         "unrepeatable",
     )
 
@@ -79,6 +85,9 @@ class Checks:
         self.unrepeatable: list[str] = []
         self.once: list[str] = []
         self.in_effect = 0
+        self.repeated: list[str] = []
+        self.clock: str | None = None
+        self.is_watched: bool | None = None
         self._lines: set[str] = set()
         self._sizes: list[tuple[OpRecord, bool, str]] = []
         self._storages = storages
@@ -262,6 +271,20 @@ class Checks:
             self.once.append(f"{what} {line}")
         else:
             self.note(f"{what} {line}, which a replay would not: do so outside the step")
+
+    def unknown_arguments(self) -> str | None:
+        """Why a call that is to be repeated may have arguments that change by themselves, or None."""
+        if not self.repeated or (self.clock is None and self.is_watched is not False):
+            return None
+        why = f"the step reads {self.clock}"
+        if self.clock is None:
+            why = (
+                "whether the step reads a clock cannot be seen, since it profiles or calls `locals`"
+            )
+        return (
+            f"{self.repeated[0]}, which a replay would not: its arguments may change by themselves, since {why}; "
+            "do so outside the step"
+        )
 
     def note_python_read(self, tensor: Tensor, how: str, instead: str) -> None:
         """Note that Python reads the numbers of a tensor, which no guard checks. instead: what to do."""

@@ -31,7 +31,6 @@ raise no audit event, and threads that ran before the step.
 
 from __future__ import annotations
 
-import builtins
 import functools
 import io
 import logging
@@ -47,6 +46,9 @@ from typing import Any
 import torch
 
 from functionalize._compat.dispatch import DISPATCH_CODE, dispatched_to
+from functionalize.calls.clocks import CLOCKS, clock_text
+from functionalize.calls.doors import Doors
+from functionalize.calls.repeated_calls import repeated_calls, state_patches
 from functionalize.recorder.checks import Checks
 from functionalize.util.packages import is_installed_file, is_standard_file
 from functionalize.util.patching import Patch
@@ -101,6 +103,7 @@ _C_FUNCTIONS = frozenset(
     | _SAVES
     | _STREAMS
     | _ROWS
+    | CLOCKS
 )
 
 # Methods in Python that leave an effect to another thread or process, or have it at some of their calls only.
@@ -114,7 +117,6 @@ _METHODS = (
     ("ssl", "SSLSocket", "sendall", "sends to a socket"),
     ("tensorboardX.writer", "FileWriter", "add_event", "writes to TensorBoard"),
     ("torch.utils.tensorboard.writer", "FileWriter", "add_event", "writes to TensorBoard"),
-    ("tqdm.std", "tqdm", "update", "moves a progress bar"),
     ("wandb.sdk.wandb_run", "Run", "log", "logs to wandb"),
 )
 
@@ -170,6 +172,14 @@ def _note(recordings: Recordings, frame: FrameType | None, what: str) -> None:
             checks.note_effect(what, line, once=step[1])
 
 
+def _note_clock(recordings: Recordings, frame: FrameType | None, what: str) -> None:
+    """Note a call whose result is another one each time. frame: the innermost one."""
+    found = [c for c in recordings() if c.for_real and not c.in_effect and c.clock is None]
+    step = _of_the_step(frame) if found else None
+    for checks in found if step is not None else ():
+        checks.clock = f"{what} {line_of_frame(step[0])}"  # type: ignore[index]
+
+
 # -- audit events ----------------------------------------------------------------------------------
 
 
@@ -185,6 +195,8 @@ def watch_audit_events(active: Callable[[], bool], recordings: Recordings) -> No
             what = _event_text(event, args)
             if what is not None:
                 _note(recordings, sys._getframe(1), what)
+            elif event == "open":
+                _note_clock(recordings, sys._getframe(1), f"a file, {_path(args[0])},")
 
     sys.addaudithook(hook)
 
@@ -235,6 +247,8 @@ class CallWatch:
                 if function is locals:
                     sys.setprofile(None)
                     return
+                if function.__name__ in CLOCKS and (clock := clock_text(function)) is not None:
+                    _note_clock(recordings, frame, clock)
                 try:
                     what = _call_text(function)
                 except Exception:  # a property of the user's, such as the name of a stream
@@ -250,10 +264,12 @@ class CallWatch:
         if sys.getprofile() is None:
             sys.setprofile(self.profile)
 
-    def stop(self) -> None:
-        """Stop watching."""
-        if sys.getprofile() is self.profile:
-            sys.setprofile(None)
+    def stop(self) -> bool:
+        """Stop watching. Returns whether the watch has seen all calls since `start`."""
+        if sys.getprofile() is not self.profile:
+            return False
+        sys.setprofile(None)
+        return True
 
 
 def _call_text(function: Any) -> str | None:
@@ -306,8 +322,14 @@ def _stream_text(stream: Any) -> str | None:
 # -- replaced functions ----------------------------------------------------------------------------
 
 
-def patches(recordings: Recordings) -> Iterator[Patch]:
-    """(owner, name, replacement). recordings: returns the checks of this thread's recordings."""
+def patches(recordings: Recordings, recorders: Callable[[], list[Any]]) -> Iterator[Patch]:
+    """(owner, name, replacement). recordings: returns the checks of this thread's recordings; recorders: these."""
+    doors = Doors(recorders, _of_the_step)
+    for owner, name, what, door in repeated_calls():
+        original = getattr(owner, name, None)
+        if original is not None:
+            yield owner, name, doors.door(original, what, door)
+    yield from state_patches(recorders)
     for owner, name, what in _doors():
         original = getattr(owner, name, None)
         if original is not None:
@@ -316,7 +338,6 @@ def patches(recordings: Recordings) -> Iterator[Patch]:
 
 def _doors() -> Iterator[tuple[Any, str, str]]:
     """(owner, name, what it does)."""
-    yield builtins, "print", "prints"
     yield logging.Handler, "handle", "logs"
     yield threading.Thread, "start", "starts a thread"
     for owner in (torch, torch.serialization):

@@ -135,6 +135,11 @@ def recorded_checks() -> Iterator[Checks]:
             yield recorder.checks
 
 
+def _checked_recorders() -> list[Watcher]:
+    """Those of `_recorders()` that have checks."""
+    return [recorder for recorder in _recorders() if recorder.checks is not None]
+
+
 def _watched_resize() -> Any:
     original = torch.UntypedStorage.resize_
 
@@ -222,7 +227,7 @@ def _capture_patches() -> Iterator[Patch]:
     yield from number_patches.patches(_recorders)
     yield from higher_order.patches(recorded_checks, lambda: bool(_watchers()))
     effects.watch_audit_events(_is_recording, recorded_checks)
-    yield from effects.patches(recorded_checks)
+    yield from effects.patches(recorded_checks, _checked_recorders)
     frames = dynamo_frames()
     if frames is not None:
         yield frames, "_callback_from_stance", _uncompiled(frames._callback_from_stance)

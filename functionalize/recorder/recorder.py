@@ -13,6 +13,7 @@ All are raised before the op runs, so that nothing segfaults.
 
 from __future__ import annotations
 
+import sys
 from types import NoneType
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from functionalize._compat.dispatch import disable_current_modes, is_traceable_w
 from functionalize._compat.distributed import is_dtensor_type
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.stacks import Stacks, stack_here
+from functionalize.calls.call_log import CallLog
 from functionalize.discharge.resize import checked_nbytes
 from functionalize.discharge.rules.mutations import written_arguments
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
@@ -37,6 +39,7 @@ from functionalize.recorder.patches import Watcher
 from functionalize.recorder.stand_ins import StandIns, restore_strides
 from functionalize.recorder.storage_table import StorageObserver, StorageTable
 from functionalize.scalars.live_scalars import SYMBOLIC, as_live, plain
+from functionalize.scalars.live_text import learn_texts
 from functionalize.scalars.scalar_arguments import ScalarArguments, has_live
 from functionalize.scalars.scalar_log import FOREIGN_NUMBER, FrozenScalar, ScalarLog
 from functionalize.util.tensor_wrappers import plain_tensors
@@ -78,7 +81,7 @@ class Recorder(Watcher):
     records: the op stream.
     scalars: the numbers that Python read, if numbers are not live; live ones are in `scalar_log`.
     failed: the exception that an op raised, and the op's record.
-    arguments: numbers of the storages of tensor arguments, for `early_records`.
+    arguments: numbers of the storages of tensor arguments, for `early_records`. calls: see `CallLog`.
     python_effects: what the step did to Python objects and a replay repeats, in its order: pairs of an effect and its
     value (see state/python_effects.py). The value may hold tensors and live numbers.
     """
@@ -104,6 +107,7 @@ class Recorder(Watcher):
         self.scalar_log = ScalarLog(self.checks.note) if live else None
         self.scalar_arguments = ScalarArguments(self.scalar_log) if self.scalar_log else None
         self.observer = observer
+        self.calls = CallLog()
         self._ignore_fake = ignore_fake
         self._met_number = False  # whether an argument of the current op is a symbolic number
         self._stand_ins = stand_ins
@@ -114,12 +118,14 @@ class Recorder(Watcher):
 
     def start(self) -> None:
         self.storages.holds_externals = True
+        self.calls.streams = (sys.stdout, sys.stderr)
         self.checks.begin()
         if self.observer is not None:
             self.observer.start(self)
 
     def stop(self) -> None:
         if self.scalar_log is not None:
+            learn_texts(self.scalar_log)
             self.scalar_log.close()
         if self.observer is not None:
             self.observer.stop()
@@ -146,6 +152,7 @@ class Recorder(Watcher):
         if func is _DEVICE and type(args[0]) is FakeTensor:  # two thirds of the calls on fakes
             return args[0].fake_device
         if self.suspended:
+            self.calls.quiet_ops += 1
             return func(*args, **kwargs)
         for kind in types:
             if kind is FakeTensor:

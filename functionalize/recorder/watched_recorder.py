@@ -28,7 +28,7 @@ class WatchedRecorder(Recorder):
         self._calls.start()
 
     def stop(self) -> None:
-        self._calls.stop()
+        self.checks.is_watched = self._calls.stop()
         super().stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from functionalize.ir.scalars import is_expression
+from functionalize.scalars.live_text import text_of
 from functionalize.scalars.scalar_log import Number, ScalarLog, computed, learned
 from functionalize.util import structure
 
@@ -128,12 +129,13 @@ class _LiveMethods:
         return int(learned(int, self.node))
 
     def __repr__(self) -> str:
-        return str(learned(repr, self.node))
+        return text_of(self.node, repr)
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return text_of(self.node, repr)
 
     def __format__(self, spec: str) -> str:
-        return str(learned(format, self.node, spec))
+        return text_of(self.node, format, spec)
 
     def __copy__(self) -> Any:
         return self

@@ -34,9 +34,11 @@ class Fact:
 
     __slots__ = ("expression", "traceback", "value")
 
-    def __init__(self, expression: Any, value: Any) -> None:
+    def __init__(
+        self, expression: Any, value: Any, traceback: CapturedTraceback | None = None
+    ) -> None:
         self.expression, self.value = expression, value
-        self.traceback = CapturedTraceback.extract()
+        self.traceback = traceback or CapturedTraceback.extract()
 
 
 class FrozenScalar:
@@ -56,6 +58,7 @@ class ScalarLog:
     note: called with a reason why a replay cannot repeat the step.
     made: weak references to the live numbers of the recording.
     plain_reads: numbers that the user's code reads are plain, since C code has refused live ones in an earlier call.
+    texts: texts of live numbers that are no facts yet, see live_text.py.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -64,6 +67,7 @@ class ScalarLog:
         self._exact: dict[tuple[CodeType, ...], bool] = {}
         self.made: list[weakref.ref[Any]] = []
         self.facts: dict[Any, Fact] = {}
+        self.texts: list[Any] = []
         self._note = note
 
     def close(self) -> None:
@@ -84,7 +88,9 @@ class ScalarLog:
         """The live number that Python holds at `source`, which every call reads again."""
         return Number(ScalarInput(source, name, value), value, self)
 
-    def learn(self, expression: Any, value: Any) -> None:
+    def learn(
+        self, expression: Any, value: Any, traceback: CapturedTraceback | None = None
+    ) -> None:
         """Add a fact: the step relies on `expression` having the value `value`."""
         # By `repr`: 1, 1.0 and True are equal, but other operands.
         key = expression
@@ -92,7 +98,7 @@ class ScalarLog:
             parts = (a if is_expression(a) else (type(a), repr(a)) for a in expression.args)
             key = (expression.function, *parts)
         if self.active and key not in self.facts:
-            self.facts[key] = Fact(expression, value)
+            self.facts[key] = Fact(expression, value, traceback)
 
     def learn_late(self, number: Number) -> None:
         """Add the fact of a number's value after the recording has ended."""
@@ -235,10 +241,17 @@ def computed(function: Callable[..., Any], *operands: Any) -> Any:
 
 def learned(function: Callable[..., Any], *operands: Any) -> Any:
     """The plain value of `function` applied to plain numbers and `Number`s; adds a fact about it."""
+    return learned_at(None, function, *operands)
+
+
+def learned_at(
+    traceback: CapturedTraceback | None, function: Callable[..., Any], *operands: Any
+) -> Any:
+    """The same. traceback: where the step has obtained the value; None: here."""
     log = _log_of(operands)
     value = function(*[o.hint if type(o) is Number else o for o in operands])
     if log is not None:
-        log.learn(_applied(log, function, operands), value)
+        log.learn(_applied(log, function, operands), value, traceback)
     return value
 
 

@@ -13,13 +13,14 @@ assigned are kept. Refusal: a number whose type changed (or that became a tensor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from functionalize.calls.late_numbers import LateNumber
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
 from functionalize.scalars.live_scalars import as_live, is_live, plain
@@ -89,42 +90,152 @@ class HyperparameterNumber:
             raise LookupError(f"`{self.name}`: {self.key} does not fit 64 bits") from error
 
 
+@dataclass(slots=True)
+class _Put:
+    """A lifted hyperparameter: its group, its live value, its value before the step.
+
+    late: its value after a call that a replay makes again; plain: the number of that.
+    """
+
+    group: dict[str, Any]
+    key: Key
+    live: Any
+    was: Any
+    late: Any = None
+    plain: Any = None
+
+    @property
+    def name(self) -> str:
+        """The hyperparameter."""
+        return self.key[2]
+
+
 class Lifted:
-    """The result of `lifted`. changed: text about an assignment by the step to a lifted hyperparameter, or None."""
+    """The result of `lifted`.
 
-    def __init__(self) -> None:
+    changed: text about an assignment by the step to a lifted hyperparameter, or None.
+    wanted: hyperparameters that a repeated call has set and that were no live numbers: they must become some.
+    """
+
+    def __init__(self, optimizers: Optimizers, log: ScalarLog | None) -> None:
         self.changed: str | None = None
+        self.wanted: set[Key] = set()
+        self._optimizers, self._log = optimizers, log
+        self._put: list[_Put] = []
+        self._before: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = []
 
-
-@contextmanager
-def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) -> Iterator[Lifted]:
-    """A context in which these hyperparameters are live numbers of the recording, if its numbers are live."""
-    found = Lifted()
-    log = recorder.scalar_log
-    if log is None:
-        yield found
-        return
-    put: list[tuple[dict[str, Any], Key, Any, Any]] = []  # group, key, live value, value before
-    try:
+    def lift(self, keys: Collection[Key]) -> None:
+        """Put live numbers into the groups of the optimizers."""
+        assert self._log is not None
         for key in sorted(keys):
-            optimizer = optimizers.get(key[0])
+            optimizer = self._optimizers.get(key[0])
             groups = optimizer.param_groups if optimizer is not None else []
             if optimizer is None or key[1] >= len(groups):
                 continue
             group, was = groups[key[1]], groups[key[1]].get(key[2])
             if is_liftable(was):
-                put.append((group, key, _live(log, optimizer, key, was), was))
-                group[key[2]] = put[-1][2]
+                put = _Put(group, key, _live(self._log, optimizer, key, was), was)
+                self._put.append(put)
+                group[key[2]] = put.live
+
+    def restore(self) -> None:
+        """Put plain numbers in the place of live ones, and hold none of these any more."""
+        puts, self._put = self._put, []
+        for put in puts:
+            now = put.group.get(put.name, put.was)
+            if put.late is not None and now is put.late:
+                put.group[put.name] = put.plain
+                continue
+            put.group[put.name] = put.was if now is put.live else _plain(now)
+            if now is not put.live and put.group[put.name] != put.was:
+                self.changed = (
+                    f"sets `{put.key[0]}` group {put.key[1]}: {put.name} to {put.group[put.name]!r} (it was "
+                    f"{put.was!r}), which a replay would not: change it outside the step"
+                )
+
+    def begin_change(self, optimizers: Sequence[Any]) -> str | None:
+        """A call that a replay makes again sets hyperparameters: put plain numbers in their place.
+
+        Returns why a replay could not make it again.
+        """
+        names = {id(optimizer): name for name, optimizer in self._optimizers.items()}
+        if not all(id(optimizer) in names for optimizer in optimizers):
+            return "of an optimizer that the search does not find"
+        groups = {id(g) for optimizer in optimizers for g in optimizer.param_groups}
+        mine = [put for put in self._put if id(put.group) in groups]
+        for put in mine:
+            if put.group.get(put.name) is not (put.live if put.late is None else put.late):
+                return f"after the step has set {put.name}"
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if any(isinstance(group.get(name), torch.Tensor) for name in _SCHEDULED):
+                    return "of hyperparameters that are tensors"
+        for put in mine:
+            put.group[put.name] = put.was if put.late is None else put.plain
+        self._before = [
+            (names[id(optimizer)], i, group, dict(group))
+            for optimizer in {id(o): o for o in optimizers}.values()
+            for i, group in enumerate(optimizer.param_groups)
+        ]
+        return None
+
+    def end_change(self, by: str) -> str | None:
+        """The call has returned: what it may have set are late numbers from now on.
+
+        by: the call. Returns a change that is none of a number.
+        """
+        refused = None
+        lifted = {(id(put.group), put.name): put for put in self._put}
+        for name, i, group, before in self._before:
+            for key in group.keys() | before.keys():
+                now, was = group.get(key), before.get(key)
+                put = lifted.get((id(group), key))
+                if put is not None and self._log is not None:
+                    put.plain, put.late = now, _late(self._log, put, now)
+                    group[key] = put.late
+                elif now is not was and not (type(now) is type(was) and _same(now, was)):
+                    if is_liftable(now) and is_liftable(was):
+                        self.wanted.add((name, i, key))
+                    else:
+                        refused = f"{by} sets `{name}` group {i}: {key}, which is no number"
+        self._before = []
+        return refused
+
+
+_SCHEDULED = ("lr", "momentum", "betas", "initial_lr")
+
+
+def _same(now: Any, was: Any) -> bool:
+    return bool(now == was) if is_liftable(now) else False
+
+
+@contextmanager
+def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) -> Iterator[Lifted]:
+    """A context in which these hyperparameters are live numbers of the recording, if its numbers are live."""
+    found = recorder.calls.hyperparameters = Lifted(optimizers, recorder.scalar_log)
+    try:
+        if recorder.scalar_log is not None:
+            found.lift(keys)
         yield found
     finally:
-        for group, key, live, was in put:
-            now = group.get(key[2], was)
-            group[key[2]] = was if now is live else _plain(now)
-            if now is not live and group[key[2]] != was:
-                found.changed = (
-                    f"sets `{key[0]}` group {key[1]}: {key[2]} to {group[key[2]]!r} (it was {was!r}), which "
-                    "a replay would not: change it outside the step (call `scheduler.step()` after it)"
-                )
+        found.restore()
+
+
+def _late(log: ScalarLog, put: _Put, value: Any) -> Any:
+    """The late numbers of a hyperparameter that a call has set."""
+    group, name = put.group, put.name
+
+    def one(number: Any, index: int | None) -> Any:
+        def now() -> Any:
+            value = group[name]
+            return value if index is None else value[index]
+
+        what = f"`{put.key[0]}` group {put.key[1]}: {put.name}"
+        return as_live(log.from_source(LateNumber(what, now), f"late_{put.name}", number))
+
+    if isinstance(value, tuple):
+        return tuple(one(v, i) for i, v in enumerate(value))
+    return one(value, None)
 
 
 def _live(log: ScalarLog, optimizer: torch.optim.Optimizer, key: Key, value: Any) -> Any:

@@ -81,6 +81,8 @@ class CapturedStep(ReplayedStep):
         super().__init__(train_step, options)
         functools.update_wrapper(self, train_step)
         self._plain_reads = False  # whether C code has refused a live number
+        self._repeats_calls = False  # whether a recording had calls that a replay makes again
+        self._reads_no_clock = False  # whether such a recording was watched, and read no clock
 
     @property
     def program(self) -> Program | None:
@@ -232,9 +234,12 @@ class CapturedStep(ReplayedStep):
         live = bool(call.key in self._warmups or self.stats.captures or len(self._cache))
         observer = LifetimeObserver() if self._options.memory else None
         is_first = call.key not in self._warmups
-        is_watched = is_first and not (in_world() or (live and observer is not None))
+        with_lifetimes = live and observer is not None
+        is_watched = (is_first or self._repeats_calls) and not (in_world() or with_lifetimes)
         kind = WatchedRecorder if is_watched else Recorder
         recorder = kind(not in_world(), live=live, for_real=True, observer=observer)
+        if in_world() or (with_lifetimes and self._reads_no_clock):
+            recorder.checks.is_watched = True  # in a fake world, nothing is compared with eager
         for cached in self._cache:
             for fact in cached.program.facts:
                 self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()
@@ -249,6 +254,12 @@ class CapturedStep(ReplayedStep):
 
     def _finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
         """The stages after a recorded run. rerun: it was a forward that ran again, for a backward without a program."""
+        checks, hyper = run.recorder.checks, run.recorder.calls.hyperparameters
+        if hyper is not None:
+            self._changed_hyperparameters |= hyper.wanted
+        if checks.repeated:
+            self._repeats_calls = True
+            self._reads_no_clock |= bool(checks.is_watched) and checks.clock is None
         unkept = self._warmups.get(call.key)
         previous = self._last_kept if unkept is None else unkept.summary
         reasons = {} if unkept is None else unkept.reasons

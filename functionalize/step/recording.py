@@ -36,6 +36,7 @@ from torch import Tensor
 
 from functionalize._compat.graphs import pytree
 from functionalize.audit.signature import Signature, StateAround
+from functionalize.calls.late_numbers import check_not_needed
 from functionalize.errors import UncapturableError
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
@@ -59,7 +60,7 @@ from functionalize.state.sources import Gradient, Inner, ModuleTensor
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
-from functionalize.walk.parts import Held
+from functionalize.walk.parts import Held, Is
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ class StepRecording:
         reasons = dict.fromkeys(
             [
                 *self.recorder.checks.unrepeatable,
+                self.recorder.checks.unknown_arguments(),
+                self._unknown_target(),
                 *self.recorder.checks.late_sizes(self.recorder),
                 self.recorder.checks.unwritten(self.recorder.records),
                 hidden(self.exit.leaves),
@@ -151,6 +154,17 @@ class StepRecording:
         )
         return "; ".join(text for text in reasons if text) or self.entry.python_state.refusal
 
+    def _unknown_target(self) -> str | None:
+        """Why a repeated call would find another object than eager, or None: the search has not found its object."""
+        if not self.recorder.calls.targets:
+            return None
+        facts = self.entry.python_state.state.facts
+        known = {id(fact.value) for fact in facts if type(fact) is Is}
+        for target, what in self.recorder.calls.targets:
+            if id(target) not in known:
+                return f"{what} that the search for the objects of the step does not find: pass it as an argument"
+        return None
+
     def not_steady(self, previous: RecordingSummary | None) -> str | None:
         """Why this is not the steady state yet, or None. See Note [Steady state]."""
         if self.exit.changed is not None:
@@ -158,6 +172,8 @@ class StepRecording:
         recorder = self.recorder
         if recorder.checks.once:
             return f"{recorder.checks.once[0]}, in a cached function: at one call only"
+        if recorder.checks.repeated and recorder.checks.is_watched is None:
+            return f"{recorder.checks.repeated[0]}: recorded once more, to see whether it reads a clock"
         if not recorder.live and (recorder.scalars or liftable(self.entry.roots.optimizers)):
             return "reads numbers that may change: recorded once more, with these live"
         if self.unowned and (previous is None or self.identities != previous.identities):
@@ -207,6 +223,7 @@ class StepRecording:
         early = builder.early_guards(boxed)
         program = builder.program(outputs, epilogue, (), in_spec, self.exit.spec, boxed)
         kept = drop_unused_inputs(program)
+        check_not_needed([spec.source for spec in program.inputs], program.facts)
         storages = tuple(builder.storage_of_input[i] for i in kept)
         goes_backward = any(record.autograd_node is not None for record in self.recorder.records)
         fsdp = FSDPStateGuard(self.entry.fsdp, goes_backward)
@@ -215,6 +232,7 @@ class StepRecording:
             self.entry.slot_guard,
             *self.entry.facts,
             self.entry.python_state,
+            *self.recorder.calls.facts,
             *program.facts,
         )
         program.guards = (*input_guards(program, storages, self.entry), *early)

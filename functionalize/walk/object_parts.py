@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize.util.code_objects import is_generated
 from functionalize.util.own_values import OWN_VALUES
@@ -60,6 +61,9 @@ _GENERATED = {
     "__repr__": TEXT,
 }  # methods that dataclasses generate, and what calls them
 
+# A step uses objects of these classes by calls that a replay makes again: see calls/progress.py.
+_BAR, _WRITER = "tqdm.std.tqdm", "torch.utils.tensorboard.writer.SummaryWriter"
+
 Look = Callable[[Any, NameFilter], Parts]
 _LOOKS: weakref.WeakKeyDictionary[type, Look] = weakref.WeakKeyDictionary()
 
@@ -77,6 +81,9 @@ def _look_of(kind: type) -> Look:
     for kinds, look in _BY_TYPE:
         if issubclass(kind, kinds):
             return look
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    if _BAR in names or names[0] == _WRITER:
+        return lambda value, names: Parts(Is(value))
     package = kind.__module__.partition(".")[0]
     if package == "numpy" and hasattr(kind, "tobytes"):
         return _plain(data.array)
@@ -332,7 +339,7 @@ def _environ(value: Any, names: NameFilter) -> Parts:
 def _logger(value: Any, names: NameFilter) -> Parts:
     logger = value if isinstance(value, logging.Logger) else value.logger
     level = logger.getEffectiveLevel() if isinstance(logger, logging.Logger) else 0
-    return Parts(("logger", level, logging.root.manager.disable))
+    return Parts(("logger", getattr(logger, "name", ""), level, logging.root.manager.disable))
 
 
 def _error(value: BaseException, names: NameFilter) -> Parts:
@@ -344,6 +351,19 @@ def _scaler(value: GradScaler, names: NameFilter) -> Parts:
     table = vars(value)
     kept = [k for k, v in table.items() if isinstance(v, torch.Tensor) or type(v) in PLAIN]
     return Parts(("kind", type(value)), [Part(k, table[k], f"+{k}", Held(table, k)) for k in kept])
+
+
+def _scheduler(value: LRScheduler, names: NameFilter) -> Parts:
+    """A scheduler: this very one. What a step reads of it is noted while it is recorded: see calls/schedulers.py."""
+    table = _table(value) or {}
+    held = [attribute(table, key, False) for key, each in table.items() if not _is_plain(each)]
+    return Parts(Is(value), held)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (
+        type(value) is list and all(type(each) in PLAIN for each in value)
+    )
 
 
 _BY_TYPE: list[tuple[Any, Look]] = [
@@ -372,6 +392,7 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     (type(os.environ), _environ),
     ((logging.Logger, logging.LoggerAdapter), _logger),
     (GradScaler, _scaler),
+    (LRScheduler, _scheduler),
     (BaseException, _error),
     ((argparse.Namespace, types.SimpleNamespace), _namespace),
     (data.VALUES, _plain(data.value_parts)),

@@ -83,11 +83,10 @@ EFFECTS: list[tuple[Effect, str]] = [
     (lambda: sys.stdout.write("a\n"), "writes to sys.stdout at "),
     (lambda: sys.stderr.write("a\n"), "writes to sys.stderr at "),
     (lambda: sys.stderr.writelines(["a"]), "writes to sys.stderr at "),
-    (lambda: print("a", file=sys.stderr), "prints at "),
     (lambda: _print("a"), "prints at "),
     (lambda: os.write(1, b""), "calls os.write at "),
     (lambda: _os_write(1, b""), "calls os.write at "),
-    (lambda: logger.error("a step"), "logs at "),
+    (lambda: logger.handle(logging.makeLogRecord({"msg": "a step", "levelno": 40})), "logs at "),
     (lambda: torch.save({"n": 1}, "a.pt"), "saves by torch.save at "),
     (lambda: os.mkdir(tempfile.mktemp(dir=".")), "makes the folder `./"),
     (lambda: shutil.rmtree(tempfile.mkdtemp(dir=".")), "makes the folder `"),
@@ -208,11 +207,11 @@ def test_what_leaves_the_process_is_refused_at_the_first_call(
 
 def test_an_effect_in_a_hook_and_in_the_backward_is_refused() -> None:
     layer = nn.Linear(3, 3)
-    layer.register_forward_hook(lambda module, args, out: logger.error("forward"))
-    assert refusal(lambda x: layer(x)).startswith("logs at ")
+    layer.register_forward_hook(lambda module, args, out: os.write(1, b""))
+    assert refusal(lambda x: layer(x)).startswith("calls os.write at ")
 
     other = nn.Linear(3, 3)
-    other.weight.register_hook(lambda grad: print("backward"))
+    other.weight.register_hook(lambda grad: _print("backward"))
 
     def step(x: Tensor) -> None:
         other(x).sum().backward()

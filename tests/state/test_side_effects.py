@@ -160,15 +160,15 @@ def test_numbers_drawn_by_others_are_told(draw: Any) -> None:
     )
 
 
-def test_a_print_is_told_with_its_line(capsys: Any) -> None:
+def test_a_print_of_an_object_is_told_with_its_line(capsys: Any) -> None:
     def step(x: Tensor) -> Tensor:
-        print("a step")
+        print(range(3))
         return x + 1
 
     message = refusal(step)
-    assert message.startswith("prints at ")
+    assert message.startswith("prints a range at ")
     assert "test_side_effects.py" in message
-    assert capsys.readouterr().out == "a step\n"
+    assert capsys.readouterr().out == "range(0, 3)\n"
 
 
 def test_a_cache_that_fills_once_is_no_obstacle() -> None:

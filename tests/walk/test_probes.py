@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import SequentialSampler
 
 import functionalize as fz
 from functionalize.walk.discovery import walked, walked_again
@@ -28,12 +29,12 @@ class Holder:
         self.layer.notes = [1.0]  # type: ignore[assignment]
         self.optimizer = torch.optim.SGD(self.layer.parameters(), 0.1)
         self.batch, self.unread = torch.ones(2), 1.0
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4)
+        self.sampler = SequentialSampler([1, 2])
 
     def step(self, x: Any) -> Any:
         held = self.settings, self.items, self.table, self.layer, self.optimizer, self.batch
-        rate = self.scheduler.get_last_lr()
-        return x * self.scale, [each.scale for each in held], SPACE, self.later, rate
+        sampler = self.sampler
+        return x * self.scale, [each.scale for each in held], SPACE, self.later, sampler
 
     later: Any = None
 
@@ -57,7 +58,7 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
     "a hook": lambda h: h.layer._forward_hooks.update(dict.fromkeys(h.layer._forward_hooks, print)),
     "an optimizer's attribute": lambda h: setattr(h.optimizer, "step", print),
     "an optimizer's number": lambda h: h.optimizer.state[h.layer.weight].update(n=1),
-    "a library's attribute": lambda h: setattr(h.scheduler, "last_epoch", 7),
+    "a library's attribute": lambda h: setattr(h.sampler, "data_source", [3]),
     "a class": lambda h: setattr(h, "__class__", type("Other", (Holder,), {})),
     "a global": lambda h: SPACE.update(a=2),
 }

@@ -1,0 +1,42 @@
+"""What a recording keeps about the calls that a replay makes again."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+from functionalize.ir.guards import Guard
+from functionalize.scalars.scalar_log import ScalarLog
+
+
+class CallLog:
+    """The calls of one recording.
+
+    facts: guards of the calls. targets: the objects that they read or change, with texts: the search must find them.
+    stepped: ids of those that are schedulers and were stepped. quiet_ops: how many ops were not recorded.
+    hyperparameters: the live ones, see `state/hyperparameters.py`; None where nobody has looked for optimizers.
+    streams: `sys.stdout` and `sys.stderr` when the step began.
+    """
+
+    __slots__ = ("facts", "hyperparameters", "quiet_ops", "stepped", "streams", "targets")
+
+    def __init__(self) -> None:
+        self.facts: list[Guard] = []
+        self.targets: list[tuple[Any, str]] = []
+        self.stepped: set[int] = set()
+        self.quiet_ops = 0
+        self.hyperparameters: Any = None
+        self.streams = (sys.stdout, sys.stderr)
+
+
+class CallRecorder(Protocol):
+    """What a repeated call needs of the recorder."""
+
+    checks: Any
+    scalar_log: ScalarLog | None
+    calls: CallLog
+    python_effects: list[tuple[Any, Any]]
+
+    def quiet(self) -> Any:
+        """A context in which nothing is recorded."""
+        ...

@@ -1,0 +1,180 @@
+"""The text of a live number: no fact where it goes into a call that every replay makes again, with the number of then.
+
+    print(f"loss {loss:.3f}")        `taken` by the replaced `print`: ("loss ", Formatted(loss, ".3f"))
+    message = f"loss {loss:.3f}"     a fact: a guard on the text
+
+Python sees the real text in either case. Whether the text goes into such a call and nowhere else is read from the
+bytecode (`util/call_sites.py`); such a call is one of a function with the attribute `TAKES_TEXT`.
+
+Invariant: a text that no call has taken when the recording ends is a fact.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from functionalize._compat.stacks import CapturedTraceback
+from functionalize.scalars.scalar_log import Number, ScalarLog, learned, learned_at
+from functionalize.util.call_sites import CallSite, Text, callee_of, instruction_at, site_at
+
+TAKES_TEXT = "__functionalize_takes_text__"
+_LOGGING = logging.info.__code__.co_filename
+# Functions of `logging` that pass their message on to a method of the root logger.
+_FORWARDERS = frozenset(
+    id(getattr(logging, name))
+    for name in ("debug", "info", "warning", "error", "critical", "fatal", "log")
+)
+_ENOUGH = 2  # ways: more than one is too many
+_LONGEST = 2_000  # characters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Formatted:
+    """A number as text: `function(number, *args)`, then formatted by `then`. text: that of the recording."""
+
+    number: Number
+    function: Callable[..., str]
+    args: tuple[Any, ...]
+    then: str
+    text: str
+
+    def of(self, number: Any) -> str:
+        """The text of another number."""
+        return format(self.function(number, *self.args), self.then)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """A text that no call has taken yet. at: the offset of the instruction that formatted it, in the frame `frame`."""
+
+    frame: int
+    at: int
+    site: CallSite
+    piece: Formatted
+    traceback: CapturedTraceback
+
+
+Template = tuple[str | Formatted, ...]
+
+
+def text_of(number: Number, function: Callable[..., str], *args: Any) -> str:
+    """The text `function(number, *args)`: with a fact, unless a call that is repeated receives it."""
+    if not number.alive:
+        return function(number.hint, *args)
+    frame = _formatting(sys._getframe(2))
+    if frame is None:
+        return str(learned(function, number, *args))
+    at = instruction_at(frame)
+    site = site_at(frame.f_code, at)
+    if site is None or not _takes_text(callee_of(site, frame)):
+        return str(learned(function, number, *args))
+    piece = Formatted(
+        number, function, args, site.conversions.get(at, ""), function(number.hint, *args)
+    )
+    texts: list[_Pending] = number.log.texts
+    for stale in [p for p in texts if p.frame == id(frame) and p.at == at]:
+        texts.remove(stale)  # an exception ended the call that was to receive it
+        _learn(stale)
+    texts.append(_Pending(id(frame), at, site, piece, CapturedTraceback.extract()))
+    return piece.text
+
+
+def _formatting(frame: FrameType) -> FrameType | None:
+    """The frame whose instruction asks for the text: that around `Tensor.__format__`, for the text of a tensor."""
+    return frame.f_back if frame.f_code is Tensor.__format__.__code__ else frame
+
+
+def _takes_text(function: Any) -> bool:
+    return hasattr(function, TAKES_TEXT) or id(function) in _FORWARDERS
+
+
+def taken(
+    log: ScalarLog, frame: FrameType, args: Sequence[Any], keywords: Mapping[str, Any]
+) -> dict[int | str, Template]:
+    """The arguments of the call that `frame` makes that are texts of live numbers, by position or name.
+
+    They are no facts from now on. If the place of a number in a text is not certain, they stay facts, and none is
+    returned.
+    """
+    while frame.f_code.co_filename == _LOGGING and frame.f_back is not None:
+        frame = frame.f_back
+    at = instruction_at(frame)
+    mine = [p for p in log.texts if p.frame == id(frame) and p.site.offset == at]
+    if not mine:
+        return {}
+    site, pieces = mine[0].site, {p.at: p.piece for p in mine}
+    found: dict[int | str, Template] = {}
+    wanted: dict[int | str, Text | None] = {**dict(enumerate(site.args)), **site.keywords}
+    values: dict[int | str, Any] = {**dict(enumerate(args)), **keywords}
+    for key, text in wanted.items():
+        if text is None or pieces.keys().isdisjoint(text.parts):
+            continue
+        template = _template(text, pieces, values.get(key))
+        if template is None:
+            return {}
+        found[key] = template
+    for each in mine:
+        log.texts.remove(each)
+    return found
+
+
+def learn_texts(log: ScalarLog) -> None:
+    """Make facts of the texts that no call has taken."""
+    for pending in log.texts:
+        _learn(pending)
+    log.texts.clear()
+
+
+def _learn(pending: _Pending) -> None:
+    piece = pending.piece
+    learned_at(pending.traceback, piece.function, piece.number, *piece.args)
+
+
+def _template(text: Text, pieces: Mapping[int, Formatted], value: Any) -> Template | None:
+    """The parts of a text, which is `value` now; None if a number may be at more than one place in it.
+
+    Parts between the numbers may be unknown: they are texts of constants of the step.
+    """
+    if type(value) is not str:
+        return None
+    parts: list[str | Formatted | None] = [
+        part if isinstance(part, str) else pieces.get(part) for part in text.parts
+    ]
+    places = _places(parts, value)
+    if len(places) != 1:
+        return None
+    found: list[str | Formatted] = []
+    end = 0
+    for part, start in zip((p for p in parts if isinstance(p, Formatted)), places[0], strict=True):
+        found += [value[end:start], part]
+        end = start + len(part.of(part.number.hint))
+    return (*found, value[end:])
+
+
+def _places(parts: Sequence[Any], value: str) -> list[tuple[int, ...]]:
+    """Where the numbers can be in a text: for each way, their positions; at most two ways. None: an unknown text."""
+
+    @functools.cache
+    def ways(at: int, start: int) -> tuple[tuple[int, ...], ...]:
+        if at == len(parts):
+            return ((),) if start == len(value) else ()
+        part = parts[at]
+        if part is None:
+            ends = range(start, len(value) + 1)
+            found = dict.fromkeys(way for end in ends for way in ways(at + 1, end))
+            return tuple(found)[:_ENOUGH]
+        text = part if isinstance(part, str) else part.of(part.number.hint)
+        if not value.startswith(text, start):
+            return ()
+        rest = ways(at + 1, start + len(text))
+        return rest if isinstance(part, str) else tuple((start, *way) for way in rest)
+
+    return list(ways(0, 0)) if len(value) <= _LONGEST else []

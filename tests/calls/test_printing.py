@@ -1,0 +1,335 @@
+"""`print` in a step: a replay prints what eager prints; text of a number is no guard where it is printed alone."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import datetime
+import io
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functionalize as fz
+from functionalize.errors import SaveError, UncapturableError
+from tests.ranks import run_on_ranks
+
+from .twins import batch, compared, refused, replayed
+
+_print = print
+
+
+def several(loss: Tensor, twin: Any) -> None:
+    n = loss.item()
+    print("loss", n, [n, {"a": (n, 2)}], sep="|", end="!\n", flush=True)
+    print(f"loss {n:.4f} and {loss:.3f}")
+    print(f"{n!r:>30}{n:{'>'}12.3e}", file=sys.stderr)
+
+
+def tensors(loss: Tensor, twin: Any) -> None:
+    weight = twin.model.weight.detach()
+    print(weight, loss)
+    print(round(loss.item(), 2), loss.item() * 2)
+
+
+def helper(value: Any, name: str) -> None:
+    print(f"{name}: {value:.3f}", f"({name})")
+
+
+def in_helpers(loss: Tensor, twin: Any) -> None:
+    helper(loss.item(), "loss")
+    helper(loss.item() / 2, "half")
+    for value in (loss, loss * 2):
+        print(f"{value.item():.2f}", end=" ")
+
+
+@pytest.mark.parametrize("after", [several, tensors, in_helpers])
+def test_replays_print_what_eager_prints(after: Any) -> None:
+    captured = replayed(after)
+    assert captured.stats.captures == 1
+
+
+def test_each_audited_call_prints_once() -> None:
+    captured = compared(several, audit=1)
+    assert captured.stats.audits >= 6
+
+
+def test_prints_of_modules_and_hooks() -> None:
+    class Talking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            print(f"forward {out.detach().mean().item():.3f}")
+            return out
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        layer = Talking(3, 3)
+        layer.register_forward_hook(lambda m, a, out: print("hook", out.detach().sum().item()))
+        layer.weight.register_hook(lambda g: print(f"gradient {g.sum().item():.4f}"))
+
+        def step(x: Tensor) -> Tensor:
+            loss = layer(x).sum()
+            loss.backward()
+            with torch.no_grad():
+                for p in layer.parameters():
+                    p.sub_(p.grad * 0.1)
+                    p.grad = None
+            return loss.detach()
+
+        return step
+
+    eager, captured = made(), fz.capture(made())
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        for i in range(10):
+            texts = []
+            for step in (eager, captured):
+                step(batch(i))
+                texts.append(out.getvalue())
+                out.seek(0)
+                out.truncate()
+            assert texts[0] == texts[1] != ""
+    assert captured.stats.replays >= 5
+
+
+# -- text that goes elsewhere ------------------------------------------------------------------------
+
+
+def stored(loss: Tensor, twin: Any) -> Any:
+    text = f"{loss.item():.1f}"
+    print(text)
+    return text
+
+
+def compared_text(loss: Tensor, twin: Any) -> None:
+    print(f"{loss.item():.1f}" > "0.5")
+
+
+def cut(loss: Tensor, twin: Any) -> None:
+    print(f"{loss.item():.1f}"[:2])
+
+
+def spread(loss: Tensor, twin: Any) -> None:
+    print(*[f"{loss.item():.1f}"])
+
+
+def chosen(loss: Tensor, twin: Any) -> None:
+    print(f"{loss.item():.1f}" if loss.item() < 100 else "large")
+
+
+def joined(loss: Tensor, twin: Any) -> None:
+    percent, braces = "%.1f", "{:.1f}"
+    print(" ".join([f"{loss.item():.1f}"]), percent % loss.item(), braces.format(loss.item()))
+
+
+class Shout(str):
+    def __format__(self, spec: str) -> str:
+        return self.upper()
+
+
+def formats_of_others(loss: Tensor, twin: Any) -> None:
+    print(f"{Shout('loss')} {loss.item():.1f} {3} {'a':>3}")
+
+
+@pytest.mark.parametrize(
+    "after", [stored, compared_text, cut, spread, chosen, joined, formats_of_others]
+)
+def test_text_that_goes_elsewhere_is_as_in_eager(after: Any) -> None:
+    compared(after)
+
+
+def test_a_text_is_live_although_its_other_parts_are_not_known() -> None:
+    replayed(formats_of_others)
+
+
+def test_a_stored_text_is_guarded() -> None:
+    captured = compared(stored)
+    assert any("format(item" in text for text in captured.stats.guard_failures)
+
+
+def test_a_number_that_may_be_at_two_places_of_a_text_is_guarded() -> None:
+    def step(x: Tensor) -> Tensor:
+        n = x.sum().item()
+        print(f"{'1.01.01.0'}{n}{'1.0'}{Shout('')}")
+        return x + 1
+
+    captured = fz.capture(step)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        for n in (1.0, 1.0, 1.0, 2.0):
+            captured(torch.tensor([n]))
+    assert out.getvalue().splitlines() == ["1.01.01.01.01.0"] * 3 + ["1.01.01.02.01.0"]
+
+
+class Failing:
+    def __format__(self, spec: str) -> str:
+        raise ValueError("no text")
+
+
+def fails_once(loss: Tensor, twin: Any) -> None:
+    for value in (Failing(), 3.0):
+        with contextlib.suppress(ValueError):
+            print(f"{loss.item():.0f} {value}")
+
+
+def test_an_exception_in_a_format_leaves_a_guard() -> None:
+    compared(fails_once)
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+def to_a_file(loss: Tensor, twin: Any) -> None:
+    with open("/dev/null", "w") as file:
+        print("loss", file=file)
+
+
+def to_memory(loss: Tensor, twin: Any) -> None:
+    print("loss", file=io.StringIO())
+
+
+def redirected(loss: Tensor, twin: Any) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        print("loss")
+
+
+def an_object(loss: Tensor, twin: Any) -> None:
+    print(twin.model)
+
+
+def with_gradient(loss: Tensor, twin: Any) -> None:
+    print(loss.clone().requires_grad_())
+
+
+def by_a_clock(loss: Tensor, twin: Any) -> None:
+    start = time.perf_counter()
+    print("seconds", (time.perf_counter() - start) * 0)
+
+
+def by_a_date(loss: Tensor, twin: Any) -> None:
+    print(f"{loss.item():.2f}", datetime.datetime.now().year)
+
+
+def by_a_held_print(loss: Tensor, twin: Any) -> None:
+    _print("loss")
+
+
+def raising(loss: Tensor, twin: Any) -> None:
+    with contextlib.suppress(TypeError):
+        print("loss", sep=3)
+
+
+def with_locals(loss: Tensor, twin: Any) -> None:
+    print("loss", len(locals()))
+
+
+@pytest.mark.parametrize(
+    ("after", "what"),
+    [
+        (to_a_file, "prints to another stream than sys.stdout and sys.stderr at "),
+        (to_memory, "prints to another stream than sys.stdout and sys.stderr at "),
+        (redirected, "prints, where the step has replaced sys.stdout or sys.stderr, at "),
+        (an_object, "prints a Linear at "),
+        (
+            with_gradient,
+            "prints a tensor that requires a gradient, which that of a replay would not: detach it at ",
+        ),
+        (by_a_clock, "time.perf_counter"),
+        (by_a_date, "datetime.now"),
+        (by_a_held_print, "prints at "),
+        (raising, "which raises TypeError"),
+        (with_locals, "cannot be seen"),
+    ],
+)
+def test_a_print_that_a_replay_cannot_repeat_is_refused(after: Any, what: str) -> None:
+    message = refused(after)
+    assert what in message
+    assert f"at {__file__}:" in message
+
+
+def test_a_replaced_print_is_refused_and_a_later_replacement_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[Any] = []
+    captured = fz.capture(lambda x: (print("a"), x + 1)[1])
+    for _ in range(4):
+        captured(batch(0))
+    assert captured.stats.replays >= 2
+    monkeypatch.setattr(builtins, "print", lambda *args: said.append(args))
+    captured(batch(0))
+    assert said == [("a",)]
+    with pytest.raises(UncapturableError, match="prints by a function that replaces `print`"):
+        captured(batch(0))
+
+
+def test_another_stream_between_calls_is_seen() -> None:
+    captured = fz.capture(lambda x: (print("a", file=sys.stderr), x + 1)[1])
+    streams = [io.StringIO() for _ in range(3)]
+    for i in range(9):
+        with contextlib.redirect_stderr(streams[i // 3]):
+            captured(batch(0))
+    assert [s.getvalue() for s in streams] == ["a\na\na\n"] * 3
+
+
+# -- with options, in files, on ranks ------------------------------------------------------------------
+
+
+def between_updates(loss: Tensor, twin: Any) -> None:
+    weight = twin.model.weight.detach()
+    print(weight)
+    with torch.no_grad():
+        twin.model.weight.mul_(0.5)
+    print(weight, loss)
+    print(f"{weight.sum().item():.4f}")
+
+
+@pytest.mark.parametrize("options", [{"passes": "default"}, {"memory": True}, {"passes": ()}])
+def test_tensors_have_the_contents_that_they_have_at_the_print(options: dict[str, Any]) -> None:
+    replayed(between_updates, capture=options)
+
+
+def test_a_program_with_prints_is_not_saved(tmp_path: Any) -> None:
+    captured = compared(several)
+    with pytest.raises(SaveError):
+        captured.save(tmp_path / "step.fzp")
+
+
+def prints_on_rank_0(seed: int) -> tuple[str, int]:
+    from torch import distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    out = io.StringIO()
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"loss {loss.item():.6f}", optimizer.param_groups[0]["lr"])
+        scheduler.step()
+        return loss.detach()
+
+    captured = fz.capture(step)
+    with contextlib.redirect_stdout(out):
+        for _ in range(10):
+            captured(torch.ones(2, 4))
+    return out.getvalue(), captured.stats.replays
+
+
+def test_the_first_rank_prints_and_all_replay() -> None:
+    (text, replays), (nothing, more) = run_on_ranks(prints_on_rank_0, 0, world=2)
+    assert len(set(text.splitlines())) == 10
+    assert nothing == ""
+    assert min(replays, more) >= 6

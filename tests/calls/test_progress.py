@@ -1,0 +1,125 @@
+"""Progress bars and TensorBoard in a step: replays call the same methods."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import functionalize as fz
+
+from .twins import Twin, batch, refused
+
+tqdm = pytest.importorskip("tqdm")
+
+
+def bars(after: Any) -> tuple[list[Twin], list[io.StringIO], list[Any]]:
+    twins, texts = [], []
+    for _ in range(2):
+        text = io.StringIO()
+        twin = Twin(after)
+        bar_format = "{desc} {n_fmt}/{total_fmt}{postfix}"
+        twin.bar = tqdm.tqdm(  # type: ignore[attr-defined]
+            total=30, file=text, position=0, mininterval=0, miniters=1, bar_format=bar_format
+        )
+        twins.append(twin)
+        texts.append(text)
+    return twins, texts, [twins[0].step, fz.capture(twins[1].step)]
+
+
+def moves(loss: Tensor, twin: Any) -> None:
+    twin.bar.set_postfix(loss=loss.item(), text=f"{loss.item():.2f}")
+    twin.bar.update(1)
+    twin.bar.set_description(f"loss {loss.item():.3f}")
+
+
+def test_replays_move_a_bar() -> None:
+    twins, texts, run = bars(moves)
+    for i in range(12):
+        for step in run:
+            step(batch(i))
+        assert texts[0].getvalue() == texts[1].getvalue()
+        assert twins[0].bar.n == twins[1].bar.n == i + 1  # type: ignore[attr-defined]
+        assert twins[0].state() == twins[1].state()
+    assert run[1].stats.replays >= 8, run[1].stats
+
+
+def test_a_bar_that_moves_between_calls_is_no_obstacle() -> None:
+    twins, texts, run = bars(moves)
+    for i in range(12):
+        for step, twin in zip(run, twins, strict=True):
+            twin.bar.update(2)  # type: ignore[attr-defined]
+            step(batch(i))
+        assert texts[0].getvalue() == texts[1].getvalue()
+    assert run[1].stats.replays >= 8
+
+
+def reads(loss: Tensor, twin: Any) -> None:
+    twin.bar.update(1)
+    if twin.bar.n % 2:
+        loss.mul_(2)
+
+
+def uses_the_result(loss: Tensor, twin: Any) -> None:
+    if twin.bar.update(1):
+        loss.mul_(1)
+
+
+@pytest.mark.parametrize(
+    ("after", "what"),
+    [(reads, "reads `n` of a tqdm"), (uses_the_result, "moves a progress bar at ")],
+)
+def test_a_bar_on_which_the_step_depends_is_refused(after: Any, what: str) -> None:
+    twins, _, _ = bars(after)
+    captured = fz.capture(twins[1].step, on_uncapturable="eager")
+    for i in range(4):
+        assert twins[0].step(batch(i)).item() == captured(batch(i)).item()
+    (error,) = captured._refused.values()
+    assert what in str(error)
+
+
+# -- TensorBoard -------------------------------------------------------------------------------------
+
+
+def fake_tensorboard(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A `SummaryWriter` that keeps what it writes, where torch has its own."""
+    name = "torch.utils.tensorboard.writer"
+    writer = types.ModuleType(name)
+    source = (
+        "class SummaryWriter:\n"
+        "    def __init__(self): self.events = []\n"
+        "    def add_scalar(self, tag, value, global_step=None):\n"
+        "        self.events.append((tag, value, global_step))\n"
+    )
+    exec(compile(source, name, "exec"), vars(writer))
+    monkeypatch.setitem(sys.modules, name, writer)
+    return writer.SummaryWriter
+
+
+def writes(loss: Tensor, twin: Any) -> None:
+    twin.writer.add_scalar("loss", loss.item(), 3)
+
+
+def test_replays_write_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = fake_tensorboard(monkeypatch)
+    twins = [Twin(writes) for _ in range(2)]
+    for twin in twins:
+        twin.writer = kind()  # type: ignore[attr-defined]
+    run = [twins[0].step, fz.capture(twins[1].step)]
+    for i in range(12):
+        for step in run:
+            step(batch(i))
+        assert twins[0].writer.events == twins[1].writer.events  # type: ignore[attr-defined]
+        assert len(twins[0].writer.events) == i + 1  # type: ignore[attr-defined]
+    assert run[1].stats.replays >= 8, run[1].stats
+
+
+def test_a_bar_that_the_step_makes_is_refused() -> None:
+    def after(loss: Tensor, twin: Any) -> None:
+        tqdm.tqdm(total=2, file=io.StringIO()).update(1)
+
+    assert "tqdm" in refused(after) or "progress bar" in refused(after)
