@@ -28,6 +28,11 @@ class CallLog:
         self.hyperparameters: Any = None
         self.streams = (sys.stdout, sys.stderr)
 
+    def guard(self, fact: Guard) -> None:
+        """Add a guard, if an equal one is not there yet."""
+        if fact not in self.facts:
+            self.facts.append(fact)
+
 
 class CallRecorder(Protocol):
     """What a repeated call needs of the recorder."""

@@ -89,7 +89,12 @@ class Doors:
             line = line_of_frame(step[0])
             repeated: Repeated | str | None = what
             if len(found) == 1 and not step[1]:
-                repeated = of.repeated(found[0], frame, original, args, keywords)
+                try:
+                    repeated = of.repeated(found[0], frame, original, args, keywords)
+                except (
+                    Exception
+                ) as error:  # the call itself decides what is wrong with its arguments
+                    repeated = f"{what} with arguments that cannot be read ({type(error).__name__})"
             if isinstance(repeated, Repeated):
                 call.args, call.keywords = repeated.arguments.plain
                 call.is_noted(found[0], repeated, f"{what} {line}", getattr(of, "after", None))

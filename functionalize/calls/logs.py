@@ -105,7 +105,7 @@ class LogDoor:
         if not logger.isEnabledFor(level):
             if recording.scalar_log is not None:
                 taken(recording.scalar_log, frame, args[1:], {})
-            recording.calls.facts.append(SilentFact(logger, level))
+            recording.calls.guard(SilentFact(logger, level))
             return None
         if keywords.get("exc_info") or keywords.get("stack_info"):
             return "logs an exception or a stack"

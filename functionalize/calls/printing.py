@@ -85,7 +85,8 @@ class PrintDoor:
         found = CallArguments.of(recording, frame, args, others)
         if isinstance(found, str):
             return f"prints {found}"
-        recording.calls.facts += facts
+        for fact in facts:
+            recording.calls.guard(fact)
         if name is not None:
             found.plain[1]["file"] = stream
         return Repeated(Printed(found.form, name), found)

@@ -148,7 +148,7 @@ class SchedulerNumber:
         return torch.tensor(self.now(), dtype=_DTYPES[self.kind])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SchedulerFact:
     """An attribute of a scheduler that the step has read is the object that it was."""
 
@@ -219,7 +219,7 @@ def _read(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any
     if name == "__dict__" or (is_stepped and log is not None and name != "optimizer"):
         recording.checks.refuse_here(f"reads `{name}` of {kind}, which a replay steps after it:")
     else:
-        recording.calls.facts.append(SchedulerFact(scheduler, name, value))
+        recording.calls.guard(SchedulerFact(scheduler, name, value))
     return value
 
 
