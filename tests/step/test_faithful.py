@@ -220,18 +220,6 @@ def test_a_storage_assigned_by_the_step_is_refused() -> None:
     assert "gives `weight` another storage" in refusal(step)
 
 
-def test_a_scheduler_inside_the_step_is_refused() -> None:
-    world = World()
-    scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, 4)
-
-    def step(x: Tensor) -> Tensor:
-        loss = world.step(x)
-        scheduler.step()
-        return loss
-
-    assert "`scheduler.last_epoch` is " in refusal(step)
-
-
 def test_a_scheduler_outside_the_step_needs_no_other_program() -> None:
     eager, ours = World(), World()
     schedulers = [torch.optim.lr_scheduler.StepLR(w.optimizer, 4) for w in (eager, ours)]
