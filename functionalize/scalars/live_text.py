@@ -112,12 +112,12 @@ def taken(
         return {}
     site, pieces = mine[0].site, {p.at: p.piece for p in mine}
     found: dict[int | str, Template] = {}
-    wanted: dict[int | str, Text | None] = {**dict(enumerate(site.args)), **site.keywords}
-    values: dict[int | str, Any] = {**dict(enumerate(args)), **keywords}
-    for key, text in wanted.items():
+    wanted: list[tuple[int | str, Text | None]] = [*enumerate(site.args), *site.keywords.items()]
+    values: list[tuple[int | str, Any]] = [*enumerate(args), *keywords.items()]
+    for key, text in wanted:
         if text is None or pieces.keys().isdisjoint(text.parts):
             continue
-        template = _template(text, pieces, values.get(key))
+        template = _template(text, pieces, dict(values).get(key))
         if template is None:
             return {}
         found[key] = template
