@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from functionalize._compat.autograd import below_autograd
+from functionalize._compat.bindings import without_function_modes
 from functionalize._compat.graphs import pytree
 from functionalize.errors import GuardError
 from functionalize.ir.commit import Commit, commit
@@ -181,7 +182,7 @@ class Executable:
             call.committed = True
 
         try:
-            with below_autograd():
+            with below_autograd(), without_function_modes():
                 results = self.run(list(call.inputs), check)
         except (
             ArithmeticError

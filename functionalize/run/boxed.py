@@ -5,19 +5,23 @@
         mul = op0(a, b); del a
         return (mul,)
 
-Ops are called through their C++ handle, without the Python frame of `OpOverload.__call__`. At stage INPLACE it is
-`run(inputs, commit)`, which calls its argument `commit` in the place of the graph's `commit`.
+Ops are called through torch's Python binding if they have one, else through their C++ handle, without the Python frame
+of `OpOverload.__call__`. At stage INPLACE it is `run(inputs, commit)`, which calls its argument `commit` in the place of
+the graph's `commit`.
 Invariant: nodes execute in graph order; apart from the caller, only the local variables keep values alive.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
+from functionalize._compat.bindings import binding_of
 from functionalize._compat.dispatch import entry_of
 from functionalize.analysis.aliases import written_nodes
 from functionalize.ir.commit import commit, is_commit
@@ -26,6 +30,8 @@ from functionalize.program.gloo_waits import added_waits
 from functionalize.program.program import Program
 
 Runner = Callable[..., Sequence[Any]]
+_SLICE = torch.ops.aten.slice.Tensor
+_RENAMED = frozenset({"self", "mat1", "mat2"})  # arguments that have another name in a binding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,12 +80,20 @@ def boxed(program: Program) -> Runner:
             handles[target] = _bind(namespace, "op", entry_of(target))
         return handles[target]
 
+    def call_of(node: fx.Node) -> str:
+        binding = binding_of(node.target)
+        if binding is None or not _fits_binding(node):
+            return handle_of(node.target)
+        if binding not in handles:
+            handles[binding] = _bind(namespace, "op", binding)
+        return handles[binding]
+
     for node in nodes:
         for started in waits.get(node, ()):
             lines += _wait(names[started], started, handle_of(WAIT))
         silent = not node.users and _is_effect(node)
         if node.op == "call_function":
-            handle = handle_of(node.target)
+            handle = call_of(node)
             parts = [text(a) for a in node.args]
             parts += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
             if isinstance(node.target, BoxedCall):
@@ -91,7 +105,8 @@ def boxed(program: Program) -> Runner:
                 parts, handles[node.target] = ["args"], _bind(namespace, "op", node.target.code)
                 handle = handles[node.target]
             kept = "" if silent else f"{names[node]} = "
-            lines.append(f"    {kept}{handle}({', '.join(parts)})")
+            value = _item(node, parts) or f"{handle}({', '.join(parts)})"
+            lines.append(f"    {kept}{value}")
         elif node.op == "get_attr":
             constant = _bind(namespace, "c", program.constants[str(node.target)])
             lines.append(f"    {names[node]} = {constant}")
@@ -104,6 +119,23 @@ def boxed(program: Program) -> Runner:
     exec(compile("\n".join(lines), "<functionalize boxed program>", "exec"), namespace)
     run: Runner = namespace["run"]
     return run
+
+
+def _fits_binding(node: fx.Node) -> bool:
+    """Whether a binding may be called in place of an op: its names differ, and it returns tuples for lists."""
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    lists = any(str(each.type).startswith("List") for each in returns)
+    parts_only = all(user.target is operator.getitem for user in node.users)
+    return bool(node.args) and not node.kwargs.keys() & _RENAMED and (parts_only or not lists)
+
+
+def _item(node: fx.Node, parts: Sequence[str]) -> str | None:
+    """`x[i]` for a part of a tuple, `x[a:b]` for a part of a tensor along its first dimension; None for other calls."""
+    if node.target is operator.getitem:
+        return f"{parts[0]}[{parts[1]}]"
+    if node.target is _SLICE and not node.kwargs and len(parts) == 4 and node.args[1] == 0:
+        return f"{parts[0]}[{parts[2]}:{parts[3]}]"
+    return None
 
 
 def _is_effect(node: fx.Node) -> bool:
