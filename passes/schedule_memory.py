@@ -12,13 +12,14 @@
 What frees more than it makes runs earlier, what makes more than it frees later (`planning/decide/ordering.py`), the
 rest stays where it was. With `overlap`, communication keeps what it runs beside: a wait stays, but that one reduction
 is in flight at a time, as FSDP2 has it on a GPU; an all-gather starts no later than the wait before it. Without, a
-collective is waited for at once, and starts right before that, as FSDP2 does on the CPU. By default it is as FSDP2's.
+collective is waited for at once, and starts right before that, as FSDP2 does on the CPU; then, where the peak stays,
+it starts earlier and is waited for later (`overlap.py`). By default it is as FSDP2's.
 torch/_inductor/memory.py has three such orders (lpmf, bfs, dfs), over Inductor's scheduler nodes; they know neither
 what a collective holds nor an order between collectives, and one is quadratic.
 
 Invariant: nodes and their arguments are the same. Collectives, random ops, barriers and whatever has a side effect
 keep their order; where ops write, so does everything on that memory, and nothing passes the `commit`.
-Refuses to touch a graph whose peak (`planning/timeline/liveness.py`) would not become lower by at least 1/256.
+Refuses an order whose peak (`planning/timeline/liveness.py`) is not lower by at least 1/256, more overlap apart.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from functionalize.planning.timeline.liveness import Liveness
 from functionalize.program.program import Program
 from passes.base import FUNCTIONAL, INPLACE, Pass
 from passes.graph_modules import on_graph_module
+from passes.overlap import overlapped
 
 _WORTH = 1 / 256
 
@@ -59,10 +61,14 @@ class ScheduleMemory(Pass):
         overlap = _is_on_device(program.graph) if self.overlap is None else self.overlap
         live = Liveness(program.graph)
         rules = _Rules.of(live, overlap)
-        best = first = Schedule(Uses.among(live), range(len(live.nodes)))
+        best = first = Schedule(Uses.among(live), list(range(len(live.nodes))))
         while (found := _better(best, rules)).peak < best.peak * (1 - _WORTH):
             best = found
-        return _reorder([live.nodes[i] for i in best.order]) if best is not first else 0
+        order = best.order
+        if not overlap:
+            constraints = Order(best, rules.chains, rules.fixed, rules.walls)
+            order = overlapped(best, constraints, live, best.peak)
+        return _reorder([live.nodes[i] for i in order]) if order != first.order else 0
 
 
 schedule_memory = on_graph_module(ScheduleMemory())

@@ -1,4 +1,4 @@
-"""The generated Python bindings of ops: they parse arguments faster than `OpOverload._op` does, above all lists of numbers.
+"""The generated Python bindings of ops: they parse arguments, above all lists, faster than `OpOverload._op` does.
 
     binding_of(aten.view.default)    torch._C.TensorBase.view, called with the op's own arguments; None: has none
 

@@ -5,9 +5,9 @@
         mul = op0(a, b); del a
         return (mul,)
 
-Ops are called through torch's Python binding if they have one, else through their C++ handle, without the Python frame
-of `OpOverload.__call__`. At stage INPLACE it is `run(inputs, commit)`, which calls its argument `commit` in the place of
-the graph's `commit`.
+Ops are called through torch's Python binding if there is one, else through their C++ handle, without the Python frame
+of `OpOverload.__call__`. At stage INPLACE it is `run(inputs, commit)`, which calls its argument `commit` in the place
+of the graph's `commit`.
 Invariant: nodes execute in graph order; apart from the caller, only the local variables keep values alive.
 """
 
