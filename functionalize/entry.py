@@ -48,12 +48,12 @@ def capture(
     memory: record the lifetimes of storages, for `step.memory`, and the module of each op.
     audit: which calls run for real and are compared with the program: "auto" (a schedule with ever longer distances),
     a number n (every n-th call; 1: all), False (none), "raise" ("auto", and a difference raises `AuditError`). A
-    difference drops the program and is logged, see `docs/capture.md`. Only whole steps are audited.
+    difference drops the program and is logged, see `docs/capture.md`. With `backward` the forward alone is compared.
     record_after: the number of calls of a kind (shapes and numbers of the arguments) after which it is recorded, while
     two or more recorded kinds wait for their first replay; else, and with `backward`, a kind is recorded at once.
     max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
-    Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, and for `memory`
-    or a schedule of audits with `backward`.
+    Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, and for `memory` with
+    `backward`.
     """
     if backward:
         record_after = 1  # a forward that runs again on one rank runs again on all of them
@@ -85,9 +85,5 @@ def capture(
     if memory:
         raise ValueError(
             "memory=True records whole steps: a forward (backward=True) is a part of one"
-        )
-    if audit not in ("auto", False, None):
-        raise ValueError(
-            f"audit={audit!r} compares whole steps: a forward (backward=True) is a part of one"
         )
     return CapturedForward(train_step, options)

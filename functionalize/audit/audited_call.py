@@ -86,7 +86,7 @@ class AuditedCall:
         signature = self._signature
         if signature is None:
             return fn(*args, **kwargs)
-        recorder = AuditRecorder(signature)
+        recorder, leaves = AuditRecorder(signature), arguments.flatten(args, kwargs)[0]
         try:
             with torch.no_grad():
                 comparison = self._begin(signature, recorder)
@@ -100,7 +100,7 @@ class AuditedCall:
             failure = error
             self._judge(lambda: comparison.verdict_of_failed(failure))
             raise
-        changed = hyper.changed or arguments.changed(args, kwargs, self._call.leaves, spec)
+        changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
         self._judge(lambda: self._verdict(comparison, result, changed))
         return plain_tree(result)
 

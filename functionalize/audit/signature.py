@@ -81,6 +81,7 @@ class StateAround:
     leaves, spec: those of the step's `ExitState`.
     slots: all places that may hold a gradient. assigned: those that the step assigned.
     lifted, optimizers: the hyperparameters that were live numbers, and the optimizers of the step by name.
+    records, facts: how many of the records, and of the facts on numbers, are the callable's own; None: all.
     """
 
     places: Mapping[int, tuple[str, Source, TensorRef]]
@@ -90,6 +91,8 @@ class StateAround:
     assigned: Sequence[Slot]
     lifted: frozenset[Key]
     optimizers: Mapping[str, torch.optim.Optimizer]
+    records: int | None = None
+    facts: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,16 +123,18 @@ class Signature:
     def of(recorder: Recorder, state: StateAround) -> Signature:
         """The signature of a recording that has ended and is in the steady state."""
         frozen = {id(each.record): each.value for each in recorder.scalars}
-        rows = tuple([row_of(record, id(record) in frozen) for record in recorder.records])
+        records = recorder.records[: state.records]
+        rows = tuple([row_of(record, id(record) in frozen) for record in records])
         facts = [
             NumberFact(row.read, frozen[id(record)])
-            for row, record in zip(rows, recorder.records, strict=True)
+            for row, record in zip(rows, records, strict=True)
             if row.read is not None and id(record) in frozen
         ]
         log = recorder.scalar_log
         if log is not None:
-            facts += [NumberFact(fact.expression, fact.value) for fact in log.facts.values()]
-        pairs = zip(rows, recorder.records, strict=True)
+            found = list(log.facts.values())[: state.facts]
+            facts += [NumberFact(fact.expression, fact.value) for fact in found]
+        pairs = zip(rows, records, strict=True)
         with_numbers = [row for row, record in pairs if record.live]
         leaves = tuple([leaf_of(leaf, recorder) for leaf in state.leaves])
         used = {ref.storage for row in rows for ref in refs_in([row.args, row.kwargs])}

@@ -265,17 +265,7 @@ class StepRecording:
 
     def signature(self) -> Signature:
         """What a later run is compared with."""
-        entry, exit = self.entry, self.exit
-        around = StateAround(
-            entry.places.widest,
-            exit.leaves,
-            exit.spec,
-            entry.slots,
-            exit.assigned,
-            entry.hyperparameters,
-            entry.roots.optimizers,
-        )
-        return Signature.of(self.recorder, around)
+        return Signature.of(self.recorder, state_around(self.entry, self.exit))
 
     def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
         """Let each replay return a copy of a mutable object that the step made."""
@@ -302,6 +292,23 @@ class StepRecording:
                 yield TensorInput(name, ref, source)
             else:
                 yield TensorInput(external.info.name, external.ref, Captured(external.tensor))
+
+
+def state_around(
+    entry: EntryState, exit: ExitState, records: int | None = None, facts: int | None = None
+) -> StateAround:
+    """What a signature needs. records, facts: how many of the recording are the callable's own; None: all."""
+    return StateAround(
+        entry.places.widest,
+        exit.leaves,
+        exit.spec,
+        entry.slots,
+        exit.assigned,
+        entry.hyperparameters,
+        entry.roots.optimizers,
+        records,
+        facts,
+    )
 
 
 def kept_objects(recorder: Recorder, entry: EntryState, exit: ExitState) -> dict[int, SourceItself]:

@@ -16,6 +16,13 @@ graph. The run is recorded, and its backward is kept beside the others of the sa
 together, as it issues collectives. If a value that the forward read has changed since, it is refused (`GuardError`)
 before anything changes.
 
+Note [Audited forwards]
+An audited forward runs eagerly, and so does the backward that is called on it: its gradients are eager's. The forward's
+ops and results are compared. The backward's are not: which one runs is decided after the audited call, and each
+recorded one would need a comparison of its own, with the tangents of that time. Forwards under FSDP2, or with
+collectives, are not audited: if a rank audits and another one runs its forward again, they would issue
+different collectives; and FSDP2 reduces the gradients of an eager and of a replayed forward together.
+
 Invariant: guards of a backward are checked when it is called, before anything changes.
 Refusals: `create_graph=True`; a result that is a parameter of FSDP2; arguments that the callable writes in place while
 they require a gradient; a saved value that was written since, as in eager.
@@ -30,9 +37,11 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
+from functionalize.audit.signature import Signature
 from functionalize.errors import LoadError, PassError, SaveError
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Call
+from functionalize.program.collective_order import recorded_sequences
 from functionalize.program.program import Program
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state.arguments import flatten_result, unflatten_result
@@ -129,8 +138,12 @@ class CapturedForward(CapturedStep):
 
     # -- replay --------------------------------------------------------------------------------
 
-    def _signature(self, recording: StepRecording) -> None:
-        """None: no call is audited, since the backward of an audited forward would run outside of the audit."""
+    def _signature(self, recording: StepRecording) -> Signature | None:
+        """None also for a forward that ranks run together: see Note [Audited forwards]."""
+        joint = isinstance(recording, JointRecording)
+        if joint and (self._is_sharded or recorded_sequences(recording.recorder.records)):
+            return None
+        return super()._signature(recording)
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         if not isinstance(cached, ForwardProgram):
@@ -225,6 +238,7 @@ class CapturedForward(CapturedStep):
             ],
             is_random=any(is_random(node) for node in forward.graph.nodes),
             rerun_of=run.rerun_of,
+            signature=self._signature(recording),
         )
         counts = replace(counts, nodes=counts.nodes + backward.nodes())
         return Built(cached, recording.summary, counts)

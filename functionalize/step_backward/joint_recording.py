@@ -30,6 +30,7 @@ from torch import Tensor
 
 from functionalize._compat.graphs import pytree
 from functionalize.analysis.joint_split import Split, split
+from functionalize.audit.signature import Signature
 from functionalize.fsdp.objects import FSDPTensor, fsdp_unsharded
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState, FSDPStateGuard, same_value
 from functionalize.ir.inputs import Argument, InputSpec, Source, chain_of
@@ -42,7 +43,12 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.state.sources import Slot
 from functionalize.state.step_guards import SlotGuard
-from functionalize.step.recording import StepRecording, input_guards, kept_objects
+from functionalize.step.recording import (
+    StepRecording,
+    input_guards,
+    kept_objects,
+    state_around,
+)
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.pair import ForwardProgram
@@ -215,6 +221,13 @@ class JointRecording(StepRecording):
             end.exit.assigned,
             self.backward_exit.assigned,
             self.effects,
+        )
+
+    def signature(self) -> Signature:
+        """What a later forward is compared with: its own ops, without those of the backward."""
+        end = self.end
+        return Signature.of(
+            self.recorder, state_around(end.entry, end.exit, end.records, end.facts)
         )
 
     def _named_inputs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,6 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import functionalize as fz
 from functionalize.audit.audit_recorder import AuditRecorder
@@ -20,7 +25,7 @@ from tests.audit.cases import CASES, REPLACEMENTS, Loss, replaced
 from tests.audit.unguarded import unguarded
 from tests.step.twins import batch
 from tests.steps import make_loss_step
-from tests.walk.cases import same_process
+from tests.walk.cases import READ, same_process
 
 
 @pytest.fixture
@@ -325,9 +330,79 @@ def test_by_default_the_eighth_call_of_each_program_is_audited() -> None:
     assert [program.audits for program in captured._cache] == [1, 1]
 
 
-def test_a_forward_alone_is_not_audited() -> None:
-    with pytest.raises(ValueError, match="audit=1 compares whole steps"):
-        fz.capture(lambda x: x, backward=True, audit=1)
+def forward_and_gradients(forward: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    """One loss and its gradients: of an input that another op has made, and of the parameters."""
+    leaf = x.clone().requires_grad_()
+    loss = forward(leaf * 2)
+    loss.backward()
+    found = [loss.detach(), leaf.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    assert all(t is not None for t in found)
+    return found
+
+
+@pytest.mark.usefixtures("guards_off")
+@pytest.mark.parametrize("name", [*READ, "which of two results", "a tensor made from a number"])
+def test_an_audit_of_a_forward_finds(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    loss_of, change = CASES[name](model)
+    assert change is not None
+    captured = fz.capture(loss_of, backward=True)
+    for i in range(3):
+        forward_and_gradients(captured, model, batch(i))
+    done = captured.stats.replays
+    assert done > 0, captured.explain()
+    change()
+    for i in range(done, 8):
+        assert captured.stats.audit_failures == 0
+        forward_and_gradients(captured, model, batch(i))
+    assert (captured.stats.replays, captured.stats.audit_failures) == (7, 1), captured.explain()
+    expected = forward_and_gradients(loss_of, model, batch(9))
+    for _ in range(4):  # recorded again
+        found = forward_and_gradients(captured, model, batch(9))
+        assert all(map(torch.equal, found, expected))
+
+
+def test_an_audited_forward_has_the_gradients_of_eager() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    twin = copy.deepcopy(model)
+    captured = fz.capture(lambda x: model(x).square().mean(), backward=True, audit=2)
+    eager = lambda x: twin(x).square().mean()  # noqa: E731
+    for i in range(12):
+        results = []
+        for forward, each in ((eager, twin), (captured, model)):
+            torch.manual_seed(i)
+            results.append(forward_and_gradients(forward, each, batch(i)))
+        assert all(map(torch.equal, *results)), i
+        assert all(map(torch.equal, model.buffers(), twin.buffers())), i
+    assert (captured.stats.audit_failures, captured.stats.reruns) == (0, 0)
+    assert captured.stats.audits >= 4
+    assert captured.stats.replays >= 4
+
+
+def test_a_forward_under_no_grad_is_audited_as_a_step() -> None:
+    model = nn.Linear(6, 2)
+    captured = fz.capture(model, backward=True, audit=2)
+    with torch.no_grad():
+        for i in range(8):
+            assert torch.equal(captured(batch(i)), model(batch(i)))
+    assert captured.stats.audits >= 3
+
+
+def test_a_forward_with_collectives_is_not_audited() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    layer, sharded = nn.Linear(6, 2), fully_shard(nn.Linear(6, 2))
+    for fn in (
+        lambda x: functional.all_reduce(layer(x), "sum", [0, 1]).sum(),
+        lambda x: sharded(x).sum(),
+    ):
+        captured = fz.capture(fn, backward=True, audit=1)
+        for i in range(6):
+            captured(batch(i)).backward()
+        assert captured.stats.replays >= 2, captured.explain()
+        assert captured.stats.audits == 0
 
 
 @pytest.mark.usefixtures("guards_off")
