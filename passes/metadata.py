@@ -28,7 +28,7 @@ def value_of(arg: Any) -> Any:
 def set_value(node: fx.Node) -> None:
     """Fill `val` and `tensor_meta` of one node by running it on its arguments' fake values.
 
-    One that is given no tensor (`full`) makes a fake one of the mode of the first in the graph.
+    One without a tensor among its arguments (`full`) makes a fake one of the mode of the first in the graph.
     """
     args, kwargs = value_of(node.args), value_of(node.kwargs)
     others = (n.meta.get("val") for n in node.graph.nodes)

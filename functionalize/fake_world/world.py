@@ -10,7 +10,7 @@ What differs from a job of real ranks, inside the `with`:
 - the process group is torch's fake one: collectives return at once. `mesh` shapes the default mesh;
 - `fully_shard` makes the one chunk of a parameter that it keeps; torch makes one per rank, O(parameters * world);
 - the sharding propagation of DTensor runs under its own fake mode, so that its ops are neither recorded nor counted;
-- other libraries see the tensors as real (`isinstance(t, FakeTensor)` is False): given fake tensors, Hugging Face
+- other libraries see the tensors as real (`isinstance(t, FakeTensor)` is False): with fake tensors, Hugging Face
   builds attention masks that it leaves out in real training;
 - a number that Python reads from a fake tensor (`item()`) is assumed, and listed in `World.assumed`: the fill value if
   the tensor comes from a factory (`torch.zeros(1)`; in-place ops do not change it), False for `any`, True for `all`,

@@ -13,9 +13,13 @@ Three ways see an effect. Each sees some that the others do not:
 
 Note [The profile function]
 Python calls it at every call of a function, and up to 3.12 it copies the variables of the caller into a dict each time:
-a recording is a fifth slower, a frame keeps old values until its next call, and the dict of `locals()` changes. So
-only the first recording of each kind of call is watched, and of these none that is kept with the lifetimes of its
-storages; a call of `locals` ends the watch. The recorder pauses it while it handles an op.
+a frame keeps old values until its next call, and the dict of `locals()` changes. So only the first recording of each
+kind of call is watched, and of these none that is kept with the lifetimes of its storages; a call of `locals` ends the
+watch. At the first Python function of an op's dispatch the profile function switches itself off, and the recorder
+switches it on after the op: of 24 events per op of a transformer 8 remain. A watched recording is a twelfth slower, and
+nearly all of that is the two switches, each of which raises an audit event.
+No condition that is known before the step spares the watch: a write may be in code of a library, which the walk does
+not read, in a method that is found by a computed name, or in a function that the step imports.
 
 Note [Whose effect]
 The innermost frame that is not Python's own decides. An effect of torch's compilers, FSDP2 and this library is not the

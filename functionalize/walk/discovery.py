@@ -8,7 +8,7 @@
 The walk starts at the callable and its arguments, and goes breadth first through closures, defaults, globals, bound
 objects, attributes and containers (`object_parts.py`), modules, their hooks and those of their parameters, and
 optimizers. Attributes of the user's objects are facts if their name occurs in the code that was found
-(`code_names.py`); objects behind other attributes are searched for modules, optimizers and tensors alone. Since code
+(`code_names.py`); objects in other attributes are searched for modules, optimizers and tensors alone. Since code
 that is found later may name more attributes, the walk is repeated until no name is new.
 
 Invariant: the same state gives the same facts in the same order. Facts are compared by value, tensors that no source

@@ -10,7 +10,7 @@ float computed again) makes the test fail, and the walk decides.
 State of C code without attributes (arrays, buffers) is read again. Python modules are compared in the names that code
 reads, and by their number of names. Hooks on modules that had none are left to `ModuleGuard`.
 
-Invariant: `hold` never returns True if a fact has changed; no tensor is kept alive, and no object behind a weak
+Invariant: `hold` never returns True if a fact has changed; no tensor is kept alive, and nor is the object of a weak
 reference: where there is one, a walk compares at every call.
 """
 

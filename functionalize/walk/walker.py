@@ -34,7 +34,7 @@ from functionalize.walk.parts import SAME, Held, Part, Parts
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Identity, Roots
 
-_MAX_OBJECTS = 20_000  # a bound on the search for tensors behind attributes that no code names
+_MAX_OBJECTS = 20_000  # a bound on the search for tensors in attributes that no code names
 _MAX_FACTS = 200_000  # more are too many to compare at every call
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), OWN_VALUES}) - {"training"}
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})

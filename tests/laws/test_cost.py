@@ -7,17 +7,22 @@ has to raise them and to say why. Times are measured by `benchmarks/capture.py`.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from functionalize.recorder.builder import Builder
+from functionalize.recorder.effects import CallWatch
 from functionalize.recorder.recorder import Recorder
+from functionalize.recorder.watched_recorder import WatchedRecorder
 from tests.laws.counting import calls
 
 FEW, MANY = 10, 110
 RECORDED, DISCHARGED = 168, 207  # calls of one round of three ops
+WATCHED = 12  # events of a round: the call and the return of three functions of torch, and two for each op
 
 
 def ops(rounds: int) -> None:
@@ -46,6 +51,25 @@ def per_round(work: Callable[[int], Any]) -> float:
 
 def test_an_op_is_recorded_by_no_more_calls_than_before() -> None:
     assert per_round(recorded) <= RECORDED
+
+
+@pytest.mark.skipif(not CallWatch.pauses, reason="a switch costs more than it saves")
+def test_the_watch_sees_two_events_of_an_op() -> None:
+    def watched(rounds: int) -> int:
+        recorder, seen = WatchedRecorder(for_real=True), [0]
+        profile = recorder._calls.profile
+
+        def counting(*args: Any) -> None:
+            seen[0] += 1
+            profile(*args)
+
+        recorder._calls.profile = counting
+        with recorder:
+            ops(rounds)
+        assert sys.getprofile() is None
+        return seen[0]
+
+    assert watched(MANY) - watched(FEW) <= WATCHED * (MANY - FEW)
 
 
 def test_an_op_is_discharged_by_no_more_calls_than_before() -> None:

@@ -30,6 +30,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
@@ -159,6 +160,23 @@ def pickled(opened: ExitStack) -> Effect:
     return lambda: pickle.dump(1, file)
 
 
+def in_a_mode(opened: ExitStack) -> Effect:
+    file = opened.enter_context(open("held.txt", "w"))  # noqa: SIM115
+
+    class Writing(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            file.write("an op\n")
+            return func(*args, **(kwargs or {}))
+
+    def effect() -> None:
+        with Writing():
+            X.sin()
+
+    return effect
+
+
 def database() -> None:
     sqlite3.connect(":memory:").close()
 
@@ -174,6 +192,7 @@ HELD = [
     (work, "submits work to a pool at "),
     (processes, "puts into a queue of processes at "),
     (pickled, "calls pickle.dump at "),
+    (in_a_mode, "writes to the file `held.txt` at "),
     pytest.param(
         bar, "moves a progress bar at ", marks=pytest.mark.skipif(not tqdm, reason="tqdm")
     ),

@@ -91,7 +91,7 @@ class Block:
             self.prev.next = self
 
     def after(self, block: Block) -> None:
-        """Link this block behind another one."""
+        """Link this block as the successor of another one."""
         self.prev, self.next, block.next = block, block.next, self
         if self.next is not None:
             self.next.prev = self
