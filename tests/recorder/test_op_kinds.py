@@ -1,4 +1,4 @@
-"""Sizes of results: an op whose size depends on constants, or is an argument, is captured; others are refused by name."""
+"""Sizes of results: an op whose size depends on constants, or is an argument, is captured; others are refused."""
 
 from __future__ import annotations
 
