@@ -395,7 +395,7 @@ def test_a_forward_with_collectives_is_not_audited() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     layer, sharded = nn.Linear(6, 2), fully_shard(nn.Linear(6, 2))
     for fn in (
-        lambda x: functional.all_reduce(layer(x), "sum", [0, 1]).sum(),
+        lambda x: functional.all_reduce(layer(x), "sum", dist.group.WORLD).sum(),
         lambda x: sharded(x).sum(),
     ):
         captured = fz.capture(fn, backward=True, audit=1)
