@@ -22,7 +22,7 @@ from torch import Tensor
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.distributed import group_of_name
-from functionalize.audit.digest import Digest, digest
+from functionalize.audit.digest import Digest, digest_here
 from functionalize.ir.epilogue import Copy, Set, alias, placed, window
 from functionalize.ir.generators import generator_states, set_generators
 from functionalize.ir.guards import same_constant
@@ -88,31 +88,33 @@ class ExpectedResults:
         finally:
             with disable_current_modes():
                 set_generators(states)
-        leaves = tuple(_expected(role, results) for role in program.outputs)
-        moved = {action.input for action in program.epilogue if isinstance(action, Set)}
-        written = [
-            WrittenInput(
-                program.inputs[action.input].name,
-                call.inputs[action.input],
-                action.geometry,
-                digest(_as_written(results[action.slot], action.geometry)),
-            )
-            for action in program.epilogue
-            if isinstance(action, Copy) and action.input not in moved
-        ]
+        with torch.no_grad(), disable_current_modes():
+            leaves = tuple(_expected(role, results) for role in program.outputs)
+            moved = {action.input for action in program.epilogue if isinstance(action, Set)}
+            written = [
+                WrittenInput(
+                    program.inputs[action.input].name,
+                    call.inputs[action.input],
+                    action.geometry,
+                    digest_here(_as_written(results[action.slot], action.geometry)),
+                )
+                for action in program.epilogue
+                if isinstance(action, Copy) and action.input not in moved
+            ]
         return ExpectedResults(leaves, tuple(written))
 
     def difference(self, leaves: Sequence[Any]) -> str | None:
         """The first result that differs. leaves: of the result and of the assigned gradients, as eager left them."""
-        # A forward's program also returns the values that its backward needs, after the leaves.
-        for at, (expected, leaf) in enumerate(zip(self.leaves, leaves, strict=False)):
-            if expected is not None and not _is_as(expected, leaf):
-                return f"leaf {at} of the result has other bits than the program computes"
-        for each in self.written:
-            if each.geometry.end > each.tensor.untyped_storage().nbytes():
-                return f"`{each.name}` was freed, the program writes it"
-            if digest(window(each.tensor, each.geometry)) != each.contents:
-                return f"`{each.name}` holds other bits than the program writes"
+        with torch.no_grad(), disable_current_modes():
+            # A forward's program also returns the values that its backward needs, after the leaves.
+            for at, (expected, leaf) in enumerate(zip(self.leaves, leaves, strict=False)):
+                if expected is not None and not _is_as(expected, leaf):
+                    return f"leaf {at} of the result has other bits than the program computes"
+            for each in self.written:
+                if each.geometry.end > each.tensor.untyped_storage().nbytes():
+                    return f"`{each.name}` was freed, the program writes it"
+                if digest_here(window(each.tensor, each.geometry)) != each.contents:
+                    return f"`{each.name}` holds other bits than the program writes"
         return None
 
 
@@ -132,7 +134,7 @@ def _expected(role: OutputRole, results: Sequence[Any]) -> Any:
         return value
     if role.geometry is not None:
         value = alias(value, placed(value, role.geometry))
-    return [digest(value)]
+    return [digest_here(value)]
 
 
 def _is_as(expected: Any, leaf: Any) -> bool:
@@ -143,4 +145,4 @@ def _is_as(expected: Any, leaf: Any) -> bool:
 
 def _digests(leaf: Any) -> Iterator[Digest]:
     if isinstance(leaf, Tensor):
-        yield from map(digest, plain_tensors(leaf))
+        yield from map(digest_here, plain_tensors(leaf))
