@@ -230,6 +230,8 @@ class World:
         """The line must fail. Most such lines are not added, or programs would be short."""
         if not self.keep:
             raise Skip
+        if (self.refused, kind) == ("overlap", "storage"):  # a freed source is refused first
+            self.refused = "overlap or storage"
         self.refused = self.refused or kind
 
     def new(self, buffer: Buffer, shadow: Tensor) -> Register:

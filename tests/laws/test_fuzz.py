@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch import Tensor
 
 import functionalize as fz
 from functionalize.errors import EagerError, OverlappingMutationError, StorageError
 from functionalize.program.program import Program
 from tests.laws.outcomes import outcome, seen_by_caller, times
-from tests.laws.programs import Example, examples
+from tests.laws.programs import Example, Window, examples
 
 REFUSALS: dict[str, tuple[type[Exception], ...]] = {
     "storage": (StorageError,),
@@ -23,6 +23,7 @@ REFUSALS: dict[str, tuple[type[Exception], ...]] = {
         StorageError,
     ),  # what is returned or left in an input is undefined: no line is to blame
     "overlap": (OverlappingMutationError,),
+    "overlap or storage": (OverlappingMutationError, StorageError),
     "view": (StorageError, EagerError),
 }
 
@@ -91,7 +92,21 @@ def test_programs(example: Example) -> None:
     check(example)
 
 
+FREED_INTO_OVERLAPPING = Example(
+    storages=((32, True), (32, False)),
+    inputs=(
+        Window(storage=0, dtype=torch.float32, size=(), stride=(), offset=0),
+        Window(storage=1, dtype=torch.float32, size=(8,), stride=(1,), offset=0),
+    ),
+    lines=("t1 = r1.unfold(0, 2, 1)", "t1.copy_(r0)"),
+    returned="None",
+    error="overlap or storage",
+    final=(0, -1),
+)
+
+
 @given(examples(max_lines=30))
+@example(FREED_INTO_OVERLAPPING)
 @times(400)
 def test_long_programs(example: Example) -> None:
     check(example)
