@@ -27,10 +27,13 @@ from functionalize.audit.signature import Signature
 from functionalize.errors import GuardError
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
+from functionalize.scalars.escaped_numbers import replace_by_plain
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state import arguments
 from functionalize.state.hyperparameters import lifted
+from functionalize.state.moving_state import MovingPlaces, MovingState
 from functionalize.state.sources import changed_slots
+from functionalize.walk.live_places import NO_PLACES
 
 log = logging.getLogger("functionalize")
 
@@ -94,15 +97,20 @@ class AuditedCall:
             _log_bug(error)
             return fn(*args, **kwargs)
         try:
-            with lifted(signature.optimizers, signature.lifted, recorder) as hyper, recorder:
+            hyperparameters = lifted(signature.optimizers, signature.lifted, recorder)
+            places = MovingState(signature.moving or MovingPlaces(NO_PLACES), recorder)
+            with hyperparameters as hyper, places as moving, recorder:
                 result = fn(*args, **kwargs)
         except Exception as error:
+            _replace_escaped(recorder)
             failure = error
             self._judge(lambda: comparison.verdict_of_failed(failure))
             raise
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
-        self._judge(lambda: self._verdict(comparison, result, changed))
-        return plain_tree(result)
+        self._judge(lambda: self._verdict(comparison, result, changed, moving))
+        result = plain_tree(result)
+        _replace_escaped(recorder)
+        return result
 
     def _begin(self, signature: Signature, recorder: AuditRecorder) -> Comparison:
         """Look up every place from outside, before the step runs."""
@@ -110,12 +118,17 @@ class AuditedCall:
         self._before = [None if g is None else weakref.ref(g) for g in gradients]
         return recorder.begin(self._call)
 
-    def _verdict(self, comparison: Comparison, result: Any, changed: str | None) -> AuditVerdict:
+    def _verdict(
+        self, comparison: Comparison, result: Any, changed: str | None, moving: MovingState
+    ) -> AuditVerdict:
         assigned, gradients = [False] * len(self._before), []
         for at, gradient in changed_slots(comparison.signature.slots, self._before, self._call):
             assigned[at] = True
             gradients.append(gradient)
-        values = [value for _, value in comparison.recorder.python_effects]
+        moving.finish()
+        changed = changed or moving.refusal
+        effects = [*comparison.recorder.python_effects, *moving.effects]
+        values = [value for _, value in effects]
         leaves, spec = arguments.flatten_result((result, [*gradients, *values]))
         comparison.recorder.checks.check_generators(lambda: "after its last random op")
         verdict = comparison.verdict(leaves, spec, assigned)
@@ -133,6 +146,11 @@ class AuditedCall:
         except Exception as error:
             _log_bug(error)
         self._expected = None
+
+
+def _replace_escaped(recorder: AuditRecorder) -> None:
+    if recorder.scalar_log is not None:
+        replace_by_plain(recorder.scalar_log.escaped(()))
 
 
 def _log_bug(error: Exception) -> None:

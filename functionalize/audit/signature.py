@@ -32,6 +32,7 @@ from functionalize.program.program_file import group_arguments
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import expression_of
 from functionalize.state.hyperparameters import Key
+from functionalize.state.moving_state import MovingPlaces
 from functionalize.state.sources import Slot
 from functionalize.util.process_groups import group_name, is_group, reduction
 from functionalize.util.tensor_wrappers import plain_tensors
@@ -81,6 +82,7 @@ class StateAround:
     leaves, spec: those of the step's `ExitState`.
     slots: all places that may hold a gradient. assigned: those that the step assigned.
     lifted, optimizers: the hyperparameters that were live numbers, and the optimizers of the step by name.
+    moving: the places in Python that the step moves.
     records, facts: how many of the records, and of the facts on numbers, are the callable's own; None: all.
     """
 
@@ -91,6 +93,7 @@ class StateAround:
     assigned: Sequence[Slot]
     lifted: frozenset[Key]
     optimizers: Mapping[str, torch.optim.Optimizer]
+    moving: MovingPlaces
     records: int | None = None
     facts: int | None = None
 
@@ -118,6 +121,7 @@ class Signature:
     live: bool
     lifted: frozenset[Key]
     optimizers: dict[str, torch.optim.Optimizer]
+    moving: MovingPlaces | None = None
 
     @staticmethod
     def of(recorder: Recorder, state: StateAround) -> Signature:
@@ -164,6 +168,7 @@ class Signature:
             recorder.live,
             state.lifted,
             dict(state.optimizers),
+            state.moving if state.moving.live else None,
         )
 
 

@@ -29,6 +29,7 @@ from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.state.moving_state import Appended, Assigned, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.walk.parts import Held
 
@@ -67,6 +68,7 @@ def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         *(_form_of_attributes(kind, attributes) for kind, attributes in placements.items()),
         Form(Held, lambda held: _save_held(names, held), lambda *v: _load_held(names, *v)),
         Form(guards.ModuleGuard, _save_modules, _load_modules),
+        *(Form(kind, _refuse_moving, kind) for kind in (PlaceNumber, Assigned, Appended)),
         Form(guards.ParameterGuard, _save_parameters, _load_parameters),
         Form(guards.HyperparameterGuard, _save_hyperparameters, _load_hyperparameters),
         Form(
@@ -101,6 +103,12 @@ def _save_held(names: Names, held: Held) -> tuple[Any, ...]:
 
 def _load_held(names: Names, *values: Any) -> Held:
     return names.held(*values) if len(values) == 3 else Held(*values)
+
+
+def _refuse_moving(value: PlaceNumber | Assigned | Appended) -> tuple[Any, ...]:
+    raise SaveError(
+        f"moves `{value.name}`, which Python keeps and a file cannot name: move it outside of the step"
+    )
 
 
 # -- modules ---------------------------------------------------------------------------------------

@@ -20,14 +20,13 @@ that may come there are plain from the start, see `util/number_uses.py`.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import math
 import numbers
 import operator
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -340,18 +339,6 @@ def plain_keys(result: Any) -> None:
                 result[key] = value
         for value in result.values():
             plain_keys(value)
-
-
-def settle_escaped(log: ScalarLog, leaves: Sequence[Any]) -> None:
-    """Make constants of the live numbers that outlive their recording other than as `leaves` of the result.
-
-    A closure, an object of C code or a queue holds them: a replay returns or leaves this object as it is.
-    """
-    held = set(map(id, leaves))
-    if log.escaped(held):
-        gc.collect()  # some may be garbage in cycles
-    for number in log.escaped(held):
-        log.learn_late(number.node)
 
 
 def was_refused(error: BaseException) -> bool:

@@ -2,7 +2,8 @@
 
     tensor.item()                       torch returns a bare `torch.SymFloat`: wrapped as a `LiveFloat`
     torch._fused_adamw_(..., lr=lr)     converts `lr` to a C++ double: see Note [Carried numbers] in scalar_arguments.py
-    clip_grad_norm_(..., max_norm)      calls `float`, which returns a plain number: replaced in its module
+    clip_grad_norm_(..., max_norm)      calls `float`, which returns a plain number: replaced in its module, and in that
+                                        of batch norms, which divide by the number of their calls (`momentum=None`)
     torch.tensor(number)                converts to a plain number: calls `torch.full` instead, which accepts a live one
     json.dumps({"loss": number})        C code that accepts Python's own types only: receives the plain number
     statistics.mean([number, 1.0])      makes a result of the type of its elements: `type` is replaced in the module
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.modules import batchnorm
 from torch.nn.utils import clip_grad
 
 from functionalize._compat.autograd import forward_mode_is_on
@@ -62,6 +64,10 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     for owner, name in packed_sequence_functions():
         yield owner, name, _of_read_lengths(recorders, getattr(owner, name))
     yield clip_grad, "float", _as_float
+    yield batchnorm, "float", _as_float
+    made = _batch_norm(recorders, torch.batch_norm)
+    scripted[id(made)] = torch.batch_norm
+    yield torch, "batch_norm", made
     yield json.JSONEncoder, "default", _as_json(json.JSONEncoder.default)
     for name in ("encode", "iterencode"):
         yield json.JSONEncoder, name, _of_plain(getattr(json.JSONEncoder, name))
@@ -159,7 +165,24 @@ def _of_read_lengths(recorders: Callable[[], list[Any]], original: Any) -> Any:
 
 
 def _as_float(value: Any) -> Any:
-    return value if is_live(value) and isinstance(value, float) else float(value)
+    number = as_live(value.item()) if isinstance(value, torch.Tensor) else value
+    return torch.sym_float(number) if is_live(number) else float(number)
+
+
+def _batch_norm(recorders: Callable[[], list[Any]], original: Any) -> Any:
+    """Its momentum is a C++ double: see Note [Carried numbers]. It is live with `momentum=None`."""
+
+    def batch_norm(*args: Any, **kwargs: Any) -> Any:
+        momentum = args[6] if len(args) > 6 else None
+        found = (recorder.scalar_arguments for recorder in recorders())
+        scalars = next((each for each in found if each is not None), None)
+        if scalars is None or not is_live(momentum):
+            return original(*args, **kwargs)
+        with scalars.carry("aten::native_batch_norm", {"momentum": momentum}):
+            return original(*scalars.plain(args), **kwargs)
+
+    batch_norm.__doc__ = original.__doc__
+    return batch_norm
 
 
 def _as_json(original: Any) -> Any:

@@ -78,16 +78,27 @@ class HyperparameterNumber:
             if not isinstance(value, tuple) or len(value) != self.length:
                 raise LookupError(f"{where} is {value!r}, was a tuple of {self.length} numbers")
             value = value[self.index]
-        if type(value) is not self.kind:
-            what = f"{value!r}, {'an' if isinstance(value, int) else 'a'} {type(value).__name__}"
-            raise LookupError(f"{where} is {what}; the program was made for a {self.kind.__name__}")
+        check_kind(value, self.kind, where)
         return value
 
     def resolve(self, call: Call) -> Any:
-        try:
-            return torch.tensor(self.number(), dtype=_DTYPES[self.kind])
-        except OverflowError as error:
-            raise LookupError(f"`{self.name}`: {self.key} does not fit 64 bits") from error
+        return number_tensor(self.number(), self.kind, f"`{self.name}`: {self.key}")
+
+
+def check_kind(value: Any, kind: type, where: str) -> None:
+    """Raise `LookupError` unless a number is of this type. where: its place, for the message."""
+    if type(value) is not kind:
+        what = f"{value!r}, {'an' if isinstance(value, int) else 'a'} {type(value).__name__}"
+        raise LookupError(f"{where} is {what}; the program was made for a {kind.__name__}")
+
+
+def number_tensor(value: Any, kind: type, where: str) -> torch.Tensor:
+    """A number of Python as an input of a program; raises `LookupError` for another type, or more than 64 bits."""
+    check_kind(value, kind, where)
+    try:
+        return torch.tensor(value, dtype=_DTYPES[kind])
+    except (OverflowError, RuntimeError, ValueError) as error:
+        raise LookupError(f"{where} does not fit 64 bits") from error
 
 
 @dataclass(slots=True)

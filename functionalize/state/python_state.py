@@ -17,16 +17,21 @@ every call, which `ProgramCache` reports.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from functionalize.ir.inputs import Call
+from functionalize.util.text import with_article
+from functionalize.walk.code_uses import lines_of_changes
 from functionalize.walk.data_parts import process_generators
 from functionalize.walk.discovery import walked, walked_again
 from functionalize.walk.fact_text import Path, change_text, portable, text_of
 from functionalize.walk.roots import Roots
 from functionalize.walk.walker import PythonState
+
+_MOST_LINES = 3  # of the code that changes something, in a message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +96,19 @@ class SurroundingsGuard:
             f"reaches {self.state.opaque[0]}{more}, which may hold state that cannot be seen: pass what the step "
             "needs of it as an argument"
         )
+
+    def origin(self, name: str) -> str:
+        """Whose `name` is, a path as text, and the lines of the step's code that change it; for a message."""
+        state, last = self.state, name.rpartition(".")[2]
+        paths = [path for path in state.paths if path and text_of(path) == name]
+        owners = (state.owners.get(id(path[0])) for path in paths)
+        owner = next((each for each in owners if each is not None), None)
+        is_named = owner is not None and owner not in (types.FunctionType, types.MethodType)
+        text = f"\n  `{last}` of {with_article(owner.__name__)}" if owner and is_named else ""
+        lines = lines_of_changes(state.names.codes, last)
+        if not lines and last.isdigit():
+            lines = lines_of_changes(state.names.codes, name.rpartition(".")[0].rpartition(".")[2])
+        return text + "".join(f"\n  changed at {line}" for line in lines[:_MOST_LINES])
 
     def portable(self) -> list[list[str]]:
         """Pairs of path and fact, as texts that are comparable between processes."""

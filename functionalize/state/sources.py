@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar, Protocol
@@ -161,15 +161,15 @@ def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
 _NO_TENSORS = frozenset({*NUMBERS, dict, OrderedDict, set})  # types of most attributes of modules
 
 
-def plain_attributes(roots: Roots) -> Iterator[tuple[str, Held, Tensor]]:
-    """Tensors that a module keeps as plain attributes."""
+def plain_attributes(roots: Roots, but: Collection[int] = ()) -> Iterator[tuple[str, Held, Tensor]]:
+    """Tensors that a module keeps as plain attributes. but: ids of lists that are left out."""
     for name, module in roots.walk():
         for key, value in vars(module).items():
             if type(value) in _NO_TENSORS:  # nearly all
                 continue
             if isinstance(value, Tensor):
                 yield f"{name}.{key}", Held(vars(module), key), value
-            elif isinstance(value, (list, tuple)):
+            elif isinstance(value, (list, tuple)) and id(value) not in but:
                 place = Held(vars(module), key)
                 for i, each in enumerate(value):
                     if isinstance(each, Tensor):
@@ -301,5 +301,5 @@ def _places(
             yield f"{root_name}.{name}", managed, managed.resolve(call)
     for name, optimizer in roots.optimizers.items():
         yield from _optimizer_parameters(name, optimizer)
-    yield from plain_attributes(roots)
+    yield from plain_attributes(roots, roots.only_appended)
     yield from roots.tensors

@@ -17,6 +17,7 @@ from functionalize.ir.inputs import Call, Source
 from functionalize.state.hyperparameters import Key, is_liftable
 from functionalize.state.sources import Slot
 from functionalize.walk.fact_text import NUMBERS
+from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.roots import Roots
 
 
@@ -81,17 +82,19 @@ class ModuleGuard:
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
     facts: tuple[dict[str, Any], ...]
+    live: LivePlaces = NO_PLACES
 
     @staticmethod
-    def of(roots: Roots) -> ModuleGuard:
-        """The guard for every module under `roots`."""
+    def of(roots: Roots, live: LivePlaces = NO_PLACES) -> ModuleGuard:
+        """The guard for every module under `roots`. live: places of numbers of which only the type is compared."""
         names = tuple(name for name, _ in roots.walk())
         modules = tuple(module for _, module in roots.walk())
-        return ModuleGuard(modules, names, tuple(map(_facts, modules)))
+        facts = tuple(_facts(module, live) for module in modules)
+        return ModuleGuard(modules, names, facts, live)
 
     def failure(self, call: Call) -> str | None:
         for module, name, was in zip(self.modules, self.names, self.facts, strict=True):
-            now = _facts(module)
+            now = _facts(module, self.live)
             if now != was:
                 return f"`{name}` has {_changed(now, was)}"
         return None
@@ -113,13 +116,17 @@ class ModuleGuard:
             self.modules,
             self.names,
             tuple({**was, "training": modes[n]} if n in modes else was for n, was in facts),
+            self.live,
         )
 
 
-def _facts(module: nn.Module) -> dict[str, Any]:
+def _facts(module: nn.Module, live: LivePlaces) -> dict[str, Any]:
     """The facts about a module that determine its ops: equal dicts mean equal ops."""
     table = vars(module)
     found = {key: value for key, value in table.items() if type(value) in _PLAIN}
+    for key in live.keys_of(table) & found.keys():
+        if type(found[key]) in LIVE_NUMBERS:
+            found[key] = type(found[key])
     found["children"] = [id(child) for child in table.get("_modules", {}).values()]
     for key in _REGISTRIES:
         found[key] = list(table.get(key, {}).keys())  # a scripted module's can be iterated only so

@@ -42,13 +42,14 @@ from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
+from functionalize.scalars.escaped_numbers import replace_by_plain
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.step.cache import CachedProgram, Kinds, key_of
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
-from functionalize.step.recording import StepRecording
+from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.replayed_step import EVERY_CALL, RARE, ReplayedStep
 from functionalize.step.stages import (
     MAX_WARMUPS,
@@ -68,6 +69,7 @@ from functionalize.step.vote import Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.own_values import own_values
 from functionalize.util.text import without_numbers
+from functionalize.walk.live_places import NO_PLACES, LivePlaces
 
 log = logging.getLogger("functionalize")
 
@@ -224,7 +226,11 @@ class CapturedStep(ReplayedStep):
             run = self._record(call)
             if isinstance(run, RecordedRun):
                 self._finish(run, call)
-                return plain_tree(run.result)
+                result, log_of_numbers = plain_tree(run.result), run.recorder.scalar_log
+                del run
+                if log_of_numbers is not None:  # the caller may hold them
+                    replace_by_plain(log_of_numbers.escaped(()))
+                return result
         return self._run_unrecordable(run, call)
 
     def _record(self, call: Invocation) -> RecordedRun | Refused:
@@ -247,10 +253,23 @@ class CapturedStep(ReplayedStep):
             recorder.scalar_log.plain_reads = self._plain_reads
         varying = self._changed_hyperparameters
         try:
-            return record(self._fn, call, recorder, varying, self._hooks_run_outside)
+            return record(
+                self._fn, call, recorder, varying, self._hooks_run_outside, self._places(call, live)
+            )
         except Exception as error:
             self._plain_reads |= was_refused(error)
             raise
+
+    def _previous(self, key: Hashable) -> RecordingSummary | None:
+        unkept = self._warmups.get(key)
+        return self._last_kept if unkept is None else unkept.summary
+
+    def _places(self, call: Invocation, live: bool) -> LivePlaces:
+        """The places in Python that earlier recordings have moved, if they can be live in this one."""
+        previous = self._previous(call.key)
+        if previous is None or not live or self._plain_reads or self._hooks_run_outside:
+            return NO_PLACES
+        return previous.moved
 
     def _finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
         """The stages after a recorded run. rerun: it was a forward that ran again, for a backward without a program."""
@@ -261,7 +280,7 @@ class CapturedStep(ReplayedStep):
             self._repeats_calls = True
             self._reads_no_clock |= bool(checks.is_watched) and checks.clock is None
         unkept = self._warmups.get(call.key)
-        previous = self._last_kept if unkept is None else unkept.summary
+        previous = self._previous(call.key)
         reasons = {} if unkept is None else unkept.reasons
         verdict = judge(run, None if self._has_settled else reasons, previous)
         outcome = build(verdict, lambda recording: self._build(recording, call))

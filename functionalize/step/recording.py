@@ -26,9 +26,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,11 +58,16 @@ from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.arguments import flatten_result, hidden
 from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable
+from functionalize.state.moving_state import Moves
 from functionalize.state.sources import Gradient, Inner, ModuleTensor
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
+from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, Is
+
+_NAMED = re.compile(r"`([^`]+)`(?: has (?:\w+) = )?")
+_MOST_SEEN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +77,18 @@ class RecordingSummary:
     identities: one value per tensor that no argument, module or optimizer holds, see `StepRecording`.
     outliving: addresses of the storages that the step made and that were alive after it.
     pins: weak references to these storages, which keep their addresses from being reused.
+    moved: places in Python that this recording, or one before it, has moved. is_live: whether its numbers were live.
+    seen: how this recording and those before it have moved places, see Note [What moves alike].
+    changed: the name of what the step changed and a replay would not, if it has one.
     """
 
     identities: list[Any]
     outliving: frozenset[int]
     pins: tuple[Any, ...]
+    moved: LivePlaces = NO_PLACES
+    is_live: bool = False
+    seen: tuple[Moves, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 class StepRecording:
@@ -84,10 +98,20 @@ class StepRecording:
     unowned: the tensors that the step read and no argument, module or optimizer holds: reached through a variable,
     unreachable, or made by Python from numbers.
     identities: one value per unowned tensor, equal in two recordings if both read the same tensor.
+    previous: the summary of the recording before.
     """
 
-    def __init__(self, recorder: Recorder, entry: EntryState, exit: ExitState) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        entry: EntryState,
+        exit: ExitState,
+        moves: Moves | None = None,
+        moved: Mapping[Any, Held] = MappingProxyType({}),
+    ) -> None:
         self.recorder, self.entry, self.exit = recorder, entry, exit
+        self.previous: RecordingSummary | None = None
+        self._moves, self._moved = moves, moved
         modules = list(entry.roots.modules.values())
         allowed = [*exit.leaves, *fsdp_keepalives(modules)]
         known = {recorder.storages.ref(t).storage for leaf in allowed for t in plain_tensors(leaf)}
@@ -133,7 +157,22 @@ class StepRecording:
     def summary(self) -> RecordingSummary:
         """The part with which the next recording is compared."""
         pins = (*(e.info.weak for e in self.unowned), *(i.weak for i in self.outliving))
-        return RecordingSummary(self.identities, frozenset(i.address for i in self.outliving), pins)
+        lists, previous = self.entry.moving.live.lists, self.previous
+        places = LivePlaces(self._moved, lists) | self.exit.moved
+        seen = (self._moves,) if self._moves is not None else ()
+        if previous is not None:
+            if previous.is_live:  # the first recording may have filled caches
+                places = previous.moved | places
+            seen = (*seen, *(s for s in previous.seen if s != self._moves))
+        return RecordingSummary(
+            self.identities,
+            frozenset(i.address for i in self.outliving),
+            pins,
+            places,
+            self.recorder.live,
+            seen[:_MOST_SEEN],
+            tuple(_NAMED.findall(self.exit.changed or "")[:1]),
+        )
 
     # -- is it the steady state? -----------------------------------------------------------------
 
@@ -169,6 +208,10 @@ class StepRecording:
         """Why this is not the steady state yet, or None. See Note [Steady state]."""
         if self.exit.changed is not None:
             return self.exit.changed
+        seen, moves = previous.seen if previous is not None else (), self._moves
+        if moves is not None and not any(map(moves.is_as, seen)):
+            what = self.exit.python_effects[-1].what
+            return f"{what}, as no recording before did: recorded once more, to see that it does it alike"
         recorder = self.recorder
         if recorder.checks.once:
             return f"{recorder.checks.once[0]}, in a cached function: at one call only"
@@ -197,6 +240,22 @@ class StepRecording:
             return None
         where = self._where(lambda r: any(x == read.ref for x in refs_in(r.args)))
         return f"reads what the step before had made and kept\n  first used by {where}"
+
+    def changed_again(self) -> str | None:
+        """The change that a replay would not repeat, if the recording before has changed the same; with its lines."""
+        changed, previous, moves = self.exit.changed, self.previous, self._moves
+        if changed is None and moves is not None and previous is not None:
+            seen = previous.seen
+            if any(map(moves.differs_in_constants, seen)) and not any(map(moves.is_as, seen)):
+                whats = ", ".join(dict.fromkeys(e.what for e in self.exit.python_effects))
+                return (
+                    f"{whats}: with a number of its own at every call that it reads from no tensor and no guarded "
+                    "state (a clock?), which a replay cannot know"
+                )
+        found = _NAMED.findall(changed or "")[:1]
+        if changed is None or previous is None or not found or tuple(found) != previous.changed:
+            return None
+        return changed + self.entry.python_state.origin(found[0])
 
     def _where(self, wanted: Callable[[OpRecord], bool]) -> str:
         for record in self.recorder.records:
@@ -236,15 +295,22 @@ class StepRecording:
             *program.facts,
         )
         program.guards = (*input_guards(program, storages, self.entry), *early)
+        self.entry.python_state.state.forget_slots()
         return program
 
     def _check_values(self, roles: Sequence[OutputRole]) -> None:
-        """Raise `UncapturableError` if a value of a Python effect is a new tensor that requires a gradient."""
+        """Raise `UncapturableError` for a tensor among the values of Python effects that a replay makes otherwise."""
         exit, first = self.exit, len(self.exit.leaves)
         for effect, value in reversed(list(zip(exit.python_effects, exit.values, strict=True))):
             first, last = first - len(flatten_result(value)[0]), first
             for leaf, role in zip(exit.leaves[first:last], roles[first:last], strict=True):
-                known = isinstance(role, (SourceItself, LeafItself, SameAs))
+                role = roles[role.output] if isinstance(role, SameAs) else role
+                known = isinstance(role, (SourceItself, LeafItself))
+                if isinstance(leaf, Tensor) and not known and self._was_there(leaf):
+                    raise UncapturableError(
+                        f"the step {effect.what} with a tensor that was in another place, which a replay cannot find "
+                        "again there: assign a copy"
+                    )
                 if isinstance(leaf, Tensor) and leaf.requires_grad and not known:
                     raise UncapturableError(
                         f"the step {effect.what} with a new tensor that requires a gradient, which that of a "
@@ -262,6 +328,15 @@ class StepRecording:
             numbers = (i for i, r in enumerate(records) if _is_read(r) and id(r) not in early)
             latest = next(numbers, len(records))
         return list(droppable([slot for _, slot in entry.slots], entry.deaths, read, latest))
+
+    def _was_there(self, leaf: Tensor) -> bool:
+        """Whether a tensor object was in some place on entry."""
+        shared, ref = self.entry.places.shared, self.recorder.storages.ref
+        return any(
+            place.tensor == id(inner)
+            for inner in plain_tensors(leaf)
+            for place in shared.get(ref(inner).storage, ())
+        )
 
     def signature(self) -> Signature:
         """What a later run is compared with."""
@@ -306,6 +381,7 @@ def state_around(
         exit.assigned,
         entry.hyperparameters,
         entry.roots.optimizers,
+        entry.moving,
         records,
         facts,
     )

@@ -32,10 +32,12 @@ from functionalize.audit.collective_check import collective_mismatch
 from functionalize.errors import UncapturableError
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.recorder.recorder import Recorder
-from functionalize.scalars.live_scalars import plain_keys, settle_escaped
+from functionalize.scalars.escaped_numbers import replace_by_plain, settle_escaped
+from functionalize.scalars.live_scalars import plain_keys
 from functionalize.state import arguments
-from functionalize.state.arguments import leaf_names
+from functionalize.state.arguments import flatten_result, leaf_names
 from functionalize.state.hyperparameters import Key, lifted
+from functionalize.state.moving_state import MovingState
 from functionalize.step.outcome import (
     Agreed,
     Built,
@@ -49,6 +51,7 @@ from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.step.vote import Level, RankVote
 from functionalize.util.text import without_numbers
+from functionalize.walk.live_places import NO_PLACES, LivePlaces
 
 MAX_WARMUPS = 5  # for one reason
 MOST_WARMUPS = 4 * MAX_WARMUPS  # for all reasons
@@ -89,23 +92,28 @@ class RecordedRun:
     """A step that ran to its end. entry: the state before it. result: what it returned.
 
     changed: a change of its arguments or hyperparameters that a replay would not repeat; None: there is none.
+    moving: the places in Python that it moves.
     """
 
     recorder: Recorder
     entry: EntryState
     result: Any
     changed: str | None
+    moving: MovingState
 
     def recording(self) -> StepRecording:
         plain_keys(self.result)
-        effects = self.recorder.python_effects
+        self.moving.finish()
+        key, changed = self.moving.key, self.changed or self.moving.refusal
+        effects = [*self.recorder.python_effects, *self.moving.effects]
         plain_keys([value for _, value in effects])
-        # In the step's own grad mode:
-        exit = ExitState.now(self.entry, self.result, self.changed, effects)
         if self.recorder.scalar_log is not None:
-            settle_escaped(self.recorder.scalar_log, exit.leaves)
+            values = [value for _, value in effects]
+            settle_escaped(self.recorder.scalar_log, flatten_result((self.result, values))[0])
+        # In the step's own grad mode:
+        exit = ExitState.now(self.entry, self.result, changed, effects)
         with torch.no_grad():
-            return StepRecording(self.recorder, self.entry, exit)
+            return StepRecording(self.recorder, self.entry, exit, key, self.moving.moved)
 
 
 def record(
@@ -114,23 +122,31 @@ def record(
     recorder: Recorder,
     varying: frozenset[Key],
     hooks_run_outside: bool = False,
+    live: LivePlaces = NO_PLACES,
 ) -> RecordedRun | Refused:
     """Inspect all objects that `fn` reaches, then run it for real while `recorder` is active.
 
-    varying: hyperparameters that become live numbers, besides the learning rates.
+    varying: hyperparameters that become live numbers, besides the learning rates. live: places in Python that earlier
+    calls have moved.
     """
     try:
         names = leaf_names(fn, call.spec)
-        entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside)
+        entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside, live)
         recorder.arguments = entry.places.arguments()
         if isinstance(recorder.observer, LifetimeObserver):
             recorder.observer.notes.calls.register(entry.roots)
     except Exception as error:
         return Refused.of(error)
-    with lifted(entry.roots.optimizers, entry.hyperparameters, recorder) as hyper, recorder:
-        result = fn(*call.args, **call.kwargs)
+    hyperparameters = lifted(entry.roots.optimizers, entry.hyperparameters, recorder)
+    try:
+        with hyperparameters as hyper, MovingState(entry.moving, recorder) as moving, recorder:
+            result = fn(*call.args, **call.kwargs)
+    except BaseException:
+        if recorder.scalar_log is not None:
+            replace_by_plain(recorder.scalar_log.escaped(()))
+        raise
     changed = hyper.changed or arguments.changed(call.args, call.kwargs, call.leaves, call.spec)
-    return RecordedRun(recorder, entry, result, changed)
+    return RecordedRun(recorder, entry, result, changed, moving)
 
 
 def judge(
@@ -145,6 +161,7 @@ def judge(
     try:
         with disable_current_modes():
             recording = run.recording()
+            recording.previous = previous
         with torch.no_grad(), disable_current_modes():
             refusal, reason = recording.refusal(), None
             if refusal is None:
@@ -152,6 +169,8 @@ def judge(
     except Exception as error:
         return Refused.of(error)
     if reason is not None and unkept is not None:
+        refusal = refusal or recording.changed_again()
+    if reason is not None and unkept is not None and refusal is None:
         calls = sum(unkept.values()) + 1
         for_this = unkept.get(without_numbers(reason), 0) + 1
         if for_this >= MAX_WARMUPS or calls >= MOST_WARMUPS:

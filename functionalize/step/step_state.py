@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from functionalize._compat.dispatch import is_traceable_wrapper_subclass
 from functionalize._compat.graphs import pytree
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState
 from functionalize.ir.guards import ConstantGuard, Guard, frozen_constant
@@ -30,6 +28,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.state.arguments import flatten_result
 from functionalize.state.dropped_gradients import watch
 from functionalize.state.hyperparameters import Key, liftable
+from functionalize.state.moving_state import MovingPlaces, moved, with_live_places
 from functionalize.state.python_effects import PythonEffect, unrepeatable
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.state.sources import (
@@ -48,8 +47,9 @@ from functionalize.state.step_guards import (
     check_writable,
 )
 from functionalize.state.storage_places import Places
-from functionalize.util.tensor_wrappers import is_plain
-from functionalize.walk.discovery import walked
+from functionalize.util.tensor_wrappers import address_of
+from functionalize.walk.discovery import walked, walked_again
+from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.roots import Roots
 
 # A tensor that the step must not replace: its name, its source, the tensor, the address of its storage.
@@ -68,6 +68,7 @@ class EntryState:
     python_state: the guard on Python objects that the code of the step reads.
     hyperparameters: those that are live numbers in the recording.
     fixed: tensors that the step must not replace.
+    moving: the places in Python that the step moves, see `moving_state.py`.
     """
 
     places: Places
@@ -79,6 +80,7 @@ class EntryState:
     slot_guard: SlotGuard
     hyperparameters: frozenset[Key]
     fixed: list[FixedTensor]
+    moving: MovingPlaces
 
     @property
     def roots(self) -> Roots:
@@ -100,36 +102,48 @@ class EntryState:
         varying: frozenset[Key] = frozenset(),
         names: Sequence[str] | None = None,
         hooks_run_outside: bool = False,
+        live: LivePlaces = NO_PLACES,
     ) -> EntryState:
         """Inspect all objects that `fn` reaches.
 
         varying: hyperparameters that become live numbers, besides the learning rates. names: the names of the leaves.
         hooks_run_outside: whether autograd runs hooks of plain parameters, and no program does.
+        live: the places in Python that the step moves.
         """
-        call, state = Call(leaves, []), walked(fn, leaves, names, hooks_run_outside)
+        call = Call(leaves, [])
+        state = with_live_places(
+            live, lambda live: walked(fn, leaves, names, hooks_run_outside, live=live)
+        )
         roots = state.roots
         found = list(parameters(roots, leaves))
         places = Places.now(roots, leaves, found, recorder.storages)
         fsdp = FSDPState.now(roots.states().values())
         deaths: dict[int, int] = {}
         gradients = [slot.resolve(call) for _, slot in places.slots]
-        live = liftable(roots.optimizers) | varying if recorder.live else frozenset()
+        lifted = liftable(roots.optimizers) | varying if recorder.live else frozenset()
         return EntryState(
             places,
             watch(gradients, recorder.records, deaths),
             deaths,
             fsdp,
-            _facts(roots, leaves, found, live),
+            _facts(roots, leaves, found, lifted, state.live),
             SurroundingsGuard.of(fn, state),
             SlotGuard.of(call, places.slots),
-            live,
-            list(_fixed_tensors(roots, fsdp)),
+            lifted,
+            list(_fixed_tensors(roots, fsdp, state.live)),
+            MovingPlaces.of(state),
         )
 
     @property
     def modules(self) -> ModuleGuard:
         """The guard on modules."""
         return next(fact for fact in self.facts if isinstance(fact, ModuleGuard))
+
+    def moved(self) -> LivePlaces:
+        """The places that the step has moved and that a replay may be able to move."""
+        guard = self.python_state
+        now = walked_again(guard.fn, self.leaves, guard.state, is_replay=False)
+        return moved(guard.state, now)
 
     def changed(self, modes: bool = True) -> str | None:
         """A change that the step made and that a replay would not repeat; None if there is none.
@@ -141,7 +155,7 @@ class EntryState:
             try:
                 if source.resolve(call) is not was:
                     return f"assigns another tensor to `{name}`"
-                if _address(was) != address:
+                if address_of(was) != address:
                     return f"gives `{name}` another storage (`.data = ...` or `set_`)"
             except (LookupError, AttributeError):
                 return f"removes `{name}`"
@@ -161,7 +175,8 @@ def _facts(
     roots: Roots,
     leaves: Sequence[Any],
     found: Sequence[tuple[str, Source, Tensor]],
-    live: frozenset[Key],
+    lifted: frozenset[Key],
+    live: LivePlaces,
 ) -> list[Guard]:
     """Guards on state that a step reads and does not write; those that fail most often come first."""
     arguments: list[tuple[str, Source, Tensor]] = [
@@ -174,31 +189,25 @@ def _facts(
         for i, leaf in enumerate(leaves)
         if not isinstance(leaf, Tensor)
     ]
-    hyperparameters = [HyperparameterGuard.of(n, o, live) for n, o in roots.optimizers.items()]
+    hyperparameters = [HyperparameterGuard.of(n, o, lifted) for n, o in roots.optimizers.items()]
     return [
         *constants,
         ModeGuard.now(),
-        ModuleGuard.of(roots),
+        ModuleGuard.of(roots, live),
         *hyperparameters,
         ParameterGuard.of([*found, *arguments]),
     ]
 
 
-def _fixed_tensors(roots: Roots, fsdp: FSDPState) -> Iterator[FixedTensor]:
-    """Tensors of modules and variables, except the parameters that FSDP2 swaps in every step."""
+def _fixed_tensors(roots: Roots, fsdp: FSDPState, live: LivePlaces) -> Iterator[FixedTensor]:
+    """Tensors of modules and variables, but parameters that FSDP2 swaps in every step, and what the step moves."""
     swapped = fsdp.tables()
     for name, source, value in module_tensors(roots):
         if (id(source.entries), source.name) not in swapped:
-            yield name, source, value, _address(value)
-    for name, variable, value in (*plain_attributes(roots), *roots.tensors):
-        yield name, variable, value, _address(value)
-
-
-def _address(tensor: Tensor) -> int | None:
-    """The address of a plain tensor's storage; None for other layouts and for wrapper subclasses."""
-    plain = is_plain(tensor) or not is_traceable_wrapper_subclass(tensor)
-    plain = plain and tensor.layout is torch.strided
-    return tensor.untyped_storage()._cdata if plain else None
+            yield name, source, value, address_of(value)
+    for name, variable, value in (*plain_attributes(roots, live.lists), *roots.tensors):
+        if variable.place not in live.values:
+            yield name, variable, value, address_of(value)
 
 
 @dataclass(slots=True)
@@ -211,6 +220,7 @@ class ExitState:
     effects: the changes of FSDP2's state in Python, and of the modes of modules.
     has_grad_fn: for each leaf of the result, whether it has an autograd history.
     changed: a change that a replay would not repeat; None: there is none.
+    moved: if there is one, the places that the step has moved and a replay may be able to move.
     python_effects: what a replay repeats in Python, see `state/python_effects.py`. values: one for each.
     """
 
@@ -220,6 +230,7 @@ class ExitState:
     effects: FSDPEffects
     has_grad_fn: list[bool]
     changed: str | None
+    moved: LivePlaces = NO_PLACES
     python_effects: list[PythonEffect] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
 
@@ -248,9 +259,12 @@ class ExitState:
             for x in flatten_result(result)[0]
         ]
         changed = changed or entry.changed(modes=False) or unrepeatable(repeated, values)
+        places = NO_PLACES if changed is None else entry.moved()
         after = FSDPState.now(list(entry.roots.modules.values()))
         effects = FSDPEffects.between(entry.fsdp, after)
         if isinstance(effects, str):
             changed, effects = changed or effects, FSDPEffects()
         effects = effects.with_modes(entry.modules.changed_modes())
-        return ExitState(leaves, spec, assigned, effects, has_grad_fn, changed, repeated, values)
+        return ExitState(
+            leaves, spec, assigned, effects, has_grad_fn, changed, places, repeated, values
+        )

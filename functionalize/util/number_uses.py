@@ -20,7 +20,7 @@ import dis
 import marshal
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -62,6 +62,11 @@ def may_need_exact_number(frame: FrameType | None, known: dict[tuple[CodeType, .
     if key not in known:
         known[key] = _any_needs_exact(todo)
     return known[key]
+
+
+def any_needs_exact(functions: Iterable[FunctionType]) -> bool:
+    """The same of a number that any of these functions of the user's, or one that they name, may read."""
+    return _any_needs_exact([each for function in functions for each in _function(function)])
 
 
 def _any_needs_exact(todo: list[tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from functionalize._compat.dispatch import is_traceable_wrapper_subclass
@@ -40,3 +41,10 @@ def plain_tensors_by_path(
             yield from plain_tensors_by_path(getattr(value, name), (*above, name))
     elif isinstance(value, Tensor):
         yield above, value
+
+
+def address_of(tensor: Tensor) -> int | None:
+    """The address of a plain tensor's storage; None for other layouts and for wrapper subclasses."""
+    plain = is_plain(tensor) or not is_traceable_wrapper_subclass(tensor)
+    plain = plain and tensor.layout is torch.strided
+    return tensor.untyped_storage()._cdata if plain else None

@@ -46,10 +46,11 @@ class CodeNames:
 
 @dataclass(slots=True)
 class NameFilter:
-    """The names that the code found so far may read: `key in names`."""
+    """The names that the code found so far may read: `key in names`. codes: this code."""
 
     names: set[Any] = field(default_factory=set)
     is_dynamic: bool = False
+    codes: dict[types.CodeType, None] = field(default_factory=dict)
 
     def __contains__(self, key: object) -> bool:
         return self.is_dynamic or key in self.names
@@ -57,6 +58,7 @@ class NameFilter:
     def add(self, code: types.CodeType) -> None:
         """Add the names of a code object."""
         found = names_in(code)
+        self.codes[code] = None
         self.names |= found.names
         self.is_dynamic |= found.is_dynamic
 
@@ -67,7 +69,7 @@ class NameFilter:
 
     def copy(self) -> NameFilter:
         """A filter of the same names, to which nothing is added."""
-        return NameFilter(set(self.names), self.is_dynamic)
+        return NameFilter(set(self.names), self.is_dynamic, dict(self.codes))
 
     def of(self, table: Iterable[Any]) -> list[Any]:
         """The keys of a table that may be read, in its order."""

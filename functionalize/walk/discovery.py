@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.fact_text import PLAIN
+from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.roots import Roots
 from functionalize.walk.walker import PythonState, Visit
 
@@ -36,14 +37,15 @@ def walked(
     names: Sequence[str] | None = None,
     hooks_run_outside: bool = False,
     roots_only: bool = False,
+    live: LivePlaces = NO_PLACES,
 ) -> PythonState:
     """The Python state that `fn` can reach. args: the leaves of its arguments. names: of these, from its signature.
 
-    roots_only: whether only `roots` is wanted of it.
+    roots_only: whether only `roots` is wanted of it. live: places whose contents are no facts.
     """
     known = _names_of(fn)
     while True:
-        state = PythonState(known, False, hooks_run_outside, roots_only)
+        state = PythonState(known, False, hooks_run_outside, roots_only, live)
         before = known.size
         state.probes.add_start(args)
         state.walk(_starts(fn, args, names))
@@ -51,6 +53,7 @@ def walked(
             break
     state.names = known.copy()
     state.roots.arguments = _argument_names(args, names)
+    state.roots.only_appended = frozenset(live.lists)
     return state
 
 
@@ -58,7 +61,7 @@ def walked_again(
     fn: Callable[..., Any], args: Sequence[Any], before: PythonState, is_replay: bool
 ) -> PythonState:
     """The same walk at another time. is_replay: only the facts of the state are wanted."""
-    state = PythonState(before.names, is_replay, before.hooks_run_outside)
+    state = PythonState(before.names, is_replay, before.hooks_run_outside, live=before.live)
     starts = _starts(fn, args, before.roots.arguments or None)
     state.probes.add_start(args)
     state.walk(starts, before.late)

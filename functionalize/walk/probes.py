@@ -19,6 +19,8 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import is_, itemgetter
 from typing import Any
 
@@ -26,8 +28,9 @@ from torch import Tensor
 
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.fact_text import PLAIN
+from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
 from functionalize.walk.object_parts import parts_of
-from functionalize.walk.parts import Part, Parts
+from functionalize.walk.parts import Held, Part, Parts
 
 # Of these types, the parts of an object never change.
 _FIXED = frozenset(
@@ -37,10 +40,10 @@ _FIXED = frozenset(
 
 
 class Probes:
-    """The holders of one walk, and what each held. names: those that code may read."""
+    """The holders of one walk, and what each held. names: those that code may read. live: see `LivePlaces`."""
 
-    def __init__(self, names: NameFilter) -> None:
-        self._names = names
+    def __init__(self, names: NameFilter, live: LivePlaces = NO_PLACES) -> None:
+        self._names, self._live = names, live
         self._is_given_up = False
         self._clear()
 
@@ -79,7 +82,10 @@ class Probes:
             self._functions.append(
                 (value, value.__code__, value.__defaults__, value.__kwdefaults__)
             )
-            self._cells += [(cell, _token(_content(cell))) for cell in value.__closure__ or ()]
+            self._cells += [
+                (cell, self._token(_content(cell), Held(cell, None)))
+                for cell in value.__closure__ or ()
+            ]
             self.add_names(
                 value.__globals__, [p for p in parts.held if _is_in(p, value.__globals__)]
             )
@@ -96,15 +102,16 @@ class Probes:
             # Of an object of a library all attributes matter, whatever their names.
             self.add_table(parts.attributes, not all(part.is_named for part in parts.held))
         else:
-            tokens = [_token(part.value) for part in parts.held]
+            tokens = [self._token(part.value, part.place) for part in parts.held]
             self._looks.append((value, parts.fact, tokens, [part.is_named for part in parts.held]))
 
     def add_list(self, items: list[Any]) -> None:
         """A list."""
         if self._is_given_up:
             return
-        if _hold_tensors(items):
-            self._with_tensors.append((items, (), list(map(_token, items))))
+        if self._live.keys_of(items) or _hold_tensors(items):
+            tokens = [self._token(each, Held(items, i)) for i, each in enumerate(items)]
+            self._with_tensors.append((items, (), tokens))
         else:
             self._lists.append((items, tuple(items)))
 
@@ -112,11 +119,10 @@ class Probes:
         """A dict. are_named: only entries whose names code reads matter."""
         if self._is_given_up:
             return
-        if _hold_tensors(table.values()):
+        if self._live.keys_of(table) or _hold_tensors(table.values()):
             wanted = self._names.of(table) if are_named else list(table)
-            self._with_tensors.append(
-                (table, (wanted, are_named), [_token(table[key]) for key in wanted])
-            )
+            tokens = [self._token(table[key], Held(table, key)) for key in wanted]
+            self._with_tensors.append((table, (wanted, are_named), tokens))
         else:
             self._tables.append((table, tuple(table), tuple(table.values()), are_named))
 
@@ -124,7 +130,10 @@ class Probes:
         """A namespace, of which code reads these names."""
         if self._is_given_up:
             return
-        keys = tuple(dict.fromkeys(part.key for part in parts))
+        live = {p.key for p in parts if type(self._token(p.value, p.place)) is _LiveKind}
+        for key in live:
+            self.add_value(partial(_kind_in, table, key))
+        keys = tuple(dict.fromkeys(part.key for part in parts if part.key not in live))
         read = itemgetter(*keys) if len(keys) > 1 else lambda table: tuple(table[k] for k in keys)
         self._namespaces.append((table, len(table), read, read(table)))
 
@@ -135,6 +144,12 @@ class Probes:
     def add_value(self, read: Callable[[], Any]) -> None:
         """What a function returns, compared by `==`."""
         self._values.append((read, read()))
+
+    def _token(self, value: Any, place: Held | None = None) -> Any:
+        live = self._live.values
+        if live and place is not None and may_live(value) and place.place in live:
+            return _LiveKind(type(value))
+        return _TensorRef(value) if issubclass(type(value), Tensor) else value
 
     # -- the test ----------------------------------------------------------------------------------
 
@@ -212,12 +227,23 @@ class _TensorRef(weakref.ref[Tensor]):
     """Stands for a tensor, which the probes must not keep alive."""
 
 
-def _token(value: Any) -> Any:
-    return _TensorRef(value) if issubclass(type(value), Tensor) else value
+@dataclass(frozen=True, slots=True)
+class _LiveKind:
+    """Stands for the content of a live place."""
+
+    kind: type
 
 
 def _is(token: Any, value: Any) -> bool:
-    return token is value or (type(token) is _TensorRef and token() is value)
+    return (
+        token is value
+        or (type(token) is _TensorRef and token() is value)
+        or (type(token) is _LiveKind and token.kind is type(value))
+    )
+
+
+def _kind_in(table: Mapping[str, Any], key: str) -> type:
+    return type(table.get(key))
 
 
 def _objects(leaves: Sequence[Any]) -> list[Any]:

@@ -23,12 +23,22 @@ from torch import Tensor, nn
 
 from functionalize._compat.autograd import hook_functions, hook_tables
 from functionalize._compat.modules import without_reports
+from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_users
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS, process_generators
 from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
+from functionalize.walk.live_places import (
+    LIVE_NUMBERS,
+    NO_PLACES,
+    LivePlaces,
+    is_of_user,
+    is_writable,
+    may_live,
+    state_numbers,
+)
 from functionalize.walk.object_parts import class_parts, parts_of
 from functionalize.walk.parts import SAME, Held, Part, Parts
 from functionalize.walk.probes import Probes
@@ -70,6 +80,10 @@ class PythonState:
     hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay, so that they are no facts.
     probes: a fast test that a walk would find the same facts; see `probes.py`.
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
+    live: places whose contents are no facts. slots: path, place and content (of tensors weakly) of each place that may
+    become one.
+    lists: path, place and list of those that code of the step finds by a name.
+    shared: ids of objects that more than one path leads to. owners: id of a path -> type of the object there.
     """
 
     def __init__(
@@ -78,6 +92,7 @@ class PythonState:
         is_replay: bool = False,
         hooks_run_outside: bool = False,
         roots_only: bool = False,
+        live: LivePlaces = NO_PLACES,
     ) -> None:
         """is_replay: only facts are wanted. roots_only: only roots are, and some facts are left out."""
         self.names, self.roots = names, Roots()
@@ -90,7 +105,12 @@ class PythonState:
         self.seen: dict[int, Path] = {}
         self.late: list[tuple[str, Any]] = []
         self._is_replay, self._roots_only = is_replay, roots_only
-        self.probes = Probes(names)
+        self.live = live
+        self.slots: list[tuple[Path, Held, Any]] = []
+        self.lists: list[tuple[Path, Held, list[Any]]] = []
+        self.shared: set[int] = set()
+        self.owners: dict[int, type] = {}
+        self.probes = Probes(names, live)
         if roots_only:
             self.probes.give_up()
         self._seen_moving: dict[int, Path] = {}
@@ -142,6 +162,7 @@ class PythonState:
             return self._note(visit, (kind, repr(value)))
         seen = self.seen if visit.moving is None else self._seen_moving
         if id(value) in seen:
+            self.shared.add(id(value))
             return self._note(visit, ("again", seen[id(value)]))
         if visit.is_fact:
             seen[id(value)] = visit.path
@@ -180,6 +201,43 @@ class PythonState:
             self._class_of(visit, kind)
         return None
 
+    def _is_live_list(self, value: Any) -> bool:
+        if id(value) not in self.live.lists:
+            return False
+        if id(value) in self.seen:
+            self.shared.add(id(value))
+        self.seen[id(value)] = ()
+        return True
+
+    def forget_slots(self) -> None:
+        """Release what only a recording needs."""
+        self.slots, self.lists, self.owners = [], [], {}
+
+    def _note_slot(self, holder: Visit, visit: Visit) -> None:
+        """Note a place whose content a replay may be able to move."""
+        kind = type(holder.value)
+        if holder.value is not None:
+            self.owners[id(holder.path)] = kind
+        is_element = issubclass(kind, CONTAINERS)
+        is_known = issubclass(kind, (nn.Module, torch.optim.Optimizer)) or is_of_user(holder.value)
+        if (
+            not (is_element or is_known)
+            or visit.is_loose
+            or visit.moving is not None
+            or not is_writable(visit.place)
+        ):
+            return
+        assert visit.place is not None
+        if type(visit.value) is list and not is_element and is_of_user(holder.value):
+            self.lists.append((visit.path, visit.place, visit.value))
+        value = visit.value
+        if may_live(value) or is_live(value):
+            is_tensor = issubclass(type(value), Tensor)
+            value = (
+                weakref.ref(value) if is_tensor else value.node.hint if is_live(value) else value
+            )
+            self.slots.append((visit.path, visit.place, value))
+
     def _push(self, holder: Visit, part: Part, is_loose: bool = False) -> None:
         place = part.place
         if place is not None and issubclass(type(holder.value), tuple):  # it is replaced as a whole
@@ -199,9 +257,17 @@ class PythonState:
             holder.moving,
         )
         if visit.is_fact:
+            if not self._is_replay:
+                self._note_slot(holder, visit)
+            kind = self.live.kind_at(place, part.value)
+            if kind is None and self._is_live_list(part.value):
+                kind = list
+            if kind is not None and not is_loose and visit.moving is None:
+                return self._note(visit, ("kind", kind))
             self._queue.append(visit)
         elif not self._is_replay:
             self._unnamed.append(visit)
+        return None
 
     def _class_of(self, visit: Visit, kind: type) -> None:
         """Visit the attributes of the class of an object, once."""
@@ -291,6 +357,12 @@ class PythonState:
         loose = Visit(visit.path, visit.name, None, is_loose=True)
         for key in sorted(table.keys() - _OF_EVERY_MODULE):
             value = without_reports(table[key])
+            if not self._is_replay:
+                place = Visit((visit.path, key), "", value, Held(table, key))
+                self._note_slot(visit, place)
+            if self._is_live_list(value):
+                self._note(Visit((visit.path, key), "", None), ("kind", list))
+                continue
             if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
                 continue
             if isinstance(value, (list, tuple)):  # tensors directly in a list have sources
@@ -308,20 +380,15 @@ class PythonState:
             if key not in _OF_EVERY_OPTIMIZER:
                 self._push(visit, Part(key, value, key))
         self.probes.add_table(vars(optimizer))
-        self.probes.add_value(partial(_state_numbers, optimizer))
-        for key, fact in _state_numbers(optimizer):
+        self.probes.add_value(partial(state_numbers, optimizer, self.live))
+        for key, fact in state_numbers(optimizer, self.live):
             self._note(Visit(((visit.path, "state"), key), "", None), fact)
-
-
-def _state_numbers(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
-    """The numbers in an optimizer's state, each with its key."""
-    return [
-        (key, (type(value), repr(value)))
-        for state in list(optimizer.state.values())
-        if isinstance(state, dict)
-        for key, value in state.items()
-        if type(value) in PLAIN
-    ]
+        if not self._is_replay:
+            for state in optimizer.state.values():
+                for key, value in state.items() if type(state) is dict else ():
+                    if type(value) in LIVE_NUMBERS:
+                        path = ((visit.path, "state"), key)
+                        self._note_slot(visit, Visit(path, "", value, Held(state, key)))
 
 
 def _free(name: str, taken: dict[str, Any]) -> str:

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 
 import functionalize as fz
+from tests.laws.moving_worlds import HARD, MovingExample, MovingWorld, moving_examples
 from tests.laws.python_worlds import Example, World, examples
+from tests.step.test_moving_state import difference
 
 SEEN: Counter[str] = Counter()
 X = torch.tensor([[1.0, 2.0]])
@@ -41,3 +43,31 @@ def test_no_replay_differs_from_eager(example: Example) -> None:
 def test_most_examples_replay() -> None:
     assert SEEN["replayed"] > 0.8 * SEEN["examples"] > 0, SEEN
     assert SEEN["refused"] < 0.05 * SEEN["examples"], SEEN
+
+
+MOVED: Counter[str] = Counter()
+
+
+@settings(max_examples=max(300, settings.default.max_examples // 4))
+@given(moving_examples())
+def test_no_replay_moves_state_otherwise_than_eager(example: MovingExample) -> None:
+    eager, ours = MovingWorld(example), MovingWorld(example)
+    captured = fz.capture(ours.step, on_uncapturable="eager")
+    for call, reset in enumerate(example.resets):
+        eager.reset(reset)
+        ours.reset(reset)
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(call))
+        expected, actual = [eager.step(x), eager.state], [captured(x), ours.state]
+        found = difference(expected, actual)
+        assert found is None, f"call {call}: {found}\n{captured.explain()}"
+    if not HARD & {name for name, _ in example.moves}:
+        MOVED["examples"] += 1
+        MOVED["replayed"] += captured.stats.replays > 0
+    else:
+        MOVED["hard"] += 1
+        assert not captured.stats.replays, captured.explain()
+
+
+def test_most_moves_are_replayed() -> None:
+    assert MOVED["replayed"] > 0.7 * MOVED["examples"] > 0, MOVED
+    assert MOVED["hard"] > 0, MOVED

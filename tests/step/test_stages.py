@@ -142,7 +142,7 @@ def test_judge_and_build_raise_nothing(error: Exception, is_bug: bool) -> None:
             raise error
 
     run = recorded(lambda x: x + 1, torch.ones(2))
-    broken = Broken(run.recorder, run.entry, run.result, run.changed)
+    broken = Broken(run.recorder, run.entry, run.result, run.changed, run.moving)
 
     def make(recording: StepRecording) -> Built:
         raise error

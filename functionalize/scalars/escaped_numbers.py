@@ -1,0 +1,61 @@
+"""Live numbers that outlive their recording: plain ones take their places, whoever holds them.
+
+    settle_escaped(log, leaves)                    after the step: they become constants of the program, too
+    replace_by_plain(log.escaped(()))              after an exception, or when the result is plain
+
+Invariant: dicts, lists, sets, cells and attributes hold what eager leaves there. Tuples and objects of C code keep a
+live number, which behaves as a constant from then on.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from functionalize.scalars.scalar_log import ScalarLog
+
+
+def settle_escaped(log: ScalarLog, leaves: Sequence[Any]) -> None:
+    """Make constants of the live numbers that outlive their recording other than as `leaves` of the result.
+
+    A closure, an object of C code or a queue holds them: a replay returns or leaves this object as it is.
+    """
+    held = set(map(id, leaves))
+    if log.escaped(held):
+        gc.collect()  # some may be garbage in cycles
+    late = log.escaped(held)
+    for number in late:
+        log.learn_late(number.node)
+    replace_by_plain(late)
+
+
+def replace_by_plain(live: Sequence[Any]) -> None:
+    """Put plain numbers in the places of live ones: in dicts, lists, cells and attributes, whoever holds them."""
+    if not live:
+        return
+    wanted = {id(number): number.node.hint for number in live}
+    for holder in gc.get_referrers(*live):
+        kind = type(holder)
+        if kind is types.CellType:
+            holder.cell_contents = wanted.get(id(holder.cell_contents), holder.cell_contents)
+        elif issubclass(kind, (list, deque)) and holder is not live:
+            for i, value in enumerate(list(holder)):
+                if id(value) in wanted:
+                    holder[i] = wanted[id(value)]
+        elif kind is set:
+            members = [wanted.get(id(each), each) for each in holder]
+            holder.clear()
+            holder.update(members)
+        elif issubclass(kind, dict):
+            _replace_in(holder, wanted)
+        elif isinstance(getattr(holder, "__dict__", None), dict):
+            _replace_in(vars(holder), wanted)
+
+
+def _replace_in(table: dict[Any, Any], wanted: dict[int, Any]) -> None:
+    for key, value in list(dict.items(table)):
+        if id(value) in wanted:
+            dict.__setitem__(table, key, wanted[id(value)])

@@ -1,0 +1,356 @@
+"""State in Python that a step moves and that a replay moves alike: counters, sums, kept losses, lists of losses.
+
+    self.n += 1; self.total += loss.item()     numbers: live in the recording, and assigned by a replay
+    self.last = loss.detach()                  tensors: inputs if the step reads them, and assigned by a replay
+    losses.append(loss.item())                 lists that code of the step only appends to
+
+    with MovingState(places, recorder) as moving, recorder:    places that an earlier call was seen to move
+        ...                                                    they hold live numbers
+    moving.finish()
+    moving.effects                                             what a replay repeats: (effect, value), ...
+    moving.refusal                                             text about a change that none repeats, or None
+    moving.key                                                 equal in two recordings that move state alike
+
+Note [What moves alike]
+A number that the step leaves in a place is repeated if it is a live number: an expression of numbers of the entry and
+of numbers that the step read. Constants in the expression, and numbers that code of the step assigns as they are
+(`self.n = 0`), might come from a clock. So a recording is kept only if an earlier one has moved the same places by the
+same expressions with the same constants (`key`). A list must not be read: of its name, code of the step has calls of
+`append` alone, one path leads to it, and no code finds attributes by data.
+
+Invariant: after the step, also after an exception, no place holds a live number; the number it holds is that of eager.
+Refusals: another type than on entry, a number that is no 64-bit integer (as a guard fails), an appended container that
+anything else holds, what `python_effects.py` refuses.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
+
+from torch import Tensor
+
+from functionalize.ir.inputs import Call
+from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, is_expression
+from functionalize.planning.timeline.timeline import Category
+from functionalize.recorder.recorder import Recorder
+from functionalize.scalars.live_scalars import as_live, expression_of, is_live
+from functionalize.state.arguments import flatten_result, unflatten_result
+from functionalize.state.hyperparameters import number_tensor
+from functionalize.util.number_uses import any_needs_exact
+from functionalize.util.tensor_wrappers import address_of
+from functionalize.walk.code_uses import only_appended, stored_constants
+from functionalize.walk.fact_text import NUMBERS, Path, text_of
+from functionalize.walk.live_places import (
+    LIVE_NUMBERS,
+    NO_PLACES,
+    LivePlaces,
+    content,
+    is_absent,
+    put,
+)
+from functionalize.walk.parts import Held
+from functionalize.walk.walker import PythonState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaceNumber:
+    """The source of a number that Python holds at a place. kind: its type, int or float."""
+
+    place: Held
+    name: str
+    kind: type
+    category: ClassVar[Category] = Category.BUFFERS
+
+    def resolve(self, call: Call) -> Any:
+        return number_tensor(self.place.resolve(), self.kind, f"`{self.name}`")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assigned:
+    """The effect of a step that assigns a number or a tensor to a place."""
+
+    name: str
+    place: Held
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"assigns `{self.name}`"
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Assign the value of this replay."""
+        put(self.place, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Appended:
+    """The effect of a step that appends to a list."""
+
+    name: str
+    place: Held
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"appends to `{self.name}`"
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Append the value of this replay."""
+        list.append(self.place.resolve(), value)
+
+
+class Moves(NamedTuple):
+    """How a recording moved state: places and expressions, their constants, and the facts learned of numbers."""
+
+    shape: Hashable
+    constants: Hashable
+    facts: Hashable
+
+    def is_as(self, other: Moves) -> bool:
+        """Whether another recording moved the same places alike."""
+        return self[:2] == other[:2]
+
+    def differs_in_constants(self, other: Moves) -> bool:
+        """Whether another one differs in constants alone, which no guard explains."""
+        return self.shape == other.shape and self.facts == other.facts and not self.is_as(other)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MovingPlaces:
+    """The live places of one recording, with their names: values, and lists."""
+
+    live: LivePlaces
+    values: tuple[tuple[str, Held], ...] = ()
+    lists: tuple[tuple[str, Held], ...] = ()
+    constants: Mapping[str, frozenset[tuple[type, str]]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(state: PythonState) -> MovingPlaces:
+        """Those of `state.live` that a walk has found, in its order."""
+        live = state.live
+        if not live:
+            return MovingPlaces(NO_PLACES)
+        values = {p.place: (text_of(path), p) for path, p, _ in state.slots}
+        lists = [(text_of(path), p) for path, p, found in state.lists if id(found) in live.lists]
+        found = tuple(values[key] for key in values if key in live.values)
+        codes = state.names.codes
+        return MovingPlaces(
+            live,
+            found,
+            tuple(lists),
+            {name: stored_constants(codes, _last(name)) for name, _ in found},
+        )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def moved(before: PythonState, after: PythonState) -> LivePlaces:
+    """The places that differ between two walks and that a replay may be able to move."""
+    were = {p.place: value for _, p, value in before.slots}
+    values = {
+        p.place: p for _, p, value in after.slots if not _is_same(were.get(p.place, before), value)
+    }
+    lists = {
+        id(found): found
+        for path, place, found in after.lists
+        if is_only_appended(after, path, place, found)
+    }
+    if values and any_needs_exact(after.roots.functions):
+        values = {key: p for key, p in values.items() if isinstance(content(p), Tensor)}
+    return LivePlaces(values, lists)
+
+
+def with_live_places(live: LivePlaces, walk: Callable[[LivePlaces], PythonState]) -> PythonState:
+    """The walk with these live places; without the lists that code can read by now."""
+    state = walk(live)
+    kept = {
+        id(found): found
+        for path, place, found in state.lists
+        if id(found) in live.lists and is_only_appended(state, path, place, found)
+    }
+    return state if len(kept) == len(live.lists) else walk(LivePlaces(live.values, kept))
+
+
+def is_only_appended(state: PythonState, path: Path, place: Held, found: list[Any]) -> bool:
+    """Whether code of the step appends to a list and cannot read it."""
+    name = path[1]
+    return (
+        isinstance(name, str)
+        and not state.names.is_dynamic
+        and id(found) not in state.shared
+        and only_appended(state.names.codes, name)
+    )
+
+
+def _is_same(was: Any, now: Any) -> bool:
+    if type(now) is weakref.ReferenceType:
+        return type(was) is weakref.ReferenceType and was() is now()
+    return type(was) is type(now) and repr(was) == repr(now)
+
+
+class MovingState:
+    """A context in which these places hold live numbers, if the numbers of the recording are live."""
+
+    def __init__(self, places: MovingPlaces, recorder: Recorder) -> None:
+        self.effects: list[tuple[Any, Any]] = []
+        self.refusal: str | None = None
+        self.moved: dict[Any, Held] = {}
+        self._places, self._recorder = places, recorder
+        self._were: list[Any] = []  # for each place: a live number, a weak reference to a tensor
+        self._addresses: list[int | None] = []  # of the storages of tensors
+        self._left: list[Any] = []
+        self._items: list[tuple[Any, list[Any]]] = []  # for each list: itself, its elements
+
+    def __enter__(self) -> Self:
+        log = self._recorder.scalar_log
+        for name, place in self._places.values:
+            was = content(place)
+            self._addresses.append(address_of(was) if isinstance(was, Tensor) else None)
+            if isinstance(was, Tensor):
+                self._were.append(weakref.ref(was))
+                continue
+            if log is not None and type(was) in LIVE_NUMBERS:
+                was = as_live(log.from_source(PlaceNumber(place, name, type(was)), name, was))
+                put(place, was)
+            self._were.append(was)
+        for _, place in self._places.lists:
+            found = content(place)
+            self._items.append((found, list(found) if type(found) is list else []))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _, place in self._places.values:
+            now = content(place)
+            self._left.append(now)
+            if is_live(now):
+                put(place, now.node.hint)
+
+    def finish(self) -> None:
+        """After the step: the effects, or the refusal."""
+        places, hints = self._places, [w.node.hint if is_live(w) else w for w in self._were]
+        found = zip(places.values, self._were, hints, self._left, self._addresses, strict=True)
+        for (name, place), was, hint, now, address in found:
+            if type(was) is weakref.ReferenceType and now is was():
+                if isinstance(now, Tensor) and address_of(now) != address:
+                    what = f"gives `{name}` another storage (`.data = ...` or `set_`)"
+                    self.refusal = self.refusal or what
+                continue
+            if now is was:
+                continue
+            known = is_live(now) or isinstance(now, Tensor) or self._is_constant(name, now)
+            if not known and (type(now) not in LIVE_NUMBERS or not _is_same(hint, now)):
+                self._refuse(name, now, hint)
+                continue
+            self.moved[place.place] = place
+            self.effects.append((Assigned(name, place), now))
+        self._were.clear()
+        self._left.clear()
+        for (name, place), (was, items) in zip(places.lists, self._items, strict=True):
+            self._finish_list(name, place, was, items)
+        self._items.clear()
+
+    def _is_constant(self, name: str, now: Any) -> bool:
+        return (type(now), repr(now)) in self._places.constants[name]
+
+    def _refuse(self, name: str, now: Any, was: Any) -> None:
+        new = "gone" if is_absent(now) else _brief(now)
+        change = f"`{name}` is {new}, was {_brief(was)}"
+        self.refusal = self.refusal or f"changes Python state, which a replay would not: {change}"
+
+    def _finish_list(self, name: str, place: Held, was: Any, items: list[Any]) -> None:
+        now = content(place)
+        if now is not was or type(now) is not list or len(now) < len(items):
+            self._refuse(name, now, items)
+            return
+        if any(a is not b for a, b in zip(now, items, strict=False)):
+            self._refuse(name, now, items)
+            return
+        for at in range(len(items), len(now)):
+            is_fresh = _is_fresh(now, at)
+            leaves, spec = flatten_result(now[at])
+            if not is_fresh or not all(map(_is_repeatable, leaves)):
+                self.refusal = self.refusal or (
+                    f"appends to `{name}` a {type(now[at]).__name__} that a replay cannot make again: `{name}` "
+                    f"is a list of {len(now)}, was a list of {len(items)}"
+                )
+                return
+            self.effects.append((Appended(name, place), unflatten_result(leaves, spec)))
+            if any(map(is_live, leaves)):
+                now[at] = _with_plain(now[at])
+
+    @property
+    def key(self) -> Moves | None:
+        """How the state was moved; None: it was not."""
+        if not self.effects:
+            return None
+        log = self._recorder.scalar_log
+        shape: list[Hashable] = []
+        constants: list[Hashable] = []
+        for effect, value in self.effects:
+            leaves, spec = flatten_result(value)
+            shape += [effect.what, str(spec)]
+            shape += [_shape(leaf, expression_of(leaf, log), constants) for leaf in leaves]
+        facts: list[Hashable] = []
+        for fact in log.facts.values() if log is not None else ():
+            facts += [_shape(None, fact.expression, facts), repr(fact.value)]
+        return Moves(tuple(shape), tuple(constants), tuple(facts))
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor) or type(value) is weakref.ReferenceType:
+        return "a tensor"
+    return f"a list of {len(value)}" if isinstance(value, list) else repr(value)
+
+
+def _is_fresh(holder: Any, key: Any) -> bool:
+    """Whether nothing else holds the dicts and lists of an element, so that a replay may make others."""
+    kind = type(holder[key])
+    if kind not in (dict, list, tuple):
+        return True
+    if kind is not tuple and sys.getrefcount(holder[key]) > 2:
+        return False
+    inner = holder[key]
+    return all(_is_fresh(inner, k) for k in (inner if kind is dict else range(len(inner))))
+
+
+def _is_repeatable(leaf: Any) -> bool:
+    return is_live(leaf) or isinstance(leaf, Tensor) or type(leaf) in NUMBERS
+
+
+def _with_plain(value: Any) -> Any:
+    """A value of a list, with live numbers replaced: in place where it is a container, which the caller may hold."""
+    if is_live(value):
+        return value.node.hint
+    if type(value) is dict:
+        for key, each in value.items():
+            value[key] = _with_plain(each)
+    elif type(value) is list:
+        value[:] = map(_with_plain, value)
+    elif type(value) is tuple:
+        return tuple(map(_with_plain, value))
+    return value
+
+
+def _shape(leaf: Any, expression: Any, constants: list[Hashable]) -> Hashable:
+    """What a leaf is made of, without its constants, which are added to `constants`."""
+    if isinstance(leaf, Tensor):
+        return "tensor", str(leaf.dtype)
+    if expression is None:
+        constants.append((type(leaf), repr(leaf)))
+        return "constant"
+    steps: list[Hashable] = []
+    numbers: dict[Any, int] = {}  # of each subexpression
+    for part in bottom_up(expression, numbers):
+        numbers[part] = len(numbers)
+        if not isinstance(part, Applied):
+            steps.append(part.name if isinstance(part, ScalarInput) else "item")
+            continue
+        constants += [(type(a), repr(a)) for a in part.args if not is_expression(a)]
+        steps.append((part.function, *(numbers.get(a) for a in part.args if is_expression(a))))
+    return tuple(steps)

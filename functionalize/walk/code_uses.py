@@ -1,0 +1,94 @@
+"""How code uses one name, by its bytecode: whether it only appends to it, where it changes it, what it stores.
+
+    only_appended(codes, "losses")     True for `self.losses.append(x)` alone, False as soon as code reads it otherwise
+    lines_of_changes(codes, "n")       ["train.py:12, in step: self.n += 1"]
+    stored_constants(codes, "n")       {(int, "0")} for `self.n = 0`
+
+Invariant: what is not understood counts as a read.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import linecache
+import types
+from collections.abc import Iterable, Iterator, Sequence
+
+from functionalize.walk.code_names import codes_of
+
+_STORES = frozenset(
+    {"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL"}
+    | {"DELETE_NAME", "DELETE_DEREF"}
+)
+_NO_READ = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "LOAD_CLOSURE", "MAKE_CELL"})
+_LOCAL = frozenset({"LOAD_FAST", "STORE_FAST", "DELETE_FAST", "LOAD_FAST_CHECK", "KW_NAMES"})
+_BETWEEN = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "COPY_FREE_VARS"})
+_METHOD = "LOAD_METHOD" if "LOAD_METHOD" in dis.opmap else "LOAD_ATTR"
+_MOVERS = frozenset(
+    {"append", "extend", "insert", "update", "setdefault", "pop", "popitem", "remove", "clear", "add"}
+    | {"discard", "appendleft", "popleft", "rotate", "sort", "reverse", "write"}
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(code: types.CodeType) -> Sequence[dis.Instruction]:
+    return [step for step in dis.get_instructions(code) if step.opname not in _BETWEEN]
+
+
+def _every(codes: Iterable[types.CodeType]) -> Iterator[types.CodeType]:
+    yield from dict.fromkeys(each for outer in codes for each in codes_of(outer))
+
+
+def only_appended(codes: Iterable[types.CodeType], name: str) -> bool:
+    """Whether code uses a name only in calls of its method `append`."""
+    for code in _every(codes):
+        steps = _steps(code)
+        for at, step in enumerate(steps):
+            if step.opname == "LOAD_CONST" and step.argval == name:  # `getattr(self, name)`
+                return False
+            if step.argval != name or step.opname in _LOCAL or step.opname in _NO_READ:
+                continue
+            then = steps[at + 1] if at + 1 < len(steps) else step
+            if then.opname != _METHOD or then.argval != "append":
+                return False
+    return True
+
+
+def lines_of_changes(codes: Iterable[types.CodeType], name: str) -> list[str]:
+    """The lines that assign a name, or an entry of it, or call a method of it that changes containers."""
+    found: dict[str, None] = {}
+    for code in _every(codes):
+        steps, line = _steps(code), code.co_firstlineno
+        on_line: set[str] = set()
+        for at, step in enumerate(steps):
+            if step.starts_line is not None:
+                found_at = step.positions.lineno if step.positions is not None else None
+                line, on_line = found_at or line, set()
+            if isinstance(step.argval, str):
+                on_line.add(step.argval)
+            then = steps[at + 1].argval if at + 1 < len(steps) else None
+            is_change = (
+                (step.opname in _STORES and step.argval == name)
+                or (step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") and name in on_line)
+                or (step.argval == name and then in _MOVERS)
+            )
+            if is_change:
+                text = linecache.getline(code.co_filename, line).strip()
+                found[f"{code.co_filename}:{line}, in {code.co_name}: {text}"] = None
+    return list(found)
+
+
+def stored_constants(codes: Iterable[types.CodeType], name: str) -> frozenset[tuple[type, str]]:
+    """The numbers, by type and text, in code that assigns a name."""
+    return frozenset(
+        (type(constant), repr(constant))
+        for code in _every(codes)
+        if any(
+            (step.opname in _STORES and step.argval == name)
+            or (step.opname == "LOAD_CONST" and step.argval == name)
+            for step in _steps(code)
+        )
+        for constant in code.co_consts
+        if type(constant) in (int, float)
+    )

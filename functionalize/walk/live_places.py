@@ -1,0 +1,130 @@
+"""The places in Python that a step moves and that a replay moves alike: numbers, tensors, lists that only grow.
+
+    live = LivePlaces({held.place: held}, {id(losses): losses})
+    live.kind_at(held, 4)      int: the number is no fact of the walk, its type is
+    live.kind_at(other, 4)     None: the number is a fact
+
+Invariant: of a live place, that it is there and the type of its content are facts; the content is none.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize.util.packages import is_users
+from functionalize.walk.fact_text import PLAIN
+from functionalize.walk.parts import Held
+
+LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
+_TABLES = frozenset({dict, OrderedDict, defaultdict})
+_ABSENT = object()
+_NO_KEYS: frozenset[Any] = frozenset()
+
+
+class LivePlaces:
+    """values: places of numbers and tensors, by `Held.place`. lists: lists that code only appends to, by id.
+
+    Never changed. It keeps the containers alive, so that their ids are not reused.
+    """
+
+    __slots__ = ("_keys", "lists", "values")
+
+    def __init__(
+        self,
+        values: Mapping[Any, Held] = MappingProxyType({}),
+        lists: Mapping[int, list[Any]] = MappingProxyType({}),
+    ) -> None:
+        self.values, self.lists = values, lists
+        self._keys: dict[int, frozenset[Any]] = {}
+        for holder, key in values:
+            self._keys[holder] = self._keys.get(holder, _NO_KEYS) | {key}
+
+    def __or__(self, other: LivePlaces) -> LivePlaces:
+        return LivePlaces({**self.values, **other.values}, {**self.lists, **other.lists})
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.lists)
+
+    def kind_at(self, place: Held | None, value: Any) -> type | None:
+        """The type of the number at a live place; None for any other place or value."""
+        if not self.values or place is None or type(value) not in LIVE_NUMBERS:
+            return None
+        return type(value) if place.place in self.values else None
+
+    def keys_of(self, container: Any) -> frozenset[Any]:
+        """The keys of the live places in a container."""
+        return self._keys.get(id(container), _NO_KEYS)
+
+
+NO_PLACES = LivePlaces()
+
+
+def is_writable(place: Held | None) -> bool:
+    """Whether `put` can write to a place as the step does, without code of the user."""
+    if place is None:
+        return False
+    kind = type(place.container)
+    if kind is types.CellType or kind in _TABLES or kind is list or kind is type:
+        return True
+    slot = getattr(kind, place.key, None) if isinstance(place.key, str) else None
+    return isinstance(slot, types.MemberDescriptorType)
+
+
+def put(place: Held, value: Any) -> None:
+    """Write to a place."""
+    container, key = place.container, place.key
+    if type(container) is types.CellType:
+        container.cell_contents = value
+    elif isinstance(container, dict):
+        dict.__setitem__(container, key, value)
+    elif isinstance(container, list):
+        list.__setitem__(container, key, value)
+    elif type(container) is type:
+        type.__setattr__(container, key, value)
+    else:
+        object.__setattr__(container, key, value)
+
+
+def content(place: Held) -> Any:
+    """What a place holds now; an object that is nothing else if there is no such place."""
+    try:
+        return place.resolve()
+    except (LookupError, AttributeError, ValueError):
+        return _ABSENT
+
+
+def is_absent(value: Any) -> bool:
+    """Whether `content` found no such place."""
+    return value is _ABSENT
+
+
+def may_live(value: Any) -> bool:
+    """Whether a replay can move a value: a number or a tensor."""
+    return type(value) in LIVE_NUMBERS or issubclass(type(value), Tensor)
+
+
+def is_of_user(holder: Any) -> bool:
+    """Whether an object, a function, a class or a Python module is the user's."""
+    kind = type(holder)
+    if kind is types.ModuleType:
+        return is_users(holder.__name__.partition(".")[0])
+    named = holder if kind is types.FunctionType or issubclass(kind, type) else kind
+    return is_users(named.__module__)
+
+
+def state_numbers(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[tuple[Any, Any]]:
+    """The numbers in an optimizer's state, each with its key; of live ones, the type."""
+    return [
+        (key, live.kind_at(Held(state, key), value) or (type(value), repr(value)))
+        for state in list(optimizer.state.values())
+        if isinstance(state, dict)
+        for key, value in state.items()
+        if type(value) in PLAIN
+    ]

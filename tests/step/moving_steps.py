@@ -1,0 +1,861 @@
+"""Steps that move state in Python, each with a world of its own: `STEPS[name](world)` fills the world and is a step.
+
+Of a world, all attributes and the cells of the step are compared between twins; `REFUSED` has the message for steps
+that cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import time
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Step = Callable[[Tensor], Any]
+
+
+class World:
+    """A model, its optimizer, and whatever a step adds."""
+
+    def __init__(self, make: Callable[[World], Step], optimizer: str) -> None:
+        torch.manual_seed(0)
+        self.model = self.made_model()
+        kinds: dict[str, Any] = {
+            "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+            "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+            "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+        }
+        self.optimizer = kinds[optimizer](list(self.model.parameters()))
+        self.n: Any = 0
+        self.step = make(self)
+
+    def made_model(self) -> nn.Module:
+        """The model; other worlds have others."""
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    def train(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def state(self) -> Any:
+        """All that Python holds around the step."""
+        cells = [c.cell_contents for c in getattr(self.step, "__closure__", None) or ()]
+        own = {k: v for k, v in vars(self).items() if k not in ("model", "optimizer", "step")}
+        modules = [dict(vars(m)) for m in self.model.modules()]
+        hidden = ("_parameters", "_buffers", "_modules")
+        extra = [{k: v for k, v in m.items() if k not in hidden} for m in modules]
+        return [own, [c for c in cells if not isinstance(c, World)], extra, self.model.state_dict()]
+
+
+STEPS: dict[str, Callable[[World], Step]] = {}
+REFUSED: dict[str, tuple[str, int]] = {}
+# Steps that are replayed later than at the fourth call, or at some calls only.
+REPLAYS: dict[str, int] = {}
+
+
+def moves(make: Callable[[World], Step]) -> Callable[[World], Step]:
+    STEPS[make.__name__] = make
+    return make
+
+
+def replays(least: int) -> Callable[[Callable[[World], Step]], Callable[[World], Step]]:
+    """A step of which at least so many of twelve calls are replayed."""
+
+    def add(make: Callable[[World], Step]) -> Callable[[World], Step]:
+        STEPS[make.__name__], REPLAYS[make.__name__] = make, least
+        return make
+
+    return add
+
+
+def refused(
+    message: str, at: int = 2
+) -> Callable[[Callable[[World], Step]], Callable[[World], Step]]:
+    """A step that is refused, with this message, at its call number `at`."""
+
+    def add(make: Callable[[World], Step]) -> Callable[[World], Step]:
+        STEPS[make.__name__], REFUSED[make.__name__] = make, (message, at)
+        return make
+
+    return add
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+@moves
+def attribute(w: World) -> Step:
+    def step(x: Tensor) -> Tensor:
+        w.n += 1
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def closure_cell(w: World) -> Step:
+    n = 0
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal n
+        n += 1
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def module_global(w: World) -> Step:
+    scope: dict[str, Any] = {"w": w, "count": 0, "__name__": "script"}
+    code = "def step(x):\n    global count\n    count += 1\n    return w.train(x).detach()\n"
+    exec(compile(code, "script.py", "exec"), scope)
+    w.scope = scope
+    step: Step = scope["step"]
+    return step
+
+
+@moves
+def dict_entry(w: World) -> Step:
+    w.counts = {"steps": 0, "other": 5}
+
+    def step(x: Tensor) -> Tensor:
+        w.counts["steps"] += 1
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def ordered_dict_entry(w: World) -> Step:
+    w.counts = OrderedDict(steps=0, samples=0)
+
+    def step(x: Tensor) -> Tensor:
+        w.counts["steps"] += 1
+        w.counts["samples"] += len(x)
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def default_dict_entry(w: World) -> Step:
+    w.counts = defaultdict(int)
+
+    def step(x: Tensor) -> Tensor:
+        w.counts["steps"] += 1
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def list_element(w: World) -> Step:
+    w.counts = [0, 7, 0.0]
+
+    def step(x: Tensor) -> Tensor:
+        w.counts[0] += 1
+        w.counts[2] += 0.5
+        return w.train(x).detach()
+
+    return step
+
+
+class Slotted:
+    __slots__ = ("n", "total")
+
+    def __init__(self) -> None:
+        self.n, self.total = 0, 0.0
+
+
+@moves
+def slots(w: World) -> Step:
+    counts = Slotted()
+    w.read = lambda: (counts.n, counts.total)
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        counts.n += 1
+        counts.total += loss.item()
+        return loss.detach()
+
+    return step
+
+
+@dataclass
+class Record:
+    steps: int = 0
+    total: float = 0.0
+
+
+@moves
+def record_of_a_dataclass(w: World) -> Step:
+    w.record = Record()
+
+    def step(x: Tensor) -> float:
+        loss = w.train(x)
+        w.record.steps += 1
+        w.record.total += loss.item() * len(x)
+        return w.record.total / w.record.steps
+
+    return step
+
+
+class Counted:
+    steps = 0
+
+
+@moves
+def class_attribute(w: World) -> Step:
+    kind = type("Own", (Counted,), {"steps": 0})
+    w.read = lambda: kind.steps
+
+    def step(x: Tensor) -> Tensor:
+        kind.steps += 1
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def attribute_of_a_python_module(w: World) -> Step:
+    counters = types.ModuleType("counters")
+    counters.steps = 0  # type: ignore[attr-defined]
+    w.read = lambda: counters.steps  # type: ignore[attr-defined]
+
+    def step(x: Tensor) -> Tensor:
+        counters.steps += 1  # type: ignore[attr-defined]
+        return w.train(x).detach()
+
+    return step
+
+
+class Counting(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls, self.scale = inner, 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.scale = self.scale * 0.9 + 0.1
+        out: Tensor = self.inner(x) * self.scale
+        return out
+
+
+@moves
+def attributes_of_a_module(w: World) -> Step:
+    w.model = Counting(w.model)
+    return lambda x: w.train(x).detach()
+
+
+@moves
+def total_of_losses(w: World) -> Step:
+    w.total = 0.0
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.total += loss.item()
+        return loss.detach()
+
+    return step
+
+
+class AverageMeter:
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.val = self.avg = self.sum = 0
+        self.count = 0
+
+    def update(self, val: float, n: int = 1) -> None:
+        self.val = val  # type: ignore[assignment]
+        self.sum += val * n  # type: ignore[assignment]
+        self.count += n
+        self.avg = self.sum / self.count  # type: ignore[assignment]
+
+
+@moves
+def average_meter(w: World) -> Step:
+    w.meter = AverageMeter()
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.meter.update(loss.item(), x.size(0))
+        return loss.detach()
+
+    return step
+
+
+@moves
+def two_meters(w: World) -> Step:
+    w.meters = {"loss": AverageMeter(), "norm": AverageMeter()}
+
+    def step(x: Tensor) -> dict[str, float]:
+        loss = w.train(x)
+        w.meters["loss"].update(loss.item(), x.size(0))
+        w.meters["norm"].update(x.norm().item())
+        return {name: meter.avg for name, meter in w.meters.items()}
+
+    return step
+
+
+@moves
+def warmup_of_the_learning_rate(w: World) -> Step:
+    def step(x: Tensor) -> Tensor:
+        loss = w.model(x).square().mean() * min(1.0, 0.0625 + 0.001 * w.n)
+        loss.backward()
+        w.optimizer.step()
+        w.optimizer.zero_grad()
+        w.n += 1
+        return loss.detach()
+
+    return step
+
+
+@moves
+def momentum_that_decays(w: World) -> Step:
+    w.beta = 0.9
+    w.average = torch.zeros(())
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x).detach()
+        w.beta = w.beta * 0.99 + 0.0001
+        w.average.mul_(w.beta).add_(loss, alpha=1 - w.beta)
+        return w.average / (1 - w.beta)
+
+    return step
+
+
+@moves
+def cumulative_batch_norm(w: World) -> Step:
+    norm: Any = w.model[1]  # type: ignore[index]
+    norm.momentum = None
+    return lambda x: w.train(x).detach()
+
+
+@replays(3)
+def best_loss(w: World) -> Step:
+    w.best = 1e9
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.best = min(w.best, loss.item() + 1e6)
+        return loss.detach()
+
+    return step
+
+
+@replays(2)
+def accumulation(w: World) -> Step:
+    def step(x: Tensor) -> Tensor:
+        loss = w.model(x).square().mean()
+        loss.backward()
+        w.n += 1
+        if w.n == 2:
+            w.optimizer.step()
+            w.optimizer.zero_grad()
+            w.n = 0
+        return loss.detach()
+
+    return step
+
+
+@moves
+def modulo(w: World) -> Step:
+    def step(x: Tensor) -> Tensor:
+        w.n = (w.n * 5 + 3) % 1009
+        return w.train(x).detach() * w.n
+
+    return step
+
+
+@moves
+def swapped_numbers(w: World) -> Step:
+    w.a, w.b = 1, 2
+
+    def step(x: Tensor) -> Tensor:
+        w.a, w.b = w.b, w.a + w.b
+        return w.train(x).detach()
+
+    return step
+
+
+class Proxy:
+    def __init__(self) -> None:
+        self.__dict__["values"] = {"n": 0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.values[name] = value
+
+
+@moves
+def set_by_a_descriptor(w: World) -> Step:
+    w.proxy = Proxy()
+
+    def step(x: Tensor) -> Tensor:
+        w.proxy.n += 1
+        return w.train(x).detach()
+
+    return step
+
+
+class Named:
+    def __init__(self) -> None:
+        self._steps = 0
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps = value
+
+
+@moves
+def set_by_a_property(w: World) -> Step:
+    w.named = Named()
+
+    def step(x: Tensor) -> Tensor:
+        w.named.steps += 2
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def one_dict_by_two_names(w: World) -> Step:
+    w.first = {"n": 0}
+    w.second = w.first
+
+    def step(x: Tensor) -> Tensor:
+        w.first["n"] += 1
+        w.second["n"] += 10
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def lazily_built(w: World) -> Step:
+    w.scale = None
+
+    def step(x: Tensor) -> Tensor:
+        if w.scale is None:
+            w.scale = 2.0
+        return w.train(x).detach() * w.scale
+
+    return step
+
+
+@moves
+def number_in_an_optimizers_state(w: World) -> Step:
+    class Signed(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                p.add_(p.grad.sign(), alpha=-0.01 / state["step"])
+
+    w.optimizer = Signed(w.model.parameters(), {"lr": 0.1})
+    return lambda x: w.train(x).detach()
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+@moves
+def last_loss(w: World) -> Step:
+    w.last = None
+
+    def step(x: Tensor) -> None:
+        w.last = w.train(x).detach()
+
+    return step
+
+
+@moves
+def loss_before(w: World) -> Step:
+    w.last = torch.zeros(())
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x).detach()
+        difference = loss - w.last
+        w.last = loss
+        return difference
+
+    return step
+
+
+@moves
+def metrics(w: World) -> Step:
+    w.metrics = {}
+
+    def step(x: Tensor) -> None:
+        loss = w.train(x)
+        w.metrics["loss"] = loss.item()
+        w.metrics["norm"] = x.norm()
+        w.metrics["rows"] = len(x)
+
+    return step
+
+
+@moves
+def moving_average_of_parameters(w: World) -> Step:
+    w.ema = {k: p.detach().clone() for k, p in w.model.named_parameters()}
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        with torch.no_grad():
+            for k, p in w.model.named_parameters():
+                w.ema[k] = w.ema[k] * 0.9 + p * 0.1
+        return loss.detach()
+
+    return step
+
+
+@moves
+def views_of_one_storage(w: World) -> Step:
+    w.all = w.first = None
+
+    def step(x: Tensor) -> Tensor:
+        w.all = w.model(x).detach()
+        w.first = w.all[0]
+        w.first.add_(1)
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def buffer_rebound_in_a_module(w: World) -> Step:
+    class Centered(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.center = inner, torch.zeros(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            self.center = self.center * 0.5 + out.detach().mean(0) * 0.5
+            return out - self.center
+
+    w.model = Centered(w.model)
+    return lambda x: w.train(x).detach()
+
+
+@moves
+def result_that_is_kept(w: World) -> Step:
+    w.last = None
+
+    def step(x: Tensor) -> Tensor:
+        w.last = w.train(x).detach()
+        return w.last
+
+    return step
+
+
+@moves
+def argument_that_is_kept(w: World) -> Step:
+    w.batch = None
+
+    def step(x: Tensor) -> Tensor:
+        w.batch = x
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def storage_of_a_parameter(w: World) -> Step:
+    w.snapshot = None
+
+    def step(x: Tensor) -> Tensor:
+        w.snapshot = w.model[0].weight.detach()[1:]  # type: ignore[index]
+        return w.train(x).detach()
+
+    return step
+
+
+# -- lists -----------------------------------------------------------------------------------------
+
+
+@moves
+def losses(w: World) -> Step:
+    w.losses = []
+
+    def step(x: Tensor) -> None:
+        w.losses.append(w.train(x).item())
+
+    return step
+
+
+@moves
+def losses_in_a_cell(w: World) -> Step:
+    losses: list[float] = []
+
+    def step(x: Tensor) -> None:
+        losses.append(w.train(x).item())
+
+    return step
+
+
+@moves
+def history_of_tensors(w: World) -> Step:
+    w.history = []
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.history.append(loss.detach())
+        return loss.detach()
+
+    return step
+
+
+@moves
+def history_of_records(w: World) -> Step:
+    w.history = []
+
+    def step(x: Tensor) -> None:
+        loss = w.train(x)
+        w.n += 1
+        w.history.append({"loss": loss.item(), "step": w.n, "rows": [len(x), (1, "a")]})
+
+    return step
+
+
+@moves
+def two_appended(w: World) -> Step:
+    w.losses, w.norms = [], []
+
+    def step(x: Tensor) -> None:
+        loss = w.train(x)
+        w.losses.append(loss.item())
+        w.norms.append(x.norm().item())
+        w.losses.append(-loss.item())
+
+    return step
+
+
+class Logged(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norms = inner, []  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.norms.append(out.detach().norm())
+        return out
+
+
+@moves
+def list_of_a_module(w: World) -> Step:
+    w.model = Logged(w.model)
+    return lambda x: w.train(x).detach()
+
+
+# -- what no replay repeats ------------------------------------------------------------------------
+
+
+@refused(
+    r"`w.losses` is a list of 2, was a list of 1\n  `losses` of a World\n  changed at .*w.losses.append"
+)
+def list_that_is_read(w: World) -> Step:
+    w.losses = []
+
+    def step(x: Tensor) -> float:
+        w.losses.append(w.train(x).item())
+        return sum(w.losses)
+
+    return step
+
+
+@refused(r"`w.recent` is a deque of 2, was a deque of 1")
+def deque_of_losses(w: World) -> Step:
+    w.recent = deque(maxlen=3)
+
+    def step(x: Tensor) -> None:
+        w.recent.append(w.train(x).item())
+
+    return step
+
+
+@refused(
+    r"`w.at` is [0-9.]+, was [0-9.]+\n  `at` of a World\n  changed at .*w.at = time.perf_counter"
+)
+def time_of_the_call(w: World) -> Step:
+    w.at = 0.0
+
+    def step(x: Tensor) -> Tensor:
+        w.at = time.perf_counter()
+        return w.train(x).detach()
+
+    return step
+
+
+@refused(r"assigns `w.seconds`: with a number of its own at every call", at=3)
+def seconds_in_all(w: World) -> Step:
+    w.seconds = 0.0
+
+    def step(x: Tensor) -> Tensor:
+        start = time.perf_counter()
+        loss = w.train(x)
+        w.seconds += time.perf_counter() - start
+        return loss.detach()
+
+    return step
+
+
+@refused(
+    r"`w.is_even` is True, was False\n  `is_even` of a World\n  changed at .*w.is_even = not w.is_even"
+)
+def flag_that_toggles(w: World) -> Step:
+    w.is_even = True
+
+    def step(x: Tensor) -> Tensor:
+        w.is_even = not w.is_even
+        return w.train(x).detach()
+
+    return step
+
+
+@refused(r"assigns `w.last` with a tensor that has an autograd history: detach it")
+def loss_with_its_history(w: World) -> Step:
+    w.last = None
+
+    def step(x: Tensor) -> None:
+        w.last = w.train(x)
+
+    return step
+
+
+@refused(r"`w.text` is .*, was .*\n  `text` of a World\n  changed at .*w.text = ")
+def text_of_a_loss(w: World) -> Step:
+    w.text = ""
+
+    def step(x: Tensor) -> None:
+        w.text = f"{w.train(x).item():.3f}"
+
+    return step
+
+
+@refused(r"assigns `w.[ab]` with a tensor that was in another place", at=3)
+def swapped_tensors(w: World) -> Step:
+    w.a, w.b = torch.zeros(2), torch.ones(2)
+
+    def step(x: Tensor) -> Tensor:
+        w.a, w.b = w.b, w.a
+        return w.train(x).detach() + w.a.sum()
+
+    return step
+
+
+@refused(r"`w.by_name.losses` is a list of 2, was a list of 1")
+def list_that_a_loop_over_a_dict_reads(w: World) -> Step:
+    w.by_name = {"losses": []}
+
+    def step(x: Tensor) -> int:
+        loss, rows = w.train(x), 0
+        for _, values in w.by_name.items():
+            values.append(loss.item())
+            rows += len(values)
+        return rows
+
+    return step
+
+
+@refused(r"`w.losses` is a list of 2, was a list of 1")
+def list_that_getattr_reads(w: World) -> Step:
+    w.losses, w.which = [], "losses"
+
+    def step(x: Tensor) -> int:
+        w.losses.append(w.train(x).item())
+        return len(getattr(w, w.which))
+
+    return step
+
+
+@refused(r"`w.losses` is a list of 2, was a list of 1")
+def list_that_a_helper_reads(w: World) -> Step:
+    w.losses = []
+
+    def last(values: list[float]) -> float:
+        return values[-1]
+
+    def step(x: Tensor) -> float:
+        w.losses.append(w.train(x).item())
+        return last(w.losses)
+
+    return step
+
+
+@refused(r"gives `last` another storage")
+def storage_that_is_replaced(w: World) -> Step:
+    w.last, w.turn = torch.zeros(()), torch.zeros(())
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x).detach()
+        w.last.data = loss
+        return loss + w.last
+
+    return step
+
+
+class Steps(int):
+    pass
+
+
+@refused(r"`w.n` is the Steps 2, was the Steps 1\n  `n` of a World\n  changed at .*w.n = Steps")
+def subclass_of_int(w: World) -> Step:
+    w.n = Steps(0)
+
+    def step(x: Tensor) -> Tensor:
+        w.n = Steps(w.n + 1)
+        return w.train(x).detach()
+
+    return step
+
+
+@refused(r"appends to `w.history` a dict that a replay cannot make again")
+def record_that_another_holds(w: World) -> Step:
+    w.history, w.keep = [], [None]
+
+    def step(x: Tensor) -> Any:
+        found = {"loss": w.train(x).item()}
+        w.history.append(found)
+        return found
+
+    return step
+
+
+@refused(r"`w.seen` .*\n  changed at .*w.seen.add")
+def set_that_grows(w: World) -> Step:
+    w.seen = set()
+
+    def step(x: Tensor) -> Tensor:
+        w.seen.add(len(w.seen))
+        return w.train(x).detach()
+
+    return step
+
+
+@refused(r"`w.pair.0` is 2, was 1|`w.pair`")
+def element_of_a_tuple(w: World) -> Step:
+    w.pair = (0, "a")
+
+    def step(x: Tensor) -> Tensor:
+        w.pair = (w.pair[0] + 1, "a")
+        return w.train(x).detach()
+
+    return step

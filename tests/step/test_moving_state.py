@@ -1,0 +1,220 @@
+"""State in Python that a step moves: after every call, the captured twin holds what the eager twin holds."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functionalize as fz
+from functionalize.errors import SaveError, UncapturableError
+from tests.step.moving_steps import REFUSED, REPLAYS, STEPS, World
+
+CALLS = 12
+
+
+def batch(i: int) -> Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(i))
+
+
+def difference(a: Any, b: Any, at: str = "") -> str | None:
+    """Where two states differ, by value and type; None if they do not."""
+    if type(a) is not type(b):
+        return f"{at}: {a!r} and {b!r}"
+    if isinstance(a, Tensor):
+        same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        return None if same and a.requires_grad == b.requires_grad else f"{at}: {a} and {b}"
+    if isinstance(a, dict):
+        a = {k: v for k, v in a.items() if not k.startswith("__")}
+        if list(a) != [k for k in b if not k.startswith("__")]:
+            return f"{at}: {list(a)} and {list(b)}"
+        pairs = [(k, a[k], b[k]) for k in a]
+    elif isinstance(a, (list, tuple)) or type(a).__name__ == "deque":
+        if len(a) != len(b):
+            return f"{at}: {len(a)} and {len(b)} elements"
+        pairs = [(str(i), *each) for i, each in enumerate(zip(a, b, strict=True))]
+    elif isinstance(a, (bool, int, float, str, set, type(None))):
+        return None if repr(a) == repr(b) else f"{at}: {a!r} and {b!r}"
+    elif callable(a) and getattr(a, "__name__", "") == "<lambda>":
+        pairs = [("read", a(), b())] if a.__code__.co_argcount == 0 else []
+    elif isinstance(a, (World, type)) or not hasattr(a, "__dict__"):
+        pairs = []
+    else:
+        inner = not isinstance(a, torch.nn.Module)
+        pairs = [(k, v, vars(b).get(k)) for k, v in vars(a).items() if inner]
+    found = (difference(x, y, f"{at}.{key}") for key, x, y in pairs)
+    return next((each for each in found if each is not None), None)
+
+
+def is_timed(name: str) -> bool:
+    """Whether twins differ by the time at which they run."""
+    return name in ("time_of_the_call", "seconds_in_all")
+
+
+def run(name: str, optimizer: str, calls: int = CALLS, **options: Any) -> Any:
+    """Train twins, compare them after every call; returns the captured step and the call at which it was refused."""
+    eager, ours = World(STEPS[name], optimizer), World(STEPS[name], optimizer)
+    captured = fz.capture(ours.step, on_uncapturable="eager", **options)
+    refused_at = 0
+    for i in range(calls):
+        expected, actual = eager.step(batch(i)), captured(batch(i))
+        if not is_timed(name):
+            found = difference([expected, eager.state()], [actual, ours.state()])
+            assert found is None, f"call {i}: {found}\n{captured.explain()}"
+        if captured._refused and not refused_at:
+            refused_at = i + 1
+    return captured, refused_at
+
+
+REPLAYED = [n for n in STEPS if n not in REFUSED]
+OPTIMIZERS = dict(zip(REPLAYED, itertools.cycle(["SGD", "Adam", "AdamW"]), strict=False))
+
+
+@pytest.mark.parametrize(("name", "optimizer"), OPTIMIZERS.items())
+def test_a_replay_moves_state_as_eager_does(name: str, optimizer: str) -> None:
+    captured, _ = run(name, optimizer, audit=False)
+    assert captured.stats.replays >= REPLAYS.get(name, CALLS - 4), captured.explain()
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_audited_calls_move_state_too_and_differ_from_no_program(name: str) -> None:
+    captured, _ = run(name, "SGD", audit=2)
+    assert captured.stats.audits >= 1 and not captured.stats.audit_failures, captured.explain()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_replay_repeats_is_refused_at_the_first_call_that_shows_it(name: str) -> None:
+    message, at = REFUSED[name]
+    captured, refused_at = run(name, "SGD")
+    (error,) = captured._refused.values()
+    assert re.search(message, str(error), re.DOTALL), str(error)
+    assert refused_at == at, captured.explain()
+
+
+def counting(raises_at: int) -> Any:
+    """A step that raises at its call number `raises_at`, between a change and the next."""
+
+    def make(w: World) -> Any:
+        w.calls, w.losses, w.total = 0, [], 0.0
+
+        def step(x: Tensor) -> Tensor:
+            w.calls += 1
+            loss = w.model(x).square().mean()
+            w.total += loss.item()
+            w.losses.append(loss.item())
+            w.model[3 if x.size(0) == 7 else 2](torch.ones(1, 4))  # type: ignore[index]
+            loss.backward()
+            w.optimizer.step()
+            w.optimizer.zero_grad()
+            w.n += 1
+            return loss.detach()
+
+        return step
+
+    return make
+
+
+@pytest.mark.parametrize("raises_at", [0, 1, 2, 4])
+def test_an_exception_leaves_plain_numbers(raises_at: int) -> None:
+    eager, ours = World(counting(raises_at), "Adam"), World(counting(raises_at), "Adam")
+    captured = fz.capture(ours.step)
+    for i in range(8):
+        x = torch.randn(7 if i == raises_at else 5, 3)
+        if i == raises_at:
+            for step in (eager.step, captured):
+                with pytest.raises(IndexError):
+                    step(x)
+        else:
+            assert difference(eager.step(x), captured(x)) is None
+        found = difference(eager.state(), ours.state())
+        assert found is None, f"call {i}: {found}"
+    assert captured.stats.replays >= 3, captured.explain()
+
+
+def test_a_number_that_becomes_another_type_is_noticed() -> None:
+    eager, ours = World(STEPS["average_meter"], "SGD"), World(STEPS["average_meter"], "SGD")
+    captured: Any = fz.capture(ours.step)
+    for i in range(24):
+        if i % 8 == 6:
+            eager.meter.reset(), ours.meter.reset()  # type: ignore[attr-defined]
+        assert difference(eager.step(batch(i)), captured(batch(i))) is None
+        assert difference(eager.state(), ours.state()) is None
+    assert captured.stats.replays >= 14, captured.explain()
+
+
+def test_a_list_that_gets_a_second_name_is_no_longer_only_appended_to() -> None:
+    def make(w: World) -> Any:
+        w.losses, w.others = [], []
+
+        def step(x: Tensor) -> float:
+            w.losses.append(w.train(x).item())
+            return float(len(w.others))
+
+        return step
+
+    eager, ours = World(make, "SGD"), World(make, "SGD")
+    captured = fz.capture(ours.step, on_uncapturable="eager")
+    for i in range(12):
+        if i == 6:
+            for w in (eager, ours):
+                w.others = w.losses  # type: ignore[attr-defined]
+        assert eager.step(batch(i)) == captured(batch(i))
+        assert difference(eager.state(), ours.state()) is None
+    assert 0 < captured.stats.replays < 8, captured.explain()
+
+
+def test_a_number_of_more_than_64_bits_runs_eagerly() -> None:
+    def make(w: World) -> Any:
+        w.n = 2**60
+
+        def step(x: Tensor) -> Tensor:
+            w.n = w.n * 2
+            return w.train(x).detach()
+
+        return step
+
+    eager, ours = World(make, "SGD"), World(make, "SGD")
+    captured = fz.capture(ours.step, on_uncapturable="eager")
+    for i in range(8):
+        eager.step(batch(i)), captured(batch(i))
+        assert difference(eager.state(), ours.state()) is None, i
+
+
+def test_a_change_from_outside_is_seen() -> None:
+    eager, ours = World(STEPS["attribute"], "SGD"), World(STEPS["attribute"], "SGD")
+    captured = fz.capture(ours.step)
+    for i in range(12):
+        if i % 3 == 0:
+            eager.n = ours.n = 100 * i
+        eager.step(batch(i)), captured(batch(i))
+        assert type(ours.n) is int and ours.n == eager.n
+    assert captured.stats.replays == 8, captured.explain()
+
+
+def test_a_program_that_moves_state_is_not_saved(tmp_path: Any) -> None:
+    ours = World(STEPS["attribute"], "SGD")
+    captured = fz.capture(ours.step)
+    for i in range(5):
+        captured(batch(i))
+    with pytest.raises(SaveError, match=r"moves `w\.n`, which Python keeps and a file cannot name"):
+        captured.save(tmp_path / "step.fzp")
+
+
+def test_a_captured_forward_refuses_to_move_state_with_the_line() -> None:
+    w = World(STEPS["attribute"], "SGD")
+
+    def forward(x: Tensor) -> Tensor:
+        w.n += 1
+        loss: Tensor = w.model(x).square().mean()
+        return loss
+
+    captured = fz.capture(forward, backward=True)
+    with pytest.raises(
+        UncapturableError, match=r"`w.n` is 2, was 1\n  `n` of a World\n  changed at .*w.n \+= 1"
+    ):
+        for i in range(3):
+            captured(batch(i)).backward()
