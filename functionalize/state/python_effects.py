@@ -16,12 +16,14 @@ the same object; effects in a captured forward or its backward (`backward=True`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call
+from functionalize.ir.outputs import LeafItself, OutputRole, SameAs, SourceItself
 from functionalize.state.arguments import flatten_result
 
 
@@ -51,3 +53,34 @@ def unrepeatable(effects: Sequence[PythonEffect], values: Sequence[Any]) -> str 
         if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
             return f"{effect.what} with a tensor that has an autograd history: detach it"
     return None
+
+
+def check_leaves(
+    effects: Sequence[PythonEffect],
+    values: Sequence[Any],
+    leaves: Sequence[Any],
+    roles: Sequence[OutputRole],
+    was_there: Callable[[Tensor], bool],
+) -> None:
+    """Raise `UncapturableError` for a tensor among the values that a replay makes otherwise.
+
+    leaves, roles: of all that the program returns; the last ones are those of the values. was_there: whether a tensor
+    was in some place on entry.
+    """
+    first = len(leaves)
+    for effect, value in reversed(list(zip(effects, values, strict=True))):
+        first, last = first - len(flatten_result(value)[0]), first
+        for leaf, role in zip(leaves[first:last], roles[first:last], strict=True):
+            role = roles[role.output] if isinstance(role, SameAs) else role
+            if not isinstance(leaf, Tensor) or isinstance(role, (SourceItself, LeafItself)):
+                continue
+            if was_there(leaf):
+                raise UncapturableError(
+                    f"the step {effect.what} with a tensor that was in another place, which a replay cannot find again "
+                    "there: assign a copy"
+                )
+            if leaf.requires_grad:
+                raise UncapturableError(
+                    f"the step {effect.what} with a new tensor that requires a gradient, which that of a replay would "
+                    "not: detach it"
+                )

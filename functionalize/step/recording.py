@@ -39,14 +39,13 @@ from torch import Tensor
 from functionalize._compat.graphs import pytree
 from functionalize.audit.signature import Signature, StateAround
 from functionalize.calls.late_numbers import check_not_needed
-from functionalize.errors import UncapturableError
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
 from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
 from functionalize.ir.inputs import Argument, Call, Captured, Source, chain_of
 from functionalize.ir.ops import OpRecord, refs_in
-from functionalize.ir.outputs import Constant, LeafItself, OutputRole, SameAs, SourceItself
+from functionalize.ir.outputs import Constant, OutputRole, SourceItself
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
 from functionalize.recorder.builder import Builder, TensorInput
@@ -55,10 +54,11 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.run.boxed import boxed
 from functionalize.state.alias_guard import SharedGuard
-from functionalize.state.arguments import flatten_result, hidden
+from functionalize.state.arguments import hidden
 from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable
 from functionalize.state.moving_state import Moves
+from functionalize.state.python_effects import check_leaves
 from functionalize.state.sources import Gradient, Inner, ModuleTensor
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.util.tensor_wrappers import plain_tensors
@@ -276,7 +276,9 @@ class StepRecording:
             self.entry.leaves,
             places=kept_objects(self.recorder, self.entry, self.exit),
         )
-        self._check_values(roles)
+        check_leaves(
+            self.exit.python_effects, self.exit.values, self.exit.leaves, roles, self._was_there
+        )
         outputs = self._copying(roles)
         epilogue = builder.epilogue()
         early = builder.early_guards(boxed)
@@ -297,25 +299,6 @@ class StepRecording:
         program.guards = (*input_guards(program, storages, self.entry), *early)
         self.entry.python_state.state.forget_slots()
         return program
-
-    def _check_values(self, roles: Sequence[OutputRole]) -> None:
-        """Raise `UncapturableError` for a tensor among the values of Python effects that a replay makes otherwise."""
-        exit, first = self.exit, len(self.exit.leaves)
-        for effect, value in reversed(list(zip(exit.python_effects, exit.values, strict=True))):
-            first, last = first - len(flatten_result(value)[0]), first
-            for leaf, role in zip(exit.leaves[first:last], roles[first:last], strict=True):
-                role = roles[role.output] if isinstance(role, SameAs) else role
-                known = isinstance(role, (SourceItself, LeafItself))
-                if isinstance(leaf, Tensor) and not known and self._was_there(leaf):
-                    raise UncapturableError(
-                        f"the step {effect.what} with a tensor that was in another place, which a replay cannot find "
-                        "again there: assign a copy"
-                    )
-                if isinstance(leaf, Tensor) and leaf.requires_grad and not known:
-                    raise UncapturableError(
-                        f"the step {effect.what} with a new tensor that requires a gradient, which that of a "
-                        "replay would not: detach it"
-                    )
 
     def dropped(self, program: Program) -> list[Gradient]:
         """The slots that a replay of `program` empties first, see `state/dropped_gradients.py`."""
