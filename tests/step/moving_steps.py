@@ -50,8 +50,7 @@ class World:
         cells = [c.cell_contents for c in getattr(self.step, "__closure__", None) or ()]
         own = {k: v for k, v in vars(self).items() if k not in ("model", "optimizer", "step")}
         modules = [dict(vars(m)) for m in self.model.modules()]
-        hidden = ("_parameters", "_buffers", "_modules")
-        extra = [{k: v for k, v in m.items() if k not in hidden} for m in modules]
+        extra = [{k: v for k, v in m.items() if not k.startswith("_")} for m in modules]
         return [own, [c for c in cells if not isinstance(c, World)], extra, self.model.state_dict()]
 
 

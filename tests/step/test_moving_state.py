@@ -29,8 +29,8 @@ def difference(a: Any, b: Any, at: str = "") -> str | None:
         same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
         return None if same and a.requires_grad == b.requires_grad else f"{at}: {a} and {b}"
     if isinstance(a, dict):
-        a = {k: v for k, v in a.items() if not k.startswith("__")}
-        if list(a) != [k for k in b if not k.startswith("__")]:
+        a = {k: v for k, v in a.items() if not str(k).startswith("__")}
+        if list(a) != [k for k in b if not str(k).startswith("__")]:
             return f"{at}: {list(a)} and {list(b)}"
         pairs = [(k, a[k], b[k]) for k in a]
     elif isinstance(a, (list, tuple)) or type(a).__name__ == "deque":
