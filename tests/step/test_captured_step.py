@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -576,14 +575,15 @@ def test_modes_that_a_step_leaves_behind() -> None:
 
 
 class Kept:
-    """Makes a tensor now and then and keeps it: such calls do not settle."""
+    """Keeps a tensor with its autograd history now and then: such calls do not settle."""
 
     def __init__(self) -> None:
-        self.last, self.keeps = deque([torch.zeros(6)]), False
+        self.last, self.keeps = torch.zeros(6), False
+        self.weight = torch.ones(6, requires_grad=True)
 
     def step(self, x: Tensor) -> Tensor:
         if self.keeps:
-            self.last = deque([self.last[0] * 0.5 + x.mean(0)])
+            self.last = self.last.detach() * 0.5 + x.mean(0) * self.weight
         return x * 2
 
 
@@ -594,7 +594,7 @@ def test_a_settled_step_is_not_refused_for_calls_that_do_not_settle(caplog: Any)
         for world, run in ((eager, eager.step), (ours, step)):
             world.keeps = i > 3 and i % 3 == 0
             assert torch.equal(run(batch(i)), batch(i) * 2)
-        assert torch.equal(eager.last[0], ours.last[0])
+        assert torch.equal(eager.last, ours.last)
     assert step.stats.captures == 1
     # 18 calls do not settle: five are recorded, then those whose number is a power of two.
     assert (step.stats.replays, step.stats.warmups, step.stats.eager) == (41, 5 + 2, 11)
