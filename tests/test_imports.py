@@ -22,6 +22,7 @@ ORDER = [
     "ir",
     "discharge",
     "program",
+    "templates",
     "analysis",
     "run",
     "planning.scratch",

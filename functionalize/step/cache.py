@@ -35,6 +35,7 @@ from functionalize.walk.fact_text import NUMBERS
 
 log = logging.getLogger("functionalize")
 _NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
+CALLS_BEFORE_PASSES = 8  # passes cost about 25 eager steps
 _KINDS_TRUSTED = 2  # recorded kinds without a replay, before further kinds wait
 _KINDS_REMEMBERED = 4096
 STRUCTURE = "the structure of the arguments changed"
@@ -54,7 +55,7 @@ class CachedProgram:
     memory: the memory report; None if lifetimes were not recorded.
     signature: the recorded op stream, with which audited calls are compared; None: the program is not audited.
     audits: the number of audited calls.
-    unoptimised: whether the passes wait until replays have shown that the program is of use.
+    waits: the number of calls that must find the program before its passes run and it is replayed; they run eagerly.
     dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
     """
 
@@ -69,7 +70,7 @@ class CachedProgram:
     signature: Signature | None = None
     audits: int = 0
     python_effects: Sequence[PythonEffect] = ()
-    unoptimised: bool = False
+    waits: int = 0
     dropped: Sequence[Gradient] = ()
 
     @property
@@ -190,6 +191,7 @@ class ProgramCache:
             self.drop(oldest)
             first = self._unused_in_a_row == 0
             unused = oldest.replays == oldest.audits == 0
+            unused = unused and oldest.waits in (0, CALLS_BEFORE_PASSES)  # none has found it
             self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
             if self.thrashing or (first and self._unused_in_a_row):
                 self._warn()

@@ -45,12 +45,12 @@ from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.scalars.escaped_numbers import replace_by_plain
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
-from functionalize.step.cache import CachedProgram, Kinds, key_of
+from functionalize.step.cache import CALLS_BEFORE_PASSES, CachedProgram, Kinds, key_of
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
 from functionalize.step.recording import RecordingSummary, StepRecording
-from functionalize.step.replayed_step import EVERY_CALL, RARE, ReplayedStep
+from functionalize.step.replayed_step import EVERY_CALL, RARE, WAITS, ReplayedStep
 from functionalize.step.stages import (
     MAX_WARMUPS,
     MOST_WARMUPS,
@@ -122,7 +122,7 @@ class CapturedStep(ReplayedStep):
         Raises `SaveError`, with nothing written, if a program refers to an object that has no name in the step.
         """
         for key, cached in list(self._cache.items()):
-            if cached.unoptimised:
+            if cached.waits:
                 self._optimise(key, cached)
         saved = SavedStep(list(self._cache.items()), self._changed_hyperparameters, self._vote)
         save_step(path, self._fn, saved)
@@ -190,7 +190,7 @@ class CapturedStep(ReplayedStep):
                 log.warning("a replay of %s failed, the call runs eagerly: %s", self._name, result)
                 return self._run_eagerly(args, kwargs)
             call = replace(call, reason=str(result))
-            if call.reason is not RARE:
+            if call.reason not in (RARE, WAITS):
                 self._note_miss(call.reason)
             if self._skips_recording(call):
                 return self._run_eagerly(args, kwargs)
@@ -213,8 +213,8 @@ class CapturedStep(ReplayedStep):
 
     def _skips_recording(self, call: Invocation) -> bool:
         """Whether to run this call eagerly, unrecorded; if ranks vote, all ranks decide alike."""
-        if self._vote is not None:
-            return self._all_run_eagerly
+        if self._is_left_eager or self._vote is not None:
+            return self._is_left_eager
         most = MAX_WARMUPS if self._has_settled else MOST_WARMUPS
         return self._cache.thrashing or self._unsettled.skips(call.reason, most)
 
@@ -299,8 +299,8 @@ class CapturedStep(ReplayedStep):
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         """The program of a recording, after the passes."""
         recorded = recording.program(call.spec)
-        waits = self._passes_wait(call)
-        program = self._options.applied(recorded) if not waits else recorded
+        waits = CALLS_BEFORE_PASSES if self._passes_wait(call) else 0
+        program = recorded if waits else self._options.applied(recorded)
         signature = self._signature(recording)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
         exit = recording.exit
@@ -318,13 +318,13 @@ class CapturedStep(ReplayedStep):
             memory=StepMemory.of(recording, recorded, program),
             signature=signature,
             python_effects=exit.python_effects,
-            unoptimised=waits,
+            waits=waits,
             dropped=recording.dropped(program),
         )
         return Built(cached, recording.summary, counts)
 
     def _passes_wait(self, call: Invocation) -> bool:
-        """Whether the passes wait until replays have shown that the program is of use.
+        """Whether the passes wait until calls have shown that the program is of use.
 
         Not for the first program, for a second program of its kind, and where the ranks or a report compare the result
         of the passes.

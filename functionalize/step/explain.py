@@ -14,11 +14,13 @@ from typing import Any
 
 from functionalize.fsdp.objects import FSDPTensor
 from functionalize.ir.inputs import Argument, Captured, InputSpec, WholeStorage
+from functionalize.program.program import Program
 from functionalize.run.boxed import boxed
 from functionalize.state import sources
 from functionalize.state.hyperparameters import HyperparameterNumber
 from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.stats import Stats
+from functionalize.templates.template import FEWEST, Mismatch, Template
 from functionalize.util.text import counted
 from functionalize.walk.parts import Held
 
@@ -41,10 +43,13 @@ def explanation(
     if stats.eager:
         counts.append(f"{counted(stats.eager, 'call')} eagerly")
     if stats.rare:
-        counts[-1] += f" ({stats.rare} of kinds that came too seldom to be recorded)"
+        counts.append(f"{stats.rare} of them of kinds that came too seldom to be recorded")
+    if stats.waiting:
+        counts.append(f"{stats.waiting} of them while a program waited for its passes")
     lines = [f"{name}: {', '.join(counts)}"]
     for number, cached in enumerate(programs, 1):
         lines += _of_program(number, cached)
+    lines += _templates(list(programs))
     if stats.guard_failures:
         lines.append("guards that missed, the most frequent first")
         missed = Counter(stats.guard_failures).most_common(10)
@@ -68,8 +73,8 @@ def _of_program(number: int, cached: CachedProgram) -> Iterator[str]:
     )
     if cached.audits:
         yield f"  {counted(cached.audits, 'audited call')}"
-    if cached.unoptimised:
-        yield "  without its passes until it has been replayed twice"
+    if cached.waits:
+        yield f"  its passes have not run: {counted(cached.waits, 'more call')} of its kind must come first"
     if program.runner is not None and program.runner is not boxed:
         yield f"  run by {getattr(program.runner, '__name__', program.runner)}"
     width = max((len(spec.name) for spec in program.inputs), default=0)
@@ -83,6 +88,30 @@ def _of_program(number: int, cached: CachedProgram) -> Iterator[str]:
             f"{counted(backward.program.nodes(), 'node')}, {counted(len(backward.used), 'saved value')}, "
             f"{counted(len(backward.program.epilogue), 'action')} after the graph"
         )
+
+
+def _templates(programs: list[CachedProgram]) -> Iterator[str]:
+    """Which programs are one graph at several sizes of the arguments, and where others part."""
+    alike: dict[Any, list[tuple[int, Program]]] = {}
+    for number, cached in enumerate(programs, 1):
+        program = cached.program
+        arguments = [s.geometry for s in program.inputs if isinstance(s.source, Argument)]
+        kinds = tuple((g.dtype, tuple(min(size, 2) for size in g.size)) for g in arguments)
+        alike.setdefault((program.history, kinds), []).append((number, program))
+    for group in alike.values():
+        if len(group) >= FEWEST:
+            yield _template_text([n for n, _ in group], Template.of([p for _, p in group]))
+
+
+def _template_text(numbers: list[int], found: Template | Mismatch) -> str:
+    if isinstance(found, Mismatch):
+        return f"programs {numbers[0]} and {numbers[found.program]} are not one graph: {found}"
+    names = ", ".join(map(str, numbers))
+    sizes = ", ".join(f"s{i} = {name}" for i, name in enumerate(found.symbols)) or "no size"
+    return (
+        f"programs {names} are one graph: {found.varying} of {len(found.formulas)} integers are "
+        f"functions of {sizes}"
+    )
 
 
 def source_text(spec: InputSpec, inputs: tuple[InputSpec, ...]) -> str:

@@ -36,10 +36,10 @@ from functionalize.step.vote import Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
 
 log = logging.getLogger("functionalize")
-_REPLAYS_BEFORE_PASSES = 2
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
 _MOST_FAILURES = 3  # of audits, before the step is refused
-RARE = "on a rank, calls of this kind came too seldom to be recorded"
+RARE = "on a rank, calls of this kind came too seldom to be recorded or optimised"
+WAITS = "the program of this kind of call waits for its passes"
 _COLLECTIVES_DIFFER = (
     "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
     "have arguments of different sizes: give passes that decide by memory no budget"
@@ -61,9 +61,7 @@ class ReplayedStep:
         self._changed_hyperparameters: frozenset[Key] = frozenset()
         self._last_kept: RecordingSummary | None = None
         self._vote: RankVote | None = None
-        self._all_run_eagerly = (
-            False  # whether the ranks have agreed that no rank records this call
-        )
+        self._is_left_eager = False  # whether this call is not recorded either
 
     def _empty_cache(self) -> ProgramCache:
         return ProgramCache(self._name, self._options.max_programs, self._options.max_program_bytes)
@@ -86,13 +84,14 @@ class ReplayedStep:
         """
         matching = self._cache.matching(call.key, call.leaves, call.spec)
         found = next(matching, None)
+        self._is_left_eager = waits = found is not None and self._waits(found[0])
         is_due = found is not None and self._is_due(found[0])
         if self._vote is not None:
-            issued = found[0].fingerprints if found is not None else None
-            is_rare = found is None and self._is_rare(call)
+            issued = found[0].fingerprints if found is not None and not waits else None
+            is_rare = waits or (found is None and self._is_rare(call))
             worst = self._vote.before_replay(issued, is_due, is_rare)
             is_due = worst is Level.AUDITED
-            self._all_run_eagerly = worst in (Level.DIFFERENT, Level.RARE)
+            self._is_left_eager = worst in (Level.DIFFERENT, Level.RARE)
             if worst is Level.RARE:
                 self.stats.rare += 1
                 return False, RARE
@@ -102,6 +101,9 @@ class ReplayedStep:
                 return False, _COLLECTIVES_DIFFER
             if worst not in (Level.KEPT, Level.AUDITED):
                 return False, self._cache.reason or "a guard failed on another rank"
+        if waits:
+            self.stats.waiting += 1
+            return False, WAITS
         while found is not None:
             try:
                 if not is_due:
@@ -143,18 +145,31 @@ class ReplayedStep:
         cached.replays += 1
         self.stats.replays += 1
         self._cache.used(cached)
+        self._kinds.replayed(self._cache.key_of(cached))
+
+    def _waits(self, cached: CachedProgram) -> bool:
+        """Whether a call that a program covers runs eagerly, as its passes have not run; the last one runs them."""
+        if not cached.waits:
+            return False
+        cached.waits -= 1
+        self._cache.used(cached)
         key = self._cache.key_of(cached)
-        self._kinds.replayed(key)
-        if cached.unoptimised and cached.replays >= _REPLAYS_BEFORE_PASSES:
+        self._kinds.replayed(key)  # the kind has returned
+        if not cached.waits:
             self._optimise(key, cached)
+        return True
 
     def _optimise(self, key: Hashable, cached: CachedProgram) -> None:
-        """Run the passes on a program that has been of use; if they fail, calls of its kind are refused."""
-        cached.unoptimised = False
+        """Run the passes on a program that has been of use; if they fail, its kind is refused, or replayed without."""
+        cached.waits, runner = 0, cached.program.runner
         try:
             with torch.no_grad(), disable_current_modes():
                 cached.program = self._options.applied(cached.program)
         except Exception as error:
+            if self._vote is not None:  # a rank that refuses alone would not vote any more
+                cached.program.runner = runner
+                log.error("%s replays a program without its passes: %s", self._name, error)
+                return
             self._cache.drop(cached)
             self._refuse(key, Refused.of(error).error)
         else:

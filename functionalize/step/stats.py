@@ -44,7 +44,8 @@ class Stats:
     """Counts of all calls so far, and figures of the latest program.
 
     calls = warmups + captures + replays + audits + eager (a warm-up was recorded and not kept; `eager` ran without
-    being recorded). rare: those of `eager` whose kind came too seldom to be recorded, on this rank or on another.
+    being recorded). rare: those of `eager` whose kind came too seldom to be recorded, on this rank or on
+    another. waiting: those of `eager` whose program waited for its passes.
     guard_failures: the last hundred messages.
     audit_failures: the audits that found a difference; differences: their last hundred messages.
     ops, resizes: the numbers in the recording. nodes_recorded, nodes: in the graph before and after the passes.
@@ -57,6 +58,7 @@ class Stats:
     replays: int = 0
     eager: int = 0
     rare: int = 0
+    waiting: int = 0
     audits: int = 0
     audit_failures: int = 0
     differences: list[str] = field(default_factory=list)

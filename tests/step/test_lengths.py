@@ -12,6 +12,7 @@ import functionalize as fz
 from functionalize.errors import PassError
 from functionalize.program.program import Program
 from functionalize.step.cache import Kinds
+from functionalize.step.vote import RankVote
 from passes import Pass
 from tests.step.twins import batch, same_state, twins
 from tests.steps import make_step
@@ -42,9 +43,7 @@ def test_the_same_after_the_step_has_settled() -> None:
     stats = captured.stats
     assert stats.captures == 1 + 2
     assert stats.eager == stats.rare == 38
-    assert (
-        "38 calls eagerly (38 of kinds that came too seldom to be recorded)" in captured.explain()
-    )
+    assert "38 calls eagerly, 38 of them of kinds that came too seldom" in captured.explain()
 
 
 def test_a_few_lengths_that_return_are_all_replayed() -> None:
@@ -88,7 +87,7 @@ def test_kinds_are_forgotten() -> None:
 # -- passes ----------------------------------------------------------------------------------------
 
 
-def test_passes_wait_for_two_replays_except_of_the_first_program() -> None:
+def test_passes_wait_until_a_kind_has_returned_except_for_the_first_program() -> None:
     (model, optimizer), (twin, twin_optimizer) = twins()
     captured = fz.capture(make_step(model, optimizer), passes="default", audit=False)
     eager = make_step(twin, twin_optimizer)
@@ -105,14 +104,19 @@ def test_passes_wait_for_two_replays_except_of_the_first_program() -> None:
         first = call(3)
     assert first.stage == "INPLACE" and first.history
     assert call(4).history == ()
-    assert "without its passes until it has been replayed twice" in captured.explain()
+    assert "its passes have not run: 8 more calls of its kind" in captured.explain()
     nodes = captured.stats.nodes
-    assert call(4).history == ()
+    for _ in range(7):
+        assert call(4).history == ()
+    assert "its passes have not run: 1 more call of its kind" in captured.explain()
     assert call(4).stage == "INPLACE"
-    assert call(4).history
     assert captured.stats.nodes == captured.program.nodes() != nodes
-    assert "without its passes" not in captured.explain()
-    assert captured.stats.replays == 3
+    assert "its passes" not in captured.explain().replace("waited for its passes", "")
+    assert captured.stats.replays == 0
+    assert captured.stats.waiting == captured.stats.eager == 8
+    for i in range(4):
+        assert call(3 + i % 2).history
+    assert captured.stats.replays == 4
 
 
 class Fails(Pass):
@@ -128,11 +132,22 @@ class Fails(Pass):
 
 def test_a_pass_that_fails_later_refuses_the_kind_alone() -> None:
     step = fz.capture(lambda x: x.sin(), passes=[Fails()], audit=False)
-    for rows in (3, 3, 4, 4, 4):  # the last replay, too, returns its result
+    for rows in (3, 3, *[4] * 9):  # when the pass fails the call runs eagerly
         assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
     with pytest.raises(PassError, match="not for four"):
         step(torch.ones(4))
     assert torch.equal(step(torch.ones(3)), torch.ones(3).sin())
+
+
+def test_a_pass_that_fails_later_on_one_of_several_ranks_is_left_out(caplog: Any) -> None:
+    """A rank that refused alone would leave the others waiting for its vote."""
+    step = fz.capture(lambda x: x.sin(), passes=[Fails()], audit=False)
+    for rows in (3, 3, *[4] * 12):
+        assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
+        step._vote = RankVote((), torch.device("cpu"))
+    assert "replays a program without its passes: not for four" in caplog.text
+    assert step.stats.replays == 1 + 3
+    assert step.stats.eager == step.stats.rare == 8
 
 
 def test_a_saved_program_has_its_passes(tmp_path: Any) -> None:

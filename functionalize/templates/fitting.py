@@ -1,0 +1,155 @@
+"""An integer of several recordings as a function of the sizes of their arguments.
+
+    fit([(8,), (12,), (20,)], (17, 25, 41))     2*s0 + 1
+    fit([(8,), (9,), (12,)], (4, 4, 6))         s0//2
+    fit([(8,), (12,), (20,)], (64, 144, 401))   None
+
+Tried in this order: a constant, a multiple of a size or of a product of two, the same with a summand, two of them with
+a summand, then `//` and `%` by small numbers.
+Invariants: arithmetic is exact. A function is returned only if the recordings determine it, that is if no other
+function of its form fits them all, and if at least one recording more than it has unknowns agrees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations, combinations_with_replacement
+
+Sizes = tuple[int, ...]
+Factors = tuple[int, ...]  # the numbers of the sizes that are multiplied
+_DIVISORS = range(2, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """`constant + sum(coefficient * product)`, then `% divisor`, or `scale * (it // divisor) + summand`.
+
+    terms: pairs (coefficient, factors). operator: "", "//" or "%".
+    """
+
+    constant: int
+    terms: tuple[tuple[int, Factors], ...] = ()
+    operator: str = ""
+    divisor: int = 1
+    scale: int = 1
+    summand: int = 0
+
+    def value(self, sizes: Sizes) -> int:
+        """The integer for these sizes."""
+        total = self.constant + sum(c * _product(sizes, factors) for c, factors in self.terms)
+        if self.operator == "%":
+            return total % self.divisor
+        return self.scale * (total // self.divisor) + self.summand if self.operator else total
+
+    def __str__(self) -> str:
+        parts = [
+            "*".join([*([str(c)] if c != 1 else []), *(f"s{i}" for i in factors)])
+            for c, factors in self.terms
+        ]
+        if self.constant or not parts:
+            parts.append(str(self.constant))
+        text = " + ".join(parts).replace("+ -", "- ")
+        if self.operator:
+            text = f"{f'({text})' if len(parts) > 1 else text}{self.operator}{self.divisor}"
+        text = text if self.scale == 1 else f"{self.scale}*({text})"
+        return f"{text} + {self.summand}" if self.summand else text
+
+
+def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
+    """The function of the sizes that has these values; None if there is none, or if several have them."""
+    if len(set(values)) == 1:
+        return Formula(values[0])
+    products = _products(sizes)
+    for forms in (_multiples(products), _sums(products, 1), _sums(products, 2)):
+        found = [f for f in (_solved(form, values) for form in forms) if f is not None]
+        if found:
+            return found[0] if len(found) == 1 else None
+    found = list(dict.fromkeys([*_floors(products, values), *_remainders(products, values)]))
+    return found[0] if len(found) == 1 else None
+
+
+def _product(sizes: Sizes, factors: Factors) -> int:
+    return math.prod(sizes[i] for i in factors)
+
+
+def _products(sizes: Sequence[Sizes]) -> dict[Factors, tuple[int, ...]]:
+    """Each size and each product of two, with its value in every recording."""
+    numbers = range(len(sizes[0]))
+    factors = [(i,) for i in numbers] + list(combinations_with_replacement(numbers, 2))
+    return {each: tuple(_product(s, each) for s in sizes) for each in factors}
+
+
+_Form = dict[Factors, Sequence[int]]  # the unknown coefficients; () is the constant
+
+
+def _multiples(products: dict[Factors, tuple[int, ...]]) -> Iterator[_Form]:
+    for factors, column in products.items():
+        yield {factors: column}
+
+
+def _sums(products: dict[Factors, tuple[int, ...]], terms: int) -> Iterator[_Form]:
+    for chosen in combinations(products, terms):
+        yield {
+            **{factors: products[factors] for factors in chosen},
+            (): [1] * len(products[chosen[0]]),
+        }
+
+
+def _solved(form: _Form, values: Sequence[int]) -> Formula | None:
+    """The integer coefficients with which `form` has these values; None: there are none, or too few values."""
+    unknowns = len(form)
+    if unknowns >= len(values):
+        return None
+    columns = [*form.values(), values]
+    rows = [[Fraction(column[i]) for column in columns] for i in range(len(values))]
+    for at in range(unknowns):  # Gauss and Jordan
+        pivot = next((r for r in rows[at:] if r[at]), None)
+        if pivot is None:
+            return None
+        rows.remove(pivot)
+        pivot = [x / pivot[at] for x in pivot]
+        rows = [[x - r[at] * p for x, p in zip(r, pivot, strict=True)] for r in rows]
+        rows.insert(at, pivot)
+    found = [r[-1] for r in rows[:unknowns]]
+    if any(r[-1] for r in rows[unknowns:]) or any(x.denominator != 1 for x in found):
+        return None
+    coefficients = dict(zip(form, map(int, found), strict=True))
+    constant = coefficients.pop((), 0)
+    return Formula(constant, tuple((c, factors) for factors, c in coefficients.items() if c))
+
+
+def _floors(products: dict[Factors, tuple[int, ...]], values: Sequence[int]) -> Iterator[Formula]:
+    """Every `m*((c*p + a)//d) + b`, in lowest terms; m is the greatest common divisor of the differences."""
+    scale = math.gcd(*(v - values[0] for v in values))
+    summand = values[0] % scale
+    values = [(v - summand) // scale for v in values]
+    for factors, column in products.items():
+        low, high = column.index(min(column)), column.index(max(column))
+        if column[low] == column[high] or len(values) < 4:
+            continue
+        slope = Fraction(values[high] - values[low], column[high] - column[low])
+        for divisor in _DIVISORS:
+            middle = round(slope * divisor)
+            for c in range(middle - 1, middle + 2):
+                rest = [divisor * v - c * p for v, p in zip(values, column, strict=True)]
+                for a in range(max(rest), min(rest) + divisor):
+                    if math.gcd(c, divisor) == 1:
+                        yield Formula(a, ((c, factors),), "//", divisor, scale, summand)
+
+
+def _remainders(
+    products: dict[Factors, tuple[int, ...]], values: Sequence[int]
+) -> Iterator[Formula]:
+    """Every `(c*p + a)%d` with c = 1 or -1."""
+    if len(values) < 5 or min(values) < 0:
+        return
+    for factors, column in products.items():
+        for divisor in _DIVISORS:
+            for c in (1, -1):
+                a = (values[0] - c * column[0]) % divisor
+                formula = Formula(a, ((c, factors),), "%", divisor)
+                if all((c * p + a) % divisor == v for p, v in zip(column, values, strict=True)):
+                    yield formula

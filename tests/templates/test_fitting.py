@@ -1,0 +1,71 @@
+"""Integers as functions of sizes: each form, what is ambiguous, what has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functionalize.templates.fitting import Formula, fit
+
+ONE = [(8,), (12,), (20,), (33,), (47,)]
+TWO = [(2, 8), (3, 8), (2, 12), (5, 20), (7, 9)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "function", "text"),
+    [
+        (ONE, lambda s: 7, "7"),
+        (ONE, lambda s: 32 * s, "32*s0"),
+        (ONE, lambda s: s * s, "s0*s0"),
+        (ONE, lambda s: 2 * s - 1, "2*s0 - 1"),
+        (ONE, lambda s: 3 * s * s + 5, "3*s0*s0 + 5"),
+        (ONE, lambda s: s * s - 3 * s + 2, "-3*s0 + s0*s0 + 2"),
+        (ONE, lambda s: (s + 1) // 2, "(s0 + 1)//2"),
+        (ONE, lambda s: s // 4, "s0//4"),
+        (ONE, lambda s: 12 * ((s - 3) // 2) + 5, "12*((s0 - 3)//2) + 5"),
+        (ONE, lambda s: s % 5, "s0%5"),
+        (ONE, lambda s: -s % 8, None),  # also (-s0 + 8)%8 is the same: told by its value below
+        (TWO, lambda b, s: 4 * b * s, "4*s0*s1"),
+        (TWO, lambda b, s: b + s + 1, "s0 + s1 + 1"),
+    ],
+)
+def test_a_function_is_found(sizes: Any, function: Any, text: str | None) -> None:
+    found = fit(sizes, [function(*s) for s in sizes])
+    assert found is not None
+    assert text is None or str(found) == text
+    for more in [(64,), (65,), (96,)] if sizes is ONE else [(4, 30), (9, 11)]:
+        assert found.value(more) == function(*more)
+
+
+@given(
+    st.lists(st.integers(2, 200), min_size=5, max_size=5, unique=True),
+    st.integers(-50, 50),
+    st.integers(1, 64),
+    st.integers(2, 400),
+)
+def test_affine_functions_are_found_from_any_lengths(
+    lengths: list[int], a: int, c: int, other: int
+) -> None:
+    found = fit([(s,) for s in lengths], [a + c * s for s in lengths])
+    assert found is not None and found.value((other,)) == a + c * other
+
+
+def test_too_few_recordings_determine_nothing() -> None:
+    assert fit([(8,), (12,)], [17, 25]) is None  # a line through two points is no evidence
+    assert str(fit([(8,), (12,)], [16, 24])) == "2*s0"
+    assert fit([(8,), (12,), (20,)], [65, 145, 401]) == Formula(1, ((1, (0, 0)),))
+    assert fit([(8,), (12,), (20,)], [66, 146, 403]) is None
+
+
+def test_what_several_functions_give_is_not_guessed() -> None:
+    assert fit([(8,), (12,), (20,), (32,)], [5, 7, 11, 17]) is None  # (s0 + 2)//2 or (s0 + 3)//2
+    assert fit([(8,), (12,), (20,), (32,)], [1, 1, 2, 4]) is None  # by 7, 8 or 9, and so on
+    assert fit([(2, 4), (3, 6), (5, 10)], [4, 6, 10]) is None  # 2*s0 or s1
+
+
+def test_no_function() -> None:
+    assert fit([(s,) for s in (8, 12, 20, 33)], [8, 12, 20, 20]) is None  # min(s, 20)
+    assert fit([(s,) for s in (8, 12, 20, 33)], [1, 2, 1, 2]) is None
