@@ -35,7 +35,7 @@ from functionalize.walk.fact_text import NUMBERS
 
 log = logging.getLogger("functionalize")
 _NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
-CALLS_BEFORE_PASSES = 8  # passes cost about 25 eager steps
+CALLS_BEFORE_PASSES = 8  # since passes cost several times a recording
 _KINDS_TRUSTED = 2  # recorded kinds without a replay, before further kinds wait
 _KINDS_REMEMBERED = 4096
 STRUCTURE = "the structure of the arguments changed"

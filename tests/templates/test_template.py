@@ -103,9 +103,8 @@ def huggingface(kind: str) -> Any:
     else:
         gpt = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=4)
         model = GPT2LMHeadModel(gpt)
-    loss_of = model.forward
-    model.forward = lambda ids: loss_of(input_ids=ids, labels=ids).loss
-    return make_loss_step(model, torch.optim.AdamW(model.parameters(), fused=True))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return make_loss_step(lambda ids: model(input_ids=ids, labels=ids).loss, optimizer)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
