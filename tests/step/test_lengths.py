@@ -119,6 +119,15 @@ def test_passes_wait_until_a_kind_has_returned_except_for_the_first_program() ->
     assert captured.stats.replays == 4
 
 
+def test_a_program_that_was_found_while_it_waited_was_of_use() -> None:
+    step = fz.capture(lambda x: x.sin(), passes="elide_copies", max_programs=2, audit=False)
+    for rows in range(3, 12):
+        for _ in range(4):
+            assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
+    stats = step.stats
+    assert (stats.captures, stats.waiting, stats.replays) == (9, 8 * 3, 3)
+
+
 class Fails(Pass):
     """A pass that fails for one size."""
 
