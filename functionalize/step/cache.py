@@ -38,6 +38,7 @@ _NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
 CALLS_BEFORE_PASSES = 8  # since passes cost several times a recording
 _KINDS_TRUSTED = 2  # recorded kinds without a replay, before further kinds wait
 _KINDS_REMEMBERED = 4096
+_MOST_DOUBLINGS = 10
 STRUCTURE = "the structure of the arguments changed"
 
 
@@ -239,8 +240,8 @@ class Kinds:
 
     A recording costs several eager steps, and only replays return that. So a new kind is recorded at once only while
     fewer than two recorded kinds wait for their first replay. After that it is recorded when it has come `record_after`
-    times, and once more for every two kinds that wait beyond those. So of lengths that never return two are recorded,
-    and few of lengths that return once. With `record_after=1` every kind is recorded at once.
+    times, and twice as often for each further kind that waits. So of lengths that never return two are recorded, and
+    few of lengths that return seldom. With `record_after=1` every kind is recorded at once.
     Invariant: memory is bounded; a kind that was not seen for `_KINDS_REMEMBERED` others counts from zero again.
     """
 
@@ -261,7 +262,7 @@ class Kinds:
         kind = self._of(key)
         kind.calls += 1
         waiting = self._unreplayed - _KINDS_TRUSTED
-        return waiting >= 0 and kind.calls < self._after + waiting // 2
+        return waiting >= 0 and kind.calls < self._after << min(waiting, _MOST_DOUBLINGS)
 
     def recorded(self, key: Hashable) -> None:
         """A call of this kind is recorded."""
