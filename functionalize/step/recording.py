@@ -37,15 +37,15 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.graphs import pytree
-from functionalize.audit.signature import Signature, StateAround
+from functionalize.audit.signature import Signature
 from functionalize.calls.late_numbers import check_not_needed
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
 from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
-from functionalize.ir.inputs import Argument, Call, Captured, Source, chain_of
+from functionalize.ir.inputs import Call, Captured, chain_of
 from functionalize.ir.ops import OpRecord, refs_in
-from functionalize.ir.outputs import Constant, OutputRole, SourceItself
+from functionalize.ir.outputs import Constant, OutputRole
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
 from functionalize.recorder.builder import Builder, TensorInput
@@ -59,8 +59,8 @@ from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable
 from functionalize.state.moving_state import Moves
 from functionalize.state.python_effects import check_leaves
-from functionalize.state.sources import Gradient, Inner, ModuleTensor
-from functionalize.step.step_state import EntryState, ExitState
+from functionalize.state.sources import Gradient
+from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
@@ -350,53 +350,6 @@ class StepRecording:
                 yield TensorInput(name, ref, source)
             else:
                 yield TensorInput(external.info.name, external.ref, Captured(external.tensor))
-
-
-def state_around(
-    entry: EntryState, exit: ExitState, records: int | None = None, facts: int | None = None
-) -> StateAround:
-    """What a signature needs. records, facts: how many of the recording are the callable's own; None: all."""
-    return StateAround(
-        entry.places.widest,
-        exit.leaves,
-        exit.spec,
-        entry.slots,
-        exit.assigned,
-        entry.hyperparameters,
-        entry.roots.optimizers,
-        entry.moving,
-        records,
-        facts,
-    )
-
-
-def kept_objects(recorder: Recorder, entry: EntryState, exit: ExitState) -> dict[int, SourceItself]:
-    """The tensor objects of a result that were there on entry, by their ids: a replay finds them again."""
-    assigned = set(map(id, exit.assigned))
-    found: dict[int, SourceItself] = {}
-    for leaf in exit.leaves:
-        if isinstance(leaf, Tensor) and id(leaf) not in found:
-            sources = list(_places_of(leaf, recorder, entry, assigned))
-            if sources:
-                found[id(leaf)] = SourceItself(sources[0], tuple(sources[1:]))
-    return found
-
-
-def _places_of(
-    leaf: Tensor, recorder: Recorder, entry: EntryState, assigned: set[int]
-) -> Iterator[Source]:
-    """Every place that held the object `leaf` on entry and holds it now. assigned: ids of assigned slots."""
-    call, swapped = Call(entry.leaves, []), entry.fsdp.tables()
-    for inner in plain_tensors(leaf):
-        storage = recorder.storages.ref(inner).storage
-        for place in entry.places.shared.get(storage, ()):
-            source = next(s for s in chain_of(place.source) if not isinstance(s, Inner))
-            if place.tensor != id(inner) or isinstance(source, Argument) or id(source) in assigned:
-                continue
-            if isinstance(source, ModuleTensor) and (id(source.entries), source.name) in swapped:
-                continue  # it holds FSDP2's sharded and unsharded parameter in turn; each has another source
-            if source.resolve(call) is leaf:
-                yield source
 
 
 def _is_read(record: OpRecord) -> bool:

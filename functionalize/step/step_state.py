@@ -21,9 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from functionalize._compat.graphs import pytree
+from functionalize.audit.signature import StateAround
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState
 from functionalize.ir.guards import ConstantGuard, Guard, frozen_constant
-from functionalize.ir.inputs import Argument, Call, Source
+from functionalize.ir.inputs import Argument, Call, Source, chain_of
+from functionalize.ir.outputs import SourceItself
 from functionalize.recorder.recorder import Recorder
 from functionalize.state.arguments import flatten_result
 from functionalize.state.dropped_gradients import watch
@@ -32,6 +34,8 @@ from functionalize.state.moving_state import MovingPlaces, moved, with_live_plac
 from functionalize.state.python_effects import PythonEffect, unrepeatable
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.state.sources import (
+    Inner,
+    ModuleTensor,
     Slot,
     changed_slots,
     module_tensors,
@@ -47,7 +51,7 @@ from functionalize.state.step_guards import (
     check_writable,
 )
 from functionalize.state.storage_places import Places
-from functionalize.util.tensor_wrappers import address_of
+from functionalize.util.tensor_wrappers import address_of, plain_tensors
 from functionalize.walk.discovery import walked, walked_again
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.roots import Roots
@@ -268,3 +272,50 @@ class ExitState:
         return ExitState(
             leaves, spec, assigned, effects, has_grad_fn, changed, places, repeated, values
         )
+
+
+def state_around(
+    entry: EntryState, exit: ExitState, records: int | None = None, facts: int | None = None
+) -> StateAround:
+    """What a signature needs. records, facts: how many of the recording are the callable's own; None: all."""
+    return StateAround(
+        entry.places.widest,
+        exit.leaves,
+        exit.spec,
+        entry.slots,
+        exit.assigned,
+        entry.hyperparameters,
+        entry.roots.optimizers,
+        entry.moving,
+        records,
+        facts,
+    )
+
+
+def kept_objects(recorder: Recorder, entry: EntryState, exit: ExitState) -> dict[int, SourceItself]:
+    """The tensor objects of a result that were there on entry, by their ids: a replay finds them again."""
+    assigned = set(map(id, exit.assigned))
+    found: dict[int, SourceItself] = {}
+    for leaf in exit.leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in found:
+            sources = list(_places_of(leaf, recorder, entry, assigned))
+            if sources:
+                found[id(leaf)] = SourceItself(sources[0], tuple(sources[1:]))
+    return found
+
+
+def _places_of(
+    leaf: Tensor, recorder: Recorder, entry: EntryState, assigned: set[int]
+) -> Iterator[Source]:
+    """Every place that held the object `leaf` on entry and holds it now. assigned: ids of assigned slots."""
+    call, swapped = Call(entry.leaves, []), entry.fsdp.tables()
+    for inner in plain_tensors(leaf):
+        storage = recorder.storages.ref(inner).storage
+        for place in entry.places.shared.get(storage, ()):
+            source = next(s for s in chain_of(place.source) if not isinstance(s, Inner))
+            if place.tensor != id(inner) or isinstance(source, Argument) or id(source) in assigned:
+                continue
+            if isinstance(source, ModuleTensor) and (id(source.entries), source.name) in swapped:
+                continue  # it holds FSDP2's sharded and unsharded parameter in turn; each has another source
+            if source.resolve(call) is leaf:
+                yield source

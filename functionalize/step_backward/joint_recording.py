@@ -43,13 +43,8 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.state.sources import Slot
 from functionalize.state.step_guards import SlotGuard
-from functionalize.step.recording import (
-    StepRecording,
-    input_guards,
-    kept_objects,
-    state_around,
-)
-from functionalize.step.step_state import EntryState, ExitState
+from functionalize.step.recording import StepRecording, input_guards
+from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
 from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.pair import ForwardProgram
 from functionalize.step_backward.pair_builder import Half, PairBuilder, SavedValue
