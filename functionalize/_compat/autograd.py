@@ -77,6 +77,12 @@ def current_node_leaf() -> torch.Tensor | None:
     return None if node is None else leaf_of(node)
 
 
+HOOKS_OF_TENSORS = (
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)  # the attributes that hold them, or None
+
+
 def hooks_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The numbers of a tensor's hooks: on its gradient, and after the gradient was accumulated."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)

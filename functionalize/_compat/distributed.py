@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,18 @@ def is_dtensor_type(kind: type) -> bool:
     except ImportError:
         return False
     return issubclass(kind, DTensor)
+
+
+def dtensors_like(made: Any) -> Callable[[torch.Tensor], Any] | None:
+    """A function from another local tensor to a DTensor with the spec of `made`, as FSDP2 makes gradients.
+
+    None if `made` is no DTensor. `DTensor.__init__` does nothing outside of an export, and takes most of the time.
+    """
+    kind: Any = type(made)
+    if not is_dtensor_type(kind) or kind.__mro__[1] is not torch.Tensor:  # or a subclass of DTensor
+        return None
+    new, spec, requires_grad = kind.__new__, made._spec, made.requires_grad
+    return lambda local: new(kind, local, spec, requires_grad=requires_grad)
 
 
 def work_class() -> type | None:

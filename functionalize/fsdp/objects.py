@@ -22,6 +22,7 @@ from functionalize._compat.fsdp import fsdp_lazy_init, fsdp_state_of
 from functionalize.fsdp.contract import MOVED, Handling, is_writable, names
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
+from functionalize.util.unchanged import Unchanged
 
 # Types of numbers, names and dtypes: compared by value, and saved as they are.
 PLAIN = (bool, int, float, str, enum.Enum, type(None), torch.dtype)
@@ -176,6 +177,9 @@ _CATEGORIES: Mapping[str, Category] = {
 }
 
 
+_SLOTS = frozenset({*names("FSDPParam", Handling.SLOT), *names("FSDPParamGroup", Handling.SLOT)})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FSDPTensor:
     """The source of a tensor of FSDP2: `attribute` of an FSDPParam or group; element `index` if that is a list."""
@@ -192,6 +196,18 @@ class FSDPTensor:
     def resolve(self, call: Call) -> Any:
         value = getattr(self.param, self.attribute)
         return value if self.index is None else value[self.index]
+
+    def watched(self, call: Call, facts: Unchanged) -> bool:
+        if self.attribute in _SLOTS:  # another tensor at every call
+            return False
+        facts.attribute(self.param, self.attribute)
+        if self.index is not None:
+            facts.entry(getattr(self.param, self.attribute), self.index)
+        return True
+
+    def holder(self, call: Call, facts: Unchanged) -> tuple[Any, str] | None:
+        """The object of FSDP2 that has this slot."""
+        return self.param, self.attribute
 
     def assign(self, call: Call, value: Tensor | None) -> None:
         """Assign a tensor or None."""

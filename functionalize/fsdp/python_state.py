@@ -27,6 +27,7 @@ from functionalize.fsdp.objects import (
     registrations_of,
 )
 from functionalize.ir.inputs import Call
+from functionalize.util.unchanged import Unchanged
 
 _STATE = names("FSDPState", Handling.RESTORED)
 _CONTEXT = names("FSDPStateContext", Handling.RESTORED)
@@ -155,13 +156,17 @@ class FSDPState:
             # By identity first: nearly all values are the same object.
             if now is not was and not same_value(now := place.read(), was):
                 return f"{name} is {_brief(now)}, was {_brief(was)}"
-        recent = len(self._indices) if backward else 0
-        if not recent:
+        if not backward or not self._indices:
             return None
-        for order, were in zip(self._orders, self.orders, strict=True):
-            if list(map(id, order[-recent:])) != list(map(id, were[-recent:])):
+        recent = len(self._indices)
+        for now, were in zip(self.recent(), self.orders, strict=True):
+            if now != list(map(id, were[-recent:])):
                 return "FSDP2 ran other modules forward since its last backward"
         return None
+
+    def recent(self) -> list[list[int]]:
+        """The identities of the last groups in each order, as many as there are groups."""
+        return [list(map(id, order[-len(self._indices) :])) for order in self._orders]
 
 
 _BY_VALUE = (*PLAIN, Contents)
@@ -217,6 +222,24 @@ class FSDPStateGuard:
 
     def failure(self, call: Call) -> str | None:
         return self.state.difference(self.backward)
+
+    def watched(self, call: Call, facts: Unchanged) -> None:
+        for place in self.state.places:
+            if type(place.table) is not dict:
+                facts.attribute(place.table, place.key)
+            elif place.key not in place.table:
+                facts.read(place.read)
+            else:
+                facts.entry(place.table, place.key)
+                value = place.table[place.key]  # a step may change a container in place
+                if type(value) is list:
+                    facts.elements(value)
+                elif type(value) is dict:
+                    facts.table(value)
+                elif type(value) is set:
+                    facts.read(place.read)
+        if self.backward:
+            facts.read(self.state.recent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,10 @@ from functionalize.util.structure import holds_tensors
 
 
 class Guard(Protocol):
-    """A fact the capture relied on."""
+    """A fact the capture relied on.
+
+    With a method `watched(call, facts) -> Guard | None` it need not be asked at every call: `program/known_inputs.py`.
+    """
 
     def failure(self, call: Call) -> str | None:
         """Why the fact no longer holds, or None."""
@@ -67,6 +70,11 @@ class AliasGuard:
 
     groups: tuple[int, ...]
     names: tuple[str, ...]
+
+    def keeps_apart(self, indices: Sequence[int]) -> bool:
+        """Whether all that it requires is that no two of these inputs share a storage."""
+        count = len(self.groups)
+        return [*indices] == [*range(count)] and len(set(self.groups)) == count
 
     def failure(self, call: Call) -> str | None:
         owner: dict[int, int] = {}

@@ -10,10 +10,14 @@ import torch
 
 from functionalize.ir.epilogue import window
 from functionalize.ir.ops import Geometry
+from functionalize.util.unchanged import Unchanged
 
 
 class Source(Protocol):
-    """Where an input's value is found at every call."""
+    """Where an input's value is found at every call.
+
+    With a method `watched(call, facts) -> bool` it need not be looked up at every call, see `program/known_inputs.py`.
+    """
 
     def resolve(self, call: Call) -> Any:
         """The current tensor (or constant); raises `LookupError` if it is not there any more."""
@@ -65,6 +69,15 @@ class Captured:
 
     def resolve(self, call: Call) -> Any:
         return self.value
+
+    def watched(self, call: Call, facts: Unchanged) -> bool:
+        return True
+
+
+def watch(source: Any, call: Call, facts: Unchanged) -> bool:
+    """Whether a source finds the same object as long as these facts hold, to which it may add some."""
+    watched = getattr(source, "watched", None)
+    return watched is not None and bool(watched(call, facts))
 
 
 def chain_of(source: Any) -> Iterator[Any]:

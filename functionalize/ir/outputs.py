@@ -9,15 +9,18 @@ SourceItself(s)      the object at a place: a parameter
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from functionalize._compat.distributed import dtensors_like
+from functionalize._compat.fast_guards import window_within
 from functionalize.ir.epilogue import alias, placed
-from functionalize.ir.inputs import Call, Source
+from functionalize.ir.inputs import Call, Source, watch
 from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.util.unchanged import Unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,10 @@ class SourceItself:
         except (LookupError, AttributeError) as error:
             return f"is not where it was: {error}"
         return None if same else "is no longer one tensor with others that it was"
+
+    def watched(self, call: Call, facts: Unchanged) -> SourceItself | None:
+        found = [watch(source, call, facts) for source in (self.source, *self.others)]
+        return None if all(found) else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +133,71 @@ def output_of(
         return whole.detach()
     returned.add(role.slot)
     return whole
+
+
+class OutputBuilder:
+    """Builds all outputs of a replay, and remembers how it built the gradients: by one call of C++ for each tensor."""
+
+    def __init__(self, roles: Sequence[OutputRole]) -> None:
+        self.roles = roles
+        self._shards: list[_Shard | None] = [None] * len(roles)
+        self._is_first = True
+
+    def build(self, call: Call, homes: Sequence[Tensor], results: Sequence[Any]) -> list[Any]:
+        """One output for each role. homes, results: see `output_of`."""
+        outs: list[Any] = []
+        returned: set[int] = set()
+        for shard, role in zip(self._shards, self.roles, strict=True):
+            made = shard.of(results) if shard is not None else None
+            if made is None:
+                if isinstance(role, SameAs):
+                    made = outs[role.output]
+                else:
+                    made = output_of(role, call, homes, results, returned)
+            outs.append(made)
+        if self._is_first:
+            self._is_first = False
+            self._shards = [
+                _Shard.like(made, role, results)
+                for made, role in zip(outs, self.roles, strict=True)
+            ]
+        return outs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shard:
+    """A DTensor around a part of the graph's result at `slot`, whose storage has the same size at every replay.
+
+    place: size, stride and offset of the part. offset, nbytes: those of the result and of its storage.
+    """
+
+    slot: int
+    place: tuple[tuple[int, ...], tuple[int, ...], int]
+    offset: int
+    nbytes: int
+    wrap: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def like(made: Any, role: OutputRole, results: Sequence[Any]) -> _Shard | None:
+        """How to make a DTensor as this one; None if it is something else."""
+        wrap = dtensors_like(made) if isinstance(role, Wrapped) else None
+        if wrap is None or not isinstance(role, Wrapped):
+            return None
+        local, *others = [each for each in role.inner.values() if not isinstance(each, Constant)]
+        if others or not isinstance(local, Result) or local.geometry is None:
+            return None
+        geometry, whole = local.geometry, results[local.slot]
+        now, nbytes = geometry_of(whole), whole.untyped_storage().nbytes()
+        if (geometry.dtype, geometry.conj, geometry.neg) != (now.dtype, now.conj, now.neg):
+            return None
+        if placed(whole, geometry).end > nbytes:
+            return None
+        place = geometry.size, geometry.stride, geometry.offset
+        return _Shard(local.slot, place, now.offset, nbytes, wrap)
+
+    def of(self, results: Sequence[Any]) -> Tensor | None:
+        """The DTensor around these results; None if they are of other sizes."""
+        whole = results[self.slot]
+        if whole.storage_offset() != self.offset or whole.untyped_storage().nbytes() != self.nbytes:
+            return None
+        return self.wrap(window_within(whole, *self.place))

@@ -27,9 +27,10 @@ from functionalize.ir.epilogue import Action, apply_epilogue
 from functionalize.ir.generators import generators_restored_on_error, is_random
 from functionalize.ir.guards import Guard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec
-from functionalize.ir.outputs import OutputRole, SameAs, SourceItself, output_of
-from functionalize.program.interpreter import Interpreter
-from functionalize.program.metadata import annotate
+from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself
+from functionalize.program.gloo_waits import added_waits
+from functionalize.program.known_inputs import KnownInputs
+from functionalize.program.metadata import annotate, tensors_of
 from functionalize.util.structure import flatten, paths, sketch
 
 _ADVICE = ". Nothing was changed: trace again for arguments like these"
@@ -78,6 +79,8 @@ class Executable:
     _described: bool = field(default=False, repr=False)
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
+    _builder: OutputBuilder | None = field(default=None, init=False, repr=False)
+    _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False)
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -128,6 +131,16 @@ class Executable:
 
     def resolve(self, leaves: Sequence[Any]) -> Call | str:
         """The inputs of this call, or the message of the first guard that fails. Changes nothing."""
+        call = self._known.call(leaves)
+        if call is not None:
+            return call
+        found = self.resolve_slowly(leaves)
+        if isinstance(found, Call):
+            self._known.learn(self, found)
+        return found
+
+    def resolve_slowly(self, leaves: Sequence[Any]) -> Call | str:
+        """The same by asking every guard and every source."""
         call = Call(leaves, [])
         for fact in self.facts:
             try:
@@ -164,13 +177,9 @@ class Executable:
                 results = self.results(call, vote)
                 call.committed = True
                 homes = apply_epilogue(self.epilogue, call.inputs, results)
-            outs: list[Any] = []
-            returned: set[int] = set()  # slots that an earlier output returned without a copy
-            for role in self.outputs:
-                if isinstance(role, SameAs):
-                    outs.append(outs[role.output])
-                else:
-                    outs.append(output_of(role, call, homes, results, returned))
+            if self._builder is None or self._builder.roles is not self.outputs:
+                self._builder = OutputBuilder(self.outputs)
+            outs = self._builder.build(call, homes, results)
         return pytree.tree_unflatten(outs, self.out_spec)
 
     def results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
@@ -229,7 +238,7 @@ class Executable:
             self._run = self.runner(self) if self.runner else self._interpreted
 
     def _interpreted(self, inputs: list[Any], check: Commit = commit) -> Sequence[Any]:
-        result: Sequence[Any] = Interpreter(self.graph_module, check).run(*inputs)
+        result: Sequence[Any] = _Interpreter(self.graph_module, check).run(*inputs)
         return result
 
 
@@ -245,3 +254,28 @@ def tree_text(spec: pytree.TreeSpec) -> str:
     args, kwargs = sketch(spec)
     parts = [*map(str, args), *(f"{k}={v}" for k, v in kwargs.items())]
     return f"({', '.join(parts)})".replace("'*'", "*")
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph node by node, where no runner was chosen. check: what runs where the graph commits.
+
+    Collectives of one gloo group run one at a time (see `gloo_waits.py`).
+    """
+
+    def __init__(self, module: fx.GraphModule, check: Commit) -> None:
+        super().__init__(module)
+        self._check = check
+        self._waits = added_waits(self.graph.nodes)
+        self._pending = {n: None for nodes in self._waits.values() for n in nodes}
+
+    def run_node(self, n: fx.Node) -> Any:
+        for started in self._waits.get(n, ()):
+            for part in tensors_of(self._pending.pop(started)):
+                torch.ops._c10d_functional.wait_tensor.default(part)
+        value = super().run_node(n)
+        if n in self._pending:
+            self._pending[n] = value
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(self._check if target is commit else target, args, kwargs)

@@ -16,9 +16,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from functionalize.fsdp.objects import FSDPTensor
-from functionalize.ir.inputs import Call, InputSpec, Source
+from functionalize.ir.inputs import Call, InputSpec, Source, watch
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.state.sources import Inner, ModuleTensor, OptimizerParameter
+from functionalize.util.unchanged import Unchanged
 
 
 class AliasPlace(NamedTuple):
@@ -54,6 +55,15 @@ class SharedGuard:
             for place in _unguarded_aliases(spec, several)
         )
         return (SharedGuard(found),) if found else ()
+
+    def watched(self, call: Call, facts: Unchanged) -> SharedGuard | None:
+        left = []
+        for place in self.places:
+            if watch(place[1], call, facts):
+                facts.aliases.append((place[1].resolve(call), place[2]))
+            else:
+                left.append(place)
+        return SharedGuard(tuple(left)) if left else None
 
     def failure(self, call: Call) -> str | None:
         for name, source, index, geometry in self.places:

@@ -22,12 +22,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
 from functionalize.util.text import with_article
+from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_uses import lines_of_changes
 from functionalize.walk.data_parts import process_generators
 from functionalize.walk.discovery import walked, walked_again
 from functionalize.walk.fact_text import Path, change_text, portable, text_of
+from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
 from functionalize.walk.walker import PythonState
 
@@ -64,6 +67,14 @@ class SurroundingsGuard:
         if failure is None:
             was.probes = now.probes
         return failure
+
+    def watched(self, call: Call, facts: Unchanged) -> Guard | None:
+        probes = self.state.probes
+        # They do not hold right after a walk where a part of an object is made anew whenever it is read.
+        if self.stale is not None or not probes.hold(call.leaves):
+            return self
+        probes.watched(facts)
+        return SameObjects(probes)
 
     def change(self, call: Call) -> str | None:
         """A change that the step itself made and a replay would not; None without one."""
@@ -127,6 +138,16 @@ class SurroundingsGuard:
                 stale = f"`{path}` is not what it was when the program was saved"
                 return SurroundingsGuard(fn, here.state, stale)
         return here
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SameObjects:
+    """The objects among the arguments are those of the walk."""
+
+    probes: Probes
+
+    def failure(self, call: Call) -> str | None:
+        return None if self.probes.starts_hold(call.leaves) else "an argument is another object"
 
 
 def _difference(

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from functionalize.fsdp.objects import fsdp_parameters, fsdp_slots, fsdp_tensors
 from functionalize.fsdp.python_state import FSDPEffects
-from functionalize.ir.inputs import Argument, Call, Source
+from functionalize.ir.inputs import Argument, Call, Source, watch
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
 from functionalize.util.tensor_wrappers import is_plain, plain_tensors_by_path
+from functionalize.util.unchanged import Unchanged
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
@@ -52,6 +53,11 @@ class ModuleTensor:
     def resolve(self, call: Call) -> Any:
         return getattr(self.module, self.table)[self.name]
 
+    def watched(self, call: Call, facts: Unchanged) -> bool:
+        facts.attribute(self.module, self.table)
+        facts.entry(self.entries, self.name)
+        return True
+
 
 class Slot(Protocol):
     """A place that holds a tensor or None, and that a step may assign to."""
@@ -62,6 +68,10 @@ class Slot(Protocol):
 
     def assign(self, call: Call, value: Tensor | None) -> None:
         """Assign a tensor or None."""
+        ...
+
+    def holder(self, call: Call, facts: Unchanged) -> tuple[Any, str] | None:
+        """The object of which this is an attribute, as long as the facts hold, and the attribute; None: unknown."""
         ...
 
 
@@ -84,6 +94,10 @@ class Gradient:
         """Assign a tensor or None."""
         self.of.resolve(call).grad = value
 
+    def holder(self, call: Call, facts: Unchanged) -> tuple[Any, str] | None:
+        """The tensor that has this gradient."""
+        return (self.of.resolve(call), "grad") if watch(self.of, call, facts) else None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerState:
@@ -99,6 +113,10 @@ class OptimizerState:
         param = self.optimizer.param_groups[self.group]["params"][self.index]
         return self.optimizer.state[param][self.key]
 
+    def watched(self, call: Call, facts: Unchanged) -> bool:
+        facts.states(self.optimizer)
+        return _watch_parameters(self.optimizer, self.group, facts)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerParameter:
@@ -111,6 +129,9 @@ class OptimizerParameter:
 
     def resolve(self, call: Call) -> Any:
         return self.optimizer.param_groups[self.group]["params"][self.index]
+
+    def watched(self, call: Call, facts: Unchanged) -> bool:
+        return _watch_parameters(self.optimizer, self.group, facts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +161,21 @@ class Inner:
 
     def resolve(self, call: Call) -> Any:
         return getattr(self.of.resolve(call), self.attribute)
+
+    def watched(self, call: Call, facts: Unchanged) -> bool:
+        if not watch(self.of, call, facts):
+            return False
+        facts.attribute(self.of.resolve(call), self.attribute)
+        return True
+
+
+def _watch_parameters(optimizer: torch.optim.Optimizer, group: int, facts: Unchanged) -> bool:
+    groups = optimizer.param_groups
+    facts.attribute(optimizer, "param_groups")
+    facts.entry(groups, group)
+    facts.entry(groups[group], "params")
+    facts.elements(groups[group]["params"])
+    return True
 
 
 def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Source, Tensor]]:

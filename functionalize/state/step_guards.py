@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat.autograd import hooks_of, saved_tensor_hooks
+from functionalize._compat.autograd import HOOKS_OF_TENSORS, hooks_of, saved_tensor_hooks
 from functionalize._compat.dispatch import function_modes
 from functionalize._compat.modules import hooks_of_everything
 from functionalize.errors import UncapturableError
-from functionalize.ir.inputs import Call, Source
+from functionalize.ir.inputs import Call, Source, watch
 from functionalize.state.hyperparameters import Key, is_liftable
 from functionalize.state.sources import Slot
+from functionalize.util.unchanged import Unchanged
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.roots import Roots
@@ -98,6 +100,20 @@ class ModuleGuard:
             if now != was:
                 return f"`{name}` has {_changed(now, was)}"
         return None
+
+    def watched(self, call: Call, facts: Unchanged) -> None:
+        for module in self.modules:
+            table = vars(module)
+            if any(issubclass(type(value), Tensor) for value in table.values()):
+                facts.read(
+                    partial(_facts, module)
+                )  # such a tensor may be another one at every call
+                continue
+            facts.attribute(module, "__dict__")
+            facts.table(table)
+            facts.table(table.get("_modules", {}))
+            for key in _REGISTRIES:
+                facts.keys(table.get(key, {}))
 
     def changed_modes(self) -> list[tuple[str, dict[str, Any], bool]]:
         """The modules whose mode differs: name, attributes, whether it is in training mode now."""
@@ -188,6 +204,23 @@ class ParameterGuard:
             ),
         )
 
+    def watched(self, call: Call, facts: Unchanged) -> ParameterGuard | None:
+        left = []
+        for each in zip(self.sources, self.names, self.facts, strict=True):
+            source = each[0]
+            now = source.resolve(call)
+            # A table of hooks may be filled in place, also one that is empty now.
+            has_tables = any(getattr(now, name) is not None for name in HOOKS_OF_TENSORS)
+            if not now.is_leaf or has_tables or not watch(source, call, facts):
+                left.append(each)
+                continue
+            for name in ("requires_grad", "grad_dtype", *HOOKS_OF_TENSORS):
+                facts.attribute(now, name)
+        if not left:
+            return None
+        sources, names, were = zip(*left, strict=True)
+        return ParameterGuard(sources, names, were)
+
     def failure(self, call: Call) -> str | None:
         found = zip(self.sources, self.names, self.facts, strict=True)
         for source, name, (was, hooks, dtype, same) in found:
@@ -248,6 +281,21 @@ class HyperparameterGuard:
             if key != "params"
         )
 
+    def watched(self, call: Call, facts: Unchanged) -> None:
+        groups = self.optimizer.param_groups
+        facts.attribute(self.optimizer, "param_groups")
+        facts.elements(groups)
+        for i, group in enumerate(groups):
+            facts.keys(group)
+            for key, value in group.items():
+                if (self.name, i, key) in self.lifted:
+                    facts.read(partial(_kind, group, key))
+                elif not isinstance(value, Tensor):
+                    facts.entry(group, key)
+                else:
+                    facts.read(partial(_is_tensor, group, key))
+            facts.elements(group["params"])
+
     def failure(self, call: Call) -> str | None:
         now = _hyperparameters(self.optimizer, self.lifted)
         if now == self.facts:
@@ -275,9 +323,18 @@ def _hyperparameters(
     )
     for _, group, key in lifted:
         if group < len(facts) and key in facts[group]:
-            value = facts[group][key]
-            facts[group][key] = tuple(map(type, value)) if type(value) is tuple else type(value)
+            facts[group][key] = _kind(facts[group], key)
     return facts
+
+
+def _kind(group: dict[str, Any], key: str) -> Any:
+    """The type of a hyperparameter, or those of its elements."""
+    value = group[key]
+    return tuple(map(type, value)) if type(value) is tuple else type(value)
+
+
+def _is_tensor(group: dict[str, Any], key: str) -> bool:
+    return isinstance(group[key], Tensor)
 
 
 def check_writable(name: str, slot: Slot, call: Call) -> None:
@@ -309,6 +366,19 @@ class SlotGuard:
             tuple(name for name, _ in slots),
             tuple(slot.resolve(call) is not None for _, slot in slots),
         )
+
+    def watched(self, call: Call, facts: Unchanged) -> SlotGuard | None:
+        left = []
+        for each in zip(self.slots, self.names, self.present, strict=True):
+            holder = each[0].holder(call, facts)
+            if holder is None:
+                left.append(each)
+            else:
+                facts.presence(*holder)
+        if not left:
+            return None
+        slots, names, present = zip(*left, strict=True)
+        return SlotGuard(slots, names, present)
 
     def failure(self, call: Call) -> str | None:
         for slot, name, was in zip(self.slots, self.names, self.present, strict=True):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
 from functionalize.util.text import with_article
+from functionalize.util.unchanged import Unchanged
 
 SAME = object()  # the key of a part that has the path of its holder
 
@@ -33,6 +34,19 @@ class Held:
         if isinstance(container, (dict, list, tuple)):
             return container[self.key]
         return getattr(container, self.key)
+
+    def watched(self, call: Call, facts: Unchanged) -> bool:
+        container = self.container
+        if isinstance(container, Held):
+            container.watched(call, facts)
+            container = container.resolve()
+        if self.key is None:
+            facts.attribute(container, "cell_contents")
+        elif isinstance(container, (dict, list, tuple)):
+            facts.entry(container, self.key)
+        else:
+            facts.attribute(container, self.key)
+        return True
 
     @property
     def place(self) -> tuple[Any, Any]:

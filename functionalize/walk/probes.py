@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,9 @@ from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
@@ -59,6 +62,7 @@ class Probes:
         self._looks: list[tuple[Any, Any, list[Any], list[bool]]] = []
         self._with_tensors: list[tuple[Any, tuple[Any, ...], list[Any]]] = []
         self._values: list[tuple[Callable[[], Any], Any]] = []
+        self._optimizers: list[tuple[Optimizer, Callable[[Optimizer], Any], Any]] = []
 
     def give_up(self) -> None:
         """Hold nothing from now on: the walk has come to an object that must not be kept alive."""
@@ -78,6 +82,10 @@ class Probes:
             return
         if parts.attributes is not None:
             self._kinds.append((value, kind))
+            plain = type.__getattribute__(kind, "__getattribute__") is object.__getattribute__
+            if plain and object.__getattribute__(value, "__dict__") is parts.attributes:
+                # It may be replaced as a whole. A method of the user is never called.
+                self._attributes.append((value, "__dict__", parts.attributes))
         if kind is types.FunctionType:
             self._functions.append(
                 (value, value.__code__, value.__defaults__, value.__kwdefaults__)
@@ -138,7 +146,7 @@ class Probes:
         self._namespaces.append((table, len(table), read, read(table)))
 
     def add_attribute(self, owner: Any, name: str) -> None:
-        """An attribute of a class."""
+        """An attribute of a class, or the `__dict__` of an object."""
         self._attributes.append((owner, name, getattr(owner, name)))
 
     def add_value(self, read: Callable[[], Any]) -> None:
@@ -151,16 +159,15 @@ class Probes:
             return _LiveKind(type(value))
         return _TensorRef(value) if issubclass(type(value), Tensor) else value
 
+    def add_optimizer(self, optimizer: Optimizer, read: Callable[[Optimizer], Any]) -> None:
+        """An optimizer, of whose states a function reads something that is compared by `==`."""
+        self._optimizers.append((optimizer, read, read(optimizer)))
+
     # -- the test ----------------------------------------------------------------------------------
 
     def hold(self, leaves: Sequence[Any]) -> bool:
         """Whether no holder has changed. leaves: of the arguments of this call."""
-        starts = _objects(leaves)
-        if (
-            self._is_given_up
-            or len(starts) != len(self._starts)
-            or not all(map(is_, starts, self._starts))
-        ):
+        if self._is_given_up or not self.starts_hold(leaves):
             return False
         for table, keys, values, are_named in self._tables:
             if (
@@ -193,7 +200,49 @@ class Probes:
             and all(getattr(owner, name, None) is value for owner, name, value in self._attributes)
             and all(self._looks_hold(*look) for look in self._looks)
             and all(read() == value for read, value in self._values)
+            and all(read(optimizer) == was for optimizer, read, was in self._optimizers)
         )
+
+    def starts_hold(self, leaves: Sequence[Any]) -> bool:
+        """Whether the objects among the arguments are the same."""
+        starts = _objects(leaves)
+        return len(starts) == len(self._starts) and all(map(is_, starts, self._starts))
+
+    def watched(self, facts: Unchanged) -> None:
+        """Add all that `hold` reads, arguments apart, to `facts`. It holds now.
+
+        Names of tables that no code reads count as well here, so that the facts may fail where `hold` would not.
+        """
+        for table, *_ in self._tables:
+            facts.table(table)
+        for items, _ in self._lists:
+            facts.elements(items)
+        for holder, keys, _ in self._with_tensors:
+            facts.table(holder) if keys else facts.elements(holder)
+        for space, _, read, _ in self._namespaces:
+            facts.names(space, read)
+        for cell, _ in self._cells:
+            if _content(cell) is Probes:  # empty
+                facts.read(partial(_content, cell))
+            else:
+                facts.attribute(cell, "cell_contents")
+        for fn, *_ in self._functions:
+            for name in ("__code__", "__defaults__", "__kwdefaults__"):
+                facts.attribute(fn, name)
+        for value, _ in self._kinds:
+            facts.kind(value)
+        for owner, name, _ in self._attributes:
+            facts.attribute(owner, name)
+        for look in self._looks:
+            if type(look[0]) is OrderedDict:  # hooks, nearly always none
+                facts.table(look[0])
+                facts.table(vars(look[0]))
+            else:
+                facts.read(partial(self._looks_hold, *look))
+        for read, _ in self._values:
+            facts.read(read)
+        for optimizer, *_ in self._optimizers:
+            facts.states(optimizer)
 
     def _names_hold(
         self, table: Mapping[Any, Any], keys: tuple[Any, ...], values: tuple[Any, ...]

@@ -353,6 +353,7 @@ class PythonState:
 
     def _attributes_of(self, visit: Visit, table: dict[str, Any]) -> None:
         """Attributes of a module other than modules, tensors and numbers."""
+        self.probes.add_attribute(visit.value, "__dict__")
         self.probes.add_table(table)
         loose = Visit(visit.path, visit.name, None, is_loose=True)
         for key in sorted(table.keys() - _OF_EVERY_MODULE):
@@ -379,8 +380,9 @@ class PythonState:
         for key, value in vars(optimizer).items():
             if key not in _OF_EVERY_OPTIMIZER:
                 self._push(visit, Part(key, value, key))
+        self.probes.add_attribute(optimizer, "__dict__")
         self.probes.add_table(vars(optimizer))
-        self.probes.add_value(partial(state_numbers, optimizer, self.live))
+        self.probes.add_optimizer(optimizer, partial(state_numbers, live=self.live))
         for key, fact in state_numbers(optimizer, self.live):
             self._note(Visit(((visit.path, "state"), key), "", None), fact)
         if not self._is_replay:

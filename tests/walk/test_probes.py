@@ -49,6 +49,8 @@ def rebound(holder: Holder) -> None:
 CHANGES: dict[str, Callable[[Holder], Any]] = {
     "an attribute": lambda h: setattr(h.settings, "scale", 2.0),
     "a new attribute": lambda h: setattr(h, "later", 2.0),
+    "all attributes": lambda h: setattr(h.settings, "__dict__", {**vars(h.settings)}),
+    "all attributes of a module": lambda h: setattr(h.layer, "__dict__", {**vars(h.layer)}),
     "an attribute of the class": lambda h: setattr(Holder, "scale", 2.0),
     "an element": lambda h: h.items.__setitem__(0, 2.0),
     "an element's attribute": lambda h: setattr(h.items[1], "scale", 2.0),

@@ -1,0 +1,59 @@
+"""What Dynamo has in C++ for guards: many tensors compared at once, views without the dispatcher, versions of dicts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_read = attrgetter("dtype", "device", "shape", "requires_grad", "layout")
+
+
+def tensor_match(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
+    """Whether tensors, all different, have the dtype, device, size, stride and lazy bits that these have now.
+
+    False may also mean undecided: another grad mode, another class. Dynamo tests its inputs by this class of C++, which
+    has no public name (torch 2.11 to 2.15).
+    """
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        guards = _dynamo.TensorGuards  # type: ignore[union-attr]
+        check = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if check(*tensors):
+            return lambda now: bool(check(*now))
+    return tensor_match_in_python(tensors)
+
+
+def tensor_match_in_python(tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
+    """The same without Dynamo."""
+    were, kinds = _properties(tensors), list(map(type, tensors))
+    return lambda now: list(map(type, now)) == kinds and _properties(now) == were
+
+
+def _properties(tensors: Sequence[Any]) -> list[Any]:
+    strides, conj, neg = (
+        list(map(read, tensors)) for read in (Tensor.stride, torch.is_conj, Tensor.is_neg)
+    )
+    return [list(map(_read, tensors)), strides, conj, neg]
+
+
+_dynamo = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_window = getattr(_dynamo, "_reinterpret_tensor", None)
+# A number that is another one after each change of a dict (torch 2.11 to 2.15); None if torch has none.
+dict_version: Callable[[Any], int] | None = getattr(_dynamo, "dict_version", None)
+
+
+def window_within(
+    tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> Tensor:
+    """A tensor on the same storage, of the same dtype. offset: from the first element of `tensor`.
+
+    The caller knows that the storage is large enough. Inductor's code makes its views so (torch 2.11 to 2.15).
+    """
+    if _window is None:
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+    found: Tensor = _window(tensor, size, stride, offset)
+    return found

@@ -1,0 +1,188 @@
+"""The inputs of a program's last call, and a fast test that its guards hold and its sources find the same inputs.
+
+    known.learn(program, call)      when all guards have passed for `call`
+    known.call(leaves)              the next call with its inputs; None: something may have changed
+
+What a guard reads in a step of hundreds of parameters is nearly always the very object that it read before. A guard or
+a source with a method `watched` adds the objects that it reads to one `Unchanged`; the others are asked at every call:
+
+    guard.watched(call, facts) -> what is left to ask at every call: a guard, or None
+    source.watched(call, facts) -> whether it finds the same tensor object as long as the facts hold
+
+Then the inputs are those of the last call. Their geometry, devices and storages may have changed in place, so these are
+read at every call, by a few functions of C over all tensors.
+
+Invariant: if `call` returns a call, then `Executable.resolve` without it would return one with the same inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from operator import call as call_of
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.fast_guards import tensor_match
+from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
+from functionalize.ir.inputs import Call, Source, watch
+from functionalize.ir.outputs import SourceItself
+from functionalize.util.unchanged import Unchanged, token
+
+log = logging.getLogger("functionalize")
+
+
+class KnownInputs:
+    """What is known from the last call whose guards all passed.
+
+    It learns again from a call whose guards have passed and for which it was of no use, but ever more seldom if that
+    happens in a row: then some object is another one at every call.
+    """
+
+    def __init__(self) -> None:
+        self._last: _LastCall | None = None
+        self._misses = 0
+
+    def call(self, leaves: Sequence[Any]) -> Call | None:
+        """The next call with its inputs, if nothing has changed; None: the guards must be asked. Changes nothing."""
+        if self._last is None:
+            return None
+        call = self._last.repeated(leaves)
+        if call is None:
+            self._last = None  # it refers to objects that may have been replaced
+        else:
+            self._misses = 0
+        return call
+
+    def learn(self, program: Any, call: Call) -> None:
+        """Take note of a call for which all guards of the program have passed just now."""
+        self._misses += 1
+        if self._misses & (self._misses - 1):
+            return
+        try:
+            self._last = _LastCall.of(program, call)
+        except Exception as error:  # an object of the user's that cannot be read twice
+            log.debug("every guard is asked at every call: %s: %s", type(error).__name__, error)
+
+
+class _LastCall:
+    """The inputs of a call, by weak references, and the facts by which they were found.
+
+    before, after: guards that are asked at every call, before and after the inputs are known.
+    moving: the inputs that are looked up at every call, with their indices.
+    """
+
+    def __init__(
+        self,
+        facts: Unchanged,
+        call: Call,
+        moving: Sequence[tuple[int, Source]],
+        before: Sequence[Guard],
+        after: Sequence[Any],
+        windows: _Windows,
+    ) -> None:
+        self._facts, self._before, self._after, self._windows = facts, before, after, windows
+        self._moving = moving
+        indices = {index for index, _ in moving}
+        self._inputs: list[Callable[[], Any]] = [
+            token(None if i in indices else each) for i, each in enumerate(call.inputs)
+        ]
+
+    @staticmethod
+    def of(program: Any, call: Call) -> _LastCall | None:
+        """Of a call for which all guards have passed just now; None for a program that finds no input by itself."""
+        facts, moving = Unchanged(), []
+        before = _left(program.facts, call, facts)
+        for index, spec in enumerate(program.inputs):
+            if not watch(spec.source, call, facts):
+                moving.append((index, spec.source))
+        if len(moving) == len(program.inputs):
+            return None
+        windows = [g for g in program.guards if isinstance(g, TensorGuard)]
+        others = [g for g in program.guards if not isinstance(g, TensorGuard)]
+        indices = [g.input for g in windows]
+        whole = [g for g in others if isinstance(g, AliasGuard) and g.keeps_apart(indices)]
+        after = _left([g for g in others if g not in whole], call, facts)
+        after += _left([r for r in program.outputs if isinstance(r, SourceItself)], call, facts)
+        facts.freeze()
+        fixed = {id(t) for i, t in enumerate(call.inputs) if i not in dict(moving)}
+        aliases = [
+            (t, i) for t, i in facts.aliases if id(t) not in fixed
+        ]  # they stay the same object
+        facts.aliases.clear()
+        tensors = _Windows(indices, call.inputs, aliases, bool(whole))
+        return _LastCall(facts, call, moving, before, after, tensors)
+
+    def repeated(self, leaves: Sequence[Any]) -> Call | None:
+        """The next call with its inputs; None: something may have changed."""
+        if not self._facts.hold():
+            return None
+        call = Call(leaves, [])
+        try:
+            if any(guard.failure(call) is not None for guard in self._before):
+                return None
+            inputs = call.inputs = list(map(call_of, self._inputs))
+            for index, source in self._moving:
+                inputs[index] = source.resolve(call)
+            if not self._windows.hold(inputs):
+                return None
+            if any(guard.failure(call) is not None for guard in self._after):
+                return None
+        except (LookupError, AttributeError, RuntimeError, TypeError):
+            return None
+        return call
+
+
+class _Windows:
+    """What `TensorGuard`, `AliasGuard` and `SharedGuard` read of tensors.
+
+    indices: of the inputs among `inputs`. aliases: see `Unchanged`. are_apart: whether no two inputs share a storage.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        inputs: Sequence[Tensor],
+        aliases: Sequence[tuple[Tensor, int]],
+        are_apart: bool,
+    ) -> None:
+        where = {index: at for at, index in enumerate(indices)}
+        apart = {id(t): (t, where[i]) for t, i in aliases}
+        self._pick = list(indices)
+        self._aliases = [token(tensor) for tensor, _ in apart.values()]
+        self._shared = [at for _, at in apart.values()]
+        self._are_apart = are_apart
+        tensors = self._tensors(inputs)
+        self._match = tensor_match(tensors)
+        self._offsets = list(map(Tensor.storage_offset, tensors))
+        self._sizes = list(map(_nbytes, map(_storage, tensors)))
+
+    def _tensors(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [*map(inputs.__getitem__, self._pick), *map(call_of, self._aliases)]
+
+    def hold(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether each tensor is the same window on a storage of the same size, shared by the same tensors."""
+        tensors = self._tensors(inputs)
+        if not tensors:
+            return True
+        if not self._match(tensors) or list(map(Tensor.storage_offset, tensors)) != self._offsets:
+            return False
+        storages = list(map(_storage, tensors))  # the same object for the same storage
+        if list(map(_nbytes, storages)) != self._sizes:
+            return False
+        ids = list(map(id, storages))
+        count = len(self._pick)
+        return not (self._are_apart and len(set(ids[:count])) != count) and (
+            ids[count:] == [ids[at] for at in self._shared]
+        )
+
+
+_storage, _nbytes = Tensor.untyped_storage, torch.UntypedStorage.nbytes
+
+
+def _left(guards: Sequence[Any], call: Call, facts: Unchanged) -> list[Any]:
+    """What must be asked at every call."""
+    left = (guard.watched(call, facts) if hasattr(guard, "watched") else guard for guard in guards)
+    return [guard for guard in left if guard is not None]
