@@ -1,6 +1,6 @@
 """The host's time of a replay around its ops: before them (guards, inputs) and after them (outputs, slots).
 
-    python -m benchmarks.around [--layers 4 16] [--runs 30] [--passes fast] [--forward] [--profile N]
+    python -m benchmarks.around [--layers 4 16] [--runs 30] [--passes NAMES] [--forward] [--profile N]
 
     before      from the call to the first op: arguments flattened, guards, inputs
     ops         the program's ops
@@ -168,11 +168,12 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--passes", default="fast")
+    parser.add_argument("--passes")
     parser.add_argument("--forward", action="store_true")
     parser.add_argument("--profile", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    args.passes = args.passes or ("default" if args.forward else "fast")
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
