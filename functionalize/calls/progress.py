@@ -21,7 +21,7 @@ from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder
 from functionalize.calls.doors import Repeated
 from functionalize.ir.inputs import Call
-from functionalize.util.call_sites import drops_result
+from functionalize.scalars.call_sites import drops_result
 from functionalize.util.text import with_article
 
 BAR_METHODS = (

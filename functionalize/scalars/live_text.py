@@ -4,7 +4,7 @@
     message = f"loss {loss:.3f}"     a fact: a guard on the text
 
 Python sees the real text in either case. Whether the text goes into such a call and nowhere else is read from the
-bytecode (`util/call_sites.py`); such a call is one of a function with the attribute `TAKES_TEXT`.
+bytecode (`call_sites.py`); such a call is one of a function with the attribute `TAKES_TEXT`.
 
 Invariant: a text that no call has taken when the recording ends is a fact.
 """
@@ -22,8 +22,8 @@ from typing import Any
 from torch import Tensor
 
 from functionalize._compat.stacks import CapturedTraceback
+from functionalize.scalars.call_sites import CallSite, Text, callee_of, instruction_at, site_at
 from functionalize.scalars.scalar_log import Number, ScalarLog, learned, learned_at
-from functionalize.util.call_sites import CallSite, Text, callee_of, instruction_at, site_at
 
 TAKES_TEXT = "__functionalize_takes_text__"
 _LOGGING = logging.info.__code__.co_filename

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from functionalize.util.call_sites import CallSite, callee_of, drops_result, instruction_at, site_at
+from functionalize.scalars.call_sites import (
+    CallSite,
+    callee_of,
+    drops_result,
+    instruction_at,
+    site_at,
+)
 
 
 class Value:
