@@ -30,7 +30,7 @@ test: $(STAMP)
 
 newest:
 	$(MAKE) demo TORCH=$(NEWEST)
-	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder tests/scalars tests/walk tests/audit"
+	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder tests/scalars tests/calls tests/state tests/walk tests/audit"
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
@@ -40,6 +40,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.capture
 	$(BIN)/python -m benchmarks.replay
+	$(BIN)/python -m benchmarks.around
 	$(BIN)/python -m benchmarks.side_by_side
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.peers

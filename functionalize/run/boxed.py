@@ -122,11 +122,19 @@ def boxed(program: Program) -> Runner:
 
 
 def _fits_binding(node: fx.Node) -> bool:
-    """Whether a binding may be called in place of an op: its names differ, and it returns tuples for lists."""
-    returns = node.target._schema.returns  # type: ignore[union-attr]
-    lists = any(str(each.type).startswith("List") for each in returns)
+    """Whether a binding may be called in place of an op.
+
+    Its names differ, it returns tuples for lists, and it keeps the tensor that it makes of a number beyond the op.
+    """
+    schema = node.target._schema  # type: ignore[union-attr]
+    lists = any(str(each.type).startswith("List") for each in schema.returns)
     parts_only = all(user.target is operator.getitem for user in node.users)
-    return bool(node.args) and not node.kwargs.keys() & _RENAMED and (parts_only or not lists)
+    has_number = any(
+        isinstance(value, (int, float)) and str(declared.type) == "Tensor"
+        for value, declared in zip(node.args, schema.arguments, strict=False)
+    )
+    fits = bool(node.args) and not has_number and not node.kwargs.keys() & _RENAMED
+    return fits and (parts_only or not lists)
 
 
 def _item(node: fx.Node, parts: Sequence[str]) -> str | None:

@@ -112,7 +112,7 @@ def test_what_cannot_be_done_is_said_before_anything_runs(
     [
         ("wrong_shape", "error: RuntimeError: "),
         ("reads_data", "error: aten.equal.default decides by data"),
-        ("prints", "error: the step cannot be recorded: prints at"),
+        ("prints", "error: the step cannot be recorded: writes to sys.stdout at"),
         ("stops", "error: SystemExit: no data left"),
     ],
 )

@@ -23,6 +23,7 @@ class Holder:
     def __init__(self) -> None:
         self.count, self.total, self.phase = 0, 0.0, 0
         self.last: Any = None
+        self.switch: Any = None
         self.losses: list[Any] = []
         self.kept: list[Any] = []
         self.read: list[Any] = []
@@ -99,7 +100,7 @@ def changes_elements(h: Holder, x: Tensor) -> Any:
 
 
 def toggles(h: Holder, x: Tensor) -> Any:
-    h.last = None if h.last else True
+    h.switch = None if h.switch else True
 
 
 def exchanges(h: Holder, x: Tensor) -> Any:
@@ -114,7 +115,7 @@ MOVES: dict[str, Callable[[Holder, Tensor], Any]] = {
         *(toggles, exchanges),
     )
 }  # fmt: skip
-HARD = frozenset({"appends_and_reads", "toggles"})  # no program repeats them
+_HARD = frozenset({"appends_and_reads", "toggles"})  # no program repeats them
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,14 @@ class MovingExample:
     moves: tuple[tuple[str, int], ...]
     resets: tuple[int | None, ...]
     trains: bool
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether no program can repeat the moves. Two toggles of one holder leave it as it was."""
+        return any(
+            name in _HARD and not (name == "toggles" and self.moves.count((name, at)) == 2)
+            for name, at in self.moves
+        )
 
 
 class MovingWorld:
