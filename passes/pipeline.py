@@ -65,7 +65,7 @@ PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
 )
 
 # cleanup: removes nodes; results and collectives are unchanged.
-# default: preserves every bit of every result, and never needs more memory; collectives are issued as in eager.
+# default: preserves every bit of every result, needs no more memory than before; collectives are issued as in eager.
 # fast: may round differently (small sums over more than two ranks are merged) and needs more memory: parameters stay
 # gathered for the backward, and communication overlaps with compute.
 _CLEANUP = "remove_noops,elide_copies,fold_views,merge_duplicates,drop_dead_code"
