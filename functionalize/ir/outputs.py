@@ -192,7 +192,7 @@ class _Shard:
             return None
         if placed(whole, geometry).end > nbytes:
             return None
-        place = geometry.size, geometry.stride, geometry.offset
+        place = tuple(geometry.size), tuple(geometry.stride), geometry.offset  # no `torch.Size`: 2.15
         return _Shard(local.slot, place, now.offset, nbytes, wrap)
 
     def of(self, results: Sequence[Any]) -> Tensor | None:
