@@ -36,6 +36,7 @@ raise no audit event, and threads that ran before the step.
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import logging
 import os
@@ -179,9 +180,19 @@ def _note(recordings: Recordings, frame: FrameType | None, what: str) -> None:
 def _note_clock(recordings: Recordings, frame: FrameType | None, what: str) -> None:
     """Note a call whose result is another one each time. frame: the innermost one."""
     found = [c for c in recordings() if c.for_real and not c.in_effect and c.clock is None]
-    step = _of_the_step(frame) if found else None
+    step = _of_the_step(frame) if found and not _is_in_collection(frame) else None
     for checks in found if step is not None else ():
         checks.clock = f"{what} {line_of_frame(step[0])}"  # type: ignore[index]
+
+
+def _is_in_collection(frame: FrameType | None) -> bool:
+    """Whether a callback of the garbage collector runs, which may do so within any line of the step."""
+    codes = {getattr(each, "__code__", None) for each in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
 
 
 # -- audit events ----------------------------------------------------------------------------------

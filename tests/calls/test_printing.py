@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import datetime
+import gc
 import io
 import sys
 import time
@@ -334,3 +335,23 @@ def test_the_first_rank_prints_and_all_replay() -> None:
     assert len(set(text.splitlines())) == 10
     assert nothing == ""
     assert min(replays, more) >= 6
+
+
+def test_a_clock_that_a_callback_of_the_collector_reads_is_not_the_steps() -> None:
+    def timed(phase: str, info: dict[str, int]) -> None:
+        time.perf_counter()
+
+    def step(x: Tensor) -> Tensor:
+        loss = x.sum()
+        gc.collect(0)
+        print("loss", loss.item())
+        return loss
+
+    captured = fz.capture(step, audit=False)
+    gc.callbacks.append(timed)
+    try:
+        for _ in range(4):
+            captured(torch.ones(2))
+    finally:
+        gc.callbacks.remove(timed)
+    assert captured.stats.replays >= 1
