@@ -27,7 +27,7 @@ from functionalize.audit.signature import Signature
 from functionalize.errors import GuardError
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
-from functionalize.scalars.escaped_numbers import replace_by_plain
+from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state import arguments
 from functionalize.state.hyperparameters import lifted
@@ -102,14 +102,14 @@ class AuditedCall:
             with hyperparameters as hyper, places as moving, recorder:
                 result = fn(*args, **kwargs)
         except Exception as error:
-            _replace_escaped(recorder)
+            replace_escaped(recorder.scalar_log)
             failure = error
             self._judge(lambda: comparison.verdict_of_failed(failure))
             raise
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
         self._judge(lambda: self._verdict(comparison, result, changed, moving))
         result = plain_tree(result)
-        _replace_escaped(recorder)
+        replace_escaped(recorder.scalar_log)
         return result
 
     def _begin(self, signature: Signature, recorder: AuditRecorder) -> Comparison:
@@ -146,11 +146,6 @@ class AuditedCall:
         except Exception as error:
             _log_bug(error)
         self._expected = None
-
-
-def _replace_escaped(recorder: AuditRecorder) -> None:
-    if recorder.scalar_log is not None:
-        replace_by_plain(recorder.scalar_log.escaped(()))
 
 
 def _log_bug(error: Exception) -> None:

@@ -14,7 +14,7 @@ class CallLog:
 
     facts: guards of the calls. targets: the objects that they read or change, with texts: the search must find them.
     stepped: ids of those that are schedulers and were stepped. quiet_ops: how many ops were not recorded.
-    hyperparameters: the live ones, see `state/hyperparameters.py`; None where nobody has looked for optimizers.
+    hyperparameters: the live ones, see `state/hyperparameters.py`; None where optimizers were not searched for.
     streams: `sys.stdout` and `sys.stderr` when the step began.
     """
 

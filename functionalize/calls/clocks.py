@@ -1,4 +1,4 @@
-"""C functions whose results differ from call to call, whatever the state of Python: clocks, random bytes, files.
+"""C functions whose results differ from call to call, with the same state of Python: clocks, random bytes, files.
 
     clock_text(time.perf_counter)       "time.perf_counter"
     clock_text(datetime.now)            "datetime.now"

@@ -27,11 +27,11 @@ from functionalize.calls.call_log import CallRecorder
 from functionalize.calls.doors import Repeated
 from functionalize.calls.late_numbers import LateNumber
 from functionalize.ir.inputs import Call
+from functionalize.ir.scalars import NUMBER_DTYPES
 from functionalize.planning.timeline.timeline import Category
 from functionalize.scalars.live_scalars import as_live
 from functionalize.util.text import with_article
 
-_DTYPES = {float: torch.float64, int: torch.int64}
 _get = object.__getattribute__
 
 
@@ -82,8 +82,10 @@ class SchedulerDoor:
             return f"{what} whose class has a `__getattribute__`"
         if recording.calls.hyperparameters is None:
             return what
-        given = [each.detach() if isinstance(each, torch.Tensor) else each for each in args[1:]]
-        found = CallArguments.of(recording, frame, given, keywords)  # the number of a metric counts
+        passed = [each.detach() if isinstance(each, torch.Tensor) else each for each in args[1:]]
+        found = CallArguments.of(
+            recording, frame, passed, keywords
+        )  # the number of a metric counts
         if isinstance(found, str):
             return f"{what} with {found}"
         refused = recording.calls.hyperparameters.begin_change(
@@ -145,7 +147,7 @@ class SchedulerNumber:
         return value
 
     def resolve(self, call: Call) -> Any:
-        return torch.tensor(self.now(), dtype=_DTYPES[self.kind])
+        return torch.tensor(self.now(), dtype=NUMBER_DTYPES[self.kind])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,13 +209,13 @@ def _read(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any
         assert log is not None
         return as_live(log.from_source(source, f"scheduler.{name}", number))
 
-    if log is not None and type(value) in _DTYPES:
+    if log is not None and type(value) in NUMBER_DTYPES:
         return live(value, None)
     if (
         log is not None
         and name == _LAST
         and type(value) is list
-        and set(map(type, value)) <= _DTYPES.keys()
+        and set(map(type, value)) <= NUMBER_DTYPES.keys()
     ):
         return [live(each, i) for i, each in enumerate(value)]
     if name == "__dict__" or (is_stepped and log is not None and name != "optimizer"):

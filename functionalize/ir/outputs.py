@@ -192,7 +192,11 @@ class _Shard:
             return None
         if placed(whole, geometry).end > nbytes:
             return None
-        place = tuple(geometry.size), tuple(geometry.stride), geometry.offset  # no `torch.Size`: 2.15
+        place = (
+            tuple(geometry.size),
+            tuple(geometry.stride),
+            geometry.offset,
+        )  # no `torch.Size`: 2.15
         return _Shard(local.slot, place, now.offset, nbytes, wrap)
 
     def of(self, results: Sequence[Any]) -> Tensor | None:

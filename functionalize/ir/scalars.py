@@ -18,9 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from functionalize.ir.inputs import Source
     from functionalize.ir.ops import OpRecord
+
+# In a program a number that Python holds is a tensor of one element of this dtype.
+NUMBER_DTYPES: Mapping[type, torch.dtype] = {float: torch.float64, int: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -44,7 +44,13 @@ from functionalize.ir.outputs import (
     SourceItself,
     Wrapped,
 )
-from functionalize.ir.scalars import Applied, ScalarInput, expression_text, is_known_before_run
+from functionalize.ir.scalars import (
+    NUMBER_DTYPES,
+    Applied,
+    ScalarInput,
+    expression_text,
+    is_known_before_run,
+)
 from functionalize.ir.waits import sink_waits
 from functionalize.program.early_guard import EarlyGuard, is_early
 from functionalize.program.program import Program
@@ -143,7 +149,7 @@ class Builder:
 
         Its storage serial is negative: no storage of the recording has it.
         """
-        dtype = torch.float64 if type(number.hint) is float else torch.int64
+        dtype = NUMBER_DTYPES[type(number.hint)]
         geometry, cpu = contiguous_geometry((), dtype), torch.device("cpu")
         name = self._unique(number.name)
         spec = InputSpec(name, geometry, dtype.itemsize, cpu, number.source)

@@ -63,7 +63,7 @@ class Checks:
     in_effect: how many replaced functions have noted an effect and are running: what they do is the same effect.
     repeated: the calls that a replay makes again, as text with the user's line.
     clock: the first read of a clock, or of something else that changes by itself, as text with the user's line.
-    is_watched: whether all such reads were seen; None: nobody looked for them.
+    is_watched: whether all such reads were seen; None: they were not looked for.
     """
 
     __slots__ = (

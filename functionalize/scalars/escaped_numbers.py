@@ -1,7 +1,7 @@
 """Live numbers that outlive their recording: plain ones take their places, whoever holds them.
 
     settle_escaped(log, leaves)                    after the step: they become constants of the program, too
-    replace_by_plain(log.escaped(()))              after an exception, or when the result is plain
+    replace_escaped(log)                           after an exception, or when the result is plain
 
 Invariant: dicts, lists, sets, cells and attributes hold what eager leaves there. Tuples and objects of C code keep a
 live number, which behaves as a constant from then on.
@@ -29,10 +29,16 @@ def settle_escaped(log: ScalarLog, leaves: Sequence[Any]) -> None:
     late = log.escaped(held)
     for number in late:
         log.learn_late(number.node)
-    replace_by_plain(late)
+    _replace_by_plain(late)
 
 
-def replace_by_plain(live: Sequence[Any]) -> None:
+def replace_escaped(log: ScalarLog | None) -> None:
+    """Put plain numbers in the places of all live ones of a recording that exist still. None: it has none."""
+    if log is not None:
+        _replace_by_plain(log.escaped(()))
+
+
+def _replace_by_plain(live: Sequence[Any]) -> None:
     """Put plain numbers in the places of live ones: in dicts, lists, cells and attributes, whoever holds them."""
     if not live:
         return

@@ -22,6 +22,7 @@ import torch
 
 from functionalize.calls.late_numbers import LateNumber
 from functionalize.ir.inputs import Call
+from functionalize.ir.scalars import NUMBER_DTYPES
 from functionalize.planning.timeline.timeline import Category
 from functionalize.scalars.live_scalars import as_live, is_live, plain
 
@@ -32,14 +33,12 @@ if TYPE_CHECKING:
 Key = tuple[str, int, str]  # optimizer, group, name of the hyperparameter
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
-_DTYPES: Mapping[type, torch.dtype] = {float: torch.float64, int: torch.int64}
-
 
 def is_liftable(value: Any) -> bool:
     """Whether a hyperparameter is a number, or a tuple of them."""
     if isinstance(value, tuple):
-        return bool(value) and all(type(v) in _DTYPES for v in value)
-    return type(value) in _DTYPES
+        return bool(value) and all(type(v) in NUMBER_DTYPES for v in value)
+    return type(value) in NUMBER_DTYPES
 
 
 def liftable(optimizers: Optimizers, names: Collection[str] = ("lr",)) -> frozenset[Key]:
@@ -96,7 +95,7 @@ def number_tensor(value: Any, kind: type, where: str) -> torch.Tensor:
     """A number of Python as an input of a program; raises `LookupError` for another type, or more than 64 bits."""
     check_kind(value, kind, where)
     try:
-        return torch.tensor(value, dtype=_DTYPES[kind])
+        return torch.tensor(value, dtype=NUMBER_DTYPES[kind])
     except (OverflowError, RuntimeError, ValueError) as error:
         raise LookupError(f"{where} does not fit 64 bits") from error
 

@@ -42,7 +42,7 @@ from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
-from functionalize.scalars.escaped_numbers import replace_by_plain
+from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.step.cache import CALLS_BEFORE_PASSES, CachedProgram, Kinds, key_of
@@ -228,8 +228,7 @@ class CapturedStep(ReplayedStep):
                 self._finish(run, call)
                 result, log_of_numbers = plain_tree(run.result), run.recorder.scalar_log
                 del run
-                if log_of_numbers is not None:  # the caller may hold them
-                    replace_by_plain(log_of_numbers.escaped(()))
+                replace_escaped(log_of_numbers)  # the caller may hold them
                 return result
         return self._run_unrecordable(run, call)
 

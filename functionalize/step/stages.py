@@ -32,7 +32,7 @@ from functionalize.audit.collective_check import collective_mismatch
 from functionalize.errors import UncapturableError
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.recorder.recorder import Recorder
-from functionalize.scalars.escaped_numbers import replace_by_plain, settle_escaped
+from functionalize.scalars.escaped_numbers import replace_escaped, settle_escaped
 from functionalize.scalars.live_scalars import plain_keys
 from functionalize.state import arguments
 from functionalize.state.arguments import flatten_result, leaf_names
@@ -142,8 +142,7 @@ def record(
         with hyperparameters as hyper, MovingState(entry.moving, recorder) as moving, recorder:
             result = fn(*call.args, **call.kwargs)
     except BaseException:
-        if recorder.scalar_log is not None:
-            replace_by_plain(recorder.scalar_log.escaped(()))
+        replace_escaped(recorder.scalar_log)
         raise
     changed = hyper.changed or arguments.changed(call.args, call.kwargs, call.leaves, call.spec)
     return RecordedRun(recorder, entry, result, changed, moving)

@@ -243,7 +243,7 @@ class _Dict:
 
 
 class _Versions:
-    """Dicts to most of which nobody writes: those that were written to are tested, as an equal value may be back."""
+    """Dicts, most of which stay as they are: those that were written to are tested, as an equal value may be back."""
 
     def __init__(self, dicts: Sequence[_Dict]) -> None:
         self._dicts, self._tables = dicts, [each.table for each in dicts]

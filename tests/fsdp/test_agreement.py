@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -118,31 +119,45 @@ def test_a_kind_of_call_that_one_rank_cannot_capture() -> None:
     assert "cannot be captured: aten.nonzero.default gives a result whose size" in second_why
 
 
+def step_of(model: Any, optimizer: Any, numbers: bool = True) -> Callable[[Tensor, Tensor], Tensor]:
+    """A training step. numbers: whether it reads the loss."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        if numbers and loss.item() > 1e6:
+            raise ValueError("the loss is too large")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+class Pair:
+    """A captured step and its eager twin, which must be equal after every call."""
+
+    def __init__(self, numbers: bool = True, **options: Any) -> None:
+        self.ours, self.twin = build_mlp(), build_mlp()
+        self.captured = fz.capture(step_of(*self.ours, numbers), **options)
+        self.eager = step_of(*self.twin, numbers)
+        self.differences: list[str] = []
+
+    def call(self, i: int, rows: int) -> None:
+        """Both, on the same batch of this many rows."""
+        (batch,) = pairs(1, rows=rows)
+        losses = {"loss": self.captured(*batch)}, {"loss": self.eager(*batch)}
+        self.differences += differences(i, *losses)
+        self.differences += differences(i, state_of(*self.ours), state_of(*self.twin))
+
+
 def shapes_differ(numbers: bool) -> tuple[list[str], Any]:
     """From the fifth step on, rank 1 alone has more rows in every second batch."""
-    model, optimizer = build_mlp()
-    twin, twin_optimizer = build_mlp()
-
-    def make(model: Any, optimizer: Any) -> Any:
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            loss = F.mse_loss(model(x), y)
-            if numbers and loss.item() > 1e6:
-                raise ValueError("the loss is too large")
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
-
-    captured, eager = fz.capture(make(model, optimizer)), make(twin, twin_optimizer)
-    found: list[str] = []
+    both = Pair(numbers)
     for i in range(14):
         longer = dist.get_rank() == 1 and i >= 5 and i % 2 == 1
-        (batch,) = pairs(1, rows=6 if longer else 4)
-        found += differences(i, {"loss": captured(*batch)}, {"loss": eager(*batch)})
-        found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
-    return found, captured.stats
+        both.call(i, 6 if longer else 4)
+    return both.differences, both.captured.stats
 
 
 @pytest.mark.parametrize("numbers", [False, True])
@@ -161,30 +176,12 @@ def test_a_rank_whose_batch_has_another_shape(numbers: bool) -> None:
 
 def lengths_differ(numbers: bool, unique: bool) -> tuple[list[str], Any, bool]:
     """Each rank draws a length of its own for each call, from few or from ever new ones."""
-    model, optimizer = build_mlp()
-    twin, twin_optimizer = build_mlp()
-
-    def make(model: Any, optimizer: Any) -> Any:
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            loss = F.mse_loss(model(x), y)
-            if numbers and loss.item() > 1e6:
-                raise ValueError("the loss is too large")
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
-
-    captured, eager = fz.capture(make(model, optimizer)), make(twin, twin_optimizer)
+    both = Pair(numbers)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    found: list[str] = []
     for i in range(40):
         drawn = int(torch.randint(4, (1,), generator=generator))
-        (batch,) = pairs(1, rows=2 + (2 * i + dist.get_rank() if unique else drawn))
-        found += differences(i, {"loss": captured(*batch)}, {"loss": eager(*batch)})
-        found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
-    return found, captured.stats, captured._vote is not None
+        both.call(i, 2 + (2 * i + dist.get_rank() if unique else drawn))
+    return both.differences, both.captured.stats, both.captured._vote is not None
 
 
 @pytest.mark.parametrize("numbers", [False, True])
@@ -211,31 +208,13 @@ def test_ranks_with_ever_new_lengths_run_eagerly(numbers: bool) -> None:
 def rare_and_refused() -> tuple[list[str], Any]:
     """A kind that cannot be recorded on rank 1 comes again while rank 0 has ever new lengths."""
     second = dist.get_rank() == 1
-    captured_model, eager_model = build_mlp(), build_mlp()
-
-    def make(model: Any, optimizer: Any) -> Any:
-        def step(x: Tensor, y: Tensor, log: Any = None) -> Tensor:
-            loss = F.mse_loss(model(x), y)
-            if loss.item() > 1e6:
-                raise ValueError("the loss is too large")
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
-
-    captured, eager = fz.capture(make(*captured_model), on_uncapturable="eager"), make(*eager_model)
-    found: list[str] = []
+    both = Pair(on_uncapturable="eager")
     for i in range(20):
-        rows = 4 if i < 5 or (second and i > 14) else 10 + i
-        (batch,) = pairs(1, rows=rows)
         if i == 5 and second:
-            key = next(iter(captured._cache.items()))[0]
-            captured._refuse(key, UncapturableError("for a test"))
-        found += differences(i, {"loss": captured(*batch)}, {"loss": eager(*batch)})
-        found += differences(i, state_of(*captured_model), state_of(*eager_model))
-    return found, captured.stats
+            key = next(iter(both.captured._cache.items()))[0]
+            both.captured._refuse(key, UncapturableError("for a test"))
+        both.call(i, 4 if i < 5 or (second and i > 14) else 10 + i)
+    return both.differences, both.captured.stats
 
 
 def test_a_refused_kind_does_not_wait_for_a_rank_that_records_nothing() -> None:
