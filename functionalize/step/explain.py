@@ -107,7 +107,7 @@ def _template_text(numbers: list[int], found: Template | Mismatch) -> str:
     if isinstance(found, Mismatch):
         return f"programs {numbers[0]} and {numbers[found.program]} are not one graph: {found}"
     names = ", ".join(map(str, numbers))
-    sizes = ", ".join(f"s{i} = {name}" for i, name in enumerate(found.symbols)) or "no size"
+    sizes = ", ".join(f"s{i} = {name}" for i, name in enumerate(found.symbols.names)) or "no size"
     return (
         f"programs {names} are one graph: {found.varying} of {len(found.formulas)} integers are "
         f"functions of {sizes}"

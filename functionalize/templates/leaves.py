@@ -1,11 +1,11 @@
 """A program as a sequence of tokens and integers, so that two programs can be compared node by node.
 
-    leaves_of(program).integers     (2, 8, 32, ...): of arguments of nodes, of inputs, of outputs, of the epilogue
+    leaves_of(program).integers     (2, 8, 32, ...): of arguments of nodes, of inputs, outputs, the epilogue, guards
     leaves_of(program).tokens       everything else, in the same order; `INTEGER` where an integer stands
-    with_integers(program, values)  a copy of the program with other integers in its graph
+    with_integers(program, values)  a copy of the program with other integers
 
-Two programs with equal leaves compute the same. Not among them: guards on Python state (`facts`), guards on inputs,
-which follow from the inputs, the names of nodes, and `meta`.
+Two programs with equal leaves compute the same. Not among them: guards on Python state (`facts`), the names of nodes,
+and `meta`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functionalize.ir.guards import AliasGuard
+from functionalize.ir.inputs import WholeStorage
+from functionalize.program.executable import Executable
 from functionalize.program.printer import node_text
 from functionalize.program.program import Program
 
 INTEGER = "an integer"
 _MOST_CONTENTS = 4096  # elements of a constant that are compared
+# The fields of a program that are read after its nodes, and what one part of each is called.
+_PARTS = {
+    "inputs": "input",
+    "outputs": "output",
+    "epilogue": "action",
+    "value_guards": "guard on a number",
+    "guards": "guard",
+}
 
 
 @dataclass(slots=True)
@@ -43,16 +54,22 @@ class Leaves:
         return f"`{node_text(owner)}`" if isinstance(owner, fx.Node) else str(owner)
 
 
-def leaves_of(program: Program) -> Leaves:
+def leaves_of(program: Executable) -> Leaves:
     """The leaves of a program."""
-    return _Reader(program).leaves
+    reader = _Reader()
+    reader.read_program(program)
+    return reader.leaves
 
 
 class _Reader:
-    def __init__(self, program: Program) -> None:
+    def __init__(self) -> None:
         self.leaves = Leaves()
-        self._numbers = {node: i for i, node in enumerate(program.graph.nodes)}
+        self._numbers: dict[fx.Node, int] = {}
         self._owner: Any = "the program"
+
+    def read_program(self, program: Executable) -> None:
+        """Read every part; `_copied` replaces the integers in the same order."""
+        self._numbers |= {node: i for i, node in enumerate(program.graph.nodes)}
         self._read([program.stage, list(program.writes), str(program.out_spec)])
         for node in program.graph.nodes:
             self._owner = node
@@ -60,17 +77,9 @@ class _Reader:
             if node.op == "get_attr":
                 self._token(_contents(program.constants[str(node.target)]))
             self._read([node.args, node.kwargs])
-        for spec in program.inputs:
-            self._owner = f"the input `{spec.name}`"
-            self._read([spec.geometry, spec.nbytes, spec.device])
-            self._token(_identity(spec.source))
-        for part, name in (
-            (program.outputs, "output"),
-            (program.epilogue, "action"),
-            (program.value_guards, "guard"),
-        ):
-            for i, each in enumerate(part):
-                self._owner = f"{name} {i}"
+        for name, what in _PARTS.items():
+            for i, each in enumerate(getattr(program, name)):
+                self._owner = f"the input `{each.name}`" if name == "inputs" else f"{what} {i}"
                 self._read(each)
 
     def _token(self, token: Any) -> None:
@@ -94,17 +103,33 @@ class _Reader:
                 self._read(each)
         elif isinstance(value, slice):
             self._read([value.start, value.stop, value.step])
-        elif dataclasses.is_dataclass(value) and not isinstance(self._owner, fx.Node):
+        elif isinstance(value, AliasGuard):  # the numbers of storages in a recording
+            self._token(tuple(map(value.groups.index, value.groups)))
+        elif isinstance(value, Executable):  # of a guard
+            self.read_program(value)
+        elif is_source(value):
+            self._token(identity(value))
+        elif _is_opened(value, self._owner):
             self._token(type(value))
             for each in dataclasses.fields(value):
-                if each.name in ("source", "others"):
-                    self._token(_identity(getattr(value, each.name)))
-                else:
-                    self._read(getattr(value, each.name))
+                self._read(getattr(value, each.name))
         elif isinstance(value, Tensor):
             self._token(_contents(value))
         else:
             self._token(_plain(value))
+
+
+def is_source(value: Any) -> bool:
+    """Whether a value is a source of an input: compared by the object that it finds, and never changed."""
+    return hasattr(type(value), "resolve") and not isinstance(value, (WholeStorage, Executable))
+
+
+def _is_opened(value: Any, owner: Any) -> bool:
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and not isinstance(owner, fx.Node)
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -125,13 +150,13 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def _identity(source: Any) -> Any:
+def identity(source: Any) -> Any:
     """A token of a source: equal for two that look at the same place."""
     if dataclasses.is_dataclass(source) and not isinstance(source, type):
         parts = (getattr(source, each.name) for each in dataclasses.fields(source))
-        return (type(source), *map(_identity, parts))
+        return (type(source), *map(identity, parts))
     if isinstance(source, tuple):
-        return tuple(map(_identity, source))
+        return tuple(map(identity, source))
     return (type(source), source) if isinstance(source, (int, str, type(None))) else id(source)
 
 
@@ -142,26 +167,69 @@ def _contents(value: Any) -> Any:
     return value.dtype, tuple(value.shape), bytes(data.view(torch.uint8).tolist())
 
 
+# -- the same program with other integers ----------------------------------------------------------
+
+
 def with_integers(program: Program, values: Sequence[Any]) -> Program:
-    """A copy with these integers in its graph, in the order of `leaves_of`; the other parts are those of `program`."""
-    copied, rest = program.copy(), iter(values[len(program.writes) :])
-    for node in copied.graph.nodes:
-        args, kwargs = _replaced([node.args, node.kwargs], rest)
-        node.args, node.kwargs = tuple(args), kwargs
+    """A copy with these integers, in the order of `leaves_of`. Its `meta` is that of `program`."""
+    copied: Program = _copied(program, iter(values))
     return copied
 
 
-def _replaced(value: Any, rest: Iterator[Any]) -> Any:
+def _copied(program: Any, rest: Iterator[Any]) -> Any:
+    writes = tuple(replaced(list(program.writes), rest))
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in program.graph.nodes:
+        copied = copies[node] = graph.node_copy(node, copies.__getitem__)
+        args, kwargs = replaced([copied.args, copied.kwargs], rest)
+        copied.args, copied.kwargs = tuple(args), kwargs
+    parts = {
+        name: tuple([replaced(each, rest) for each in getattr(program, name)]) for name in _PARTS
+    }
+    return dataclasses.replace(
+        program,
+        graph=graph,
+        constants=dict(program.constants),
+        writes=writes,
+        _module=None,
+        _run=None,
+        **parts,
+    )
+
+
+def replaced(value: Any, rest: Iterator[Any]) -> Any:
+    """A value with its integers replaced by the next ones; the same object if none of them differs.
+
+    Raises `TypeError` where an integer differs in an object of another library.
+    """
     if type(value) is int:
         return next(rest)
-    if isinstance(value, dict):
-        return {key: _replaced(each, rest) for key, each in value.items()}
     if isinstance(value, slice):
-        return slice(*_replaced([value.start, value.stop, value.step], rest))
-    if isinstance(value, list):
-        return [_replaced(each, rest) for each in value]
-    if type(value) in (tuple, torch.Size) or type(value).__name__ == "immutable_list":
-        return tuple(_replaced(each, rest) for each in value)
-    if isinstance(value, tuple):
-        return type(value)(*(_replaced(each, rest) for each in value))
-    return value
+        return slice(*replaced([value.start, value.stop, value.step], rest))
+    if isinstance(value, dict):
+        new = {key: replaced(each, rest) for key, each in value.items()}
+        return value if all(map(_is_same, new.values(), value.values())) else new
+    if isinstance(value, (list, tuple)):
+        items = [replaced(each, rest) for each in value]
+        if all(map(_is_same, items, value)):
+            return value
+        if isinstance(value, list):
+            return items
+        is_named = hasattr(value, "_fields")
+        return type(value)(*items) if is_named else tuple(items)
+    if isinstance(value, Executable):
+        return _copied(value, rest)
+    if is_source(value) or isinstance(value, AliasGuard) or not _is_opened(value, None):
+        return value
+    names = [each.name for each in dataclasses.fields(value)]
+    was = [getattr(value, name) for name in names]
+    items = [replaced(each, rest) for each in was]
+    if all(map(_is_same, items, was)):
+        return value
+    if not type(value).__module__.startswith("functionalize."):
+        raise TypeError(f"a {type(value).__name__} holds sizes, of which no copy can be made")
+    return dataclasses.replace(value, **dict(zip(names, items, strict=True)))
+
+
+def _is_same(new: Any, was: Any) -> bool:
+    return new is was or (type(new) is type(was) is int and new == was)

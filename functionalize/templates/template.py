@@ -1,14 +1,16 @@
 """Several programs of one step as one program whose integers are functions of the sizes of its arguments.
 
     template = Template.of(step.programs)      or a `Mismatch`: what differs, at which node
-    template.symbols                           ("size 1 of `tokens`",): s0
+    template.symbols.names                     ("size 1 of `tokens`",): s0
     template.predicted((37,))                  the integers of the program for 37 tokens
+    template.at((37,))                         the program for 37 tokens
     template.text()                            the graph, with `s0` in the place of integers
 
-The programs are aligned node by node, integers that differ are fitted (`fitting.py`). A template describes, it is never
-executed: which branch a length takes in Python, and which kernel in torch, is known only where it was recorded.
+The programs are aligned node by node, integers that differ are fitted (`fitting.py`).
+Invariant: the program for sizes of which one was recorded equals it, leaf for leaf. For other sizes it is a prediction:
+which branch a length takes in Python, and which kernel in torch, is known only where the step has run.
 Refusals: fewer than three programs, other ops, constants or integers without a function, sizes of 0 or 1 beside
-others, since torch treats those in its own way.
+others, since torch treats those in its own way; results whose sizes depend on data.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from functionalize.ir.inputs import Argument
-from functionalize.program.printer import program_text
+from functionalize.program.printer import node_text, program_text
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Formula, Sizes, fit
 from functionalize.templates.leaves import INTEGER, Leaves, leaves_of, with_integers
+from functionalize.templates.symbols import Shapes, Symbols
 
 FEWEST = 3
 
@@ -40,15 +45,21 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Programs as one. symbols: the sizes that vary, `s0` first. formulas: for each integer of `reference`."""
+    """Programs as one. symbols: the sizes that vary. formulas: for each integer of `reference`."""
 
     reference: Program
-    symbols: tuple[str, ...]
+    symbols: Symbols
     formulas: tuple[Formula, ...]
 
     @staticmethod
-    def of(programs: Sequence[Program]) -> Template | Mismatch:
-        """The template of programs of one step, at different sizes."""
+    def of(
+        programs: Sequence[Program], calls: Sequence[Shapes] = (), names: Sequence[str] = ()
+    ) -> Template | Mismatch:
+        """The template of programs of one step, at different sizes.
+
+        calls: for each program, the shapes of the tensors among its arguments, and their names; else those that the
+        program reads.
+        """
         if len(programs) < FEWEST:
             return Mismatch(0, "the programs", f"{len(programs)} of at least {FEWEST}")
         leaves = [leaves_of(program) for program in programs]
@@ -56,20 +67,31 @@ class Template:
             difference = _first_difference(leaves[0], other)
             if difference is not None:
                 return Mismatch(number, *difference)
-        names, sizes = _symbols(programs)
-        for number, own in enumerate(sizes):
-            if any((a < 2) != (b < 2) for a, b in zip(own, sizes[0], strict=True)):
-                return Mismatch(number, "the arguments", "a size is 0 or 1, and greater elsewhere")
-        formulas: dict[tuple[int, ...], Formula | None] = {}
-        columns = list(zip(*(own.integers for own in leaves), strict=True))
-        for at, column in enumerate(columns):
-            if column not in formulas:
-                formulas[column] = fit(sizes, column)
-            if formulas[column] is None:
-                place = leaves[0].place(leaves[0].at[at])
-                return Mismatch(1, place, f"no function of the sizes {sizes} gives {column}")
-        found = tuple(formula for c in columns if (formula := formulas[c]) is not None)
-        return Template(programs[0], names, found)
+        for node in programs[0].graph.nodes:
+            if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+                return Mismatch(0, f"`{node_text(node)}`", "its size depends on data")
+        if not calls:
+            calls, names = list(map(_shapes_of, programs)), _names_of(programs[0])
+        symbols = Symbols.of(calls, names)
+        sizes: list[Sizes] = []
+        for number, shapes in enumerate(calls):
+            own = symbols.sizes_of(shapes)
+            if isinstance(own, str):
+                return Mismatch(
+                    number, "the arguments", f"{own}, which torch treats in its own way"
+                )
+            sizes.append(own)
+        found = fitted(sizes, [own.integers for own in leaves])
+        if isinstance(found, Unfitted):
+            place = leaves[0].place(leaves[0].at[found.at])
+            return Mismatch(1, place, str(found))
+        template = Template(programs[0], symbols, found)
+        try:
+            made = leaves_of(template.at(sizes[-1]))
+        except TypeError as error:
+            return Mismatch(0, "the program", str(error))
+        assert (made.tokens, made.integers) == (leaves[-1].tokens, leaves[-1].integers)
+        return template
 
     @property
     def varying(self) -> int:
@@ -79,6 +101,15 @@ class Template:
     def predicted(self, sizes: Sizes) -> tuple[int, ...]:
         """The integers of the program for these sizes, one for each symbol."""
         return tuple(formula.value(sizes) for formula in self.formulas)
+
+    def at(self, sizes: Sizes) -> Program:
+        """The program for these sizes. Its `meta` is filled anew where it is read."""
+        program = with_integers(self.reference, self.predicted(sizes))
+        for node in program.graph.nodes:
+            for key in ("val", "tensor_meta"):
+                node.meta.pop(key, None)
+        program._described = False
+        return program
 
     def text(self) -> str:
         """The graph of the reference, with formulas in the place of the integers that vary."""
@@ -116,15 +147,41 @@ def _first_difference(a: Leaves, b: Leaves) -> tuple[str, str] | None:
     return None
 
 
-def _symbols(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Sizes]]:
-    """The sizes of arguments that differ, one name for those that are always equal; their values in each program."""
-    columns: dict[tuple[int, ...], str] = {}
-    for number, spec in enumerate(programs[0].inputs):
-        if not isinstance(spec.source, Argument):
-            continue
-        for dim in range(len(spec.geometry.size)):
-            column = tuple(p.inputs[number].geometry.size[dim] for p in programs)
-            if len(set(column)) > 1:
-                columns.setdefault(column, f"size {dim} of `{spec.name}`")
-    sizes: list[Any] = list(zip(*columns, strict=True)) if columns else [()] * len(programs)
-    return tuple(columns.values()), sizes
+def _arguments(program: Program) -> list[Any]:
+    return [spec for spec in program.inputs if isinstance(spec.source, Argument)]
+
+
+def _shapes_of(program: Program) -> Shapes:
+    return [spec.geometry.size for spec in _arguments(program)]
+
+
+def _names_of(program: Program) -> list[str]:
+    return [spec.name for spec in _arguments(program)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfitted:
+    """Integers that no function gives. at: which of the integers. values: in each recording."""
+
+    at: int
+    sizes: tuple[Sizes, ...]
+    values: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"no function of the sizes {list(self.sizes)} gives {self.values}"
+
+
+def fitted(
+    sizes: Sequence[Sizes], integers: Sequence[Sequence[int]]
+) -> tuple[Formula, ...] | Unfitted:
+    """The function of each integer. integers: those of each recording."""
+    formulas: dict[tuple[int, ...], Formula | None] = {}
+    found = []
+    for at, column in enumerate(zip(*integers, strict=True)):
+        if column not in formulas:
+            formulas[column] = fit(sizes, column)
+        formula = formulas[column]
+        if formula is None:
+            return Unfitted(at, tuple(sizes), column)
+        found.append(formula)
+    return tuple(found)

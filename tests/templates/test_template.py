@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.program.program import Program
 from functionalize.templates.leaves import leaves_of
 from functionalize.templates.template import Mismatch, Template
+from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step, make_step
 
 
 def program_at(step: Any, make: Callable[..., Tensor], sizes: tuple[int, ...]) -> Program:
-    """The program that is recorded for these sizes."""
-    captures = step.stats.captures
-    while step.stats.captures == captures:
+    """The program that is recorded for these sizes, or was."""
+    calls = step.stats.captures + step.stats.replays
+    while step.stats.captures + step.stats.replays == calls:
         step(make(*sizes))
     return step.program
 
 
 def captured(fn: Any, **options: Any) -> Any:
-    return fz.capture(fn, record_after=1, max_programs=64, audit=False, **options)
+    return fz.capture(fn, record_after=1, max_programs=512, audit=False, **options)
 
 
 def check_sweep(
@@ -41,8 +43,10 @@ def check_sweep(
     assert template.varying > 0
     for sizes in others:
         recorded = leaves_of(program_at(step, make, sizes))
-        assert recorded.tokens == tokens
+        made = leaves_of(template.at(sizes))
+        assert recorded.tokens == made.tokens == tokens
         assert tuple(recorded.integers) == template.predicted(sizes), sizes
+        assert recorded.integers == made.integers, sizes
     return template
 
 
@@ -61,7 +65,7 @@ def test_lengths_of_a_transformer(passes: str) -> None:
     template = check_sweep(
         captured(transformer(), passes=passes), make, [(8,), (12,), (20,)], others
     )
-    assert template.symbols == ("size 1 of `x`",)
+    assert template.symbols.names == ("size 1 of `x`",)
     assert "[2, s0, 16]" in template.text()
 
 
@@ -72,7 +76,7 @@ def test_batches_and_lengths_of_a_transformer() -> None:
     learned = [(2, 8), (3, 8), (2, 12), (5, 20), (7, 9)]
     others = [(b, s) for b in (2, 4, 6) for s in (5, 16, 30)]
     template = check_sweep(captured(transformer()), make, learned, others)
-    assert template.symbols == ("size 0 of `x`", "size 1 of `x`")
+    assert template.symbols.names == ("size 0 of `x`", "size 1 of `x`")
 
 
 def test_images_with_strides() -> None:
@@ -84,6 +88,30 @@ def test_images_with_strides() -> None:
         return torch.randn(2, 3, height, 10)
 
     check_sweep(step, make, [(h,) for h in (8, 9, 12, 13, 18, 21)], [(11,), (14,), (25,)])
+
+
+def test_a_sweep_of_lengths_and_batches() -> None:
+    """Sizes of one are classes of their own."""
+    step = captured(transformer(8))
+
+    def make(b: int, s: int) -> Tensor:
+        return torch.randn(b, s, 8)
+
+    def sizes_of(kind: tuple[bool, bool], sizes: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(size for size, is_one in zip(sizes, kind, strict=True) if not is_one)
+
+    for kind, learned in {
+        (False, False): [(2, 8), (3, 8), (2, 12), (4, 20), (3, 9)],
+        (True, False): [(1, 8), (1, 12), (1, 20)],
+        (False, True): [(2, 1), (3, 1), (4, 1)],
+    }.items():
+        template = Template.of([program_at(step, make, sizes) for sizes in learned])
+        assert isinstance(template, Template), template
+        for length in [1] if kind[1] else (2, 3, 4, 8, 15, 16, 17, 32, 64, 95, 96):
+            sizes = (1 if kind[0] else 2 + length % 3, length)
+            recorded = leaves_of(program_at(step, make, sizes))
+            made = leaves_of(template.at(sizes_of(kind, sizes)))
+            assert (made.tokens, made.integers) == (recorded.tokens, recorded.integers), sizes
 
 
 def huggingface(kind: str) -> Any:
@@ -116,6 +144,28 @@ def test_lengths_of_language_models(kind: str) -> None:
         [(8,), (12,), (20,), (27,)],
         [(s,) for s in (5, 16, 32, 33)],
     )
+
+
+def sharded_lengths() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1), nn.Linear(8, 4)
+    )
+    for part in (*model, model):
+        fully_shard(part)
+    step = captured(make_step(model, torch.optim.AdamW(model.parameters())))
+    template = Template.of([program_at(step, torch.randn, (2, s, 8)) for s in (8, 12, 20)])
+    assert isinstance(template, Template), template
+    return [
+        (s, leaves_of(template.at((s,))).integers == leaves_of(recorded).integers)
+        for s in (2, 3, 16, 33, 64)
+        if (recorded := program_at(step, torch.randn, (2, s, 8)))
+    ]
+
+
+def test_lengths_under_fsdp_and_dropout() -> None:
+    (found,) = run_on_ranks(sharded_lengths, world=1)
+    assert found == [(s, True) for s in (2, 3, 16, 33, 64)]
 
 
 # -- what parts ------------------------------------------------------------------------------------
@@ -167,7 +217,8 @@ def test_a_constant_that_depends_on_the_length() -> None:
 
 def test_sizes_of_one_are_a_class_of_their_own() -> None:
     found = template_of(lambda x: x * 2, 8, 1, 12)
-    assert found == Mismatch(1, "the arguments", "a size is 0 or 1, and greater elsewhere")
+    why = "size 0 of `x` is 1, which torch treats in its own way"
+    assert found == Mismatch(1, "the arguments", why)
 
 
 def test_few_programs_are_no_template() -> None:
