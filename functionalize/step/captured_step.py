@@ -235,8 +235,9 @@ class CapturedStep(ReplayedStep):
     def _record(self, call: Invocation) -> RecordedRun | Refused:
         warn_if_untested()
         self._kinds.recorded(call.key)
-        # Numbers are live only from the second recording on: the first one has shown that the step stores none of them.
-        live = bool(call.key in self._warmups or self.stats.captures or len(self._cache))
+        # Numbers are live only from the second recording on: the first one shows which state the step moves. Of all
+        # kinds of calls, so that the ranks, whose kinds may differ, know at the second call whether they must vote.
+        live = bool(self.stats.warmups or self.stats.captures or len(self._cache))
         observer = LifetimeObserver() if self._options.memory else None
         is_first = call.key not in self._warmups
         with_lifetimes = live and observer is not None
@@ -250,10 +251,12 @@ class CapturedStep(ReplayedStep):
                 self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()
         if recorder.scalar_log is not None:
             recorder.scalar_log.plain_reads = self._plain_reads
-        varying = self._changed_hyperparameters
+        varying, outside = self._changed_hyperparameters, self._hooks_run_outside
+        has_vote = self._vote is not None or self._options.compares
+        meets_as = None if has_vote or outside or in_world() else self._name
         try:
             return record(
-                self._fn, call, recorder, varying, self._hooks_run_outside, self._places(call, live)
+                self._fn, call, recorder, varying, outside, self._places(call, live), meets_as
             )
         except Exception as error:
             self._plain_reads |= was_refused(error)
@@ -283,13 +286,14 @@ class CapturedStep(ReplayedStep):
         reasons = {} if unkept is None else unkept.reasons
         verdict = judge(run, None if self._has_settled else reasons, previous)
         outcome = build(verdict, lambda recording: self._build(recording, call))
-        agreed = agree(outcome, run.recorder, self._vote, self._options.compares, rerun)
+        compares, together = self._options.compares, run.rendezvous
+        agreed = agree(outcome, run.recorder, self._vote, compares, rerun, together)
         self._vote = agreed.vote
         self._keep(agreed.outcome, call.key)
         if isinstance(agreed.outcome, Built):
             self._unsettled.clear()
         elif isinstance(agreed.outcome, WarmUp):
-            votes = RankVote.of(run.recorder, self._options.compares)
+            votes = RankVote.of(run.recorder, compares) if together is None else None
             if votes is None:  # else all ranks must record alike
                 self._unsettled.add(call.reason, agreed.outcome.reason)
             elif self._kinds.defers:  # all ranks decide together which calls they record

@@ -49,13 +49,18 @@ from functionalize.step.outcome import (
 )
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.step_state import EntryState, ExitState
-from functionalize.step.vote import Level, RankVote
+from functionalize.step.vote import Level, RankVote, Rendezvous, reads_numbers
 from functionalize.util.text import without_numbers
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 
 MAX_WARMUPS = 5  # for one reason
 MOST_WARMUPS = 4 * MAX_WARMUPS  # for all reasons
 _OTHERS_WARM_UP = "another rank does not keep its recording"
+_ALONE = (
+    "relies on a number that it reads, and another rank has not recorded this call: only ranks that record it together "
+    "can replay it"
+)
+_READS, _RELIES = "reads", "relies"  # a number that may be live in the next recording; a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,11 @@ class FinishedRun(Protocol):
         """The recorder that was active during the run."""
         ...
 
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        """The ranks that record this call; None: ranks vote already, or each by itself."""
+        ...
+
     def recording(self) -> StepRecording:
         """Compare the state after the run with that before it; may raise."""
         ...
@@ -100,6 +110,7 @@ class RecordedRun:
     result: Any
     changed: str | None
     moving: MovingState
+    rendezvous: Rendezvous | None = None
 
     def recording(self) -> StepRecording:
         plain_keys(self.result)
@@ -123,11 +134,12 @@ def record(
     varying: frozenset[Key],
     hooks_run_outside: bool = False,
     live: LivePlaces = NO_PLACES,
+    meets_as: str | None = None,
 ) -> RecordedRun | Refused:
     """Inspect all objects that `fn` reaches, then run it for real while `recorder` is active.
 
     varying: hyperparameters that become live numbers, besides the learning rates. live: places in Python that earlier
-    calls have moved.
+    calls have moved. meets_as: the name of the step, under which ranks that record this call find each other.
     """
     try:
         names = leaf_names(fn, call.spec)
@@ -138,14 +150,17 @@ def record(
     except Exception as error:
         return Refused.of(error)
     hyperparameters = lifted(entry.roots.optimizers, entry.hyperparameters, recorder)
+    rendezvous = Rendezvous(meets_as) if meets_as is not None else None
     try:
         with hyperparameters as hyper, MovingState(entry.moving, recorder) as moving, recorder:
             result = fn(*call.args, **call.kwargs)
     except BaseException:
         replace_escaped(recorder.scalar_log)
+        if rendezvous is not None:
+            rendezvous.leave()
         raise
     changed = hyper.changed or arguments.changed(call.args, call.kwargs, call.leaves, call.spec)
-    return RecordedRun(recorder, entry, result, changed, moving)
+    return RecordedRun(recorder, entry, result, changed, moving, rendezvous)
 
 
 def judge(
@@ -196,13 +211,17 @@ def agree(
     vote: RankVote | None,
     compares: bool = False,
     rerun: bool = False,
+    rendezvous: Rendezvous | None = None,
 ) -> Agreed:
     """Replace `mine` by the worst outcome of all ranks, if different outcomes would let ranks wait for each other.
 
     vote: the vote of earlier calls. compares: whether passes may have changed collectives. rerun: the forward ran
     again for a backward without a program, see Note [A backward that was not recorded] in `captured_forward.py`.
+    rendezvous: the ranks that record this call, for a step whose ranks have no vote.
     """
     mine = _compared(mine, recorder)
+    if rendezvous is not None:
+        return _agreed_by(rendezvous, mine, recorder)
     joined = RankVote.of(recorder, compares)
     joined = joined | vote if joined is not None else vote
     if joined is None:
@@ -216,6 +235,29 @@ def agree(
         if isinstance(outcome, Built) and worst is not Level.KEPT:
             outcome = WarmUp(outcome.summary, _OTHERS_WARM_UP)
     return Agreed(outcome, vote)
+
+
+def _agreed_by(rendezvous: Rendezvous, mine: Outcome, recorder: Recorder) -> Agreed:
+    """The outcome of ranks without a vote, and their vote if any of them relies on a number: Note [Who records]."""
+    everyone = RankVote.among(recorder)
+    if everyone is None:
+        rendezvous.leave()
+        return Agreed(mine, None)
+    reads = reads_numbers(recorder)
+    words = [
+        mine.level.name,
+        *([_READS] if reads else []),
+        *([_RELIES] if reads and recorder.live else []),
+    ]
+    said = rendezvous.gather(everyone.groups, words, [*Level.__members__, _READS, _RELIES])
+    if said is None:
+        if reads and isinstance(mine, Built):
+            mine = WarmUp(mine.summary, _ALONE)
+        return Agreed(mine, None)
+    if _READS not in said:
+        return Agreed(mine, None)
+    worst = max(level for level in Level if level.name in said)
+    return Agreed(_worst(mine, worst), everyone if _RELIES in said else None)
 
 
 def _compared(mine: Outcome, recorder: Recorder) -> Outcome:

@@ -11,21 +11,35 @@ A pass may merge, split or drop collectives. Ranks can then communicate only if 
 collectives: they vote in the same way, and before a replay each sends the fingerprint of the collectives in its graph.
 If two differ (other shapes, other budgets), all ranks run the step eagerly.
 
-Refusal: a rank that does not vote in time, because its step reads no number where that of another rank does.
+Note [Who records]
+A number may be read on one rank alone (`if rank == 0: print(loss.item())`), so a rank cannot know from its own
+recording whether the others vote. Ranks without a vote learn it from those that record the same call, without waiting
+for any that does not (`Rendezvous`): before the step runs, each writes that it begins to record into the store of each
+of its process groups; after it, that it has ended, and whether it reads numbers. A rank that begins always ends, also
+by an exception. So only a group whose ranks have all begun is waited for. If any rank relies on a number, all vote from
+then on. If some rank of a group replays or runs eagerly, nobody votes, and no program that relies on a number is kept.
+
+Refusal: a rank that does not vote, or does not end its recording, in time.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from functionalize._compat.distributed import group_of_name
+from functionalize._compat.distributed import (
+    group_of_name,
+    process_groups,
+    sequence_number,
+    store_of_group,
+)
 from functionalize.errors import UncapturableError
 from functionalize.ir.ops import refs_in
 from functionalize.ir.scalars import is_known_before_run
@@ -170,3 +184,78 @@ def reads_numbers(recorder: Recorder) -> bool:
         return True
     late = (f.expression for f in learned if not is_known_before_run(f.expression))
     return any(not is_early(expression, early) for expression in late)
+
+
+# -- Note [Who records] ----------------------------------------------------------------------------
+
+_ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The entries of one recorded call in the store of one process group."""
+
+    group: str
+    store: Any
+    size: int
+    key: str
+
+    def count(self, what: str, by: int) -> int:
+        """Add to a counter of all ranks of the group; its value."""
+        return int(self.store.add(f"{self.key}/{what}", by))
+
+    def end(self, said: Iterable[str]) -> None:
+        """This rank has ended its recording. said: what it says; also what it may say no more."""
+        for each in said:
+            self.store.set(f"{self.key}/says/{each}", "")
+        if self.count("ended", 1) == self.size:
+            self.store.set(f"{self.key}/all", "")
+
+    def wait(self, words: Iterable[str]) -> set[str]:
+        """Those of `words` that any rank of the group has said, once all have ended."""
+        try:
+            self.store.wait([f"{self.key}/all"], _PATIENCE)
+        except RuntimeError as error:
+            raise UncapturableError(
+                f"a rank of process group {self.group!r} began to record this call of the step and does not end it"
+            ) from error
+        return {word for word in words if self.store.check([f"{self.key}/says/{word}"])}
+
+
+class Rendezvous:
+    """The ranks that record one call of a step: made when this rank begins to.
+
+    A call is known by the step's name and by how many collectives each group has issued, which its ranks agree on.
+    """
+
+    def __init__(self, step: str) -> None:
+        self._rooms: dict[str, _Room] = {}
+        for group in process_groups():
+            name, store = str(group.group_name), store_of_group(group)
+            if store is not None and group.size() > 1:
+                key = f"functionalize/{step}/{sequence_number(group)}"
+                self._rooms[name] = _Room(name, store, group.size(), key)
+                self._rooms[name].count("begun", 1)
+
+    def leave(self) -> None:
+        """This rank takes no part: its step has raised an exception, or has issued no collective."""
+        for room in self._rooms.values():
+            room.end([_ABSENT])
+
+    def gather(
+        self, groups: Iterable[str], mine: Iterable[str], words: Iterable[str]
+    ) -> set[str] | None:
+        """Those of `words` that any rank says; None if some rank of these groups does not record this call.
+
+        groups: those with collectives, in an order in which all ranks name theirs. mine: the words of this rank.
+        """
+        rooms = [self._rooms.pop(name, None) for name in groups]
+        self.leave()
+        whole = [room is None or room.count("begun", 0) == room.size for room in rooms]
+        said = {*mine, *([] if all(whole) and None not in rooms else [_ABSENT])}
+        for room, is_whole in zip(rooms, whole, strict=True):
+            if room is not None:
+                room.end(said)
+                if is_whole:
+                    said |= room.wait([*words, _ABSENT])
+        return None if _ABSENT in said else said

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -134,6 +134,7 @@ class JointRun:
     requested: RequestedGradients
     parameters: tuple[Source, ...]
     rerun_of: ForwardProgram | None
+    rendezvous: ClassVar[None] = None  # a forward may have no backward, for which no rank waits
 
     def recording(self) -> JointRecording:
         return JointRecording(self, ExitState.now(self.later, self.gradients))
