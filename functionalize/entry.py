@@ -50,7 +50,8 @@ def capture(
     a number n (every n-th call; 1: all), False (none), "raise" ("auto", and a difference raises `AuditError`). A
     difference drops the program and is logged, see `docs/capture.md`. With `backward` the forward alone is compared.
     record_after: the number of calls of a kind (shapes and numbers of the arguments) after which it is recorded, while
-    two or more recorded kinds wait for their first replay; else, and with `backward`, a kind is recorded at once.
+    two or more recorded kinds wait for their first replay; else, and with `backward`, a kind is recorded at once. With
+    1, the passes too run at once; else those of a large program run after 48 calls, which run eagerly.
     max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, and for `memory` with
     `backward`.

@@ -13,6 +13,7 @@ that of the same argument where the op returns a view. An op whose result has no
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -124,6 +125,8 @@ class Fakes:
 
     def run(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of one call."""
+        if target is operator.getitem and type(args[0]) in (list, tuple):
+            return args[0][args[1]]
 
         def op() -> Any:
             with self.mode:

@@ -36,6 +36,9 @@ from functionalize.walk.fact_text import NUMBERS
 log = logging.getLogger("functionalize")
 _NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
 CALLS_BEFORE_PASSES = 8  # since passes cost several times a recording
+# On a step's first large program the passes take as long as some 20 eager steps. After 48 calls that is less than half
+# of the time of the run.
+CALLS_BEFORE_FIRST_PASSES, LARGE = 48, 1000  # LARGE: nodes; passes take a quarter of a second
 _KINDS_TRUSTED = 2  # recorded kinds without a replay, before further kinds wait
 _KINDS_REMEMBERED = 4096
 _MOST_DOUBLINGS = 10
@@ -57,6 +60,7 @@ class CachedProgram:
     signature: the recorded op stream, with which audited calls are compared; None: the program is not audited.
     audits: the number of audited calls.
     waits: the number of calls that must find the program before its passes run and it is replayed; they run eagerly.
+    found: the number of calls that have found it since it waits.
     dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
     """
 
@@ -72,6 +76,7 @@ class CachedProgram:
     audits: int = 0
     python_effects: Sequence[PythonEffect] = ()
     waits: int = 0
+    found: int = 0
     dropped: Sequence[Gradient] = ()
 
     @property
@@ -142,6 +147,15 @@ class ProgramCache:
         """Whether there is a program with this key."""
         return key in self._by_key
 
+    def calls_before_passes(self, key: Hashable, program: Program) -> int:
+        """How many calls must find a new program before its passes run.
+
+        As long as no program was replayed, a large one waits; after that the first one of a further kind.
+        """
+        if program.nodes() >= LARGE and not any(cached.replays for cached in self._used):
+            return CALLS_BEFORE_FIRST_PASSES
+        return CALLS_BEFORE_PASSES if self._used and not self.has(key) else 0
+
     def key_of(self, cached: CachedProgram) -> Hashable:
         """The key of a program."""
         return self._used[cached]
@@ -191,8 +205,7 @@ class ProgramCache:
             oldest = next(iter(self._used))
             self.drop(oldest)
             first = self._unused_in_a_row == 0
-            unused = oldest.replays == oldest.audits == 0
-            unused = unused and oldest.waits in (0, CALLS_BEFORE_PASSES)  # none has found it
+            unused = oldest.replays == oldest.audits == oldest.found == 0
             self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
             if self.thrashing or (first and self._unused_in_a_row):
                 self._warn()

@@ -45,7 +45,7 @@ from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
-from functionalize.step.cache import CALLS_BEFORE_PASSES, CachedProgram, Kinds, key_of
+from functionalize.step.cache import CachedProgram, Kinds, key_of
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
@@ -302,7 +302,7 @@ class CapturedStep(ReplayedStep):
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         """The program of a recording, after the passes."""
         recorded = recording.program(call.spec)
-        waits = CALLS_BEFORE_PASSES if self._passes_wait(call) else 0
+        waits = self._calls_before_passes(recorded, call)
         program = recorded if waits else self._options.applied(recorded)
         signature = self._signature(recording)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
@@ -326,16 +326,15 @@ class CapturedStep(ReplayedStep):
         )
         return Built(cached, recording.summary, counts)
 
-    def _passes_wait(self, call: Invocation) -> bool:
-        """Whether the passes wait until calls have shown that the program is of use.
+    def _calls_before_passes(self, recorded: Program, call: Invocation) -> int:
+        """How many calls must show that a program is of use before the passes run.
 
-        Not for the first program, for a second program of its kind, and where the ranks or a report compare the result
-        of the passes.
+        None where the ranks or a report compare the result of the passes.
         """
-        options, is_first = self._options, not len(self._cache) or self._cache.has(call.key)
-        if is_first or options.compares or options.memory:
-            return False
-        return self._kinds.defers and options.rewrites
+        options = self._options
+        if options.compares or options.memory or not (self._kinds.defers and options.rewrites):
+            return 0
+        return self._cache.calls_before_passes(call.key, recorded)
 
     def _signature(self, recording: StepRecording) -> Signature | None:
         """What audited calls are compared with; None if none is audited."""

@@ -152,6 +152,7 @@ class ReplayedStep:
         if not cached.waits:
             return False
         cached.waits -= 1
+        cached.found += 1
         self._cache.used(cached)
         key = self._cache.key_of(cached)
         self._kinds.replayed(key)  # the kind has returned

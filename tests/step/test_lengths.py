@@ -128,6 +128,34 @@ def test_a_program_that_was_found_while_it_waited_was_of_use() -> None:
     assert (stats.captures, stats.waiting, stats.replays) == (9, 8 * 3, 3)
 
 
+def many_ops(x: torch.Tensor) -> torch.Tensor:
+    """More ops than a program may have whose passes run at once."""
+    for _ in range(1000):
+        x = x + 1
+    return x
+
+
+def test_the_passes_of_a_large_first_program_wait_until_they_pay() -> None:
+    step, x = fz.capture(many_ops, passes="elide_copies", audit=False), torch.zeros(3)
+    while not step.stats.captures:
+        step(x)
+    recorded = step.stats.eager
+    for left in range(48, 0, -1):
+        assert f"{left} more call" in step.explain()
+        assert torch.equal(step(x), many_ops(x))
+    stats = step.stats
+    assert (stats.waiting, stats.eager - recorded, stats.replays) == (48, 48, 0)
+    assert torch.equal(step(x), many_ops(x))
+    assert step.stats.replays == 1 and step.program is not None and step.program.history
+
+
+def test_the_passes_of_a_large_program_run_at_once_if_every_kind_is_recorded_at_once() -> None:
+    step = fz.capture(many_ops, passes="elide_copies", audit=False, record_after=1)
+    for _ in range(4):
+        step(torch.zeros(3))
+    assert step.stats.waiting == 0 and step.stats.replays > 0
+
+
 class Fails(Pass):
     """A pass that fails for one size."""
 
