@@ -128,7 +128,7 @@ def _pass(name: str, options: str) -> Pass:
             there = f"it has {', '.join(known)}" if known else "it has none"
             raise PassError(f"`{name}` has no option `{key}`{_closest(key, known)}; {there}")
         if key in values:
-            raise PassError(f"`{name}`: the option `{key}` is given twice")
+            raise PassError(f"`{name}`: the option `{key}` appears twice")
         values[key] = _value(name, key, value, hints[key])
     return kind(**values)
 

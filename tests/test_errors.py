@@ -217,7 +217,7 @@ RESIZES = [
     (
         to_a_float,
         errors.ResizeError,
-        "inductor.resize_storage_bytes_.default was given a size that is no integer: sizes are whole bytes\n"
+        "inductor.resize_storage_bytes_.default received a size that is no integer: sizes are whole bytes\n"
         "  at FILE:LINE, in to_a_float: R(a, 4.5)",
     ),
     (
@@ -244,14 +244,14 @@ RESIZES = [
         of_no_tensor,
         errors.ForeignStorageError,
         "inductor.resize_storage_bytes_.default resizes a storage of 16 bytes to 8, which belongs to no "
-        "tensor the program was given or made: pass its tensor as an argument\n"
+        "argument and no result of the program: pass its tensor as an argument\n"
         "  at FILE:LINE, in of_no_tensor: LOOSE.resize_(8)",
     ),
     (
         of_no_argument,
         errors.ForeignStorageError,
         "inductor.resize_storage_bytes_.default resizes a storage of 16 bytes to 0, which belongs to no "
-        "tensor the program was given or made: pass its tensor as an argument\n"
+        "argument and no result of the program: pass its tensor as an argument\n"
         "  at FILE:LINE, in of_no_argument: OUTSIDE.untyped_storage().resize_(0)",
     ),
 ]
@@ -385,8 +385,8 @@ def test_backward() -> None:
 
 def test_outsider_turned() -> None:
     assert message(errors.UncapturableError, turn_outsider, values(4)) == (
-        "turns `OUTSIDE` from float32[4] into float32[1, 4], or moves it to another storage, without having "
-        "been given it: pass it as an argument"
+        "turns `OUTSIDE` from float32[4] into float32[1, 4], or moves it to another storage, though it "
+        "is not an argument: pass it as an argument"
     )
     assert OUTSIDE.shape == (4,)
 

@@ -6,9 +6,9 @@ Every import counts: those inside functions and those under `TYPE_CHECKING`, too
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,9 +68,17 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imported(path: Path) -> Iterator[str]:
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """The syntax tree of a file as a list."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imported(path: Path) -> list[str]:
     """The modules of ours that a file imports, wherever in the file it does."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in nodes(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -80,7 +88,8 @@ def imported(path: Path) -> Iterator[str]:
         for name in names:
             owner = name if name in MODULES else name.rpartition(".")[0]
             if owner in MODULES:
-                yield owner
+                found.append(owner)
+    return found
 
 
 def folder_of(module: str) -> str:
@@ -168,7 +177,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
     names = Counter(
         node.name
         for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
     )
     assert {name: n for name, n in names.items() if n > 1} == {}

@@ -305,6 +305,6 @@ def _axes(grid: list[str] | None) -> dict[str, list[object]]:
     for text in grid or ():
         key, values = axis(text)
         if key in found:
-            raise UsageError(f"--grid {key} is given twice")
+            raise UsageError(f"--grid {key} appears twice")
         found[key] = values
     return found

@@ -51,9 +51,11 @@ def write_graph(path: str, found: Recorded) -> None:
         metadata = {
             **archive.versions(),
             "kind": KIND,
-            "told": {name: getattr(found, name) for name in _PLAIN_FIELDS},
+            "fields": {name: getattr(found, name) for name in _PLAIN_FIELDS},
             "groups": [[name, list(found.groups.get(name, ()))] for name in writer.groups],
-            "given": {name: category.value for name, category in found.input_categories.items()},
+            "input_categories": {
+                name: category.value for name, category in found.input_categories.items()
+            },
         }
         try:
             archive.write(path, metadata, content, writer.constants)
@@ -73,10 +75,12 @@ def read_graph(path: str) -> Recorded:
         content, constants = archive.read(path)
         groups = {str(name): tuple(ranks) for name, ranks in metadata["groups"]}
         reader = Reader(Program, Decoder(content["records"], FORMS), {}, list(groups), constants)
-        plain: dict[str, Any] = {name: metadata["told"][name] for name in _PLAIN_FIELDS}
+        plain: dict[str, Any] = {name: metadata["fields"][name] for name in _PLAIN_FIELDS}
         plain["notes"] = tuple(plain["notes"])
         program = reader.program(content["programs"][0])
-        input_categories = {name: Category(value) for name, value in metadata["given"].items()}
+        input_categories = {
+            name: Category(value) for name, value in metadata["input_categories"].items()
+        }
         return Recorded(program=program, input_categories=input_categories, groups=groups, **plain)
     except LoadError as error:
         raise refusal(path, error, "loaded") from None

@@ -157,7 +157,7 @@ def assignments(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         key, value = _pair(text, "--set")
         if key in found:
-            raise UsageError(f"--set {key} is given twice")
+            raise UsageError(f"--set {key} appears twice")
         found[key] = literal(value)
     return found
 

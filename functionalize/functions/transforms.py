@@ -127,7 +127,7 @@ class _Trace:
                 builder.add_constant(external.ref, external.tensor)
             elif external.ref.storage not in declared and external.ref.storage in used:
                 raise UncapturableError(
-                    f"uses a fake tensor ({external.ref.geometry}) that it was not given: pass it as an "
+                    f"uses a fake tensor ({external.ref.geometry}) that is none of its arguments: pass it as an "
                     "argument"
                 )
         builder.add_inputs(self.inputs)
@@ -196,7 +196,7 @@ def _run(recorder: Recorder, mode: FakeTensorMode, call: Callable[[], Any]) -> A
     except Exception as error:
         if str(error).startswith("inductor::resize_storage_bytes_()"):
             raise ResizeError(
-                f"inductor.resize_storage_bytes_.default was given a size that is no integer: sizes are "
+                f"inductor.resize_storage_bytes_.default received a size that is no integer: sizes are "
                 f"whole bytes\n  {line_of_traceback(error.__traceback__)}"
             ) from error
         if recorder.failed is None or recorder.failed[0] is not error:

@@ -372,7 +372,7 @@ class Recorder(Watcher):
             if info is None:
                 raise ForeignStorageError(
                     f"resizes a storage of {storage.nbytes()} bytes to {size}, which belongs to no "
-                    "tensor the program was given or made: pass its tensor as an argument"
+                    "argument and no result of the program: pass its tensor as an argument"
                 )
             checked_nbytes(size, info.name)
         except FunctionalizeError as error:

@@ -109,5 +109,5 @@ class StandIns:
             if info is None or (info.serial, now) != each.ref:
                 raise UncapturableError(
                     f"turns `{each.name}` from {each.ref.geometry} into {now}, or moves it to another "
-                    "storage, without having been given it: pass it as an argument"
+                    "storage, though it is not an argument: pass it as an argument"
                 )

@@ -92,7 +92,7 @@ def test_wrong_usage(command: Command) -> None:
             ("plan", TRAINING, "--grid", "world=1,2", "--world", 4),
             "`world` has one value and is in",
         ),
-        (("plan", TRAINING, "--grid", "a=1", "--grid", "a=2"), "--grid a is given twice"),
+        (("plan", TRAINING, "--grid", "a=1", "--grid", "a=2"), "--grid a appears twice"),
         (("plan", "step.fzp"), "step.fzp is one recorded graph: plan takes a script"),
     ],
 )

@@ -92,7 +92,7 @@ def test_assignments() -> None:
     for given in (["layers"], ["=4"], ["a b=4"]):
         with pytest.raises(UsageError, match="write --set key=value"):
             assignments(given)
-    with pytest.raises(UsageError, match="--set layers is given twice"):
+    with pytest.raises(UsageError, match="--set layers appears twice"):
         assignments(["layers=4", "layers=5"])
 
 

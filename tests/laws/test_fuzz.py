@@ -87,7 +87,7 @@ def check_lowered(example: Example) -> None:
 
 
 @given(examples())
-@times(2500)
+@times(1000)
 def test_programs(example: Example) -> None:
     check(example)
 
@@ -107,7 +107,7 @@ FREED_INTO_OVERLAPPING = Example(
 
 @given(examples(max_lines=30))
 @example(FREED_INTO_OVERLAPPING)
-@times(400)
+@times(200)
 def test_long_programs(example: Example) -> None:
     check(example)
 
@@ -120,6 +120,6 @@ def test_short_programs(example: Example) -> None:
 
 
 @given(examples())
-@times(300)
+@times(200)
 def test_lowered(example: Example) -> None:
     check_lowered(example)

@@ -19,7 +19,7 @@ from tests.laws.counting import SLACK, calls
 from tests.ranks import run_on_ranks
 from tests.steps import make_step
 
-FEW, MANY = 4, 16
+FEW, MANY = 3, 11
 
 
 class Block(nn.Module):

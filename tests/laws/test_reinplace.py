@@ -29,7 +29,7 @@ def check(example: Example, pipeline: str) -> None:
 
 
 @given(examples())
-@times(400)
+@times(200)
 def test_reinplace(example: Example) -> None:
     check(example, "reinplace")
 

@@ -121,7 +121,7 @@ def test_defaults_are_left_out():
         ),
         (
             "elide_copies{parts=true,parts=false}",
-            "`elide_copies`: the option `parts` is given twice",
+            "`elide_copies`: the option `parts` appears twice",
         ),
         (
             "elide_copies{parts=true",

@@ -53,7 +53,7 @@ def inplace_view(engine: Engine, record: OpRecord) -> Any:
     nbytes, device = record.meta["born"][out.storage]
     if nbytes:
         raise ForeignStorageError(
-            f"moves a tensor to a storage of {nbytes} bytes that belongs to no tensor the program was "
-            "given or has used: pass its tensor as an argument"
+            f"moves a tensor to a storage of {nbytes} bytes that belongs to no "
+            "argument and no result of the program: pass its tensor as an argument"
         )
     return engine.emit.empty(out.geometry, device)  # `set_()`

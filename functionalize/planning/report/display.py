@@ -235,8 +235,8 @@ def check_reserved(reserved: Sequence[int], timeline: Timeline) -> None:
     """Raise `PictureError` unless there is one number of reserved bytes per event of the timeline."""
     if len(reserved) != len(timeline.events):
         raise PictureError(
-            f"Reserved bytes of {len(reserved):,} moments were given for the {len(timeline.events):,} events of "
-            f"`{timeline.name}`. Give one number per event, as simulate(timeline).bytes does."
+            f"Reserved bytes of {len(reserved):,} moments do not match the {len(timeline.events):,} events of "
+            f"`{timeline.name}`. Pass one number per event, as simulate(timeline).bytes does."
         )
 
 

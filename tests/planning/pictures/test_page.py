@@ -497,7 +497,7 @@ def test_nothing_to_show_is_refused(tmp_path):
     with pytest.raises(PictureError, match=r"The page `Plan` would be empty: .*memory=True"):
         write_page(tmp_path / "plan.html", title="Plan")
     with pytest.raises(
-        PictureError, match=r"Give one number per event, as simulate\(timeline\)\.bytes does"
+        PictureError, match=r"Pass one number per event, as simulate\(timeline\)\.bytes does"
     ):
         write_page(tmp_path / "plan.html", timelines=[EAGER], reserved={"eager": [5]})
     assert not (tmp_path / "plan.html").exists()

@@ -301,7 +301,7 @@ def test_nothing_to_draw_is_refused(tmp_path):
             memory_picture(none, path)
     with pytest.raises(
         PictureError,
-        match=r"Reserved bytes of 1 moments were given for the [\d,]+ events of `eager`",
+        match=r"Reserved bytes of 1 moments do not match the [\d,]+ events of `eager`",
     ):
         memory_picture(step_of(1), path, reserved=[5])
     with pytest.raises(PictureError, match="the schedule has no span"):
