@@ -1,0 +1,1 @@
+"""Functions: traced, functionalized for `aot_function`, compiled."""
