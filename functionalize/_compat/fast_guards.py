@@ -10,6 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Inside of it, reading an attribute of a tensor subclass does not look for its `__torch_function__`.
+plain_reads = torch._C.DisableTorchFunctionSubclass
+
+
+def has_plain_attributes(kind: type) -> bool:
+    """Whether objects of a class are tensors whose attributes are read by C code alone: parameters, DTensors."""
+    found: Any = getattr(kind, "__torch_function__", None)
+    return found is torch._C._disabled_torch_function_impl
+
+
 _read = attrgetter("dtype", "device", "shape", "requires_grad", "layout")
 
 

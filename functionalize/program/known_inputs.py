@@ -18,8 +18,11 @@ Invariant: if `call` returns a call, then `Executable.resolve` without it would 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from array import array
+from collections.abc import Callable, Collection, Sequence
 from operator import call as call_of
+from operator import is_
 from typing import Any
 
 import torch
@@ -112,7 +115,7 @@ class _LastCall:
             (t, i) for t, i in facts.aliases if id(t) not in fixed
         ]  # they stay the same object
         facts.aliases.clear()
-        tensors = _Windows(indices, call.inputs, aliases, bool(whole))
+        tensors = _Windows(indices, dict(moving), call.inputs, aliases, bool(whole))
         return _LastCall(facts, call, moving, before, after, tensors)
 
     def repeated(self, leaves: Sequence[Any]) -> Call | None:
@@ -138,48 +141,63 @@ class _LastCall:
 class _Windows:
     """What `TensorGuard`, `AliasGuard` and `SharedGuard` read of tensors.
 
-    indices: of the inputs among `inputs`. aliases: see `Unchanged`. are_apart: whether no two inputs share a storage.
+    indices: of the inputs among `inputs`. moving: of the inputs that may be other objects at every call.
+    aliases: see `Unchanged`. are_apart: whether no two inputs share a storage.
     """
 
     def __init__(
         self,
         indices: Sequence[int],
+        moving: Collection[int],
         inputs: Sequence[Tensor],
         aliases: Sequence[tuple[Tensor, int]],
         are_apart: bool,
     ) -> None:
-        where = {index: at for at, index in enumerate(indices)}
-        apart = {id(t): (t, where[i]) for t, i in aliases}
-        self._pick = list(indices)
-        self._aliases = [token(tensor) for tensor, _ in apart.values()]
-        self._shared = [at for _, at in apart.values()]
-        self._are_apart = are_apart
+        each = {id(tensor): (tensor, i) for tensor, i in aliases}.values()
+        fixed = [i for i in indices if i not in moving]
+        moved = [i for i in indices if i in moving]
+        self._fixed, self._moved, self._are_apart = fixed, moved, are_apart
+        self._aliases = [token(tensor) for tensor, i in each if i not in moving]
+        self._moved_aliases = [(token(tensor), moved.index(i)) for tensor, i in each if i in moving]
         tensors = self._tensors(inputs)
         self._match = tensor_match(tensors)
-        self._offsets = list(map(Tensor.storage_offset, tensors))
-        self._sizes = list(map(_nbytes, map(_storage, tensors)))
+        self._offsets = array("q", map(_offset, tensors))
+        storages = list(map(_storage, tensors))
+        self._sizes = array("q", map(_nbytes, storages))
+        # The object of a storage lives as long as the storage, so a weak reference names it.
+        del storages[len(fixed) + len(self._aliases) :]
+        self._storages = list(map(weakref.ref, storages))
+        self._known = frozenset(map(id, storages))
 
-    def _tensors(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [*map(inputs.__getitem__, self._pick), *map(call_of, self._aliases)]
+    def _tensors(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The tensors whose storages stay the same, and the others."""
+        read = inputs.__getitem__
+        moved = [alias() for alias, _ in self._moved_aliases]
+        same = [*map(read, self._fixed), *map(call_of, self._aliases)]
+        return [*same, *map(read, self._moved), *moved]
 
     def hold(self, inputs: Sequence[Tensor]) -> bool:
         """Whether each tensor is the same window on a storage of the same size, shared by the same tensors."""
         tensors = self._tensors(inputs)
         if not tensors:
             return True
-        if not self._match(tensors) or list(map(Tensor.storage_offset, tensors)) != self._offsets:
+        if not self._match(tensors) or array("q", map(_offset, tensors)) != self._offsets:
             return False
         storages = list(map(_storage, tensors))  # the same object for the same storage
-        if list(map(_nbytes, storages)) != self._sizes:
+        if not all(map(is_, map(call_of, self._storages), storages)):
             return False
-        ids = list(map(id, storages))
-        count = len(self._pick)
-        return not (self._are_apart and len(set(ids[:count])) != count) and (
-            ids[count:] == [ids[at] for at in self._shared]
-        )
+        if array("q", map(_nbytes, storages)) != self._sizes:
+            return False
+        moved, count = storages[len(self._storages) :], len(self._moved)
+        others = set(map(id, moved[:count]))
+        if self._are_apart and not (len(others) == count and self._known.isdisjoint(others)):
+            return False
+        pairs = zip(moved[count:], self._moved_aliases, strict=True)
+        return all(storage is moved[at] for storage, (_, at) in pairs)
 
 
 _storage, _nbytes = Tensor.untyped_storage, torch.UntypedStorage.nbytes
+_offset: Any = Tensor.storage_offset
 
 
 def _left(guards: Sequence[Any], call: Call, facts: Unchanged) -> list[Any]:

@@ -15,8 +15,10 @@ parameters, which the guards of a program hold anyway.
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, getitem, is_, methodcaller
@@ -25,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat.fast_guards import dict_version
+from functionalize._compat.fast_guards import dict_version, has_plain_attributes, plain_reads
 
 Read = Callable[[], Iterable[Any]]
+Test = Callable[[], bool]
 _flat = chain.from_iterable
 _values = methodcaller("values")
 Names = Callable[[Any], tuple[Any, ...]]
@@ -52,7 +55,8 @@ class Unchanged:
         self._kinds: list[Any] = []
         self._reads: list[Callable[[], Any]] = []
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._tests: list[Callable[[], bool]] = []
+        self._tests: list[Test] = []
+        self._plain_tests: list[Test] = []  # of attributes of tensors, read by C code alone
 
     def _is_new(self, *key: Any) -> bool:
         known = len(self._seen)
@@ -157,13 +161,14 @@ class Unchanged:
         for entries in _split(self._entries, lambda entry: _is_weak(getitem(*entry))):
             holders, keys = [h for h, _ in entries], [k for _, k in entries]
             self._same(partial(map, getitem, holders, keys))
-        for name, owners in self._attributes.items():
-            self._same(_reading(name, owners))
-        for name, owners in self._presence.items():
-            self._equal(_presence(_reading(name, owners)))
+        for is_plain, names, owners in _by_names(self._attributes):
+            with plain_reads() if is_plain else nullcontext():
+                self._same(_reading(names, owners), is_plain)
+        for is_plain, names, owners in _by_names(self._presence):
+            with plain_reads() if is_plain else nullcontext():
+                self._equal(_presence(_reading(names, owners)), is_plain)
         self._same(partial(map, type, self._kinds))
-        for optimizer in self._optimizers:
-            self._freeze_states(optimizer)
+        self._tests += [_States(optimizer).hold for optimizer in self._optimizers]
         for read in self._reads:
             self._equal(read)
         self._attributes, self._presence = {}, {}  # their owners are held weakly from now on
@@ -171,34 +176,30 @@ class Unchanged:
     def hold(self) -> bool:
         """Whether nothing has changed since `freeze`. An exception of a read counts as a change."""
         try:
-            return all(map(call, self._tests))
+            if not all(map(call, self._tests)):
+                return False
+            with plain_reads():
+                return all(map(call, self._plain_tests))
         except Exception:
             return False
 
-    def _equal(self, read: Callable[[], Any]) -> None:
+    def _equal(self, read: Callable[[], Any], is_plain: bool = False) -> None:
         was = read()
-        self._tests.append(lambda: bool(read() == was))
+        (self._plain_tests if is_plain else self._tests).append(lambda: bool(read() == was))
 
-    def _same(self, read: Read) -> None:
+    def _same(self, read: Read, is_plain: bool = False) -> None:
         """The values that a function returns are the same objects; their number is tested elsewhere."""
         values = list(read())
-        if any(map(_is_weak, values)):
-            tokens = list(map(token, values))
-            self._tests.append(lambda: all(map(is_, map(call, tokens), read())))
-        elif values:
-            self._tests.append(lambda: all(map(is_, values, read())))
+        if values:
+            (self._plain_tests if is_plain else self._tests).append(_are(values, read))
 
-    def _freeze_states(self, optimizer: torch.optim.Optimizer) -> None:
-        # Read through the optimizer each time: to hold the dicts would keep a replaced state alive.
-        def states() -> Sequence[dict[str, Any]]:
-            return list(optimizer.state.values())
 
-        if not all(type(state) in _DICTS for state in states()):
-            raise TypeError("the state of a parameter is no dict")
-        self._equal(lambda: list(map(len, states())))
-        self._same(lambda: optimizer.state)
-        self._equal(lambda: list(_flat(states())))
-        self._same(lambda: _flat(map(_values, states())))
+def _are(values: Sequence[Any], read: Read) -> Test:
+    """A test that a function returns these very objects."""
+    if any(map(_is_weak, values)):
+        tokens = list(map(token, values))
+        return lambda: all(map(is_, map(call, tokens), read()))
+    return lambda: all(map(is_, values, read()))
 
 
 class _Dict:
@@ -249,8 +250,8 @@ class _Versions:
         self._dicts, self._tables = dicts, [each.table for each in dicts]
         self._versions = self._read()
 
-    def _read(self) -> list[int]:
-        return list(map(dict_version, self._tables)) if dict_version else []
+    def _read(self) -> array[int]:
+        return array("Q", map(dict_version, self._tables) if dict_version else ())
 
     def hold(self) -> bool:
         """Whether each dict is as it was."""
@@ -260,6 +261,58 @@ class _Versions:
             if not all(each.hold() for each, new, old in written if new != old):
                 return False
             self._versions = now
+        return True
+
+
+class _States:
+    """The states of an optimizer's parameters.
+
+    They are read through the optimizer each time: to hold the dicts would keep a replaced state alive. The version of a
+    dict is that of no other one, so equal versions mean the same dicts with the same contents.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        if not all(type(state) in _DICTS for state in optimizer.state.values()):
+            raise TypeError("the state of a parameter is no dict")
+        self._has_versions = dict_version is not None and not any(
+            type(each) is OrderedDict for each in (optimizer.state, *optimizer.state.values())
+        )  # a key that moves to the end makes no new version
+        self._keys, self._sizes = self._keys_now(), self._sizes_now()
+        self._parameters = _are(list(optimizer.state), lambda: self._optimizer.state)
+        self._values = _are(list(self._values_now()), self._values_now)
+        self._versions = self._versions_now()
+
+    def _states(self) -> Iterable[dict[str, Any]]:
+        return self._optimizer.state.values()
+
+    def _sizes_now(self) -> list[int]:
+        return list(map(len, self._states()))
+
+    def _keys_now(self) -> list[str]:
+        return list(_flat(self._states()))
+
+    def _values_now(self) -> Iterable[Any]:
+        return _flat(map(_values, self._states()))
+
+    def _versions_now(self) -> array[int]:
+        if not self._has_versions or dict_version is None:
+            return array("Q")
+        return array("Q", map(dict_version, (self._optimizer.state, *self._states())))
+
+    def hold(self) -> bool:
+        """Whether the same parameters have the same states."""
+        versions = self._versions_now()
+        if versions and versions == self._versions:
+            return True
+        if not (
+            self._sizes_now() == self._sizes
+            and self._parameters()
+            and self._keys_now() == self._keys
+            and self._values()
+        ):
+            return False
+        self._versions = versions
         return True
 
 
@@ -296,13 +349,35 @@ def _split(items: Iterable[Any], is_second: Callable[[Any], bool]) -> tuple[list
     return parts
 
 
-def _reading(name: str, owners: Sequence[Any]) -> Read:
-    """A function that reads an attribute of each owner."""
-    read = attrgetter(name)
-    if any(map(_is_weak, owners)):
-        tokens = list(map(token, owners))
-        return lambda: map(read, map(call, tokens))
-    return partial(map, read, owners)
+def _by_names(
+    attributes: Mapping[str, Sequence[Any]],
+) -> Iterator[tuple[bool, tuple[str, ...], list[Any]]]:
+    """Owners with the same attributes, whose memory one read then passes over once: is_plain, names, owners.
+
+    is_plain: whether C code alone reads them. attributes: name -> owners.
+    """
+    names: dict[int, tuple[str, ...]] = {}
+    owners: dict[int, Any] = {}
+    for name, each in attributes.items():
+        for owner in each:
+            owners[id(owner)] = owner
+            names[id(owner)] = (*names.get(id(owner), ()), name)
+    alike: dict[tuple[bool, tuple[str, ...]], list[Any]] = {}
+    for key, owner in owners.items():
+        alike.setdefault((has_plain_attributes(type(owner)), names[key]), []).append(owner)
+    for (is_plain, found), several in alike.items():
+        yield is_plain, found, several
+
+
+def _reading(names: tuple[str, ...], owners: Sequence[Any]) -> Read:
+    """A function that reads the attributes of each owner."""
+    read, is_weak = attrgetter(*names), any(map(_is_weak, owners))
+    held = list(map(token, owners)) if is_weak else list(owners)
+
+    def values() -> Iterable[Any]:
+        return map(read, map(call, held) if is_weak else held)
+
+    return values if len(names) == 1 else lambda: _flat(values())
 
 
 def _presence(read: Read) -> Callable[[], list[bool]]:

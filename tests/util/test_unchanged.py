@@ -35,7 +35,9 @@ class Holder:
     def facts(self) -> Unchanged:
         facts = Unchanged()
         facts.attribute(self, "number")
-        facts.attribute(self.layer.weight, "requires_grad")
+        for name in ("requires_grad", "_backward_hooks"):
+            facts.attribute(self.layer.weight, name)
+        facts.presence(self.layer.weight, "grad")
         facts.presence(self, "maybe")
         facts.table(self.table)
         facts.table(self.keyed)
@@ -63,6 +65,8 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
     "all attributes": lambda h: setattr(h, "__dict__", {**vars(h)}),
     "no attribute": lambda h: delattr(h, "number"),
     "a flag of a parameter": lambda h: h.layer.weight.requires_grad_(False),
+    "a hook of a parameter": lambda h: h.layer.weight.register_hook(lambda gradient: None),
+    "no gradient": lambda h: setattr(h.layer.weight, "grad", None),
     "something instead of None": lambda h: setattr(h, "maybe", 1),
     "an entry": lambda h: h.table.update(a=object()),
     "an equal tensor": lambda h: h.table.update(b=torch.ones(1)),
@@ -122,6 +126,26 @@ def test_a_value_that_is_back_is_no_change() -> None:
     assert facts.hold() and facts.hold()
     holder.number = 3.0
     assert not facts.hold() and not facts.hold()
+
+
+def test_an_attribute_that_python_reads_is_read_as_python_reads_it() -> None:
+    class Reading(Tensor):
+        answer: Any = False
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+                return cls.answer
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    value, facts = torch.ones(2).as_subclass(Reading), Unchanged()
+    facts.attribute(value, "requires_grad")
+    facts.freeze()
+    assert facts.hold()
+    Reading.answer = True
+    assert not facts.hold()
 
 
 def test_what_is_not_a_fact_may_change() -> None:
