@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,16 +38,24 @@ def is_dtensor_type(kind: type) -> bool:
     return issubclass(kind, DTensor)
 
 
-def dtensors_like(made: Any) -> Callable[[torch.Tensor], Any] | None:
-    """A function from another local tensor to a DTensor with the spec of `made`, as FSDP2 makes gradients.
-
-    None if `made` is no DTensor. `DTensor.__init__` does nothing outside of an export, and takes most of the time.
-    """
+def spec_of_dtensor(made: Any) -> Any:
+    """The spec of a DTensor; None for anything else, a subclass of DTensor, and a DTensor that requires a gradient."""
     kind: Any = type(made)
-    if not is_dtensor_type(kind) or kind.__mro__[1] is not torch.Tensor:  # or a subclass of DTensor
+    if not is_dtensor_type(kind) or kind.__mro__[1] is not torch.Tensor or made.requires_grad:
         return None
-    new, spec, requires_grad = kind.__new__, made._spec, made.requires_grad
-    return lambda local: new(kind, local, spec, requires_grad=requires_grad)
+    return made._spec
+
+
+def make_dtensors(locals_: Iterable[torch.Tensor], specs: Iterable[Any]) -> list[Any]:
+    """DTensors around local tensors, as FSDP2 makes gradients.
+
+    `DTensor.__init__` does nothing outside of an export, and takes most of the time.
+    """
+    from torch.distributed.tensor import DTensor
+
+    new: Any = functools.partial(DTensor.__new__, requires_grad=False)
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(new, itertools.repeat(DTensor), locals_, specs))
 
 
 def work_class() -> type | None:

@@ -56,14 +56,15 @@ _window = getattr(_dynamo, "_reinterpret_tensor", None)
 dict_version: Callable[[Any], int] | None = getattr(_dynamo, "dict_version", None)
 
 
-def window_within(
+def window_in_python(
     tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Tensor:
-    """A tensor on the same storage, of the same dtype. offset: from the first element of `tensor`.
+    """`window_within`, by a public function."""
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
-    The caller knows that the storage is large enough. Inductor's code makes its views so (torch 2.11 to 2.15).
-    """
-    if _window is None:
-        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
-    found: Tensor = _window(tensor, size, stride, offset)
-    return found
+
+# A tensor on the same storage, of the same dtype; the offset counts from the first element of the first argument.
+# The caller knows that the storage is large enough. Inductor's code makes its views so (torch 2.11 to 2.15).
+window_within: Callable[[Tensor, Sequence[int], Sequence[int], int], Tensor] = (
+    window_in_python if _window is None else _window
+)

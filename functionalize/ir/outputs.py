@@ -9,13 +9,13 @@ SourceItself(s)      the object at a place: a parameter
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from functionalize._compat.distributed import dtensors_like
+from functionalize._compat.distributed import make_dtensors, spec_of_dtensor
 from functionalize._compat.fast_guards import window_within
 from functionalize.ir.epilogue import alias, placed
 from functionalize.ir.inputs import Call, Source, watch
@@ -136,52 +136,99 @@ def output_of(
 
 
 class OutputBuilder:
-    """Builds all outputs of a replay, and remembers how it built the gradients: by one call of C++ for each tensor."""
+    """Builds all outputs of a replay, and remembers how it built the gradients: by two calls of C++ for each one."""
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
         self.roles = roles
-        self._shards: list[_Shard | None] = [None] * len(roles)
-        self._is_first = True
+        self._shards: _Shards | None = None
 
     def build(self, call: Call, homes: Sequence[Tensor], results: Sequence[Any]) -> list[Any]:
         """One output for each role. homes, results: see `output_of`."""
-        outs: list[Any] = []
+        shards = self._shards
+        outs = shards.of(results) if shards is not None else None
+        if shards is not None and outs is not None:
+            self._fill(outs, shards.others, call, homes, results)
+            return outs
+        outs = [None] * len(self.roles)
+        self._fill(outs, range(len(outs)), call, homes, results)
+        if shards is None:
+            self._shards = _Shards.like(outs, self.roles, results)
+        return outs
+
+    def _fill(
+        self,
+        outs: list[Any],
+        wanted: Iterable[int],
+        call: Call,
+        homes: Sequence[Tensor],
+        results: Sequence[Any],
+    ) -> None:
         returned: set[int] = set()
-        for shard, role in zip(self._shards, self.roles, strict=True):
-            made = shard.of(results) if shard is not None else None
-            if made is None:
-                if isinstance(role, SameAs):
-                    made = outs[role.output]
-                else:
-                    made = output_of(role, call, homes, results, returned)
-            outs.append(made)
-        if self._is_first:
-            self._is_first = False
-            self._shards = [
-                _Shard.like(made, role, results)
-                for made, role in zip(outs, self.roles, strict=True)
-            ]
+        for at in wanted:
+            role = self.roles[at]
+            if isinstance(role, SameAs):
+                outs[at] = outs[role.output]
+            else:
+                outs[at] = output_of(role, call, homes, results, returned)
+
+
+class _Shards:
+    """Outputs that are DTensors around parts of the graph's results, whose storages have the same size at every replay.
+
+    others: the indices of all other outputs.
+    """
+
+    def __init__(self, outputs: int, shards: Mapping[int, _Shard]) -> None:
+        self.others = [at for at in range(outputs) if at not in shards]
+        self._outputs, self._indices = outputs, list(shards)
+        found = list(shards.values())
+        self._wholes = {shard.slot: shard.whole for shard in found}
+        self._slots = [shard.slot for shard in found]
+        self._places = [list(each) for each in zip(*(s.place for s in found), strict=True)]
+        self._specs = [shard.spec for shard in found]
+
+    @staticmethod
+    def like(outs: Sequence[Any], roles: Sequence[OutputRole], results: Sequence[Any]) -> _Shards:
+        """How to make these outputs again."""
+        found = {
+            at: shard
+            for at, (made, role) in enumerate(zip(outs, roles, strict=True))
+            if (shard := _Shard.like(made, role, results)) is not None
+        }
+        return _Shards(len(roles), found)
+
+    def of(self, results: Sequence[Any]) -> list[Any] | None:
+        """The DTensors around these results, None for each other output; None if the results are of other sizes."""
+        outs: list[Any] = [None] * self._outputs
+        if not self._indices:
+            return outs
+        for slot, (offset, nbytes) in self._wholes.items():
+            whole = results[slot]
+            if whole.storage_offset() != offset or whole.untyped_storage().nbytes() != nbytes:
+                return None
+        wholes = map(results.__getitem__, self._slots)
+        made = make_dtensors(map(window_within, wholes, *self._places), self._specs)
+        for at, each in zip(self._indices, made, strict=True):
+            outs[at] = each
         return outs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Shard:
-    """A DTensor around a part of the graph's result at `slot`, whose storage has the same size at every replay.
+class _Shard(NamedTuple):
+    """A DTensor with a spec around a part of the graph's result at `slot`.
 
-    place: size, stride and offset of the part. offset, nbytes: those of the result and of its storage.
+    place: size, stride and offset of the part. whole: the offset of the result, and the size of its storage.
     """
 
     slot: int
     place: tuple[tuple[int, ...], tuple[int, ...], int]
-    offset: int
-    nbytes: int
-    wrap: Callable[[Tensor], Tensor]
+    whole: tuple[int, int]
+    spec: Any
 
     @staticmethod
     def like(made: Any, role: OutputRole, results: Sequence[Any]) -> _Shard | None:
         """How to make a DTensor as this one; None if it is something else."""
-        wrap = dtensors_like(made) if isinstance(role, Wrapped) else None
-        if wrap is None or not isinstance(role, Wrapped):
+        spec = spec_of_dtensor(made) if isinstance(role, Wrapped) else None
+        if spec is None or not isinstance(role, Wrapped):
             return None
         local, *others = [each for each in role.inner.values() if not isinstance(each, Constant)]
         if others or not isinstance(local, Result) or local.geometry is None:
@@ -197,11 +244,4 @@ class _Shard:
             tuple(geometry.stride),
             geometry.offset,
         )  # no `torch.Size`: 2.15
-        return _Shard(local.slot, place, now.offset, nbytes, wrap)
-
-    def of(self, results: Sequence[Any]) -> Tensor | None:
-        """The DTensor around these results; None if they are of other sizes."""
-        whole = results[self.slot]
-        if whole.storage_offset() != self.offset or whole.untyped_storage().nbytes() != self.nbytes:
-            return None
-        return self.wrap(window_within(whole, *self.place))
+        return _Shard(local.slot, place, (now.offset, nbytes), spec)
