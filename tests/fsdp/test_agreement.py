@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from functionalize.errors import InvariantError, PassError, UncapturableError
 from functionalize.program.program import Program
 from functionalize.step import vote as agreement
 from passes import Pass
+from tests.fsdp.pair import Pair
 from tests.fsdp.sharded import build_mlp
 from tests.fsdp.steps import pairs
 from tests.fsdp.twins import differences, state_of
@@ -117,38 +117,6 @@ def test_a_kind_of_call_that_one_rank_cannot_capture() -> None:
     assert first.eager == second.eager == 6
     assert "cannot be captured: another rank cannot capture this step" in why
     assert "cannot be captured: aten.nonzero.default gives a result whose size" in second_why
-
-
-def step_of(model: Any, optimizer: Any, numbers: bool = True) -> Callable[[Tensor, Tensor], Tensor]:
-    """A training step. numbers: whether it reads the loss."""
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
-        if numbers and loss.item() > 1e6:
-            raise ValueError("the loss is too large")
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-class Pair:
-    """A captured step and its eager twin, which must be equal after every call."""
-
-    def __init__(self, numbers: bool = True, **options: Any) -> None:
-        self.ours, self.twin = build_mlp(), build_mlp()
-        self.captured = fz.capture(step_of(*self.ours, numbers), **options)
-        self.eager = step_of(*self.twin, numbers)
-        self.differences: list[str] = []
-
-    def call(self, i: int, rows: int) -> None:
-        """Both, on the same batch of this many rows."""
-        (batch,) = pairs(1, rows=rows)
-        losses = {"loss": self.captured(*batch)}, {"loss": self.eager(*batch)}
-        self.differences += differences(i, *losses)
-        self.differences += differences(i, state_of(*self.ours), state_of(*self.twin))
 
 
 def shapes_differ(numbers: bool) -> tuple[list[str], Any]:

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import functionalize as fz
 from tests.ranks import run_on_ranks
-from tests.step.moving_steps import STEPS, World
-from tests.step.test_moving_state import difference
+from tests.step.moving_steps import STEPS, World, difference
 
 NAMES = (
     "attribute", "average_meter", "total_of_losses", "losses", "history_of_records", "history_of_tensors", "metrics",

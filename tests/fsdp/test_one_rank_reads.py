@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import functionalize as fz
 from functionalize.step import vote as agreement
 from tests.calls.twins import Kept
+from tests.fsdp.pair import Pair, step_of
 from tests.fsdp.sharded import build_mlp
 from tests.fsdp.steps import pairs
-from tests.fsdp.test_agreement import Pair, step_of
 from tests.fsdp.twins import differences, state_of
 from tests.ranks import run_on_ranks
 

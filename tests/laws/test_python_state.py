@@ -10,7 +10,7 @@ from hypothesis import given, settings
 import functionalize as fz
 from tests.laws.moving_worlds import MovingExample, MovingWorld, moving_examples
 from tests.laws.python_worlds import Example, World, examples
-from tests.step.test_moving_state import difference
+from tests.step.moving_steps import difference
 
 SEEN: Counter[str] = Counter()
 X = torch.tensor([[1.0, 2.0]])

@@ -125,15 +125,16 @@ def test_a_backend_that_queues_its_collectives_gets_no_wait() -> None:
 
 def step_in_flight() -> int:
     """The most collectives of a captured FSDP2 step that are in flight at once, in a replay."""
-    from tests.fsdp.test_persist import batch, twin
+    from tests.fsdp.sharded import build_mlp
+    from tests.fsdp.steps import pairs, plain
 
-    _, _, fn = twin("plain")
-    step = fz.capture(fn)
-    for i in range(3):
-        step(*batch(i, "plain"))
+    step = fz.capture(plain(*build_mlp()))
+    *first, last = pairs(4)
+    for each in first:
+        step(*each)
     before = step.stats.replays
     with Calls() as calls:
-        step(*batch(3, "plain"))
+        step(*last)
     assert step.stats.replays == before + 1
     return calls.most
 

@@ -54,6 +54,35 @@ class World:
         return [own, [c for c in cells if not isinstance(c, World)], extra, self.model.state_dict()]
 
 
+def difference(a: Any, b: Any, at: str = "") -> str | None:
+    """Where two states differ, by value and type; None if they do not."""
+    if type(a) is not type(b):
+        return f"{at}: {a!r} and {b!r}"
+    if isinstance(a, Tensor):
+        same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        return None if same and a.requires_grad == b.requires_grad else f"{at}: {a} and {b}"
+    if isinstance(a, dict):
+        a = {k: v for k, v in a.items() if not str(k).startswith("__")}
+        if list(a) != [k for k in b if not str(k).startswith("__")]:
+            return f"{at}: {list(a)} and {list(b)}"
+        pairs = [(k, a[k], b[k]) for k in a]
+    elif isinstance(a, (list, tuple)) or type(a).__name__ == "deque":
+        if len(a) != len(b):
+            return f"{at}: {len(a)} and {len(b)} elements"
+        pairs = [(str(i), *each) for i, each in enumerate(zip(a, b, strict=True))]
+    elif isinstance(a, (bool, int, float, str, set, type(None))):
+        return None if repr(a) == repr(b) else f"{at}: {a!r} and {b!r}"
+    elif callable(a) and getattr(a, "__name__", "") == "<lambda>":
+        pairs = [("read", a(), b())] if a.__code__.co_argcount == 0 else []
+    elif isinstance(a, (World, type)) or not hasattr(a, "__dict__"):
+        pairs = []
+    else:
+        inner = not isinstance(a, torch.nn.Module)
+        pairs = [(k, v, vars(b).get(k)) for k, v in vars(a).items() if inner]
+    found = (difference(x, y, f"{at}.{key}") for key, x, y in pairs)
+    return next((each for each in found if each is not None), None)
+
+
 STEPS: dict[str, Callable[[World], Step]] = {}
 REFUSED: dict[str, tuple[str, int]] = {}
 # Steps that are replayed later than at the fourth call, or at some calls only.
