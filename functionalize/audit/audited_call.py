@@ -126,7 +126,7 @@ class AuditedCall:
             assigned[at] = True
             gradients.append(gradient)
         moving.finish()
-        changed = changed or moving.refusal
+        changed = changed or moving.refusal or moving.unexplained
         effects = [*comparison.recorder.python_effects, *moving.effects]
         values = [value for _, value in effects]
         leaves, spec = arguments.flatten_result((result, [*gradients, *values]))

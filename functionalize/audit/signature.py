@@ -168,7 +168,7 @@ class Signature:
             recorder.live,
             state.lifted,
             dict(state.optimizers),
-            state.moving if state.moving.live else None,
+            state.moving if state.moving else None,
         )
 
 

@@ -14,17 +14,19 @@ class CallLog:
 
     facts: guards of the calls. targets: the objects that they read or change, with texts: the search must find them.
     stepped: ids of those that are schedulers and were stepped. quiet_ops: how many ops were not recorded.
+    draws: see `draws.py`; None if generators of Python are not looked at.
     hyperparameters: the live ones, see `state/hyperparameters.py`; None where optimizers were not searched for.
     streams: `sys.stdout` and `sys.stderr` when the step began.
     """
 
-    __slots__ = ("facts", "hyperparameters", "quiet_ops", "stepped", "streams", "targets")
+    __slots__ = ("draws", "facts", "hyperparameters", "quiet_ops", "stepped", "streams", "targets")
 
     def __init__(self) -> None:
         self.facts: list[Guard] = []
         self.targets: list[tuple[Any, str]] = []
         self.stepped: set[int] = set()
         self.quiet_ops = 0
+        self.draws: Any = None
         self.hyperparameters: Any = None
         self.streams = (sys.stdout, sys.stderr)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from functionalize.calls.doors import Door
+from functionalize.calls.draws import draw_patches
 from functionalize.calls.logs import log_doors
 from functionalize.calls.printing import PrintDoor
 from functionalize.calls.progress import bar_patches, methods
@@ -25,6 +26,10 @@ def repeated_calls() -> Iterator[tuple[Any, str, str, Door]]:
 
 
 def state_patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, replacement): how the state of such objects is read and set. recorders: those of this thread."""
+    """(owner, name, replacement): how the state of such objects, and of generators, is read and set.
+
+    recorders: those of this thread.
+    """
     yield from scheduler_patches(recorders)
     yield from bar_patches(recorders)
+    yield from draw_patches(recorders)

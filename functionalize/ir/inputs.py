@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +28,13 @@ class Source(Protocol):
 class Call:
     """One replay: the flat leaves of the arguments, and the inputs resolved so far.
 
-    committed: whether the replay may have changed something.
+    committed: whether the replay may have changed something. memo: what sources remember during the call.
     """
 
     leaves: Sequence[Any]
     inputs: list[Any]
     committed: bool = False
+    memo: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from functionalize._compat.distributed import dtensor_parts
+from functionalize.calls.draws import DrawnNumber, Draws
 from functionalize.errors import LoadError, SaveError
 from functionalize.fsdp import objects as fsdp
 from functionalize.fsdp import python_state as fsdp_state
@@ -69,6 +70,8 @@ def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         Form(Held, lambda held: _save_held(names, held), lambda *v: _load_held(names, *v)),
         Form(guards.ModuleGuard, _save_modules, _load_modules),
         *(Form(kind, _refuse_moving, kind) for kind in (PlaceNumber, Assigned, Appended)),
+        Form(DrawnNumber, lambda number: _refuse_draws(number.draws), DrawnNumber),
+        Form(Draws, _refuse_draws, Draws),
         Form(guards.ParameterGuard, _save_parameters, _load_parameters),
         Form(guards.HyperparameterGuard, _save_hyperparameters, _load_hyperparameters),
         Form(
@@ -109,6 +112,10 @@ def _refuse_moving(value: PlaceNumber | Assigned | Appended) -> tuple[Any, ...]:
     raise SaveError(
         f"moves `{value.name}`, which Python keeps and a file cannot name: move it outside of the step"
     )
+
+
+def _refuse_draws(draws: Draws) -> tuple[Any, ...]:
+    raise SaveError(f"{draws.what}, a generator that a file cannot name: draw outside of the step")
 
 
 # -- modules ---------------------------------------------------------------------------------------

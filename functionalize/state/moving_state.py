@@ -27,18 +27,20 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
+from functionalize.calls.draws import Draws
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, is_expression
 from functionalize.planning.timeline.timeline import Category
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import as_live, expression_of, is_live
 from functionalize.state.arguments import flatten_result, unflatten_result
+from functionalize.state.drawing import Drawing, GeneratorPlace, generators_of
 from functionalize.state.hyperparameters import number_tensor
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.tensor_wrappers import address_of
@@ -121,19 +123,28 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovingPlaces:
-    """The live places of one recording, with their names: values, and lists."""
+    """The live places of one recording, with their names: values, and lists; generators from which it may draw."""
 
     live: LivePlaces
     values: tuple[tuple[str, Held], ...] = ()
     lists: tuple[tuple[str, Held], ...] = ()
     constants: Mapping[str, frozenset[tuple[type, str]]] = field(default_factory=dict)
+    generators: tuple[GeneratorPlace, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.live or self.generators)
+
+    def of_effects(self, effects: Sequence[Any]) -> MovingPlaces:
+        """Those of a recording with these effects: without generators, if it has drawn from none."""
+        has_drawn = any(isinstance(each, Draws) for each in effects)
+        return self if has_drawn else replace(self, generators=())
 
     @staticmethod
     def of(state: PythonState) -> MovingPlaces:
         """Those of `state.live` that a walk has found, in its order."""
-        live = state.live
+        live, generators = state.live, tuple(generators_of(state))
         if not live:
-            return MovingPlaces(NO_PLACES)
+            return MovingPlaces(NO_PLACES, generators=generators)
         values = {p.place: (text_of(path), p) for path, p, _ in state.slots}
         lists = [(text_of(path), p) for path, p, found in state.lists if id(found) in live.lists]
         found = tuple(values[key] for key in values if key in live.values)
@@ -143,6 +154,7 @@ class MovingPlaces:
             found,
             tuple(lists),
             {name: stored_constants(codes, _last(name)) for name, _ in found},
+            generators,
         )
 
 
@@ -202,12 +214,24 @@ class MovingState:
         self.refusal: str | None = None
         self.moved: dict[Any, Held] = {}
         self._places, self._recorder = places, recorder
+        self._drawing = Drawing(places.generators, recorder)
         self._were: list[Any] = []  # for each place: a live number, a weak reference to a tensor
         self._addresses: list[int | None] = []  # of the storages of tensors
         self._left: list[Any] = []
         self._items: list[tuple[Any, list[Any]]] = []  # for each list: itself, its elements
 
+    @property
+    def explained(self) -> set[int]:
+        """Ids of the generators that a replay moves as the step has."""
+        return self._drawing.explained
+
+    @property
+    def unexplained(self) -> str | None:
+        """What moved a generator otherwise, which the guards on Python state see after a recording, too; or None."""
+        return self._drawing.unexplained
+
     def __enter__(self) -> Self:
+        self._drawing.__enter__()
         log = self._recorder.scalar_log
         for name, place in self._places.values:
             was = content(place)
@@ -225,6 +249,7 @@ class MovingState:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._drawing.__exit__(*error)
         for _, place in self._places.values:
             now = content(place)
             self._left.append(now)
@@ -233,6 +258,7 @@ class MovingState:
 
     def finish(self) -> None:
         """After the step: the effects, or the refusal."""
+        self._drawing.finish()
         places, hints = self._places, [w.node.hint if is_live(w) else w for w in self._were]
         found = zip(places.values, self._were, hints, self._left, self._addresses, strict=True)
         for (name, place), was, hint, now, address in found:

@@ -18,10 +18,11 @@ every call, which `ProgramCache` reports.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from functionalize.calls.draws import process_generators as drawn_from
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
 from functionalize.util.text import with_article
@@ -76,8 +77,11 @@ class SurroundingsGuard:
         probes.watched(facts)
         return SameObjects(probes)
 
-    def change(self, call: Call) -> str | None:
-        """A change that the step itself made and a replay would not; None without one."""
+    def change(self, call: Call, explained: Container[int] = ()) -> str | None:
+        """A change that the step itself made and a replay would not; None without one.
+
+        explained: ids of generators that a replay moves alike.
+        """
         was = self.state
         generators = list(process_generators())
         if len(was.moving) == len(generators) and was.probes.hold(call.leaves):  # nearly always
@@ -92,8 +96,10 @@ class SurroundingsGuard:
                     found = f"`{name}.state` has {counts}"
         if found is not None:
             return f"changes Python state, which a replay would not: {found}"
+        own = {((), name): (generator, None) for name, generator in drawn_from()}
+        movers = {path: id(each) for path, (each, _) in {**was.movers, **own}.items()}
         for fact, path, old in zip(moving, was.moving_paths, was.moving, strict=False):
-            if fact != old:
+            if fact != old and movers.get(path) not in explained:
                 return f"draws from `{text_of(path)}`, reads or writes it, which a replay would not"
         return None
 

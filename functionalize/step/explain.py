@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from functionalize.calls.draws import DrawnNumber
 from functionalize.fsdp.objects import FSDPTensor
 from functionalize.ir.inputs import Argument, Captured, InputSpec, WholeStorage
 from functionalize.program.program import Program
 from functionalize.run.boxed import boxed
 from functionalize.state import sources
 from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.state.moving_state import PlaceNumber
 from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.stats import Stats
 from functionalize.templates.template import FEWEST, Mismatch, Template
@@ -144,6 +146,10 @@ def _text(source: Any) -> str:
         return f"FSDP2's {source.attribute.lstrip('_')} of `{where or 'root'}`"
     if isinstance(source, HyperparameterNumber):
         return f"`{source.key}` of group {source.group} of `{source.name}`"
+    if isinstance(source, DrawnNumber):
+        return f"a number drawn by {source.text}"
+    if isinstance(source, PlaceNumber):
+        return f"`{source.name}`, a number that Python keeps"
     if isinstance(source, Held):
         return "a variable that the step names" if source.key is None else f"`{source.key}`"
     if isinstance(source, Captured):

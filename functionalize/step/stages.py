@@ -122,7 +122,7 @@ class RecordedRun:
             values = [value for _, value in effects]
             settle_escaped(self.recorder.scalar_log, flatten_result((self.result, values))[0])
         # In the step's own grad mode:
-        exit = ExitState.now(self.entry, self.result, changed, effects)
+        exit = ExitState.now(self.entry, self.result, changed, effects, self.moving.explained)
         with torch.no_grad():
             return StepRecording(self.recorder, self.entry, exit, key, self.moving.moved)
 

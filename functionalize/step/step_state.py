@@ -14,7 +14,7 @@ raises `UncapturableError`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,10 +149,11 @@ class EntryState:
         now = walked_again(guard.fn, self.leaves, guard.state, is_replay=False)
         return moved(guard.state, now)
 
-    def changed(self, modes: bool = True) -> str | None:
+    def changed(self, modes: bool = True, explained: Container[int] = ()) -> str | None:
         """A change that the step made and that a replay would not repeat; None if there is none.
 
-        modes: whether the modes of modules, training or evaluation, count.
+        modes: whether the modes of modules, training or evaluation, count. explained: ids of generators that a replay
+        moves alike.
         """
         call = Call(self.leaves, [])
         for name, source, was, address in self.fixed:
@@ -171,7 +172,7 @@ class EntryState:
         return (
             f"changes what it is guarded by: {failure}"
             if failure
-            else self.python_state.change(call)
+            else self.python_state.change(call, explained)
         )
 
 
@@ -244,10 +245,12 @@ class ExitState:
         result: Any,
         changed: str | None = None,
         python_effects: Sequence[tuple[PythonEffect, Any]] = (),
+        explained: Container[int] = (),
     ) -> ExitState:
         """Compare every slot and FSDP2's state with those on entry.
 
-        changed: a change that is known already. python_effects: those of the step, with their values.
+        changed: a change that is known already. python_effects: those of the step, with their values. explained: ids of
+        generators that they move.
         """
         assigned, gradients = [], []
         call = Call(entry.leaves, [])
@@ -262,7 +265,7 @@ class ExitState:
             isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None
             for x in flatten_result(result)[0]
         ]
-        changed = changed or entry.changed(modes=False) or unrepeatable(repeated, values)
+        changed = changed or entry.changed(False, explained) or unrepeatable(repeated, values)
         places = NO_PLACES if changed is None else entry.moved()
         after = FSDPState.now(list(entry.roots.modules.values()))
         effects = FSDPEffects.between(entry.fsdp, after)
@@ -286,7 +289,7 @@ def state_around(
         exit.assigned,
         entry.hyperparameters,
         entry.roots.optimizers,
-        entry.moving,
+        entry.moving.of_effects(exit.python_effects),
         records,
         facts,
     )

@@ -83,6 +83,7 @@ class PythonState:
     live: places whose contents are no facts. slots: path, place and content (of tensors weakly) of each place that may
     become one.
     lists: path, place and list of those that code of the step finds by a name.
+    movers: path -> object and place, of each whose state is read only by changing it.
     shared: ids of objects that more than one path leads to. owners: id of a path -> type of the object there.
     """
 
@@ -109,6 +110,7 @@ class PythonState:
         self.slots: list[tuple[Path, Held, Any]] = []
         self.lists: list[tuple[Path, Held, list[Any]]] = []
         self.shared: set[int] = set()
+        self.movers: dict[Path, tuple[Any, Held | None]] = {}
         self.owners: dict[int, type] = {}
         self.probes = Probes(names, live)
         if roots_only:
@@ -180,6 +182,7 @@ class PythonState:
         parts = parts_of(value, self.names)
         if parts.is_moved and visit.moving is None:
             visit.moving = visit.path
+            self.movers[visit.path] = value, visit.place
         if visit.moving is not None and self._is_replay:
             return None
         self._note(visit, parts.fact)
@@ -211,7 +214,7 @@ class PythonState:
 
     def forget_slots(self) -> None:
         """Release what only a recording needs."""
-        self.slots, self.lists, self.owners = [], [], {}
+        self.slots, self.lists, self.owners, self.movers = [], [], {}, {}
 
     def _note_slot(self, holder: Visit, visit: Visit) -> None:
         """Note a place whose content a replay may be able to move."""

@@ -33,6 +33,6 @@ def unguarded() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executable, "resolve", without_facts)
-        patch.setattr(EntryState, "changed", lambda self, modes=True: None)
+        patch.setattr(EntryState, "changed", lambda self, modes=True, explained=(): None)
         patch.setattr(SurroundingsGuard, "refusal", None)
         yield

@@ -411,9 +411,9 @@ def loader() -> DataLoader[Any]:
 
 
 MOVED: dict[str, Case] = {
-    "random.Random": (lambda: random.Random(0), lambda v: v.random(), None),
-    "default_rng": (lambda: np.random.default_rng(0), lambda v: float(v.random()), None),
-    "RandomState": (lambda: np.random.RandomState(0), lambda v: float(v.rand()), None),
+    "random.Random": (lambda: random.Random(0), lambda v: v.sample(range(1, 99), 1)[0], None),
+    "default_rng": (lambda: np.random.default_rng(0), lambda v: float(v.random(1)[0]), None),
+    "RandomState": (lambda: np.random.RandomState(0), lambda v: float(v.rand(1)[0]), None),
     "count": (lambda: itertools.count(1), lambda v: next(v), None),
     "cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0]), lambda v: next(v), None),
     "zip": (lambda: zip(range(20), range(1, 21), strict=True), lambda v: next(v)[1], None),

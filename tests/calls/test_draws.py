@@ -1,0 +1,278 @@
+"""Numbers that a step draws from generators of Python and numpy: replays draw them anew, and leave eager's states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functionalize as fz
+from functionalize.calls.draws import state_of
+from functionalize.errors import SaveError
+
+CALLS = 16
+shared = np.random.default_rng(9)
+
+
+class Trainer:
+    """A script with generators of its own. augment: what it does to a batch."""
+
+    def __init__(self, augment: Callable[[Trainer, Tensor], Tensor]) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.rng, self.python = np.random.default_rng(3), random.Random(4)
+        self.legacy = np.random.RandomState(5)
+        self.augment, self.kept = augment, 0.0
+
+    def step(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(self.augment(self, x)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def state(self) -> Any:
+        """All that a step changes."""
+        generators = [self.rng, self.python, self.legacy]
+        weights = [p.detach().numpy().tobytes() for p in self.model.parameters()]
+        return weights, [state_of(each) for each in generators], self.kept
+
+
+def process_state() -> Any:
+    return random.getstate(), repr(np.random.get_state()), state_of(shared)
+
+
+def set_process_state(state: Any, first: bool = False) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    shared.bit_generator.state = state[2]
+
+
+def compared(
+    augment: Any,
+    between: Callable[[Trainer, int], Any] = lambda t, i: None,
+    calls: int = CALLS,
+    **options: Any,
+) -> Any:
+    """The captured step, after calls that left all that eager leaves. between: called before each call."""
+    random.seed(1)
+    np.random.seed(2)
+    eager, ours = Trainer(augment), Trainer(augment)
+    captured = fz.capture(ours.step, **options)
+    for i in range(calls):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+        found = []
+        before = random.getstate(), np.random.get_state(), shared.bit_generator.state
+        for step, each in ((eager.step, eager), (captured, ours)):
+            set_process_state(before)
+            between(each, i)
+            loss = step(x)
+            found.append((loss.item(), each.state(), process_state()))
+        assert found[0] == found[1], i
+    assert not captured.stats.differences
+    return captured
+
+
+def mixup(self: Trainer, x: Tensor) -> Tensor:
+    share = self.rng.beta(0.2, 0.2)
+    self.kept = share
+    return share * x + (1 - share) * x.flip(0)
+
+
+def of_all_generators(self: Trainer, x: Tensor) -> Tensor:
+    x = x * self.python.uniform(0.5, 1.5) + self.legacy.normal() * shared.normal(scale=0.1)
+    return x * np.random.rand() + random.gauss(0, 1) * self.python.gauss(0, 1)
+
+
+def with_helper(self: Trainer, x: Tensor) -> Tensor:
+    def scale(low: float, high: float) -> float:
+        return random.uniform(low, high)
+
+    return sum((x * scale(0, k) for k in (1, 2)), x)
+
+
+def unused(self: Trainer, x: Tensor) -> Tensor:
+    self.rng.random()
+    self.legacy.randint(10)
+    return x
+
+
+@pytest.mark.parametrize("augment", [mixup, of_all_generators, with_helper, unused])
+def test_replays_draw_what_eager_draws(augment: Any) -> None:
+    captured = compared(augment)
+    assert captured.stats.captures == 1
+    assert captured.stats.replays >= CALLS - 4
+
+
+def test_a_drawn_number_is_explained() -> None:
+    assert "a number drawn by self.rng.beta(0.2, 0.2)" in compared(mixup).explain()
+
+
+def test_audited_calls_draw_once() -> None:
+    assert compared(of_all_generators, audit=1).stats.audits >= CALLS - 3
+
+
+def test_passes_keep_draws() -> None:
+    assert compared(mixup, passes="default").stats.replays >= CALLS - 4
+
+
+# -- draws that decide -----------------------------------------------------------------------------
+
+
+def branches(self: Trainer, x: Tensor) -> Tensor:
+    if random.random() < 0.5:
+        x = x * self.rng.normal()
+    return x
+
+
+def chooses(self: Trainer, x: Tensor) -> Tensor:
+    name = self.python.choice(["flip", "keep"])
+    return x.flip(0) if name == "flip" else x
+
+
+def picks(self: Trainer, x: Tensor) -> Tensor:
+    return x + x[self.rng.integers(2)] + x[self.legacy.randint(2)]
+
+
+def stops_late(self: Trainer, x: Tensor) -> Tensor:
+    y = x * self.rng.normal()
+    if y.sum().item() > 0:  # known after the graph has run
+        y = y * 2
+    return y
+
+
+@pytest.mark.parametrize(
+    ("augment", "programs"), [(branches, 2), (chooses, 2), (picks, 4), (stops_late, 2)]
+)
+def test_each_outcome_has_a_program_and_no_failed_guard_moves_a_generator(
+    augment: Any, programs: int
+) -> None:
+    captured = compared(augment, calls=24)
+    assert captured.stats.captures == programs
+    assert captured.stats.replays >= 12, captured.explain()
+
+
+def as_a_rate(self: Trainer, x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, self.rng.uniform(0, 0.5), training=False)
+
+
+def test_a_number_that_c_code_takes_is_guarded() -> None:
+    captured = compared(as_a_rate, max_programs=2)
+    assert captured.stats.replays == 0
+    assert any("draw_1" in text for text in captured.stats.guard_failures)
+
+
+# -- generators that change between calls ----------------------------------------------------------
+
+
+def reseeds(self: Trainer, i: int) -> None:
+    if i % 4 == 3:
+        random.seed(i)
+        np.random.seed(i)
+        self.python.seed(i)
+
+
+def replaces(self: Trainer, i: int) -> None:
+    if i == 8:
+        self.rng, self.python = np.random.default_rng(30), random.Random(40)
+
+
+def test_a_seed_between_calls_needs_no_other_program() -> None:
+    assert compared(of_all_generators, reseeds).stats.captures == 1
+
+
+def test_another_generator_is_noticed() -> None:
+    captured = compared(lambda self, x: mixup(self, x) * self.python.random(), replaces)
+    assert captured.stats.captures == 2
+    (missed,) = captured.stats.guard_failures
+    assert missed == "`self.rng` is another generator"
+
+
+def test_an_exception_leaves_the_generator_in_its_place() -> None:
+    def fails(self: Trainer, x: Tensor) -> Tensor:
+        mixup(self, x)
+        raise ValueError("no")
+
+    trainer = Trainer(mixup)
+    captured, rng = fz.capture(trainer.step), trainer.rng
+    captured(torch.ones(4, 3))
+    trainer.augment = fails
+    with pytest.raises(ValueError, match="no"):
+        captured(torch.ones(4, 3))
+    assert trainer.rng is rng
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def permutes(self: Trainer, x: Tensor) -> Tensor:
+    return x[torch.from_numpy(self.rng.permutation(4))]
+
+
+def fills(self: Trainer, x: Tensor) -> Tensor:
+    return x + torch.tensor(self.legacy.normal(size=3)).float()
+
+
+def shuffles(self: Trainer, x: Tensor) -> Tensor:
+    order = [0, 1, 2, 3]
+    self.python.shuffle(order)
+    return x[order]
+
+
+_beta = np.random.beta
+_draw = random.random
+
+
+def by_held_functions(self: Trainer, x: Tensor) -> Tensor:
+    return x * _beta(1, 1)
+
+
+def by_held_functions_of_python(self: Trainer, x: Tensor) -> Tensor:
+    return x * _draw()
+
+
+def draws_and_more(self: Trainer, x: Tensor) -> Tensor:
+    return x * self.python.random() + len(self.python.randbytes(3))
+
+
+@pytest.mark.parametrize(
+    ("augment", "name"),
+    [
+        (permutes, "self.rng"),
+        (fills, "self.legacy"),
+        (shuffles, "self.python"),
+        (by_held_functions, "numpy.random"),
+        (by_held_functions_of_python, "random"),
+        (draws_and_more, "self.python"),
+    ],
+)
+def test_what_moves_a_generator_otherwise_is_refused(augment: Any, name: str) -> None:
+    captured = compared(augment, on_uncapturable="eager")
+    assert captured.stats.replays == 0
+    (error,) = captured._refused.values()
+    assert str(error).startswith(
+        f"draws from `{name}`, reads or writes it, which a replay would not"
+    )
+
+
+def test_a_generator_of_two_places_is_refused() -> None:
+    def twice(self: Trainer, x: Tensor) -> Tensor:
+        return x * self.rng.random() * self.other.random()  # type: ignore[attr-defined]
+
+    def between(self: Trainer, i: int) -> None:
+        self.other = self.rng  # type: ignore[attr-defined]
+
+    captured = compared(twice, between, on_uncapturable="eager")
+    assert captured.stats.replays == 0
+    assert "draws from `self.rng`" in captured.explain()
+
+
+def test_a_program_that_draws_is_not_saved(tmp_path: Any) -> None:
+    with pytest.raises(SaveError, match=r"draws from `self\.rng`"):
+        compared(mixup).save(tmp_path / "step.fzp")
