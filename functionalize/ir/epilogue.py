@@ -126,7 +126,13 @@ def _grow(resizes: Sequence[Resize], homes: Sequence[Tensor]) -> None:
 
 
 def _copy_all(copies: Sequence[Copy], homes: Sequence[Tensor], results: Sequence[Any]) -> None:
-    """Run several copies by one foreach call: a step writes hundreds of parameters and optimizer states."""
+    """Run several copies by one foreach call: a step writes hundreds of parameters and optimizer states.
+
+    A result that is None was written by the graph's runner already.
+    """
+    copies = [c for c in copies if results[c.slot] is not None]
+    if not copies:
+        return
     targets = [window(homes[c.input], c.geometry) for c in copies]
     torch._foreach_copy_(targets, [results[c.slot] for c in copies])
 

@@ -174,7 +174,7 @@ class Executable:
         self.prepare()
         with torch.no_grad():
             with generators_restored_on_error() if self._random else nullcontext():
-                results = self.results(call, vote)
+                results = self.results(call, vote, writes=True)
                 call.committed = True
                 homes = apply_epilogue(self.epilogue, call.inputs, results)
             if self._builder is None or self._builder.roles is not self.outputs:
@@ -182,24 +182,29 @@ class Executable:
             outs = self._builder.build(call, homes, results)
         return pytree.tree_unflatten(outs, self.out_spec)
 
-    def results(self, call: Call, vote: Vote | None) -> Sequence[Any]:
-        """The graph's results, after the guards on numbers; before the epilogue, so that nothing is written yet."""
-        call.committed = False
+    def results(self, call: Call, vote: Vote | None, writes: bool = False) -> Sequence[Any]:
+        """The graph's results, after the guards on numbers; before the epilogue.
+
+        writes: whether the last op may write inputs in place; its results are None. At stage FUNCTIONAL nothing is
+        written otherwise, nor if this raises.
+        """
+        call.committed = is_checked = False
 
         def check(*values: Any) -> None:
+            nonlocal is_checked
             self._check(values, vote)
-            call.committed = True
+            is_checked, call.committed = True, self.stage == "INPLACE"
 
         try:
             with below_autograd(), without_function_modes():
-                results = self.run(list(call.inputs), check)
+                results = self.run(list(call.inputs), check, writes)
         except (
             ArithmeticError
         ) as error:  # raised by Python arithmetic: the user's code may catch it
             if not self.may_run_again(call):
                 raise
             raise GuardError(f"a number cannot be computed: {error}") from None
-        if not call.committed:
+        if not is_checked:
             self._check([results[guard.slot] for guard in self.value_guards], vote)
         return results
 
@@ -222,14 +227,17 @@ class Executable:
         if failure is not None:
             raise GuardError(failure)
 
-    def run(self, inputs: list[Any], check: Commit = commit) -> Sequence[Any]:
+    def run(self, inputs: list[Any], check: Commit = commit, writes: bool = False) -> Sequence[Any]:
         """The graph's results for these inputs; empties the list.
 
-        check: at stage INPLACE, called with the guarded values in the place of `commit`.
+        check: called with the guarded values before an input is written. writes: see `results`.
         """
         self.prepare()
         assert self._run is not None
-        return self._run(inputs, check) if self.stage == "INPLACE" else self._run(inputs)
+        if self.stage == "INPLACE":
+            return self._run(inputs, check)
+        write: Callable[..., Sequence[Any]] | None = getattr(self._run, "write", None)
+        return write(inputs, check) if writes and write is not None else self._run(inputs)
 
     def prepare(self) -> None:
         """Compile the program by its runner, which otherwise happens at the first replay; may raise `CompileError`."""

@@ -8,13 +8,16 @@
 Ops are called through torch's Python binding if there is one, else through their C++ handle, without the Python frame
 of `OpOverload.__call__`. At stage INPLACE it is `run(inputs, commit)`, which calls its argument `commit` in the place
 of the graph's `commit`.
-Invariant: nodes execute in graph order; apart from the caller, only the local variables keep values alive.
+`run(inputs)` is pure at stage FUNCTIONAL. `run.write(inputs, commit)`, where there is one, is what a replay calls: an
+optimizer's op runs last and in place, and its results are None (`last_write.py`).
+Invariant: nodes execute in graph order, that op apart; apart from the caller, only the local variables keep values
+alive.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +27,8 @@ from torch import fx
 from functionalize._compat.bindings import binding_of
 from functionalize._compat.dispatch import entry_of
 from functionalize.analysis.aliases import written_nodes
-from functionalize.ir.commit import commit, is_commit
+from functionalize.analysis.last_write import LastWrite, in_order, last_write
+from functionalize.ir.commit import Commit, commit, is_commit
 from functionalize.ir.waits import WAIT
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.program import Program
@@ -44,13 +48,30 @@ class BoxedCall:
         return self.code(list(inputs))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WritingRunner:
+    """The code of a graph with a `LastWrite`."""
+
+    code: Runner
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        return self.code(inputs, None)
+
+    def write(self, inputs: list[Any], commit: Commit) -> Sequence[Any]:
+        """The results, with the op in place after `commit`."""
+        return self.code(inputs, commit)
+
+
 def boxed(program: Program) -> Runner:
     """A function from the list of inputs (emptied by the call) to the tuple of results."""
     namespace: dict[str, Any] = {}
     names: dict[fx.Node, str] = {}
     handles: dict[Any, str] = {commit: "commit"}
-    nodes = list(program.graph.nodes)
-    lines = [f"def run(inputs{', commit' if program.stage == 'INPLACE' else ''}):"]
+    last = last_write(program)
+    nodes = in_order(program.graph, last)
+    tail: frozenset[fx.Node] = frozenset(last.tail) if last is not None else frozenset()
+    takes_commit = last is not None or program.stage == "INPLACE"
+    lines = [f"def run(inputs{', commit' if takes_commit else ''}):"]
     waits = added_waits(nodes)
     last_use = _last_uses(nodes, waits)
     dying: dict[fx.Node, list[fx.Node]] = {}
@@ -88,7 +109,25 @@ def boxed(program: Program) -> Runner:
             handles[binding] = _bind(namespace, "op", binding)
         return handles[binding]
 
+    def last_lines(last: LastWrite) -> Iterator[str]:
+        write = _bind(namespace, "op", entry_of(last.target))
+        for started in waits.pop(nodes[-1], ()):
+            yield from _wait(names[started], started, handle_of(WAIT))
+        arguments = [text(a) for a in last.node.args]
+        arguments += [f"{k}={text(v)}" for k, v in last.node.kwargs.items()]
+        yield "    if commit is None:"
+        yield f"        {names[last.node]} = {handle_of(last.node.target)}({', '.join(arguments)})"
+        for part in last.parts:
+            yield f"        {names[part]} = {names[part.all_input_nodes[0]]}[{part.args[1]}]"
+        yield "    else:"
+        yield f"        commit({', '.join(map(text, last.guarded))})"
+        yield f"        {write}({', '.join(arguments)})"
+        yield f"        {' = '.join(names[part] for part in last.parts)} = None"
+
     for node in nodes:
+        if last is not None and node in tail:
+            lines += last_lines(last) if node is last.node else ()
+            continue
         for started in waits.get(node, ()):
             lines += _wait(names[started], started, handle_of(WAIT))
         silent = not node.users and _is_effect(node)
@@ -111,14 +150,15 @@ def boxed(program: Program) -> Runner:
             constant = _bind(namespace, "c", program.constants[str(node.target)])
             lines.append(f"    {names[node]} = {constant}")
         elif node.op == "output":
-            lines.append(f"    return {text(tuple(node.args[0]))}")
+            returned: Any = node.args[0]
+            lines.append(f"    return {text(tuple(returned))}")
             break
         dead = dying.get(node, []) + ([node] if node not in last_use and not silent else [])
         if dead:
             lines.append(f"    del {', '.join(names[n] for n in dead)}")
     exec(compile("\n".join(lines), "<functionalize boxed program>", "exec"), namespace)
     run: Runner = namespace["run"]
-    return run
+    return run if last is None else WritingRunner(run)
 
 
 def _fits_binding(node: fx.Node) -> bool:

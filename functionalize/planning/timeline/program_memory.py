@@ -10,7 +10,8 @@
     epilogue                               ██      a storage that it grows is new, one that it empties is freed
 
 The input of a collective is held until its wait. A program that draws random numbers keeps a copy of the generator's
-state, to restore it if a replay fails. An op that writes in place (stage INPLACE) makes no storage.
+state, to restore it if a replay fails. An op that writes in place makes no storage: at stage INPLACE, and the last one
+of a replay (`analysis/last_write.py`).
 One kind of device is counted: the accelerator if the program has values on one, else the CPU.
 Invariants: the live values of the graph are those of `Liveness` and of the allocator at every op; a storage counts
 once, however many values are views of it. Linear in nodes and edges.
@@ -26,6 +27,7 @@ from typing import Any, overload
 from torch import Tensor, fx
 
 from functionalize.analysis.aliases import results, results_of
+from functionalize.analysis.last_write import in_order, last_write
 from functionalize.ir.epilogue import Resize, Set
 from functionalize.ir.generators import is_random
 from functionalize.ir.guards import AliasGuard
@@ -78,7 +80,8 @@ class _ReplayMemory:
         scratch: Callable[[fx.Node], int] | None,
     ) -> None:
         self.program, self.scratch = program, scratch
-        self.live = Liveness(program.graph)
+        self.last = last_write(program)
+        self.live = Liveness(program.graph, in_order(program.graph, self.last))
         self.aliases = self.live.aliases
         self.categories = Categories(program, self.live, known)
         self.padding = Padding(self.categories, self.aliases)
@@ -195,7 +198,10 @@ class _ReplayMemory:
         return Allocation(storage.nbytes, category, name, made, None, last, shape, padding)
 
     def _is_counted(self, storage: Storage) -> bool:
-        value = next(tensors_of(storage.nodes[0].meta["val"]))
+        first = storage.nodes[0]
+        if self.last is not None and first is self.last.node:
+            return False
+        value = next(tensors_of(first.meta["val"]))
         return storage.nbytes > 0 and value.device.type == self.device
 
     # -- after -------------------------------------------------------------------------------------
