@@ -108,7 +108,7 @@ class Recorder(Watcher):
         self.scalar_arguments = ScalarArguments(self.scalar_log) if self.scalar_log else None
         self.observer = observer
         self.calls = CallLog()
-        self._ignore_fake = ignore_fake
+        self.ignore_fake = ignore_fake
         self._met_number = False  # whether an argument of the current op is a symbolic number
         self._stand_ins = stand_ins
         self._ref = self.storages.ref
@@ -156,7 +156,7 @@ class Recorder(Watcher):
             return func(*args, **kwargs)
         for kind in types:
             if kind is FakeTensor:
-                if self._ignore_fake:
+                if self.ignore_fake:
                     return func(*args, **kwargs)
             elif is_traceable_wrapper_subclass_type(kind):
                 if func is RESIZE_STORAGE:
