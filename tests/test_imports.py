@@ -181,3 +181,13 @@ def test_every_class_has_a_name_of_its_own() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert {name: n for name, n in names.items() if n > 1} == {}
+
+
+def test_no_test_module_is_imported_by_another() -> None:
+    """Helpers stand in modules of their own, so that a test module can move or go."""
+    pattern = re.compile(r"^\s*(?:from|import) tests\.(?:\w+\.)*test_\w+", re.MULTILINE)
+    found = {
+        str(path.relative_to(ROOT)): pattern.findall(path.read_text())
+        for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}
