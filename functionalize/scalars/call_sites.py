@@ -2,49 +2,33 @@
 
     print(f"loss {loss:.3f}", flush=True)     site_at(code, offset of the formatting of `loss`):
         CallSite(offset of the call, Global("print"), (Text("loss ", offset),), {"flush": None})
-    message = f"loss {loss:.3f}"              None: the text is stored
+    print("loss " + str(loss))                also `"%.3f" % loss`, `"{:.3f}".format(loss)`
+    message = f"loss {loss:.3f}"              the call, if no other instruction loads `message`, and no loop or
+    log.info(message)                         second assignment may give it another text
     print(f"loss {loss:.3f}".upper())         None
     print(f"{a if b else c:.3f}")             None: more than one way leads to the call
 
-The bytecode of the calling function decides, in one run of instructions without a jump in or out: nothing else sees the
-text there. Invariant: where an instruction is not known, the answer is None.
+The bytecode of the calling function decides, in one run of instructions without a jump in or out (in two, for a text
+that is stored): nothing else sees the text there. Invariant: where an instruction is not known, the answer is None.
 """
 
 from __future__ import annotations
 
 import bisect
 import dis
-import inspect
+import string
 import sys
-import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-
-class Global(NamedTuple):
-    """A global or built-in name."""
-
-    name: str
-
-
-class Local(NamedTuple):
-    """A local variable, or one of a closure."""
-
-    name: str
-
-
-class Attribute(NamedTuple):
-    """An attribute of another callee."""
-
-    of: Any
-    name: str
+from functionalize.scalars.callees import Attribute, Global, Local, is_name, root
 
 
 class Text(NamedTuple):
-    """A text put together: constants, and the offsets of the instructions that format values."""
+    """A text put together: constants, and the offsets of the instructions that format values; -1: an unknown text."""
 
     parts: tuple[str | int, ...]
 
@@ -54,6 +38,7 @@ class CallSite:
     """A call. offset: of its instruction. callee: how it was loaded. args, keywords: None for those that are no `Text`.
 
     conversions: for instructions that format by `!r` or `!s`, the specification that follows.
+    formats: for instructions that format by `%`, the text on its left.
     """
 
     offset: int
@@ -61,6 +46,7 @@ class CallSite:
     args: tuple[Text | None, ...]
     keywords: Mapping[str, Text | None]
     conversions: Mapping[int, str]
+    formats: Mapping[int, str]
 
 
 _NULL = object()
@@ -76,9 +62,21 @@ class _NotKnown(Exception):
 
 
 def instruction_at(frame: FrameType) -> int:
-    """The offset of the instruction that a frame runs: `f_lasti` may point into the cache entries after it."""
-    offsets = _offsets(frame.f_code)
-    return offsets[bisect.bisect_right(offsets, frame.f_lasti) - 1]
+    """The offset of the instruction that a frame runs: `f_lasti` may point into the cache entries after it.
+
+    In Python 3.11 it may point to the `PRECALL` before a `CALL`, which then calls C functions (`str`) itself.
+    """
+    starts, offsets = _positions(frame.f_code)
+    return offsets[bisect.bisect_right(starts, frame.f_lasti) - 1]
+
+
+@lru_cache(maxsize=1024)
+def _positions(code: CodeType) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where each instruction begins, with its `PRECALL`, and its offset."""
+    steps = [s for s in dis.get_instructions(code) if s.opname not in _SKIPPED - {"PRECALL"}]
+    pairs = zip(steps, [*steps[1:], *steps[-1:]], strict=True)
+    offsets = (then.offset if step.opname == "PRECALL" else step.offset for step, then in pairs)
+    return tuple(step.offset for step in steps), tuple(offsets)
 
 
 @lru_cache(maxsize=1024)
@@ -125,7 +123,8 @@ class _Run:
     """The stack along one run of instructions, as far as it is known. target: the offset of the formatting."""
 
     def __init__(self, code: CodeType, target: int) -> None:
-        self.constants, self.target = code.co_consts, target
+        self.code, self.constants, self.target = code, code.co_consts, target
+        self.formats: dict[int, str] = {}
         self.is_made = False
         self.stack: list[Any] = []
         self.keywords: tuple[str, ...] = ()
@@ -156,7 +155,11 @@ class _Run:
 
     def _step(self, step: dis.Instruction) -> CallSite | None:
         name, arg, value = step.opname, step.arg or 0, step.argval
-        if name == "LOAD_CONST":
+        if name == "STORE_FAST" and self.stack and self._has_target(self.stack[-1]):
+            return self._stored(step, self._pop()[0])
+        if name == "LOAD_FAST" and step.offset == self.target:
+            self._push(Text((step.offset,)))
+        elif name == "LOAD_CONST":
             self._push(_Constant(value))
         elif name == "LOAD_GLOBAL":
             self._push(*([_NULL] if arg & 1 else []), Global(value))
@@ -171,10 +174,13 @@ class _Run:
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             (owner,) = self._pop()
             is_callee = name == "LOAD_METHOD" or (arg & 1 and _LOADS_METHODS)
-            found = Attribute(owner, value) if type(owner) in _NAMES else _OTHER
+            is_known = is_name(owner) or _is_text(owner)
+            found = Attribute(owner, value) if is_known else _OTHER
             self._push(*([_NULL] if is_callee else []), found)
         elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"):
             self._format(step, name, arg)
+        elif name == "BINARY_OP":
+            self._push(self._operated(step, *self._pop(2)))
         elif name == "BUILD_STRING":
             self._push(self._joined(self._pop(arg)))
         elif name == "KW_NAMES":
@@ -210,7 +216,10 @@ class _Run:
         elif type(value) is Text:  # a text that was converted
             (at,) = value.parts if len(value.parts) == 1 else (None,)
             if not isinstance(at, int) or type(spec) is not _Constant:
-                raise _NotKnown
+                if self._has_target(value) or self._has_target(spec):
+                    raise _NotKnown
+                self._push(Text((step.offset,)))
+                return
             self.conversions[at] = str(spec.value)
             self._push(value)
         else:
@@ -221,6 +230,45 @@ class _Run:
                     spec = _Constant("")
                 self.conversions[step.offset] = str(spec.value)
             self._push(Text((step.offset,)))
+
+    def _operated(self, step: dis.Instruction, left: Any, right: Any) -> Any:
+        """`"%.3f" % value`, and texts that are added."""
+        if step.argrepr == "%" and _is_text(left) and not self._has_target(right):
+            self.formats[step.offset] = left.value
+            return Text((step.offset,))
+        if step.offset == self.target:
+            raise _NotKnown
+        is_sum = step.argrepr == "+" and all(type(e) is Text or _is_text(e) for e in (left, right))
+        return self._joined([left, right]) if is_sum else _OTHER
+
+    def _made(self, at: int, callee: Any, values: list[Any], names: tuple[str, ...]) -> Any:
+        """What the call at `at` makes: a text by `str(value)` and `"{:.3f}".format(value)`."""
+        if callee == Global("str") and len(values) == 1 and not names:
+            return Text((at,))
+        if type(callee) is Attribute and callee.name == "format" and _is_text(callee.of):
+            fields = list(string.Formatter().parse(callee.of.value))
+            if not any(conversion or "{" in (spec or "") for _, _, spec, conversion in fields):
+                return Text((-1, at, -1))
+        if at == self.target:
+            raise _NotKnown
+        return _OTHER
+
+    def _stored(self, step: dis.Instruction, text: Text) -> CallSite | None:
+        """The call that receives a text which a local variable holds in between."""
+        use = _only_use(self.code, step)
+        site = site_at(self.code, use) if use is not None else None
+        if site is None:
+            return None
+        loaded = Text((use,))  # type: ignore[arg-type]
+        if sum(each == loaded for each in (*site.args, *site.keywords.values())) != 1:
+            return None
+        return replace(
+            site,
+            args=tuple(text if each == loaded else each for each in site.args),
+            keywords={k: text if each == loaded else each for k, each in site.keywords.items()},
+            conversions=dict(self.conversions),
+            formats=self.formats,
+        )
 
     def _joined(self, values: list[Any]) -> Any:
         parts: list[str | int] = []
@@ -237,27 +285,63 @@ class _Run:
         values = self._pop(count)
         pair = self._pop(2)
         names, self.keywords = self.keywords, ()
-        if not any(map(self._has_target, values)):
-            self._push(_OTHER)
-            return None
         callees = [each for each in pair if each is not _NULL]
-        if len(callees) != 1 or type(callees[0]) not in _NAMES:
+        if not any(map(self._has_target, values)):
+            callee = callees[0] if len(callees) == 1 else None
+            self._push(self._made(step.offset, callee, values, names))
+            return None
+        if len(callees) != 1 or not is_name(callees[0]):
             raise _NotKnown
         texts = [each if type(each) is Text else None for each in values]
         split = len(texts) - len(names)
         keywords = dict(zip(names, texts[split:], strict=True))
         return CallSite(
-            step.offset, callees[0], tuple(texts[:split]), keywords, dict(self.conversions)
+            step.offset,
+            callees[0],
+            tuple(texts[:split]),
+            keywords,
+            dict(self.conversions),
+            self.formats,
         )
 
 
-_NAMES = (Global, Local, Attribute)
+def _is_text(value: Any) -> bool:
+    return type(value) is _Constant and type(value.value) is str
+
+
+def _only_use(code: CodeType, store: dis.Instruction) -> int | None:
+    """The offset of the one instruction that loads what `store` stores; None if a variable may hold another text."""
+    steps, name = _instructions(code), store.argval
+    of_name = [
+        s for s in steps if s.argval == name or (type(s.argval) is tuple and name in s.argval)
+    ]
+    of_name = [s for s in of_name if "FAST" in s.opname or "DEREF" in s.opname]
+    loads = [s.offset for s in of_name if s.opname == "LOAD_FAST"]
+    flags = code.co_flags
+    arguments = code.co_argcount + code.co_kwonlyargcount + bool(flags & 4) + bool(flags & 8)
+    is_argument = name in code.co_varnames[:arguments]
+    repeats = any(
+        "JUMP_BACKWARD" in s.opname and s.argval <= store.offset <= s.offset for s in steps
+    )
+    sees_all = {"locals", "vars", "eval", "exec", "dir"} & set(code.co_names)
+    if len(of_name) != 2 or len(loads) != 1 or is_argument or repeats or sees_all:
+        return None
+    site = site_at(code, loads[0])
+    base = root(site.callee) if site is not None else None
+    is_fixed = type(base) is Global or (
+        type(base) is Local
+        and base.name in code.co_varnames
+        and not any("STORE" in s.opname and s.argval == base.name for s in steps)
+    )
+    return loads[0] if is_fixed and loads[0] > store.offset else None
+
+
 _LOADS_METHODS = sys.version_info >= (3, 12)  # LOAD_ATTR does, if a bit of its argument is set
 _SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "COPY_FREE_VARS"})
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RERAISE", "RAISE_VARARGS", "SEND", "FOR_ITER"})
 # What other instructions take from the stack and put on it.
 _EFFECTS = {
-    "BINARY_OP": (2, 1), "BINARY_SUBSCR": (2, 1), "COMPARE_OP": (2, 1), "CONTAINS_OP": (2, 1),
+    "BINARY_SUBSCR": (2, 1), "COMPARE_OP": (2, 1), "CONTAINS_OP": (2, 1),
     "IS_OP": (2, 1), "UNARY_NEGATIVE": (1, 1), "UNARY_NOT": (1, 1), "UNARY_INVERT": (1, 1),
     "TO_BOOL": (1, 1), "BINARY_SLICE": (3, 1), "STORE_FAST": (1, 0), "STORE_DEREF": (1, 0),
     "STORE_GLOBAL": (1, 0), "POP_TOP": (1, 0), "STORE_ATTR": (2, 0), "STORE_SUBSCR": (3, 0),
@@ -271,36 +355,3 @@ def drops_result(frame: FrameType) -> bool:
     steps = _instructions(frame.f_code)
     at = bisect.bisect_right(_offsets(frame.f_code), frame.f_lasti)
     return at < len(steps) and steps[at].opname == "POP_TOP"
-
-
-# -- callees ---------------------------------------------------------------------------------------
-
-
-def callee_of(site: CallSite, frame: FrameType) -> Any:
-    """The function that a site calls in this frame, without running code; None if that takes code to find out."""
-    return _found(site.callee, frame)[0]
-
-
-def _found(name: Any, frame: FrameType) -> tuple[Any, bool]:
-    """(the object of that name, True); a method as its function."""
-    if type(name) is Global:
-        for names in (frame.f_globals, frame.f_builtins):
-            if name.name in names:
-                return names[name.name], True
-        return None, False
-    if type(name) is Local:
-        table = frame.f_locals
-        return table.get(name.name), name.name in table
-    owner, is_there = _found(name.of, frame)
-    if not is_there:
-        return None, False
-    if type(owner) is types.ModuleType:
-        return vars(owner).get(name.name), name.name in vars(owner)
-    try:
-        found = inspect.getattr_static(owner, name.name)
-    except AttributeError:
-        return None, False
-    if isinstance(found, (classmethod, staticmethod)):
-        found = found.__func__
-    is_plain = not hasattr(type(found), "__get__") or type(found) is types.FunctionType
-    return (found, True) if is_plain else (None, False)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from functionalize.ir.scalars import is_expression
-from functionalize.scalars.live_text import text_of
+from functionalize.scalars.live_text import is_formatted, text_of
 from functionalize.scalars.scalar_log import Number, ScalarLog, computed, learned
 from functionalize.util import structure
 
@@ -122,10 +122,10 @@ class _LiveMethods:
         return bool(learned(operator.truth, self.node))
 
     def __float__(self) -> float:
-        return float(plain(self))
+        return float(self.node.hint if is_formatted(self.node, float) else plain(self))
 
     def __int__(self) -> int:
-        return int(learned(int, self.node))
+        return int(self.node.hint if is_formatted(self.node, int) else learned(int, self.node))
 
     def __repr__(self) -> str:
         return text_of(self.node, repr)

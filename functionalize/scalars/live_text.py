@@ -1,7 +1,8 @@
 """The text of a live number: no fact where it goes into a call that every replay makes again, with the number of then.
 
     print(f"loss {loss:.3f}")        `taken` by the replaced `print`: ("loss ", Formatted(loss, ".3f"))
-    message = f"loss {loss:.3f}"     a fact: a guard on the text
+    print("%.3f" % loss)             the same, where C code asks for the value of the number (`is_formatted`)
+    return f"loss {loss:.3f}"        a fact: a guard on the text
 
 Python sees the real text in either case. Whether the text goes into such a call and nowhere else is read from the
 bytecode (`call_sites.py`); such a call is one of a function with the attribute `TAKES_TEXT`.
@@ -11,6 +12,7 @@ Invariant: a text that no call has taken when the recording ends is a fact.
 
 from __future__ import annotations
 
+import dis
 import functools
 import logging
 import sys
@@ -22,7 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from functionalize._compat.stacks import CapturedTraceback
-from functionalize.scalars.call_sites import CallSite, Text, callee_of, instruction_at, site_at
+from functionalize.scalars.call_sites import CallSite, Text, instruction_at, site_at
+from functionalize.scalars.callees import callee_of
 from functionalize.scalars.scalar_log import Number, ScalarLog, learned, learned_at
 
 TAKES_TEXT = "__functionalize_takes_text__"
@@ -32,6 +35,7 @@ _FORWARDERS = frozenset(
     id(getattr(logging, name))
     for name in ("debug", "info", "warning", "error", "critical", "fatal", "log")
 )
+_BINARY = dis.opmap["BINARY_OP"]
 _ENOUGH = 2  # ways: more than one is too many
 _LONGEST = 2_000  # characters
 
@@ -53,12 +57,16 @@ class Formatted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A text that no call has taken yet. at: the offset of the instruction that formatted it, in the frame `frame`."""
+    """A text that no call has taken yet. at: the offset of the instruction that formatted it, in the frame `frame`.
 
-    frame: int
+    learned: the function and its arguments, whose result Python has.
+    """
+
+    frame: FrameType
     at: int
     site: CallSite
     piece: Formatted
+    learned: tuple[Callable[..., Any], tuple[Any, ...]]
     traceback: CapturedTraceback
 
 
@@ -70,21 +78,42 @@ def text_of(number: Number, function: Callable[..., str], *args: Any) -> str:
     if not number.alive:
         return function(number.hint, *args)
     frame = _formatting(sys._getframe(2))
-    if frame is None:
+    if frame is None or not _is_pending(number, frame, function, args):
         return str(learned(function, number, *args))
-    at = instruction_at(frame)
+    return function(number.hint, *args)
+
+
+def is_formatted(number: Number, function: Callable[..., Any]) -> bool:
+    """Whether C code asks for `function(number)` to format it by `%` for a call that is repeated, and is no fact."""
+    frame = sys._getframe(2)
+    if not number.alive or frame.f_code.co_code[instruction_at(frame)] != _BINARY:
+        return False
+    return _is_pending(number, frame, function, ())
+
+
+def _is_pending(
+    number: Number, frame: FrameType, function: Callable[..., Any], args: tuple[Any, ...]
+) -> bool:
+    """Whether only a call that is repeated receives the text that the instruction of a frame formats."""
+    at, learned = instruction_at(frame), (function, args)
     site = site_at(frame.f_code, at)
     if site is None or not _takes_text(callee_of(site, frame)):
-        return str(learned(function, number, *args))
-    piece = Formatted(
-        number, function, args, site.conversions.get(at, ""), function(number.hint, *args)
-    )
+        return False
+    if at in site.formats:
+        function, args = site.formats[at].__mod__, ()
+    try:
+        text = function(number.hint, *args)
+    except (TypeError, ValueError):  # more than one value is formatted
+        return False
+    piece = Formatted(number, function, args, site.conversions.get(at, ""), text)
     texts: list[_Pending] = number.log.texts
-    for stale in [p for p in texts if p.frame == id(frame) and p.at == at]:
-        texts.remove(stale)  # an exception ended the call that was to receive it
+    for stale in [p for p in texts if p.frame is frame and p.at == at]:
+        texts.remove(
+            stale
+        )  # an exception ended the call that was to receive it, or it is one of several numbers
         _learn(stale)
-    texts.append(_Pending(id(frame), at, site, piece, CapturedTraceback.extract()))
-    return piece.text
+    texts.append(_Pending(frame, at, site, piece, learned, CapturedTraceback.extract()))
+    return True
 
 
 def _formatting(frame: FrameType) -> FrameType | None:
@@ -107,7 +136,7 @@ def taken(
     while frame.f_code.co_filename == _LOGGING and frame.f_back is not None:
         frame = frame.f_back
     at = instruction_at(frame)
-    mine = [p for p in log.texts if p.frame == id(frame) and p.site.offset == at]
+    mine = [p for p in log.texts if p.frame is frame and p.site.offset == at]
     if not mine:
         return {}
     site, pieces = mine[0].site, {p.at: p.piece for p in mine}
@@ -134,8 +163,8 @@ def learn_texts(log: ScalarLog) -> None:
 
 
 def _learn(pending: _Pending) -> None:
-    piece = pending.piece
-    learned_at(pending.traceback, piece.function, piece.number, *piece.args)
+    function, args = pending.learned
+    learned_at(pending.traceback, function, pending.piece.number, *args)
 
 
 def _template(text: Text, pieces: Mapping[int, Formatted], value: Any) -> Template | None:

@@ -1,3 +1,4 @@
+# ruff: noqa: UP031, UP032 (texts are formatted in every way)
 """`print` in a step: a replay prints what eager prints; text of a number is no guard where it is printed alone."""
 
 from __future__ import annotations
@@ -100,6 +101,38 @@ def test_prints_of_modules_and_hooks() -> None:
 # -- text that goes elsewhere ------------------------------------------------------------------------
 
 
+def in_other_ways(loss: Tensor, twin: Any) -> None:
+    n = loss.item()
+    print("loss %.3f" % n, "loss %s" % n, "%d" % (n * 1000))
+    print("loss {:.4f} of {}".format(n, "a"), "loss " + str(n) + f" {n:.2f}")
+    text = f"stored {n:.4f}"
+    if twin is not None:
+        print(text, file=sys.stderr)
+
+
+def test_texts_that_are_made_in_other_ways_are_live() -> None:
+    assert replayed(in_other_ways).stats.captures == 1
+
+
+def two_numbers(loss: Tensor, twin: Any) -> None:
+    print("%.3f %.3f" % (loss.item(), loss.item() * 2))
+    print("{:.3f} {:.3f}".format(loss.item(), loss.item() * 2))
+
+
+def say(value: Any) -> None:
+    text = f"{value:.1f}"
+    print(text)
+
+
+def equal_texts(loss: Tensor, twin: Any) -> None:
+    n = loss.item()
+    say(n)
+    say(float(f"{n:.1f}"))  # a plain number, in the frame of the function that was called before
+    with contextlib.suppress(ValueError):
+        print("{} {}".format(n, Failing()))
+    print("{} {}".format(3.0, n))
+
+
 def stored(loss: Tensor, twin: Any) -> Any:
     text = f"{loss.item():.1f}"
     print(text)
@@ -137,7 +170,18 @@ def formats_of_others(loss: Tensor, twin: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "after", [stored, compared_text, cut, spread, chosen, joined, formats_of_others]
+    "after",
+    [
+        stored,
+        compared_text,
+        cut,
+        spread,
+        chosen,
+        joined,
+        formats_of_others,
+        two_numbers,
+        equal_texts,
+    ],
 )
 def test_text_that_goes_elsewhere_is_as_in_eager(after: Any) -> None:
     compared(after)

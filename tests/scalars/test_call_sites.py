@@ -1,3 +1,4 @@
+# ruff: noqa: UP031, UP032 (texts are formatted in every way)
 """Where the text of a formatted value goes, read from the bytecode."""
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import pytest
 
 from functionalize.scalars.call_sites import (
     CallSite,
-    callee_of,
     drops_result,
     instruction_at,
     site_at,
 )
+from functionalize.scalars.callees import callee_of
 
 
 class Value:
@@ -58,11 +59,23 @@ class Owner:
 
 
 OWNER = Owner()
+percent = "%s"
 
 
 def closed() -> Callable[[Value], None]:
     talk = say
     return lambda v: talk(f"{v}")
+
+
+def stores(v: Value) -> None:
+    text = f"{v}" + "b"
+    say(text)
+
+
+def stores_below(v: Value) -> None:
+    text = "%s" % v
+    if v is not None:
+        OWNER.say("a", text)
 
 
 CALLED = [
@@ -74,6 +87,12 @@ CALLED = [
     (lambda v: OWNER.inner.inner.say(f"{len([1, 2])} {v}"), Owner.say),
     (lambda v: print(f"{v}", end=""), print),
     (closed(), say),
+    (lambda v: say(f"{v}" + "b"), say),
+    (lambda v: say("a" + f"{3}" + str(v), name="x"), say),
+    (lambda v: say("%s b" % v), say),
+    (lambda v: say("{:.1f} {}".format(v, "b")), say),
+    (stores, say),
+    (stores_below, Owner.say),
 ]
 
 
@@ -84,18 +103,54 @@ def test_a_text_that_one_call_receives(run: Callable[[Value], Any], callee: Any)
     assert value.callees == [callee]
 
 
-def stores(v: Value) -> None:
-    text = f"{v}"
-    say(text)
-
-
 def loops(v: Value) -> None:
     for text in [f"{v}"]:
         say(text)
 
 
+def stores_twice(v: Value) -> None:
+    text = ""
+    if v is not None:
+        text = f"{v}"
+    say(text)
+
+
+def stores_in_a_loop(v: Value) -> None:
+    for _ in range(1):
+        text = f"{v}"
+        say(text)
+
+
+def uses_twice(v: Value) -> None:
+    text = f"{v}"
+    say(text, text)
+
+
+def closes_over(v: Value) -> None:
+    text = f"{v}"
+    (lambda: say(text))()
+
+
+def calls_a_variable(v: Value) -> None:
+    talk = say
+    text = f"{v}"
+    talk(text)
+
+
+def looks_at_locals(v: Value) -> None:
+    text = f"{v}"
+    say(text, *locals())
+
+
 ELSEWHERE = [
-    stores,
+    stores_twice,
+    stores_in_a_loop,
+    uses_twice,
+    closes_over,
+    calls_a_variable,
+    looks_at_locals,
+    lambda v: say("{!s:>9}".format(v)),
+    lambda v: say(percent % v),
     loops,
     lambda v: f"{v}",
     lambda v: say(f"{v}".upper()),
@@ -106,7 +161,6 @@ ELSEWHERE = [
     lambda v: say(f"{v}" if v else "a"),
     lambda v: say(f"{v}" or "a"),
     lambda v: say(f"{3:{f'{v}'[:1]}}"),
-    lambda v: say(f"{v}" + "b"),
     lambda v: say(repr(v)),
     lambda v: [say, say][0](f"{v}"),
 ]
