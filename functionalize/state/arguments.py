@@ -74,7 +74,8 @@ def changed(
     now, now_spec = flatten(args, kwargs)
     if now_spec == spec:
         pairs = zip(leaves, now, structure.paths(spec), strict=True)
-        moved = [path for was, is_, path in pairs if is_ is not was]
+        # Arguments themselves cannot change; in the place of unread ones `leaves` has None.
+        moved = [path for was, is_, path in pairs if is_ is not was and len(path) > 2]
         if not moved:
             return None
         return f"puts something else at {_text(moved[0])}{_ADVICE}"

@@ -70,6 +70,7 @@ from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.own_values import own_values
 from functionalize.util.text import without_numbers
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
+from functionalize.walk.unread import ReadArguments, looks_at_frames
 
 log = logging.getLogger("functionalize")
 
@@ -82,6 +83,7 @@ class CapturedStep(ReplayedStep):
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(train_step, options)
         functools.update_wrapper(self, train_step)
+        self._arguments = ReadArguments(train_step)
         self._plain_reads = False  # whether C code has refused a live number
         self._repeats_calls = False  # whether a recording had calls that a replay makes again
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
@@ -173,7 +175,7 @@ class CapturedStep(ReplayedStep):
         try:
             if self.is_busy:
                 return self._run_eagerly(args, kwargs)
-            flat, spec = arguments.flatten(args, kwargs)
+            flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
             leaves = self._leaves(flat)
             key = key_of(leaves, spec)
             refused = self._refused.get(key) or self._refused.get(EVERY_CALL)
@@ -255,12 +257,15 @@ class CapturedStep(ReplayedStep):
         has_vote = self._vote is not None or self._options.compares
         meets_as = None if has_vote or outside or in_world() else self._name
         try:
-            return record(
+            run = record(
                 self._fn, call, recorder, varying, outside, self._places(call, live), meets_as
             )
         except Exception as error:
             self._plain_reads |= was_refused(error)
             raise
+        if isinstance(run, RecordedRun) and looks_at_frames(run.entry.python_state.state.names):
+            self._arguments.read_all()
+        return run
 
     def _previous(self, key: Hashable) -> RecordingSummary | None:
         unkept = self._warmups.get(key)
