@@ -36,6 +36,7 @@ from functionalize.util.code_objects import is_generated
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users
 from functionalize.walk import data_parts as data
+from functionalize.walk.bound_methods import method_parts
 from functionalize.walk.code_names import EQUALITY, TEXT, NameFilter, globals_of
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.parts import SAME, Held, Is, Part, Parts, attribute, pickled
@@ -144,10 +145,6 @@ def _function(fn: types.FunctionType, names: NameFilter) -> Parts:
     table = vars(fn)
     held += [attribute(table, k, k == "__wrapped__" or k in names) for k in list(table)]
     return Parts(code, held)
-
-
-def _method(method: types.MethodType, names: NameFilter) -> Parts:
-    return Parts("method", [Part(SAME, method.__func__), Part("self", method.__self__)])
 
 
 def _builtin(function: Any, names: NameFilter) -> Parts:
@@ -368,7 +365,7 @@ def _is_plain(value: Any) -> bool:
 
 _BY_TYPE: list[tuple[Any, Look]] = [
     (types.FunctionType, _function),
-    (types.MethodType, _method),
+    (types.MethodType, method_parts),
     ((types.BuiltinFunctionType, types.MethodWrapperType), _builtin),
     (functools.partial, _partial),
     (

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from functionalize.util.unchanged import Unchanged
+from functionalize.walk.bound_methods import WHOLE
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
@@ -78,7 +79,8 @@ class Probes:
     def add(self, value: Any, parts: Parts) -> None:
         """An object, and what it consisted of."""
         kind = type(value)
-        if kind in _FIXED or self._is_given_up:
+        is_fixed = kind in _FIXED and (kind is not types.MethodType or parts.fact == WHOLE)
+        if is_fixed or self._is_given_up:
             return
         if parts.attributes is not None:
             self._kinds.append((value, kind))
