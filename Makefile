@@ -60,7 +60,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "functionalize needs Python 3.11 or newer: set PYTHON")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==$(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[test,models,plots,page,cli]'
+	$(BIN)/python -m pip install --quiet --editable '.[test,models,plots,page,cli,accelerate,lightning]'
 	@touch $@
 
 clean:

@@ -1,5 +1,8 @@
 """Turn eager PyTorch training steps, FSDP2 ones above all, into one functional FX graph."""
 
+import importlib
+from typing import Any
+
 from functionalize.entry import capture
 from functionalize.errors import FunctionalizeError
 from functionalize.fake_world.target import Target
@@ -25,3 +28,9 @@ __all__ = [
     "trace",
     "world",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "integrations":  # imported when it is first used
+        return importlib.import_module("functionalize.integrations")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

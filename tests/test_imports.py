@@ -49,6 +49,7 @@ ORDER = [
     "step_backward",
     "entry",
     "sweep",
+    "integrations",
     "functionalize",
     "cli",
     "__main__",

@@ -78,3 +78,8 @@ def packed_sequence_functions() -> list[tuple[Any, str]]:
     """(module, name) of each function of C++ that reads the lengths of a packed sequence without the dispatcher."""
     names = ("_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu")
     return [(torch._VF, name) for name in names]
+
+
+def call_of(module: torch.nn.Module) -> Any:
+    """A module's call with its hooks, as it runs where `own_call` is None: a bound method (torch 2.1 to 2.15)."""
+    return module._call_impl

@@ -1,0 +1,79 @@
+"""A loop with Lightning Fabric: accumulation, clipping, a scheduler, an evaluation per epoch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import functionalize as fz
+from tests.integrations.loops import (
+    BATCH,
+    EPOCHS,
+    Counter,
+    Net,
+    Training,
+    decay,
+    loss_of,
+    rows,
+    tensors_of,
+)
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sharded(model: nn.Module, mesh: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def train(captured: bool) -> Training:
+    strategy: Any = "auto"
+    if WORLD > 1:
+        strategy = ModelParallelStrategy(sharded, data_parallel_size=WORLD, tensor_parallel_size=1)
+    fabric = lightning.Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
+    fabric.launch()
+    model: Any = Net()
+    model = (
+        fz.integrations.lightning.setup(fabric, model) if captured else fabric.setup_module(model)
+    )
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: Any = fabric.setup_optimizers(plain)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(plain, decay)
+    generator = torch.Generator().manual_seed(1)
+    loader: Any = fabric.setup_dataloaders(
+        DataLoader(rows(), batch_size=BATCH, shuffle=True, generator=generator)
+    )
+    found = fz.integrations.lightning.captured(model.module)
+    counter = Counter(found.calls[0].step if found is not None else None)
+    numbers: list[Any] = []
+    torch.manual_seed(5)
+    calls = 0
+    for epoch in range(EPOCHS):
+        model.train()
+        for x, y in loader:
+            counter.call(epoch)
+            calls += 1
+            loss = loss_of(model, x, y)
+            fabric.backward(loss / 2)
+            if calls % 2 == 0:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                numbers.append(getattr(norm, "full_tensor", lambda norm=norm: norm)().item())
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            numbers.append((loss.item(), scheduler.get_last_lr()))
+        model.eval()
+        with torch.no_grad():
+            for x, y in loader:
+                counter.call(epoch)
+                numbers.append(loss_of(model, x, y).item())
+    text = found.explain() if found is not None else ""
+    return Training(numbers, tensors_of(model.module, plain), counter.calls, counter.replays, text)

@@ -1,0 +1,121 @@
+"""Lightning's Trainer, with accumulation, a scheduler, logging and an evaluation per epoch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import functionalize as fz
+from tests.integrations.loops import (
+    BATCH,
+    EPOCHS,
+    WARM,
+    Counter,
+    Net,
+    Training,
+    decay,
+    loss_of,
+    rows,
+    tensors_of,
+)
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+        self.numbers: list[Any] = []
+        self.counter = Counter(None)
+
+    def configure_model(self) -> None:
+        if self.net is not None:
+            return
+        self.net = Net()
+        if WORLD > 1:
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.net.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.counter.call(self.current_epoch)
+        loss = loss_of(self.net, *batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.counter.call(self.current_epoch)
+        self.log("val_loss", loss_of(self.net, *batch), sync_dist=WORLD > 1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.numbers.append(getattr(norm, "full_tensor", lambda: norm)().item())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.numbers.append(outputs["loss"].item())
+
+
+class AfterWarmUp(lightning.Callback):
+    """Finds the captured step once it is there."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == WARM:
+            pl_module.counter = Counter(self.callback.captured.calls[0].step)
+
+
+def train(captured: bool) -> Training:
+    torch.manual_seed(0)
+    module = Module()
+    callback = fz.integrations.lightning.CaptureModules()
+    strategy = (
+        ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
+        if WORLD > 1
+        else "auto"
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=WORLD,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[callback, AfterWarmUp(callback)] if captured else [],
+    )
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(rows(), batch_size=BATCH, shuffle=True, generator=generator)
+    trainer.fit(module, loader, DataLoader(rows(20), batch_size=BATCH))
+    logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    counter = module.counter
+    return Training(
+        [*module.numbers, logged],
+        tensors_of(module, *trainer.optimizers),
+        counter.calls,
+        counter.replays if captured else 0,
+        callback.explain(),
+    )

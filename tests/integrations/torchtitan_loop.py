@@ -1,0 +1,150 @@
+"""torchtitan's Trainer: a Llama of two layers, accumulation, clipping, its schedule.
+
+torchtitan runs on accelerators only. The shim for CPUs: its device module has no device, triton is a stub while it is
+imported, attention is SDPA (FlexAttention cannot be captured), FSDP2 sums before it divides (gloo has no PREMUL_SUM).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch._inductor.compile_fx  # looks for triton, too
+import torch.nn.attention.flex_attention
+
+import functionalize as fz
+from tests.integrations.loops import Counter, Training, tensors_of
+
+STEPS, WARM_STEPS, VOCABULARY = 30, 10, 2048
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def without_accelerator() -> Any:
+    """torchtitan's modules that are needed here, for the CPU."""
+    stubs = {name: MagicMock(__path__=[], __spec__=None) for name in ("triton", "triton.language")}
+    stubs["triton"].language = stubs["triton.language"]
+    sys.modules.update(stubs)
+    try:
+        import torchtitan.models.llama3.config_registry
+        import torchtitan.trainer
+        from torchtitan.distributed import utils
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+    device = SimpleNamespace(
+        set_device=lambda device: None,
+        current_device=lambda: 0,
+        synchronize=lambda: None,
+        device_count=lambda: 1,
+        get_device_name=lambda device=None: "cpu",
+        get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 30),
+        reset_peak_memory_stats=lambda *args: None,
+        empty_cache=lambda: None,
+        memory_stats=lambda device=None: {},
+        manual_seed_all=lambda seed: None,
+    )
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan") and hasattr(module, "device_module"):
+            module.device_module = device
+        if name.startswith("torchtitan") and hasattr(module, "device_type"):
+            module.device_type = "cpu"
+    utils.set_pg_timeouts = lambda **kwargs: None  # calls a function that torch 2.13 has not
+    return torchtitan
+
+
+def config_of(torchtitan: Any) -> Any:
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    class Tokenizer(BaseTokenizer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config: Any, **kwargs: Any) -> None:
+            super().__init__()
+
+        def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+            return []
+
+        def decode(self, *args: Any, **kwargs: Any) -> str:
+            return ""
+
+        def get_vocab_size(self) -> int:
+            return VOCABULARY
+
+    class Tokens(BaseDataLoader):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(
+            self, config: Any, *, dp_rank: int, seq_len: int, local_batch_size: int, **kwargs: Any
+        ) -> None:
+            self.rank, self.shape, self.at = dp_rank, (local_batch_size, seq_len + 1), 0
+
+        def __iter__(self) -> Any:
+            while True:
+                generator = torch.Generator().manual_seed(1000 * self.at + self.rank)
+                self.at += 1
+                tokens = torch.randint(0, VOCABULARY, self.shape, generator=generator)
+                yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.at = state["at"]
+
+    config = torchtitan.models.llama3.config_registry.llama3_debugmodel()
+    model = config.model_spec.model
+    model.layers = model.layers[:2]
+    for layer in model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.tokenizer, config.dataloader = Tokenizer.Config(), Tokens.Config()
+    config.training.local_batch_size, config.training.global_batch_size = 2, 4 * WORLD
+    config.training.seq_len, config.training.steps = 16, STEPS
+    config.training.disable_cuda_graphs = True
+    config.training.mixed_precision_param = "float32"
+    config.checkpoint.enable = config.validator.enable = False
+    config.dump_folder, config.debug.seed = tempfile.mkdtemp(), 3
+    config.parallelism.data_parallel_shard_degree = WORLD
+    config.parallelism.spmd_backend = "partial_dtensor"
+    return config
+
+
+def train(captured: bool) -> Training:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    torchtitan = without_accelerator()
+    trainer = config_of(torchtitan).build()
+    (model,) = trainer.model_parts
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_force_sum_reduction_for_comms(True)
+    step = fz.integrations.torchtitan.capture(trainer) if captured else None
+    counter, numbers = Counter(step), list[Any]()
+
+    def log(at: int, *losses: float, **extra: Any) -> None:
+        numbers.append((at, *losses, extra["extra_metrics"]["n_tokens_seen"]))
+        if at >= WARM_STEPS:
+            counter.call(STEPS, 0 if at == WARM_STEPS else trainer.gradient_accumulation_steps)
+
+    trainer.metrics_processor.log = log
+    trainer.train()
+    return Training(
+        numbers,
+        tensors_of(model, *trainer.optimizers),
+        counter.calls,
+        counter.replays,
+        step.explain() if step is not None else "",
+    )
