@@ -5,7 +5,8 @@
 
 The engine copies where eager did (`p.copy_(buf)`), so that every base is a separate tensor. In a pure graph the
 copy is observable only by its layout, by memory that leaves the graph, by absolute positions in memory, and by
-how long memory lives; this pass checks all four. It also removes views that have their source's geometry.
+how long memory lives; this pass checks all four. It also removes views that have their source's geometry, or that of a
+value further up their chain once no copy is between them.
 
 Invariant: every op computes on values of the same size, stride, dtype and device as before, so its
 results are bitwise equal. Memory in use never grows, unless `parts` allows it.
@@ -46,7 +47,7 @@ from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import revalue
-from passes.views import erase_unused, is_plain
+from passes.views import erase_unused, is_plain, same_above
 
 aten = torch.ops.aten
 
@@ -86,7 +87,8 @@ class ElideCopies(Pass):
                 _replace(node, _source(node))
         if copies:
             revalue(program.graph)
-        return len(views) + len(copies)
+            return len(views) + len(copies) + _undone(program)
+        return len(views)
 
 
 def elide_copies(
@@ -306,6 +308,18 @@ def _is_same_view(node: fx.Node) -> bool:
     if any(user.op == "output" for user in node.users) or not _same_layout(node, source):
         return False
     return bool(node.meta["val"].storage_offset() == source.meta["val"].storage_offset())
+
+
+def _undone(program: Program) -> int:
+    """Remove the views that lead back to a value up their chain, now that no copy is between them; how many."""
+    done, guarded = 0, bool(program.guards)
+    for node in list(program.graph.nodes):
+        if node.op == "call_function" and node.users and is_plain(node):
+            same = same_above(node, guarded)
+            if same is not None:
+                _replace(node, same)
+                done += 1
+    return done
 
 
 def _windows(node: fx.Node) -> Iterator[Geometry]:

@@ -34,7 +34,7 @@ from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import set_value
-from passes.views import chain, erase_unused, is_plain, viewed
+from passes.views import erase_unused, is_plain, same_above
 
 aten = torch.ops.aten
 _CLONE = aten.clone.default
@@ -51,7 +51,7 @@ class RemoveNoops(Pass):
         for node in list(program.graph.nodes):
             if node.op != "call_function" or not node.users or not is_plain(node):
                 continue
-            same = _same(node, guarded)
+            same = same_above(node, guarded)
             if same is not None:
                 node.replace_all_uses_with(same)
                 erase_unused(node)
@@ -64,25 +64,6 @@ class RemoveNoops(Pass):
 def remove_noops(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
     """`gm` itself without the ops that return their argument unchanged."""
     return on_graph_module(RemoveNoops())(gm, example_inputs)
-
-
-def _same(node: fx.Node, guarded: bool) -> fx.Node | None:
-    """The farthest value up a view's chain that has the view's geometry and may replace it."""
-    if viewed(node) is None:
-        return None
-    wanted, found = geometry_of(node.meta["val"]), None
-    returned = any(user.op == "output" for user in node.users)
-    for above in chain(node, guarded):
-        if not is_plain(above) or geometry_of(above.meta["val"]) != wanted:
-            continue
-        if not returned or not _is_spoken_for(above):
-            found = above
-    return found
-
-
-def _is_spoken_for(node: fx.Node) -> bool:
-    """Whether the caller owns a value: an input, a constant or an output."""
-    return node.op != "call_function" or any(user.op == "output" for user in node.users)
 
 
 # -- copies ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from functionalize.analysis.aliases import is_view
 from functionalize.analysis.dead_code import is_impure
+from functionalize.ir.ops import geometry_of
 from passes.metadata import UNSAFE_VIEW
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -54,6 +55,28 @@ def _may_be_external(node: fx.Node) -> bool:
             return node.op != "call_function"
         node = above
     return True
+
+
+def same_above(node: fx.Node, guarded: bool) -> fx.Node | None:
+    """The farthest value up a view's chain that has the view's geometry and may replace it; guarded: see `chain`.
+
+    A view that is returned is replaced by no input, constant or output: it would be another tensor of the caller's.
+    """
+    if viewed(node) is None:
+        return None
+    wanted, found = geometry_of(node.meta["val"]), None
+    returned = any(user.op == "output" for user in node.users)
+    for above in chain(node, guarded):
+        if not is_plain(above) or geometry_of(above.meta["val"]) != wanted:
+            continue
+        if not returned or not _is_spoken_for(above):
+            found = above
+    return found
+
+
+def _is_spoken_for(node: fx.Node) -> bool:
+    """Whether the caller owns a value: an input, a constant or an output."""
+    return node.op != "call_function" or any(user.op == "output" for user in node.users)
 
 
 def is_plain(node: fx.Node) -> bool:

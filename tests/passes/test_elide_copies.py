@@ -98,6 +98,18 @@ def test_fires_on_views_that_change_nothing():
     assert graph_text(gm).splitlines()[1] == "    mul = aten.mul.Tensor(x_1, 2)"
 
 
+def test_fires_on_views_around_a_removed_copy_that_undo_each_other():
+    n, after = elided(lambda x: x.view(24).clone().view(4, 6).sin(), values(4, 6))
+    assert n == 2 and [str(n.target) for n in after.graph.nodes if n.op == "call_function"] == [
+        "aten.sin.default"
+    ]
+
+
+def test_refuses_views_that_undo_each_other_but_are_returned():
+    _, after = elided(lambda x: x.view(24).clone().view(4, 6), values(4, 6))
+    assert "aten.clone.default" in str(after.graph)
+
+
 def test_fires_on_a_split_into_aligned_rows(expect):
     def split(flat):
         a, b = torch.split_with_sizes_copy(flat, [16, 32])
