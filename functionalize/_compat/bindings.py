@@ -18,8 +18,8 @@ from torch._C import DisableTorchFunction as without_function_modes  # bindings 
 __all__ = ["without_function_modes"]
 
 _METHODS = """
-    add_.Tensor as_strided.default expand.default mul_.Tensor permute.default select.int split_with_sizes.default
-    squeeze.dim t.default transpose.int unbind.int unsqueeze.default view.default
+    add_.Tensor as_strided.default expand.default mul_.Tensor permute.default pow_.Scalar rsqrt_.default select.int
+    split.Tensor split_with_sizes.default squeeze.dim t.default transpose.int unbind.int unsqueeze.default view.default
 """
 _FUNCTIONS = """
     _chunk_cat.default _log_softmax.default _log_softmax_backward_data.default _softmax.default
