@@ -5,6 +5,7 @@
     before      from the call to the first op: arguments flattened, guards, inputs
     ops         the program's ops
     after       from the last op to the return: epilogue, gradients wrapped, slots, effects
+    ops/floor   the ops by the default runner, to the same ops called from C++ by TorchScript's interpreter
 
 A Llama of `examples.llama` of width 64 under FSDP2, in fp32, on a gloo mesh of one rank; fused AdamW; gradients stay
 until the next step. CPU time of the calling thread. Eager and replay alternate step by step in one process; medians.
@@ -18,6 +19,7 @@ import argparse
 import cProfile
 import gc
 import json
+import math
 import os
 import pstats
 import statistics
@@ -25,20 +27,60 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from benchmarks.machine import machine
 from examples.llama import Llama, Shape
+from functionalize._compat.autograd import below_autograd
+from functionalize.analysis.dead_code import is_number
+from functionalize.ir.commit import is_commit
+from functionalize.run.boxed import boxed
 
 WIDTH, VOCABULARY = 64, 256
 PARTS = ("before", "ops", "after")
 now = time.thread_time
+
+
+def ops_to_floor(program: Any, inputs: list[Any], runs: int) -> float:
+    """The time of a program's ops by the default runner to that by TorchScript's interpreter; alternating, medians.
+
+    Of the ops before the first number that Python reads: the interpreter keeps none for a later call.
+    """
+    graph, nodes = fx.Graph(), list(program.graph.nodes)
+    ends = [i for i, n in enumerate(nodes) if n.op == "output" or is_number(n) or is_commit(n)]
+    first, later = nodes[: ends[0]], set(nodes[ends[0] :])
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in first:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(
+        tuple(copies[n] for n in first if n.op == "call_function" and n.users.keys() & later)
+    )
+    part = replace(
+        program, graph=graph, stage="FUNCTIONAL", value_guards=(), outputs=(), epilogue=()
+    )
+    run, found = boxed(part), {"boxed": [], "script": []}  # type: ignore[var-annotated]
+    tensors = [t.detach() for t in inputs]
+    with torch.no_grad(), below_autograd(), torch.jit.optimized_execution(False):
+        script = torch.jit.trace(
+            lambda *given: tuple(run(list(given))), tuple(tensors), check_trace=False, strict=False
+        )
+        for _ in range(runs):
+            for name, call in (
+                ("boxed", lambda: run(list(tensors))),
+                ("script", lambda: script(*tensors)),
+            ):
+                begin = now()
+                results = call()
+                found[name].append(now() - begin)
+                del results
+    return statistics.median(found["boxed"]) / statistics.median(found["script"])
 
 
 class Marks:
@@ -46,6 +88,7 @@ class Marks:
 
     def __init__(self) -> None:
         self.at: list[float] = []
+        self.inputs: list[Any] | None = None  # those of the next program, if it is an empty list
         self._watched: set[int] = set()
 
     def watch(self, program: Any) -> None:
@@ -57,6 +100,8 @@ class Marks:
         run = program._run
 
         def watched(*args: Any) -> Any:
+            if self.inputs == []:
+                self.inputs += args[0]
             self.at.append(now())
             results = run(*args)
             self.at.append(now())
@@ -144,7 +189,12 @@ def measure(layers: int, passes: str, is_forward: bool, runs: int) -> dict[str, 
             found[name].append(each)
     assert captured.stats.replays == replays + runs
     medians = {name: statistics.median(each) for name, each in found.items()}
-    return {"layers": layers, "parameters": parameters, **medians}
+    nodes = sum(program.nodes() for program in captured.programs)
+    if not is_forward:
+        marks.inputs = []
+        step(tokens)
+        medians["floor"] = ops_to_floor(captured.program, marks.inputs, runs)
+    return {"layers": layers, "parameters": parameters, "nodes": nodes, **medians}
 
 
 def profile(layers: int, passes: str, is_forward: bool, runs: int) -> None:
@@ -191,6 +241,7 @@ def main() -> None:
     print(
         f"{'':<10} {'eager ms':>9} {'replay':>8} "
         + " ".join(f"{n:>8} {'us/par.':>8}" for n in PARTS)
+        + f" {'nodes':>6} {'ops/floor':>9}"
     )
     for each in results:
         parts = " ".join(
@@ -198,7 +249,8 @@ def main() -> None:
             for n in PARTS
         )
         ratio = each["replay"] / each["eager"]
-        print(f"{each['layers']:>3} layers {each['eager'] * 1e3:9.1f} {ratio:8.3f} {parts}")
+        start = f"{each['layers']:>3} layers {each['eager'] * 1e3:9.1f} {ratio:8.3f} {parts}"
+        print(f"{start} {each['nodes']:6} {each.get('floor', math.nan):9.2f}")
 
 
 if __name__ == "__main__":
