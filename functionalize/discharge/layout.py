@@ -26,6 +26,8 @@ def result_geometries(
     """The geometry of every output of `form.target(*args, **kwargs)`; None if each is that of the tensor written."""
     if torch.Tag.pointwise in form.target.tags and _all_alike(args, kwargs, written):
         return None
+    if _keeps_layouts(form.target, args, written):
+        return None
     return output_geometries(form.target, args, kwargs)
 
 
@@ -55,6 +57,24 @@ def _all_alike(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
         if other.size != g.size or other.stride != g.stride or other.dtype != g.dtype:
             return False
     return type(args[0]) is TensorRef if args else False
+
+
+def _keeps_layouts(target: Any, args: tuple[Any, ...], written: list[Any]) -> bool:
+    """Whether the results of a list op surely have the layouts of the tensors written: meta kernels of long lists cost.
+
+    A fused optimizer clones what it writes, and a foreach op of floats and one real number keeps dtypes; both keep the
+    strides of dense tensors.
+    """
+    name = target._schema.name
+    numbers = len(args) == 2 and type(args[1]) in (int, float)
+    if not name.startswith("aten::_fused_") and not (
+        name.startswith("aten::_foreach_") and numbers
+    ):
+        return False
+    refs = refs_in(written)
+    whole = all(type(each) is list or type(each) is tuple or each is None for each in written)
+    floats = all(r.geometry.is_dense and r.geometry.dtype.is_floating_point for r in refs)
+    return whole and floats and bool(refs)
 
 
 def _freeze(arg: Any) -> Any:

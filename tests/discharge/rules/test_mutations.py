@@ -359,3 +359,27 @@ def test_graphs(expect: Callable[[str, str], None]) -> None:
         "out_cast",
         text_of(same_as_eager(lambda a, o: torch.cat([a, a], out=o), a, torch.zeros(4, 2))),
     )
+
+
+def test_long_lists_of_dense_floats_need_no_meta_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(target: Any, args: Any, kwargs: Any) -> Any:
+        raise AssertionError(f"the meta kernel of {target} ran")
+
+    def step(a: torch.Tensor, b: torch.Tensor) -> None:
+        torch._foreach_add_([a, b], 1)
+        torch._foreach_mul_([a, b], 0.5)
+
+    def counts(a: torch.Tensor) -> None:
+        torch._foreach_add_([a], 1)  # an integer could become a float
+
+    program = None
+    with monkeypatch.context() as patched:
+        patched.setattr("functionalize.discharge.layout._run", run)
+        program = fz.trace(step, torch.ones(4, 3).t(), torch.ones(2, dtype=torch.bfloat16))
+        with pytest.raises(AssertionError, match="_foreach_add"):
+            fz.trace(counts, torch.ones(3, dtype=torch.int64))
+    ours = torch.rand(4, 3).t(), torch.rand(2).bfloat16()
+    eager = tuple(each.clone() for each in ours)
+    program(*ours)
+    step(*eager)
+    assert all(map(torch.equal, ours, eager))
