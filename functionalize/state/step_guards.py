@@ -54,6 +54,7 @@ def _modes() -> tuple[tuple[str, Any], ...]:
         ("anomaly detection", torch.is_anomaly_enabled()),
         ("oneDNN", torch.backends.mkldnn.enabled),
         ("the number of threads", torch.get_num_threads()),
+        ("the fast path of attention", torch.backends.mha.get_fastpath_enabled()),
         ("attention", tuple(f"{n}: {on()}" for n, on in _ATTENTION)),
         ("the hooks on saved tensors", tuple(map(_spot, saved_tensor_hooks()))),
         ("the function modes", tuple(_spot(type(mode)) for mode in function_modes())),

@@ -13,6 +13,8 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 @functools.lru_cache(maxsize=4096)
 def is_users(module: str | None) -> bool:
     """Whether a Python module is the user's: not of the standard library, not installed, not this package."""
+    if module is not None and type(module) is not str:  # a class may have a descriptor there
+        return False
     package = (module or "").partition(".")[0]
     return (
         not is_standard(package)

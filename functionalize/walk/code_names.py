@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 _DYNAMIC = frozenset(
     {"vars", "__dict__", "asdict", "astuple", "fields", "attrgetter", "methodcaller", "globals", "eval", "exec"}
     | {"dir", "__getattribute__", "getmembers", "getmembers_static", "pickle", "__getstate__", "__reduce_ex__"}
+    | {"getattr_static"}
 )  # fmt: skip
 _BY_CONSTANT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
@@ -34,6 +36,24 @@ EQUALITY, TEXT = (
     "repr()",
 )  # names for the operators that call generated methods of dataclasses
 _TEXT_NAMES = frozenset({"repr", "str", "format", "print"})
+_COMPARING = frozenset({"hash", "sorted", "sort", "min", "max", "index", "count", "remove"})
+# Code that names one of these reads state that others read by changing it: generators, iterators, files, queues.
+_STATE_READERS = frozenset(
+    {
+        "getstate",
+        "get_state",
+        "initial_seed",
+        "bit_generator",
+        "deepcopy",
+        "gi_frame",
+        "tee",
+        "tell",
+    }
+    | {"length_hint", "__length_hint__", "getvalue", "getbuffer", "qsize"}
+)
+_IMPORTING = frozenset({"import_module", "__import__"})
+_FIELD = re.compile(r"\{[^{}]*\}")
+_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +81,19 @@ class NameFilter:
         self.codes[code] = None
         self.names |= found.names
         self.is_dynamic |= found.is_dynamic
+
+    def add_words(self, text: str) -> None:
+        """Add all words in a text: names that are data."""
+        self.names.update(_WORD.findall(text))
+
+    def add_format(self, text: str) -> None:
+        """Add the names in a text for `str.format`: "{0.scale}"."""
+        self.names |= names_in_format(text)
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether code may read state without the change by which others read it."""
+        return not _STATE_READERS.isdisjoint(self.names)
 
     @property
     def size(self) -> tuple[int, bool]:
@@ -98,6 +131,11 @@ def names_in(code: types.CodeType) -> CodeNames:
                 names.update(() if name is None else (name,))
         if not _TEXT_NAMES.isdisjoint(each.co_names):
             names.add(TEXT)
+        if not _COMPARING.isdisjoint(each.co_names):
+            names.add(EQUALITY)
+        for constant in each.co_consts:
+            if type(constant) is str:
+                names |= names_in_format(constant)
     return CodeNames(frozenset(names), is_dynamic)
 
 
@@ -126,12 +164,34 @@ def _constant_name(code: Sequence[dis.Instruction], at: int) -> str | None:
     return None
 
 
+def names_in_format(text: str) -> set[str]:
+    """The names in the fields of a text that `str.format` fills: attributes and keys."""
+    if "{" not in text or "." not in text:
+        return set()
+    return {word for field_ in _FIELD.findall(text) for word in _WORD.findall(field_)}
+
+
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
     """A code object and those of the functions, classes and comprehensions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes_of(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_of(code: types.CodeType) -> tuple[tuple[int, str | None], ...]:
+    """Level and name of each module that a code object imports when it runs; name None: the name is data."""
+    steps = list(dis.get_instructions(code))
+    found: list[tuple[int, str | None]] = []
+    for at, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            before = [s for s in steps[max(at - 4, 0) : at] if s.opname == "LOAD_CONST"]
+            levels = [s.argval for s in before if type(s.argval) is int]
+            found.append((levels[-1] if levels else 0, step.argval))
+    if not _IMPORTING.isdisjoint(code.co_names) or {"sys", "modules"} <= {*code.co_names}:
+        found.append((0, None))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)

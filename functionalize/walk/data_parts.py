@@ -12,6 +12,7 @@ from __future__ import annotations
 import array as arrays
 import ctypes
 import enum
+import io
 import mmap
 import numbers
 import pathlib
@@ -20,7 +21,7 @@ import random
 import re
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,8 @@ def container(value: Any) -> Parts:
             for i, (key, content) in enumerate(zip(elements, _entries(value), strict=True))
         ]
         held += [Part(f"key {i}", key) for i, key in enumerate(elements) if type(key) is not str]
+        if isinstance(value, defaultdict):
+            held.append(Part("default_factory", value.default_factory))
         return Parts((kind, size, tuple(k if type(k) is str else type(k) for k in elements)), held)
     if isinstance(value, (list, tuple)):
         return Parts(
@@ -94,7 +97,7 @@ def container(value: Any) -> Parts:
 
 
 def _elements(value: Any) -> list[Any]:
-    bases: tuple[Any, ...] = (list, tuple, dict, set, frozenset, deque)
+    bases: tuple[Any, ...] = (list, tuple, OrderedDict, dict, set, frozenset, deque)
     for base in bases:
         if isinstance(value, base):
             return list(base.__iter__(value))
@@ -102,6 +105,8 @@ def _elements(value: Any) -> list[Any]:
 
 
 def _entries(table: Any) -> list[Any]:
+    if isinstance(table, OrderedDict):  # it has an order of its own
+        return list(OrderedDict.values(table))
     return list(dict.values(table)) if isinstance(table, dict) else list(table.values())
 
 
@@ -134,7 +139,7 @@ def c_data(value: Any) -> Parts:
     return Parts((type(value), _digest(bytes(memoryview(value).cast("B")))))
 
 
-def _digest(data: bytes) -> Any:
+def _digest(data: bytes | str) -> Any:
     return data if len(data) < _SHORT else (len(data), hash(data))
 
 
@@ -179,7 +184,11 @@ def file(value: Any) -> Parts:
         at = value.closed or value.tell()
     except (OSError, ValueError, AttributeError):
         at = None
-    return Parts((type(value), at), is_moved=True)
+    contents = None
+    for base in (io.BytesIO, io.StringIO):
+        if isinstance(value, base) and not value.closed:
+            contents = _digest(base.getvalue(value))  # type: ignore[arg-type]
+    return Parts((type(value), at, contents), is_moved=True)
 
 
 def waiting(value: Any) -> Parts:

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
+from functionalize.walk.parts import Visit
 from functionalize.walk.roots import Roots
-from functionalize.walk.walker import PythonState, Visit
+from functionalize.walk.walker import PythonState
 
 
 def walked(

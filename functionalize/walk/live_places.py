@@ -10,17 +10,20 @@ Invariant: of a live place, that it is there and the type of its content are fac
 from __future__ import annotations
 
 import types
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from functionalize.scalars.live_scalars import is_live
 from functionalize.util.packages import is_users
+from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import PLAIN
-from functionalize.walk.parts import Held
+from functionalize.walk.parts import Held, Visit
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
 _TABLES = frozenset({dict, OrderedDict, defaultdict})
@@ -128,3 +131,19 @@ def state_numbers(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[tu
         for key, value in state.items()
         if type(value) in PLAIN
     ]
+
+
+def may_move(holder: Visit, visit: Visit) -> bool:
+    """Whether a replay may assign what the step assigns to a place of `holder`."""
+    kind = type(holder.value)
+    is_element = issubclass(kind, CONTAINERS)
+    is_known = issubclass(kind, (nn.Module, torch.optim.Optimizer)) or is_of_user(holder.value)
+    is_found = (is_element or is_known) and not visit.is_loose and visit.moving is None
+    return is_found and is_writable(visit.place)
+
+
+def content_of(value: Any) -> Any:
+    """The content of such a place: a tensor weakly, a number as a plain one."""
+    if issubclass(type(value), Tensor):
+        return weakref.ref(value)
+    return value.node.hint if is_live(value) else value

@@ -14,15 +14,19 @@ method of the user is called.
 
 from __future__ import annotations
 
+import abc
 import argparse
 import contextvars
 import enum
 import functools
 import io
 import logging
+import operator
 import os
 import queue
 import random
+import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,34 +37,44 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize.util.code_objects import is_generated
-from functionalize.util.own_values import OWN_VALUES
-from functionalize.util.packages import is_standard, is_users
+from functionalize.util.packages import is_users
+from functionalize.walk import attribute_parts as objects
 from functionalize.walk import data_parts as data
 from functionalize.walk.bound_methods import method_parts
-from functionalize.walk.code_names import EQUALITY, TEXT, NameFilter, globals_of
-from functionalize.walk.fact_text import PLAIN
+from functionalize.walk.code_names import (
+    EQUALITY,
+    TEXT,
+    NameFilter,
+    codes_of,
+    globals_of,
+    imports_of,
+)
 from functionalize.walk.parts import SAME, Held, Is, Part, Parts, attribute, pickled
 
 _DESCRIPTORS = (
     types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
     types.GetSetDescriptorType, types.MemberDescriptorType, types.CodeType, types.GenericAlias,
+    types.UnionType,
 )  # fmt: skip
 _STATELESS = frozenset(
-    {"_thread.lock", "_thread.RLock", "_multiprocessing.SemLock", "builtins.object", "builtins.NoneType"}
-    | {"builtins.ellipsis", "builtins.NotImplementedType", "types.UnionType", "numpy.ufunc", "typing.TypeVar"}
-    | {"numpy._ArrayFunctionDispatcher", "builtins.traceback", "builtins.frame"}
+    {"_thread.RLock", "_multiprocessing.SemLock", "builtins.object", "builtins.NoneType"}
+    | {"builtins.ellipsis", "builtins.NotImplementedType", "numpy.ufunc", "typing.TypeVar"}
+    | {"numpy._ArrayFunctionDispatcher", "builtins.traceback", "builtins.frame", "_ctypes.CField"}
+    | {"builtins.instancemethod"}
 )  # fmt: skip
-# Of torch, the objects of these modules are state of a script.
-_STATE_OF_TORCH = ("torch.utils.data", "torch.optim.", "torch.amp.", "torch.autograd.grad_mode")
 _OURS = ("torch", "functionalize")
 _CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__", "__init_subclass__"})
 _NO_STATE = frozenset(
-    {"__dict__", "__weakref__", "__doc__", "__module__", "__class__", "__slots__"}
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__class__", "__slots__", "_abc_impl"}
 )
-_GENERATED = {
-    "__eq__": EQUALITY,
-    "__repr__": TEXT,
-}  # methods that dataclasses generate, and what calls them
+# Methods that dataclasses generate, and what calls them.
+_GENERATED = {"__repr__": TEXT} | dict.fromkeys(
+    ("__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"), EQUALITY
+)
+
+_OF_DESCRIPTORS = ("__func__", "fget", "fset", "fdel", "func", "args", "keywords")
+_RECORDS = ("pybind11_", "PyCapsule")  # what a function of C++ is bound to
+_ALL_GLOBALS = frozenset({"globals", "eval", "exec"})  # code that names them may read any
 
 # A step uses objects of these classes by calls that a replay makes again: see calls/progress.py.
 _BAR, _WRITER = "tqdm.std.tqdm", "torch.utils.tensorboard.writer.SummaryWriter"
@@ -75,7 +89,9 @@ def parts_of(value: Any, names: NameFilter) -> Parts:
     look = _LOOKS.get(kind)
     if look is None:
         look = _LOOKS[kind] = _look_of(kind)
-    return look(value, names)
+    found = look(value, names)
+    found.is_moved = found.is_moved and not names.reads_state
+    return found
 
 
 def _look_of(kind: type) -> Look:
@@ -93,14 +109,14 @@ def _look_of(kind: type) -> Look:
     if kind.__module__.startswith("numpy.random"):
         return _plain(data.numpy_generator)
     if f"{kind.__module__}.{kind.__name__}" in _STATELESS:
-        return _callable_or_kind
+        return objects.callable_or_kind
     if package in _OURS:
-        return _attributes if kind.__module__.startswith(_STATE_OF_TORCH) else _of_torch
+        return objects.of_torch
     if kind.__name__ == "cython_function_or_method":
         return _builtin
     if is_users(kind.__module__):
-        return _users
-    return _iterator if issubclass(kind, Iterator) else _attributes
+        return objects.users
+    return objects.iterator if issubclass(kind, Iterator) else objects.library
 
 
 def _plain(look: Callable[[Any], Parts]) -> Look:
@@ -109,7 +125,7 @@ def _plain(look: Callable[[Any], Parts]) -> Look:
     def parts(value: Any, names: NameFilter) -> Parts:
         found = look(value)
         if type(value).__module__ != "builtins":
-            found.held = [*found.held, *_own_attributes(value, names)]
+            found.held = [*found.held, *objects.own_attributes(value, names)]
         return found
 
     return parts
@@ -123,11 +139,12 @@ def _function(fn: types.FunctionType, names: NameFilter) -> Parts:
     of_torch = (fn.__module__ or "").partition(".")[0] in _OURS
     held: list[Part] = []
     if users:
-        every = names.is_dynamic and "globals" in code.co_names
+        every = names.is_dynamic and not _ALL_GLOBALS.isdisjoint(code.co_names)
         wanted = (
             [k for k in fn.__globals__ if not k.startswith("__")] if every else globals_of(code)
         )
         held += [attribute(fn.__globals__, name) for name in wanted if name in fn.__globals__]
+        held += [attribute(sys.modules, name) for name in _imported(fn)]
     for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
         try:
             content = cell.cell_contents
@@ -147,9 +164,29 @@ def _function(fn: types.FunctionType, names: NameFilter) -> Parts:
     return Parts(code, held)
 
 
+def _imported(fn: types.FunctionType) -> list[str]:
+    """The user's modules that code imports when it runs, as far as they are imported already."""
+    found: dict[str, None] = {}
+    for code in codes_of(fn.__code__):
+        for level, name in imports_of(code):
+            if name is None:  # it is data: a constant of the code, or any
+                constants = [c for c in code.co_consts if type(c) is str and c in sys.modules]
+                found.update(dict.fromkeys(constants or sys.modules))
+            elif level:
+                package = fn.__globals__.get("__package__") or ""
+                parents = package.split(".")[: package.count(".") + 2 - level]
+                found[".".join([*parents, name] if name else parents)] = None
+            else:
+                parts = name.split(".")
+                found.update((".".join(parts[:i]), None) for i in range(1, len(parts) + 1))
+    return [name for name in found if name in sys.modules and is_users(name)]
+
+
 def _builtin(function: Any, names: NameFilter) -> Parts:
     owner = getattr(function, "__self__", None)
-    if owner is None or issubclass(type(owner), types.ModuleType):
+    kind = type(owner)
+    is_static = issubclass(kind, types.ModuleType) or kind.__name__.startswith(_RECORDS)
+    if owner is None or is_static:
         return Parts(function)
     return Parts(function.__name__, [Part("self", owner)])
 
@@ -159,8 +196,15 @@ def _partial(partial: functools.partial[Any], names: NameFilter) -> Parts:
     return Parts("partial", [*held, Part("keywords", partial.keywords)])
 
 
+def _getter(getter: Any, names: NameFilter) -> Parts:
+    """`attrgetter("a.b")`, `methodcaller("f")`: its names are data."""
+    parts = pickled(getter)
+    names.add_words(repr(getter))
+    return parts
+
+
 def _descriptor(value: Any, names: NameFilter) -> Parts:
-    inner = [getattr(value, a, None) for a in ("__func__", "fget", "fset", "fdel", "func")]
+    inner = [getattr(value, a, None) for a in _OF_DESCRIPTORS]
     return Parts(type(value), [Part(SAME, each) for each in inner if each is not None])
 
 
@@ -168,7 +212,15 @@ def _class(kind: type, names: NameFilter) -> Parts:
     held = class_parts(kind, names, constructed=True)
     if is_users(type(kind).__module__):
         held += class_parts(type(kind), names)
+    if isinstance(kind, abc.ABCMeta) and is_users(kind.__module__):
+        held.append(Part("registered", registered(kind)))
     return Parts(kind, held)
+
+
+def registered(kind: abc.ABCMeta) -> tuple[Any, ...]:
+    """The classes that were registered as subclasses of an abstract class."""
+    found = [reference() for reference in abc._get_dump(kind)[0]]  # type: ignore[attr-defined]
+    return tuple(sorted((k for k in found if k is not None), key=lambda k: k.__qualname__))
 
 
 def class_parts(kind: type, names: NameFilter, constructed: bool = False) -> list[Part]:
@@ -181,7 +233,14 @@ def class_parts(kind: type, names: NameFilter, constructed: bool = False) -> lis
     inherited = (
         {k for base in kind.__mro__ if base not in own for k in vars(base)} if own else set()
     )
-    return [
+    replaced = [
+        Part(key, value, key, Held(base, key))
+        for base in kind.__mro__
+        if base not in own and base.__module__ != "builtins"
+        for key, value in list(vars(base).items())
+        if type(value) is types.FunctionType and is_users(value.__module__)
+    ]
+    return replaced + [
         Part(key, value, key, Held(base, key))
         for base in own
         for key, value in list(vars(base).items())
@@ -208,109 +267,17 @@ def _module(module: types.ModuleType, names: NameFilter) -> Parts:
     if package == "functionalize":
         return Parts(Is(module))
     keys = names.of(table) if is_users(package) else [k for k in table if k in names.names]
-    return Parts(Is(module), [attribute(table, k) for k in keys if not k.startswith("__")])
+    keys = [k for k in keys if not k.startswith("__") and table[k] is not sys.modules]
+    if "__getattr__" in table and is_users(package):
+        keys.append("__getattr__")
+    return Parts(Is(module), [attribute(table, k) for k in keys])
 
 
-# -- objects ---------------------------------------------------------------------------------------
-
-
-def _own_attributes(value: Any, names: NameFilter) -> list[Part]:
-    """The attributes of an object, with those in slots: of an object of the user, those that code names."""
-    every = not is_users(type(value).__module__)
-    table = _table(value) or {}
-    keys = [key for key in table if key != OWN_VALUES]
-    held = [attribute(table, key, every or key in names) for key in keys]
-    return [*held, *_slots(value, names, every)]
-
-
-def _table(value: Any) -> dict[str, Any] | None:
-    """The `__dict__` of an object, read past a `__getattribute__` of its class; None without one."""
-    try:
-        table = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return table if isinstance(table, dict) else None
-
-
-def _slots(value: Any, names: NameFilter, every: bool) -> Iterator[Part]:
-    for base in type(value).__mro__[:-1]:
-        for name, slot in list(vars(base).items()):
-            if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base):
-                try:
-                    yield Part(
-                        name, slot.__get__(value), name, Held(value, name), every or name in names
-                    )
-                except AttributeError:
-                    continue
-
-
-def _users(value: Any, names: NameFilter) -> Parts:
-    kind, held = type(value), _own_attributes(value, names)
-    known = frozenset(part.key for part in held if part.is_named)
-    table = _table(value)
-    return Parts(("object", kind, known), held, is_opaque=_is_native(kind), attributes=table)
-
-
-def _attributes(value: Any, names: NameFilter) -> Parts:
-    """An object of a library: every attribute; without attributes, what pickling would write."""
-    kind, table = type(value), _table(value)
-    held = _own_attributes(value, names)
-    wrapped = _wrapped(value)
-    if wrapped is not None and "__wrapped__" not in (table or {}):
-        held.append(Part("__wrapped__", wrapped))
-    if held or not _is_native(kind):
-        known = frozenset(part.key for part in held)
-        return Parts(("object", kind, known), held, attributes=table)
-    if is_standard(kind.__module__.partition(".")[0]):
-        return pickled(value)
-    return Parts(Is(value), is_opaque=True)
-
-
-def _iterator(value: Any, names: NameFilter) -> Parts:
-    parts = _attributes(value, names) if _table(value) is not None else pickled(value)
-    parts.is_moved = True
-    return parts
-
-
-def _of_torch(value: Any, names: NameFilter) -> Parts:
-    wrapped = _wrapped(value)
-    if wrapped is not None:
-        return Parts(("kind", type(value)), [Part("__wrapped__", wrapped)])
-    return _callable_or_kind(value, names)
-
-
-def _callable_or_kind(value: Any, names: NameFilter) -> Parts:
-    return Parts(Is(value) if callable(value) else ("kind", type(value)))
-
-
-def _wrapped(value: Any) -> Any:
-    """The function that a decorator wrapped (`__wrapped__`), or None. Some attributes raise (`torch.classes`)."""
-    try:
-        return getattr(value, "__wrapped__", None)
-    except Exception:
-        return None
-
-
-def _is_native(kind: type) -> bool:
-    """Whether C code keeps state in the instances: they are larger than slots, `__dict__` and weak references need."""
-    slots = sum(
-        isinstance(each, types.MemberDescriptorType)
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for each in vars(base).values()
-    )
-    return kind.__basicsize__ > object.__basicsize__ + 8 * (slots + 2) or kind.__itemsize__ > 0
+# -- other objects -------------------------------------------------------------------------------------
 
 
 def _identity(value: Any, names: NameFilter) -> Parts:
     return Parts(value)
-
-
-def _namespace(value: Any, names: NameFilter) -> Parts:
-    table = vars(value)
-    held = [attribute(table, key, key in names) for key in list(table)]
-    known = frozenset(part.key for part in held if part.is_named)
-    return Parts(("object", type(value), known), held, attributes=table)
 
 
 def _weak(value: Any, names: NameFilter) -> Parts:
@@ -336,30 +303,22 @@ def _environ(value: Any, names: NameFilter) -> Parts:
 def _logger(value: Any, names: NameFilter) -> Parts:
     logger = value if isinstance(value, logging.Logger) else value.logger
     level = logger.getEffectiveLevel() if isinstance(logger, logging.Logger) else 0
-    return Parts(("logger", getattr(logger, "name", ""), level, logging.root.manager.disable))
+    fact = ("logger", getattr(logger, "name", ""), level, logging.root.manager.disable)
+    return Parts(fact, [] if logger is value else [Part("extra", value.extra)])
+
+
+def _lock(value: Any, names: NameFilter) -> Parts:
+    return Parts((type(value), value.locked() if "locked" in names.names else None))
+
+
+def _view(value: Any, names: NameFilter) -> Parts:
+    """The keys, values or items of a dict."""
+    return Parts(type(value), [Part(SAME, value.mapping)])
 
 
 def _error(value: BaseException, names: NameFilter) -> Parts:
-    return Parts(("kind", type(value)), [Part("args", value.args), *_own_attributes(value, names)])
-
-
-def _scaler(value: GradScaler, names: NameFilter) -> Parts:
-    """Its dict by optimizer is rebuilt in every step."""
-    table = vars(value)
-    kept = [k for k, v in table.items() if isinstance(v, torch.Tensor) or type(v) in PLAIN]
-    return Parts(("kind", type(value)), [Part(k, table[k], f"+{k}", Held(table, k)) for k in kept])
-
-
-def _scheduler(value: LRScheduler, names: NameFilter) -> Parts:
-    """A scheduler: this very one. What a step reads of it is noted while it is recorded: see calls/schedulers.py."""
-    table = _table(value) or {}
-    held = [attribute(table, key, False) for key, each in table.items() if not _is_plain(each)]
-    return Parts(Is(value), held)
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in PLAIN or (
-        type(value) is list and all(type(each) in PLAIN for each in value)
+    return Parts(
+        ("kind", type(value)), [Part("args", value.args), *objects.own_attributes(value, names)]
     )
 
 
@@ -368,6 +327,7 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     (types.MethodType, method_parts),
     ((types.BuiltinFunctionType, types.MethodWrapperType), _builtin),
     (functools.partial, _partial),
+    ((operator.attrgetter, operator.methodcaller), _getter),
     (
         (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod),
         _descriptor,
@@ -387,10 +347,13 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     (weakref.ProxyTypes, _proxy),
     (contextvars.ContextVar, _variable),
     (type(os.environ), _environ),
+    ((type({}.keys()), type({}.values()), type({}.items())), _view),
+    (type(threading.Lock()), _lock),
     ((logging.Logger, logging.LoggerAdapter), _logger),
-    (GradScaler, _scaler),
-    (LRScheduler, _scheduler),
-    (BaseException, _error),
-    ((argparse.Namespace, types.SimpleNamespace), _namespace),
+    (GradScaler, objects.scaler),
+    (LRScheduler, objects.scheduler),
+    (BaseException, objects.error),
+    (torch.Generator, objects.generator),
+    ((argparse.Namespace, types.SimpleNamespace), objects.namespace),
     (data.VALUES, _plain(data.value_parts)),
 ]

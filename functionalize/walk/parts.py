@@ -10,6 +10,7 @@ from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
+from functionalize.walk.fact_text import Path
 
 SAME = object()  # the key of a part that has the path of its holder
 
@@ -47,6 +48,12 @@ class Held:
         else:
             facts.attribute(container, self.key)
         return True
+
+    @property
+    def home(self) -> int:
+        """The id of the object that holds it, for an element of a tuple of the object that holds the tuple."""
+        inner = self.container
+        return inner.home if isinstance(inner, Held) else id(inner)
 
     @property
     def place(self) -> tuple[Any, Any]:
@@ -89,6 +96,22 @@ class Parts:
     is_moved: bool = False
     is_opaque: bool = False
     attributes: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Visit:
+    """An object to visit. is_fact: whether it determines ops. is_loose: no source finds it.
+
+    moving: the path of the state around it that is read only by changing it.
+    """
+
+    path: Path
+    name: str
+    value: Any
+    place: Held | None = None
+    is_fact: bool = True
+    is_loose: bool = False
+    moving: Path | None = None
 
 
 class Is:

@@ -64,6 +64,8 @@ class Probes:
         self._with_tensors: list[tuple[Any, tuple[Any, ...], list[Any]]] = []
         self._values: list[tuple[Callable[[], Any], Any]] = []
         self._optimizers: list[tuple[Optimizer, Callable[[Optimizer], Any], Any]] = []
+        self._empty: list[dict[str, Any]] = []
+        self._classes: dict[type, tuple[Any, ...]] = {}
 
     def give_up(self) -> None:
         """Hold nothing from now on: the walk has come to an object that must not be kept alive."""
@@ -147,6 +149,18 @@ class Probes:
         read = itemgetter(*keys) if len(keys) > 1 else lambda table: tuple(table[k] for k in keys)
         self._namespaces.append((table, len(table), read, read(table)))
 
+    def add_names_of_tensor(self, table: dict[str, Any]) -> None:
+        """The attributes of a tensor, nearly always none."""
+        if table:
+            self.add_table(table, are_named=True)
+        elif not self._is_given_up:
+            self._empty.append(table)
+
+    def add_class(self, kind: type) -> None:
+        """A class of a library: all that it defines."""
+        if not self._is_given_up:
+            self._classes[kind] = tuple(vars(kind).values())
+
     def add_attribute(self, owner: Any, name: str) -> None:
         """An attribute of a class, or the `__dict__` of an object."""
         self._attributes.append((owner, name, getattr(owner, name)))
@@ -169,7 +183,9 @@ class Probes:
 
     def hold(self, leaves: Sequence[Any]) -> bool:
         """Whether no holder has changed. leaves: of the arguments of this call."""
-        if self._is_given_up or not self.starts_hold(leaves):
+        if self._is_given_up or not self.starts_hold(leaves) or any(self._empty):
+            return False
+        if not self._classes_hold():
             return False
         for table, keys, values, are_named in self._tables:
             if (
@@ -217,6 +233,9 @@ class Probes:
         """
         for table, *_ in self._tables:
             facts.table(table)
+        for table in self._empty:
+            facts.table(table)
+        facts.read(self._classes_hold)
         for items, _ in self._lists:
             facts.elements(items)
         for holder, keys, _ in self._with_tensors:
@@ -246,6 +265,9 @@ class Probes:
         for optimizer, *_ in self._optimizers:
             facts.states(optimizer)
 
+    def _classes_hold(self) -> bool:
+        return all(map(_defines, self._classes.items()))
+
     def _names_hold(
         self, table: Mapping[Any, Any], keys: tuple[Any, ...], values: tuple[Any, ...]
     ) -> bool:
@@ -268,6 +290,12 @@ class Probes:
             and [part.is_named for part in now.held] == named
             and all(_is(token, part.value) for token, part in zip(tokens, now.held, strict=True))
         )
+
+
+def _defines(pair: tuple[type, tuple[Any, ...]]) -> bool:
+    kind, values = pair
+    now = vars(kind)
+    return len(now) == len(values) and all(map(is_, now.values(), values))
 
 
 def _hold_tensors(values: Iterable[Any]) -> bool:

@@ -71,3 +71,23 @@ class Identity:
 
     def __repr__(self) -> str:
         return "a tensor" if issubclass(self.kind, Tensor) else with_article(self.kind.__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """The fact that a tensor of this type is in a place that a source reads: an entry of this very container.
+
+    home: the id of the container. A program whose input is the tensor keeps the container alive. A container that takes
+    the place of another one is a change, whatever it holds, because the source would read the old one.
+    """
+
+    kind: type
+    home: int
+
+    def __repr__(self) -> str:
+        return "a tensor" if issubclass(self.kind, Tensor) else with_article(self.kind.__name__)
+
+
+def free_name(name: str, taken: dict[str, Any]) -> str:
+    """A name that no root has."""
+    return name if name not in taken else free_name(f"{name}_", taken)

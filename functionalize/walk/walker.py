@@ -10,13 +10,13 @@ Invariant: the same state gives the same facts in the same order. Nothing is cha
 
 from __future__ import annotations
 
+import abc
 import types
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_users
 from functionalize.util.text import with_article
+from functionalize.walk.attribute_parts import table_of
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS, process_generators
 from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
@@ -34,15 +35,17 @@ from functionalize.walk.live_places import (
     LIVE_NUMBERS,
     NO_PLACES,
     LivePlaces,
+    content_of,
     is_of_user,
-    is_writable,
     may_live,
+    may_move,
     state_numbers,
 )
-from functionalize.walk.object_parts import class_parts, parts_of
-from functionalize.walk.parts import SAME, Held, Part, Parts
+from functionalize.walk.object_parts import class_parts, parts_of, registered
+from functionalize.walk.parts import SAME, Held, Part, Parts, Visit, attribute
 from functionalize.walk.probes import Probes
-from functionalize.walk.roots import Identity, Roots
+from functionalize.walk.process_facts import CLASSES, MODULES, replaced, settings
+from functionalize.walk.roots import Identity, InPlace, Roots, free_name
 
 _MAX_OBJECTS = 20_000  # a bound on the search for tensors in attributes that no code names
 _MAX_FACTS = 200_000  # more are too many to compare at every call
@@ -52,22 +55,6 @@ _FSDP_ATTRIBUTE = "__composable_api_"  # FSDP2's state: fsdp/python_state.py
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GUARDED = frozenset({Tensor, nn.Parameter, *NUMBERS})  # by `ModuleGuard` and by sources
 _KEPT = (nn.Module, torch.optim.Optimizer, Tensor)
-
-
-@dataclass(slots=True)
-class Visit:
-    """An object to visit. is_fact: whether it determines ops. is_loose: no source finds it.
-
-    moving: the path of the state around it that is read only by changing it.
-    """
-
-    path: Path
-    name: str
-    value: Any
-    place: Held | None = None
-    is_fact: bool = True
-    is_loose: bool = False
-    moving: Path | None = None
 
 
 class PythonState:
@@ -124,20 +111,20 @@ class PythonState:
 
     def walk(self, visits: Sequence[Visit], late: Sequence[tuple[str, Any]] = ()) -> None:
         """Visit these objects and all that they lead to."""
-        if not self._is_replay:
-            for name, state in process_generators():
-                self.moving.append(state)
-                self.moving_paths.append(((), name))
+        for name, state in () if self._is_replay else process_generators():
+            self.moving.append(state)
+            self.moving_paths.append(((), name))
         self._queue += visits
         self.late += late
+        if not self._roots_only:
+            self._of_process()
         done = 0
         while True:
             while self._queue and len(self.facts) < _MAX_FACTS:
                 self._visit(self._queue.popleft())
             if self._queue:
-                self.opaque.append(
-                    f"`{text_of(self._queue[0].path)}` (too many objects to compare)"
-                )
+                first = text_of(self._queue[0].path)
+                self.opaque.append(f"`{first}` (too many objects to compare)")
                 self._queue.clear()
             while self._unnamed and len(self._searched) < _MAX_OBJECTS:
                 self._visit(self._unnamed.popleft())
@@ -147,6 +134,19 @@ class PythonState:
             done += 1
         self._alive.clear()
         self.roots.keep_outermost()
+
+    def _of_process(self) -> None:
+        """The functions of torch that were replaced, and the settings of the process that code may read."""
+        start = Visit((), "", None)
+        for part in replaced():
+            self._push(start, part)
+        for name, read in settings(self.names):
+            self._note(Visit(((), name), "", None), read())
+            self.probes.add_value(read)
+        for table in MODULES.values():
+            self.probes.add_table(table)
+        for kind in CLASSES.values():
+            self.probes.add_class(kind)
 
     def _note(self, visit: Visit, fact: Any) -> None:
         if visit.moving is not None:
@@ -159,6 +159,8 @@ class PythonState:
     def _visit(self, visit: Visit) -> None:
         value, kind = visit.value, type(visit.value)
         if kind in BY_EQUALITY:
+            if kind is str and visit.is_fact and not self._is_replay:
+                self.names.add_format(value)
             return self._note(visit, value)
         if kind in PLAIN:  # -0.0 is not 0.0, True is not 1
             return self._note(visit, (kind, repr(value)))
@@ -188,9 +190,8 @@ class PythonState:
         self._note(visit, parts.fact)
         if visit.is_fact and visit.moving is None:
             self._probe(value, parts)
-        if issubclass(kind, weakref.ReferenceType) and not issubclass(
-            type(value()), (*_KEPT, type(None))
-        ):
+        leads_to = type(value()) if issubclass(kind, weakref.ReferenceType) else type(None)
+        if not issubclass(leads_to, (*_KEPT, type(None))):
             self.probes.give_up()
         if parts.is_opaque and visit.is_fact:
             self.opaque.append(f"`{text_of(visit.path)}` ({with_article(kind.__name__)})")
@@ -218,28 +219,15 @@ class PythonState:
 
     def _note_slot(self, holder: Visit, visit: Visit) -> None:
         """Note a place whose content a replay may be able to move."""
-        kind = type(holder.value)
         if holder.value is not None:
-            self.owners[id(holder.path)] = kind
-        is_element = issubclass(kind, CONTAINERS)
-        is_known = issubclass(kind, (nn.Module, torch.optim.Optimizer)) or is_of_user(holder.value)
-        if (
-            not (is_element or is_known)
-            or visit.is_loose
-            or visit.moving is not None
-            or not is_writable(visit.place)
-        ):
+            self.owners[id(holder.path)] = type(holder.value)
+        if visit.place is None or not may_move(holder, visit):
             return
-        assert visit.place is not None
-        if type(visit.value) is list and not is_element and is_of_user(holder.value):
-            self.lists.append((visit.path, visit.place, visit.value))
-        value = visit.value
-        if may_live(value) or is_live(value):
-            is_tensor = issubclass(type(value), Tensor)
-            value = (
-                weakref.ref(value) if is_tensor else value.node.hint if is_live(value) else value
-            )
-            self.slots.append((visit.path, visit.place, value))
+        if type(visit.value) is list and not issubclass(type(holder.value), CONTAINERS):
+            if is_of_user(holder.value):
+                self.lists.append((visit.path, visit.place, visit.value))
+        elif may_live(visit.value) or is_live(visit.value):
+            self.slots.append((visit.path, visit.place, content_of(visit.value)))
 
     def _push(self, holder: Visit, part: Part, is_loose: bool = False) -> None:
         place = part.place
@@ -290,8 +278,14 @@ class PythonState:
             self.probes.add(value, parts)
 
     def _probe_class(self, kind: type, parts: Sequence[Part]) -> None:
+        if is_users(kind.__module__):
+            self.probes.add_attribute(kind, "__mro__")
+        if issubclass(type(kind), abc.ABCMeta) and is_users(kind.__module__):
+            self.probes.add_value(partial(registered, cast(abc.ABCMeta, kind)))
         for base in kind.__mro__:
-            if is_users(base.__module__):
+            if not is_users(base.__module__):
+                self.probes.add_class(base)
+            else:
                 own = [p for p in parts if p.place is not None and p.place.container is base]
                 self.probes.add_names(vars(base), own)
 
@@ -304,7 +298,8 @@ class PythonState:
                 return self._note(visit, Identity(weakref.ref(value), type(value)))
             if id(value) not in self._searched or not visit.is_fact:
                 self.roots.tensors.append((visit.name, visit.place, value))
-            return self._note(visit, ("kind", type(value)))
+            self._note(visit, InPlace(type(value), visit.place.home))
+            return self._attributes_of_tensor(visit, value)
         self._note(visit, Identity(weakref.ref(value), type(value)))
         if is_loose:
             return None
@@ -312,7 +307,7 @@ class PythonState:
         table: dict[str, Any] = self.roots.modules if is_module else self.roots.optimizers
         if any(value is known for known in table.values()):
             return None
-        name = _free(visit.name or ("model" if is_module else "optimizer"), table)
+        name = free_name(visit.name or ("model" if is_module else "optimizer"), table)
         table[name] = value
         return self._inside(name, value) if visit.is_fact else self.late.append((name, value))
 
@@ -344,6 +339,8 @@ class PythonState:
             if table[hooks]:
                 self.probes.add_table(table[hooks])
                 self._push(visit, Part(hooks, tuple(table[hooks].values()), "hook"))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            self._attributes_of_tensor(Visit((visit.path, key), key, tensor), tensor)
         for key, parameter in module._parameters.items():
             if parameter is None or (
                 self.hooks_run_outside and not hasattr(parameter, "device_mesh")
@@ -353,6 +350,17 @@ class PythonState:
                 self.probes.add_table(hooks_of_parameter)
             if found := hook_functions(parameter):
                 self._push(visit, Part(f"{key}.hooks", tuple(found), "hook"))
+
+    def _attributes_of_tensor(self, visit: Visit, tensor: Tensor | None) -> None:
+        """What a script has assigned to a tensor: `p.lr_scale = 2`, as far as code names it."""
+        table = None if tensor is None else table_of(tensor)
+        if table is None or not visit.is_fact:
+            return
+        self.probes.add_names_of_tensor(table)
+        is_plain = type(tensor) in (Tensor, nn.Parameter)
+        for key in self.names.of(table) if table else ():
+            if is_plain or type(table[key]) in PLAIN:
+                self._push(visit, attribute(table, key))
 
     def _attributes_of(self, visit: Visit, table: dict[str, Any]) -> None:
         """Attributes of a module other than modules, tensors and numbers."""
@@ -388,13 +396,8 @@ class PythonState:
         self.probes.add_optimizer(optimizer, partial(state_numbers, live=self.live))
         for key, fact in state_numbers(optimizer, self.live):
             self._note(Visit(((visit.path, "state"), key), "", None), fact)
-        if not self._is_replay:
-            for state in optimizer.state.values():
-                for key, value in state.items() if type(state) is dict else ():
-                    if type(value) in LIVE_NUMBERS:
-                        path = ((visit.path, "state"), key)
-                        self._note_slot(visit, Visit(path, "", value, Held(state, key)))
-
-
-def _free(name: str, taken: dict[str, Any]) -> str:
-    return name if name not in taken else _free(f"{name}_", taken)
+        for state in () if self._is_replay else optimizer.state.values():
+            for key, value in state.items() if type(state) is dict else ():
+                if type(value) in LIVE_NUMBERS:
+                    place = Visit(((visit.path, "state"), key), "", value, Held(state, key))
+                    self._note_slot(visit, place)

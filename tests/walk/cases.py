@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import abc
 import array
 import collections
 import configparser
 import contextvars
+import copy
 import ctypes
 import datetime
+import decimal
 import enum
 import functools
+import gc
+import importlib
+import inspect
+import io
 import itertools
 import logging
 import multiprocessing
 import operator
 import os
 import pathlib
+import queue
 import random
 import re
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,9 +37,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.attention import SDPBackend
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+
+from tests.walk import imported
 
 # -- code that reads it ----------------------------------------------------------------------------
 
@@ -111,6 +125,47 @@ class Special:
         return self.hidden
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """Its methods are all generated."""
+
+    distance: float = 1.0
+
+
+class Distant:
+    """Code names the attribute nowhere but in text."""
+
+    def __init__(self) -> None:
+        self.__dict__["distance"] = 1.0
+
+
+DISTANCE, FIELD = operator.attrgetter("distance"), "{0.distance}"
+
+
+def by_import(name: str) -> float:
+    if name:
+        from tests.walk.imported import SCALE
+
+        return SCALE
+    import tests.walk.imported
+
+    return tests.walk.imported.SCALE
+
+
+def by_name() -> float:
+    return importlib.import_module("tests.walk." + "imported").SCALE  # type: ignore[no-any-return]
+
+
+def set_imported(value: Any) -> None:
+    imported.SCALE = 2.0
+
+
+def with_getattr() -> types.ModuleType:
+    module = types.ModuleType("with_getattr")
+    exec("hidden = 1.0\ndef __getattr__(name): return hidden", vars(module))
+    return module
+
+
 def entered(value: Special) -> float:
     with value as number:
         return number
@@ -163,6 +218,20 @@ READ: dict[str, Case] = {
     "__eq__": (Special, lambda v: 2.0 if v == 1 else 1.0, hidden),
     "__getattr__": (Special, lambda v: v.anything, hidden),
     "__call__": (Special, lambda v: v(), hidden),
+    "eval": (lambda: None, lambda v: eval("SETTINGS.kl"), set_settings(kl=2.0)),
+    "an import": (lambda: None, lambda v: by_import(""), set_imported),
+    "a name from an import": (lambda: None, lambda v: by_import("SCALE"), set_imported),
+    "import_module": (lambda: None, lambda v: by_name(), set_imported),
+    "an attrgetter from outside": (Distant, lambda v: DISTANCE(v), set_("distance")),
+    "getattr_static": (Distant, lambda v: inspect.getattr_static(v, "distance"), set_("distance")),
+    "a hash": (
+        Frozen,
+        lambda v: float(hash(v) % 97),
+        lambda v: object.__setattr__(v, "distance", 2.0),
+    ),
+    "format": (Distant, lambda v: float("{0.distance}".format(v)), set_("distance")),  # noqa: UP030, UP032
+    "format of a global": (Distant, lambda v: float(FIELD.format(v)), set_("distance")),
+    "a module's __getattr__": (with_getattr, lambda v: v.anything, hidden),
 }
 
 
@@ -226,6 +295,33 @@ class Hooked:
     """A weak reference leads to it."""
 
     scale = 1.0
+
+
+class First:
+    def number(self) -> float:
+        return 1.0
+
+
+class Second:
+    def number(self) -> float:
+        return 2.0
+
+
+def with_partial() -> Any:
+    method = functools.partialmethod(lambda self, numbers: numbers[0], [1.0])
+    return type("WithPartial", (), {"method": method, "numbers": method.args[0]})()
+
+
+def with_registry() -> Any:
+    class Abstract(abc.ABC):
+        """No class inherits it."""
+
+    return Abstract, First()
+
+
+def with_attribute(tensor: Tensor, value: Any = 1.0) -> Any:
+    tensor.distance = value  # type: ignore[attr-defined]
+    return tensor
 
 
 KEPT, PROXIED = [Hooked(), Hooked()], Hooked()
@@ -383,10 +479,193 @@ HELD: dict[str, Case] = {
         lambda v: under(v),
         lambda v: torch.autocast("cpu", torch.bfloat16),
     ),
+    "an attribute of a tensor": (
+        lambda: with_attribute(torch.ones(())),
+        lambda v: v * v.distance,
+        set_("distance"),
+    ),
+    "an attribute of a parameter that is new": (
+        lambda: nn.Parameter(torch.ones(())),
+        lambda v: v.detach() * getattr(v, "distance", 1.0),
+        set_("distance"),
+    ),
+    "a default factory": (
+        lambda: collections.defaultdict(lambda: SETTINGS.kl),
+        lambda v: v.default_factory(),
+        set_settings(kl=2.0),
+    ),
+    "text in memory": (
+        lambda: io.StringIO("1"),
+        lambda v: float(v.getvalue()),
+        lambda v: v.__init__("2"),
+    ),
+    "the length of a queue": (
+        queue.SimpleQueue,
+        lambda v: 1.0 + v.qsize(),
+        lambda v: v.put(1),
+    ),
+    "a lock": (threading.Lock, lambda v: 1.0 + v.locked(), lambda v: v.acquire() and None),
+    "the decimal context": (
+        lambda: setattr(decimal.getcontext(), "prec", 28),
+        lambda v: float(decimal.Decimal(1) / decimal.Decimal(3)),
+        lambda v: setattr(decimal.getcontext(), "prec", 3),
+    ),
+    "the garbage collector": (
+        gc.enable,
+        lambda v: 1.0 if gc.isenabled() else 2.0,
+        lambda v: gc.disable(),
+    ),
+    "the current folder": (
+        os.getcwd,
+        lambda v: 1.0 if os.getcwd() == v else 2.0,
+        lambda v: os.chdir(os.sep),
+    ),
+    "the precision of products": (
+        torch.get_float32_matmul_precision,
+        lambda v: 1.0 if torch.get_float32_matmul_precision() == v else 2.0,
+        lambda v: torch.set_float32_matmul_precision("high"),
+    ),
+    "flags of cudnn": (
+        lambda: setattr(torch.backends.cudnn, "benchmark", False),
+        lambda v: 1.0 + torch.backends.cudnn.benchmark,
+        lambda v: setattr(torch.backends.cudnn, "benchmark", True),
+    ),
+    "the fast path of attention": (
+        lambda: torch.backends.mha.set_fastpath_enabled(True),
+        lambda v: 1.0 + torch.backends.mha.get_fastpath_enabled(),
+        lambda v: torch.backends.mha.set_fastpath_enabled(False),
+    ),
+    "bases": (
+        lambda: type("Based", (type("Base", (First,), {}),), {})(),
+        lambda v: v.number(),
+        lambda v: setattr(type(v), "__bases__", (Second,)),
+    ),
+    "a partial method": (
+        with_partial,
+        lambda v: v.method(),
+        lambda v: put(type(v).numbers, 0, 2.0),
+    ),
+    "a registered subclass": (
+        with_registry,
+        lambda v: 2.0 if isinstance(v[1], v[0]) else 1.0,
+        lambda v: v[0].register(First) and None,
+    ),
+    "limits of a type": (
+        lambda: types.SimpleNamespace(info=torch.finfo(torch.float32)),
+        lambda v: v.info.eps * 1e6,
+        set_("info", torch.finfo(torch.bfloat16)),
+    ),
+    "a policy": (
+        lambda: types.SimpleNamespace(policy=MixedPrecisionPolicy()),
+        lambda v: 1.0 if v.policy.param_dtype is None else 2.0,
+        set_("policy", MixedPrecisionPolicy(torch.bfloat16)),
+    ),
+    "a reduction": (
+        lambda: types.SimpleNamespace(op=dist.ReduceOp(dist.ReduceOp.SUM)),
+        lambda v: 1.0 if v.op == dist.ReduceOp.SUM else 2.0,
+        set_("op", dist.ReduceOp(dist.ReduceOp.MAX)),
+    ),
+    "a kernel of attention": (
+        lambda: types.SimpleNamespace(kernel=SDPBackend.MATH),
+        lambda v: 1.0 if v.kernel == SDPBackend.MATH else 2.0,
+        set_("kernel", SDPBackend.FLASH_ATTENTION),
+    ),
+    "a date": (
+        lambda: types.SimpleNamespace(day=datetime.date(2020, 1, 1)),
+        lambda v: float(v.day.year),
+        set_("day", datetime.date(2021, 1, 1)),
+    ),
+    "a type": (
+        lambda: types.SimpleNamespace(kinds=int | str),
+        lambda v: 1.0 if isinstance(3, v.kinds) else 2.0,
+        set_("kinds", float | str),
+    ),
+    "the order of a dict": (
+        lambda: collections.OrderedDict(a=1.0, b=2.0),
+        lambda v: next(iter(v.values())),
+        lambda v: v.move_to_end("a"),
+    ),
+    "the values of a dict": (
+        lambda: types.SimpleNamespace(numbers=(table := {"a": 1.0}).values(), unread=table),
+        lambda v: sum(v.numbers),
+        lambda v: v.unread.update(a=2.0),
+    ),
+    "the state of a generator": (
+        lambda: random.Random(0),
+        lambda v: 1.0 + v.getstate()[1][-1] % 7,
+        lambda v: v.random() and None,
+    ),
+    "a copy of a generator": (
+        lambda: random.Random(0),
+        lambda v: copy.deepcopy(v).random(),
+        lambda v: v.random() and None,
+    ),
+    "the length of an iterator": (
+        lambda: iter([1, 2, 3]),
+        lambda v: float(operator.length_hint(v)),
+        lambda v: next(v) and None,
+    ),
+    "the seed of a generator": (
+        torch.Generator,
+        lambda v: 1.0 + v.initial_seed() % 7,
+        lambda v: v.manual_seed(5) and None,
+    ),
+    "what a logger adds": (
+        lambda: logging.LoggerAdapter(logging.getLogger("tests.hidden"), {"scale": 1.0}),
+        lambda v: v.extra["scale"],
+        lambda v: v.extra.update(scale=2.0),
+    ),
     "a namespace": (
         lambda: types.SimpleNamespace(scale=1.0),
         lambda v: v.scale,
         set_("scale"),
+    ),
+}
+
+
+# -- tensors in other objects: inputs of the program -------------------------------------------------
+
+
+def held_in(kind: Callable[[Tensor], Any], read: Callable[[Any], Tensor], above: bool) -> Case:
+    """A tensor in a holder, of which another one takes the place, or an object above it is replaced."""
+
+    def changed(v: Any) -> Any:
+        if above:
+            return types.SimpleNamespace(holder=kind(torch.tensor(2.0)))
+        v.holder = kind(torch.tensor(2.0))
+        return None
+
+    make = lambda: types.SimpleNamespace(holder=kind(torch.tensor(1.0)))  # noqa: E731
+    return make, lambda v: read(v.holder), changed
+
+
+HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a dict": (lambda t: {"x": t}, lambda h: h["x"]),
+    "a list": (lambda t: [t], lambda h: h[0]),
+    "a tuple": (lambda t: (t,), lambda h: h[0]),
+    "an object": (lambda t: types.SimpleNamespace(x=t), lambda h: h.x),
+    "an object of a class": (Settings, lambda h: h.scale),
+    "an object in a list": (lambda t: [Settings(t)], lambda h: h[0].scale),
+    "a UserDict": (lambda t: collections.UserDict(x=t), lambda h: h["x"]),
+    "an OrderedDict": (lambda t: collections.OrderedDict(x=t), lambda h: h["x"]),
+    "a deque": (lambda t: collections.deque([t]), lambda h: h[0]),
+    "a closure": (lambda t: lambda: t, lambda h: h()),
+    "a default": (lambda t: lambda t=t: t, lambda h: h()),
+    "a partial": (lambda t: functools.partial(torch.mul, t), lambda h: h(1.0)),
+    "a class": (lambda t: type("Holding", (), {"x": t}), lambda h: h.x),
+}
+TENSORS: dict[str, Case] = {
+    **{name: held_in(kind, read, False) for name, (kind, read) in HOLDERS.items()},
+    **{f"above {name}": held_in(kind, read, True) for name, (kind, read) in HOLDERS.items()},
+    "a tensor of a parameter": (
+        lambda: with_attribute(nn.Parameter(torch.ones(())), torch.ones(())),
+        lambda v: v.detach() * v.distance,
+        lambda v: setattr(v, "distance", torch.tensor(2.0)),
+    ),
+    "a distribution": (
+        lambda: types.SimpleNamespace(prior=torch.distributions.Normal(0.0, 1.0)),
+        lambda v: v.prior.log_prob(torch.tensor(1.0)),
+        set_("prior", torch.distributions.Normal(0.0, 2.0)),
     ),
 }
 
@@ -431,6 +710,7 @@ MOVED: dict[str, Case] = {
 def same_process() -> Iterator[None]:
     """State of the process that cases change is as before after the `with`."""
     threads, logger = torch.get_num_threads(), logging.getLogger("tests.hidden")
+    folder, precision = os.getcwd(), torch.get_float32_matmul_precision()
     level, argv = logger.level, sys.argv
     os.environ.pop("FZ_TEST_SCALE", None)
     KEPT[1].scale = 2.0
@@ -438,6 +718,13 @@ def same_process() -> Iterator[None]:
         yield
     finally:
         SETTINGS.scale = SETTINGS.kl = SETTINGS.l1 = Meta.scale = PROXIED.scale = 1.0
+        imported.SCALE = 1.0
+        gc.enable()
+        os.chdir(folder)
+        decimal.getcontext().prec = 28
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.benchmark = False
+        torch.backends.mha.set_fastpath_enabled(True)
         VARIABLE.set(1.0)
         sys.argv = argv
         os.environ.pop("FZ_TEST_SCALE", None)

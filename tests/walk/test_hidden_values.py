@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import functionalize as fz
-from tests.walk.cases import HELD, MOVED, READ, Settings, put, set_
+from tests.walk.cases import HELD, MOVED, READ, TENSORS, Settings, put, set_
 
 CALLS, CHANGED_AT = 8, 4
 
@@ -118,9 +118,9 @@ def test_code_of_a_base_class_and_of_helpers(trainer: Any, name: str) -> None:
     assert captured.stats.replays >= 2, captured.explain()
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", [*HELD, *TENSORS])
 def test_an_object_that_holds_a_number(name: str) -> None:
-    make, number, change = HELD[name]
+    make, number, change = {**HELD, **TENSORS}[name]
     captured = faithful(make, number, change)
     assert captured.stats.replays >= 2, captured.explain()
 
@@ -173,6 +173,21 @@ PATCHES = {
     "F.relu": (F, "relu", lambda v: F.relu(torch.ones(())), lambda x: x * 2),
     "torch.sin": (torch, "sin", lambda v: torch.sin(torch.ones(())), lambda x: x * 2),
     "nn.Linear.forward": (nn.Linear, "forward", lambda v: 1.0, lambda self, x: x @ self.weight.T),
+    "F.relu of nn.ReLU": (
+        F,
+        "relu",
+        lambda v: nn.ReLU()(torch.ones(())),
+        lambda x, inplace=False: x * 2,
+    ),
+    "F.linear by another one": (F, "linear", lambda v: 1.0, lambda x, weight, bias: x @ weight.T),
+    "a method of Tensor": (Tensor, "tanh", lambda v: torch.ones(()).tanh(), lambda x: x * 2),
+    "SGD.step": (torch.optim.SGD, "step", lambda v: 1.0, lambda self, closure=None: None),
+    "nn.Module.__call__": (
+        nn.Module,
+        "__call__",
+        lambda v: 1.0,
+        lambda self, *args: self.forward(*args) * 2,
+    ),
 }
 
 
@@ -180,6 +195,24 @@ PATCHES = {
 def test_replaced_functions_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, number, other = PATCHES[name]
     faithful(lambda: None, number, lambda v: monkeypatch.setattr(owner, attribute, other))
+
+
+def test_a_hook_that_decides_to_raise() -> None:
+    def refuses(model: nn.Linear, failing: list[bool]) -> Any:
+        def check(grad: Tensor) -> None:
+            if failing:
+                raise ValueError("the gradient is not finite")
+
+        return model.weight.register_hook(check)
+
+    trainer = hooked(refuses)([], lambda v: 1.0)
+    captured = fz.capture(trainer.step)
+    for i in range(CALLS):
+        captured(torch.ones(4, 3) * i)
+    assert captured.stats.replays >= 4
+    trainer.value.append(True)
+    with pytest.raises(ValueError, match="not finite"):
+        captured(torch.ones(4, 3))
 
 
 class Remembers(nn.Linear):

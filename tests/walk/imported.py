@@ -1,0 +1,3 @@
+"""A module that steps import when they run."""
+
+SCALE = 1.0
