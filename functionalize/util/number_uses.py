@@ -8,7 +8,7 @@ Such code raises `TypeError` for a live number, or takes the other branch, where
 may reach is a constant with a guard (Note [Numbers that C reads] in `scalars/live_scalars.py`).
 Invariant: the answer decides what is live and never what is guarded: to overlook a use is no silent error, except for a
 comparison of types. Looked at are the functions on the stack inside of the step and the user's functions that they
-name; not functions of installed packages, nor those that only data leads to.
+name, in variables, defaults, attributes and small containers; not modules, nor functions of installed packages.
 """
 
 from __future__ import annotations
@@ -21,11 +21,21 @@ import marshal
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from functools import cache, partial
+from itertools import takewhile
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
-from functionalize.util.packages import is_installed_file, is_standard_file
+from torch import Tensor, nn
+
+from functionalize.util.packages import is_installed_file, is_standard_file, is_users
 from functionalize.util.user_stack import is_internal, is_own
 
 _EXACT_CALLABLES = (
@@ -51,7 +61,7 @@ def may_need_exact_number(frame: FrameType | None, known: dict[tuple[CodeType, .
     """
     if frame is None or is_internal(frame.f_code.co_filename):
         return False  # torch computes with the number itself
-    todo: list[tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]] = []
+    todo: list[Code] = []
     while frame is not None and not is_own(frame.f_code.co_filename):
         if not _is_librarys(frame.f_code.co_filename):
             todo.append((frame.f_code, frame.f_globals, frame.f_locals))
@@ -66,42 +76,87 @@ def may_need_exact_number(frame: FrameType | None, known: dict[tuple[CodeType, .
 
 def any_needs_exact(functions: Iterable[FunctionType]) -> bool:
     """The same of a number that any of these functions of the user's, or one that they name, may read."""
-    return _any_needs_exact([each for function in functions for each in _function(function)])
+    return _any_needs_exact([each for function in functions for each in _functions(function)])
 
 
-def _any_needs_exact(todo: list[tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]]) -> bool:
+Code = tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]
+
+
+def _any_needs_exact(todo: list[Code]) -> bool:
     seen: set[CodeType] = set()
     while todo and len(seen) < _MOST:
         code, scope, inner = todo.pop()
         if code in seen:
             continue
         seen.add(code)
-        for name, attribute in _loads(code):
-            if attribute in _EXACT_NAMES:
+        for name, path in _loads(code):
+            if not _EXACT_NAMES.isdisjoint(path):
                 return True
-            if not name:
-                found = getattr(type(inner.get("self")), attribute, None)
-            else:
-                found = _value(name, scope, inner)
-                method = found is float or found is int  # `float.hex(number)`
-                needs_exact = attribute != "" if method else id(found) in _EXACT
-                if needs_exact:
+            found = _value(name, scope, inner) if name else None
+            if path and (found is float or found is int):  # `float.hex(number)`
+                return True
+            for attribute in ("", *path):
+                found = _attribute(found, attribute) if attribute else found
+                if id(found) in _EXACT or _package(found) in _WRITERS:
                     return True
-                if attribute and isinstance(found, ModuleType):
-                    found = getattr(found, attribute, None)
-            if id(found) in _EXACT or _package(found) in _WRITERS:
-                return True
-            todo += _function(found)
+            todo += _functions(found)
     return False
 
 
-def _function(value: Any) -> Iterator[tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]]:
-    """The code of a function of the user's, with its globals and its closure."""
-    value = getattr(value, "__func__", value)
-    if not isinstance(value, FunctionType) or _is_librarys(value.__code__.co_filename):
+def _attribute(value: Any, name: str) -> Any:
+    """An attribute of a Python module or of an object of the user, found without code of the user; None: unknown."""
+    if isinstance(value, ModuleType):
+        return getattr(value, name, None)
+    kind = value if isinstance(value, type) else type(value)
+    if not is_users(kind.__module__) or issubclass(kind, (nn.Module, Tensor)):
+        return vars(kind).get(name) if is_users(kind.__module__) else None
+    try:
+        table = object.__getattribute__(value, "__dict__") if kind is not value else {}
+    except AttributeError:  # it has slots alone
+        table = {}
+    if name in table:
+        return table[name]
+    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return MethodType(found, value) if type(found) is FunctionType else found
+
+
+def _functions(value: Any, depth: int = 2) -> Iterator[Code]:
+    """The user's functions that a call of `value`, or of something in it, may run."""
+    kind = type(value)
+    if kind is FunctionType:
+        yield from _function(value)
+    elif kind is MethodType and type(value.__func__) is FunctionType:
+        for code, scope, inner in _function(value.__func__):
+            yield (
+                code,
+                scope,
+                {**inner, **dict(zip(code.co_varnames[:1], [value.__self__], strict=False))},
+            )
+    elif kind in (list, tuple, dict) and depth and len(value) <= _MOST_ELEMENTS:
+        for each in value.values() if kind is dict else value:
+            yield from _functions(each, depth - 1)
+    elif kind in _HOLDERS:
+        for name in _HOLDERS[kind]:
+            yield from _functions(getattr(value, name), depth)
+    elif is_users(kind.__module__) and not issubclass(kind, nn.Module):
+        yield from _functions(_attribute(value, "__call__"), 0)
+    elif (
+        isinstance(value, type) and is_users(value.__module__) and not issubclass(value, nn.Module)
+    ):
+        yield from _functions(_attribute(value, "__init__"), 0)
+
+
+def _function(value: FunctionType) -> Iterator[Code]:
+    """The code of a function of the user's, with its globals, its closure and its defaults."""
+    code = value.__code__
+    if _is_librarys(code.co_filename):
         return
-    cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-    yield value.__code__, value.__globals__, {name: _content(cell) for name, cell in cells}
+    cells = zip(code.co_freevars, value.__closure__ or (), strict=False)
+    inner = {name: _content(cell) for name, cell in cells}
+    defaults = value.__defaults__ or ()
+    optional = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    inner |= {**dict(zip(optional, defaults, strict=False)), **(value.__kwdefaults__ or {})}
+    yield code, value.__globals__, inner
 
 
 def _package(value: Any) -> str:
@@ -127,31 +182,41 @@ def _value(name: str, scope: Mapping[str, Any], inner: Mapping[str, Any]) -> Any
 
 
 @cache
-def _loads(code: CodeType) -> tuple[tuple[str, str], ...]:
-    """(name, attribute) of each name that is loaded, here or in a nested function; ("", attribute) of other attributes.
+def _loads(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Name and attributes of each name that is loaded, here or in a nested function: ("self", ("meter", "update")).
 
-    `type(self)` and `type(cls)` are left out: their argument is no number.
+    The name is "" for attributes of something else. `type(self)` and `type(cls)` are left out: their argument is no
+    number.
     """
-    found: dict[tuple[str, str], None] = {}
+    found: dict[tuple[str, tuple[str, ...]], None] = {}
     steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "EXTENDED_ARG")]
-    for step, then in zip(steps, [*steps[1:], None], strict=True):
-        following = then.opname if then is not None else ""
-        attribute = str(then.argval) if then and following in ("LOAD_ATTR", "LOAD_METHOD") else ""
+    for at, step in enumerate(steps):
+        following = takewhile(lambda s: s.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[at + 1 :])
+        path = tuple(str(s.argval) for s in following)
+        then = steps[at + 1] if at + 1 < len(steps) else step
         if step.opname in ("IMPORT_NAME", "IMPORT_FROM"):
             writer = str(step.argval).partition(".")[0] in _WRITERS
-            found["", "Decimal" if writer else str(step.argval)] = None
-        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
-            own = then is not None and following.startswith("LOAD_FAST") and then.argval in _OWN
+            found["", ("Decimal" if writer else str(step.argval),)] = None
+        elif step.opname in _LOADS or step.opname.startswith("LOAD_FAST"):
+            own = then.opname.startswith("LOAD_FAST") and then.argval in _OWN
             if not (step.argval == "type" and own):
-                found[str(step.argval), attribute] = None
+                found[str(step.argval), path] = None
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            found["", str(step.argval)] = None
+            found["", (str(step.argval),)] = None
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found.update(dict.fromkeys(_loads(constant)))
     return tuple(found)
 
 
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+_HOLDERS: dict[type, tuple[str, ...]] = {
+    partial: ("func", "args"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+}
+_MOST_ELEMENTS = 64  # of a container whose elements are looked at
 _OWN = ("self", "cls")
 
 

@@ -159,7 +159,9 @@ def of_torch(value: Any, names: NameFilter) -> Parts:
 
 
 def generator(value: torch.Generator, names: NameFilter) -> Parts:
-    """A generator of torch's random numbers."""
+    """A generator of torch's random numbers. A recording sees what a step does with the default ones itself."""
+    if value is torch.default_generator or value in torch.cuda.default_generators:
+        return Parts(("kind", type(value)))
     state = value.get_state().numpy().tobytes()
     return Parts(type(value), [Part("state", state)], is_moved=True)
 

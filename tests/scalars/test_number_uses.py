@@ -85,7 +85,7 @@ def by_local_import(value: Any) -> Any:
 
 
 FLOATS_AND_INTS: dict[str, Callable[[Any], Any]] = {
-    "np.exp": lambda n: np.exp(n),
+    "np.exp": lambda n: (np.exp(n), np.log(n), np.sqrt(n), np.log1p(n), np.power(n, 2)),
     "np.round": lambda n: (np.round(n), np.round(n, 1)),
     "np.isnan": lambda n: (np.isnan(n), np.isfinite(n)),
     "np.abs": lambda n: (np.abs(n), np.floor(n), np.maximum(n, 2), np.add(n, n)),
@@ -212,6 +212,68 @@ def test_the_date_in_the_code_of_others_leaves_numbers_live() -> None:
     for value in (1.0, 2.0, 3.0, 4.0):
         assert step(torch.tensor(value)) == value
     assert (step.stats.captures, step.stats.replays) == (1, 2)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.convert = lambda n: D(n) * 2
+
+    def update(self, n: Any) -> Any:
+        return datetime.datetime.fromtimestamp(n, datetime.UTC), type(n) is float
+
+    def __call__(self, n: Any) -> Any:
+        return Timedelta(days=n)
+
+
+class Epoch:
+    def __init__(self, n: Any) -> None:
+        self.loss = time.gmtime(n)
+
+
+def by_default(n: Any, convert: Callable[[Any], Any] = lambda n: D(str(n)) + D(n)) -> Any:
+    return convert(n)
+
+
+class Holding:
+    """A step that leads to functions in many ways."""
+
+    def __init__(self) -> None:
+        self.meter, self.table = Meter(), {"days": lambda n: Timedelta(days=n)}
+
+    def in_an_attribute(self, n: Any) -> Any:
+        return self.meter.update(n)
+
+    def in_an_attribute_of_an_attribute(self, n: Any) -> Any:
+        return self.meter.convert(n)
+
+    def in_a_table(self, n: Any) -> Any:
+        return self.table["days"](n)
+
+    def by_calling_an_object(self, n: Any) -> Any:
+        return self.meter(n)
+
+    def by_making_an_object(self, n: Any) -> Any:
+        return Epoch(n).loss.tm_sec
+
+    def in_a_variable(self, n: Any) -> Any:
+        convert = functools.partial(Meter().update)
+        return convert(n)
+
+    def in_a_default(self, n: Any) -> Any:
+        return by_default(n)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Holding) if "_" in name.strip("_")])
+@pytest.mark.parametrize("value", [2.5, 3])
+def test_functions_that_the_step_leads_to(name: str, value: float) -> None:
+    use = getattr(Holding(), name)
+
+    def fn(x: Tensor, use: Callable[[Any], Any] = use) -> Any:
+        return use(x.item())
+
+    step = fz.capture(fn)
+    for each in (value, value, value, value, value + 1):
+        assert outcome(step, torch.tensor(each)) == outcome(fn, torch.tensor(each)), each
 
 
 def test_what_c_code_refuses_is_noted_and_not_asked_again() -> None:

@@ -313,7 +313,7 @@ def with_partial() -> Any:
 
 
 def with_registry() -> Any:
-    class Abstract(abc.ABC):
+    class Abstract(abc.ABC):  # noqa: B024
         """No class inherits it."""
 
     return Abstract, First()
