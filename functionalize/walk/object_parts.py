@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -236,7 +237,7 @@ def class_parts(kind: type, names: NameFilter, constructed: bool = False) -> lis
     replaced = [
         Part(key, value, key, Held(base, key))
         for base in kind.__mro__
-        if base not in own and base.__module__ != "builtins"
+        if is_patchable(base)
         for key, value in list(vars(base).items())
         if type(value) is types.FunctionType and is_users(value.__module__)
     ]
@@ -251,6 +252,11 @@ def class_parts(kind: type, names: NameFilter, constructed: bool = False) -> lis
             or _is_called_by_others(key, value, names, inherited)
         )
     ]
+
+
+def is_patchable(kind: type) -> bool:
+    """Whether methods that a script replaces in this class of a library are looked for."""
+    return issubclass(kind, (nn.Module, torch.optim.Optimizer)) and not is_users(kind.__module__)
 
 
 def _is_called_by_others(key: str, value: Any, names: NameFilter, inherited: set[str]) -> bool:

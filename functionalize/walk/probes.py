@@ -22,12 +22,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import is_, itemgetter
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from functionalize._compat.fast_guards import dict_version
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.bound_methods import WHOLE
 from functionalize.walk.code_names import NameFilter
@@ -36,6 +37,7 @@ from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
 from functionalize.walk.object_parts import parts_of
 from functionalize.walk.parts import Held, Part, Parts
 
+_values = methodcaller("values")
 # Of these types, the parts of an object never change.
 _FIXED = frozenset(
     {types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, tuple, frozenset, property}
@@ -65,7 +67,8 @@ class Probes:
         self._values: list[tuple[Callable[[], Any], Any]] = []
         self._optimizers: list[tuple[Optimizer, Callable[[Optimizer], Any], Any]] = []
         self._empty: list[dict[str, Any]] = []
-        self._classes: dict[type, tuple[Any, ...]] = {}
+        self._classes: dict[type, Mapping[str, Any]] = {}
+        self._defined: list[tuple[Any, ...]] = []
 
     def give_up(self) -> None:
         """Hold nothing from now on: the walk has come to an object that must not be kept alive."""
@@ -156,10 +159,18 @@ class Probes:
         elif not self._is_given_up:
             self._empty.append(table)
 
+    def add_module(self, table: dict[str, Any]) -> None:
+        """All names of a large Python module."""
+        if dict_version is None:
+            self.add_table(table)
+        else:
+            self.add_value(partial(dict_version, table))
+
     def add_class(self, kind: type) -> None:
         """A class of a library: all that it defines."""
-        if not self._is_given_up:
-            self._classes[kind] = tuple(vars(kind).values())
+        if not self._is_given_up and kind not in self._classes:
+            self._classes[kind] = vars(kind)
+            self._defined.append(tuple(vars(kind).values()))
 
     def add_attribute(self, owner: Any, name: str) -> None:
         """An attribute of a class, or the `__dict__` of an object."""
@@ -266,7 +277,7 @@ class Probes:
             facts.states(optimizer)
 
     def _classes_hold(self) -> bool:
-        return all(map(_defines, self._classes.items()))
+        return list(map(tuple, map(_values, self._classes.values()))) == self._defined
 
     def _names_hold(
         self, table: Mapping[Any, Any], keys: tuple[Any, ...], values: tuple[Any, ...]
@@ -290,12 +301,6 @@ class Probes:
             and [part.is_named for part in now.held] == named
             and all(_is(token, part.value) for token, part in zip(tokens, now.held, strict=True))
         )
-
-
-def _defines(pair: tuple[type, tuple[Any, ...]]) -> bool:
-    kind, values = pair
-    now = vars(kind)
-    return len(now) == len(values) and all(map(is_, now.values(), values))
 
 
 def _hold_tensors(values: Iterable[Any]) -> bool:

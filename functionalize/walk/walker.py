@@ -41,7 +41,7 @@ from functionalize.walk.live_places import (
     may_move,
     state_numbers,
 )
-from functionalize.walk.object_parts import class_parts, parts_of, registered
+from functionalize.walk.object_parts import class_parts, is_patchable, parts_of, registered
 from functionalize.walk.parts import SAME, Held, Part, Parts, Visit, attribute
 from functionalize.walk.probes import Probes
 from functionalize.walk.process_facts import CLASSES, MODULES, replaced, settings
@@ -144,7 +144,7 @@ class PythonState:
             self._note(Visit(((), name), "", None), read())
             self.probes.add_value(read)
         for table in MODULES.values():
-            self.probes.add_table(table)
+            self.probes.add_module(table)
         for kind in CLASSES.values():
             self.probes.add_class(kind)
 
@@ -283,9 +283,9 @@ class PythonState:
         if issubclass(type(kind), abc.ABCMeta) and is_users(kind.__module__):
             self.probes.add_value(partial(registered, cast(abc.ABCMeta, kind)))
         for base in kind.__mro__:
-            if not is_users(base.__module__):
+            if is_patchable(base):
                 self.probes.add_class(base)
-            else:
+            elif is_users(base.__module__):
                 own = [p for p in parts if p.place is not None and p.place.container is base]
                 self.probes.add_names(vars(base), own)
 
