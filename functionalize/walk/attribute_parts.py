@@ -158,6 +158,13 @@ def of_torch(value: Any, names: NameFilter) -> Parts:
     return Parts(("kind", kind), [attribute(table, key) for key in numbers])
 
 
+def attributes_of_tensor(tensor: Any, table: dict[str, Any], names: NameFilter) -> list[Part]:
+    """What a script has assigned to a tensor; of a wrapper, the numbers, since its other attributes are its own."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    keys = [k for k in (names.of(table) if table else ()) if is_plain or type(table[k]) in PLAIN]
+    return [attribute(table, key) for key in keys]
+
+
 def generator(value: torch.Generator, names: NameFilter) -> Parts:
     """A generator of torch's random numbers. A recording sees what a step does with the default ones itself."""
     if value is torch.default_generator or value in torch.cuda.default_generators:

@@ -27,7 +27,7 @@ from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_users
 from functionalize.util.text import with_article
-from functionalize.walk.attribute_parts import table_of
+from functionalize.walk.attribute_parts import attributes_of_tensor, table_of
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS, process_generators
 from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
@@ -42,7 +42,7 @@ from functionalize.walk.live_places import (
     state_numbers,
 )
 from functionalize.walk.object_parts import class_parts, is_patchable, parts_of, registered
-from functionalize.walk.parts import SAME, Held, Part, Parts, Visit, attribute
+from functionalize.walk.parts import SAME, Held, Part, Parts, Visit
 from functionalize.walk.probes import Probes
 from functionalize.walk.process_facts import CLASSES, MODULES, replaced, settings
 from functionalize.walk.roots import Identity, InPlace, Roots, free_name
@@ -137,9 +137,8 @@ class PythonState:
 
     def _of_process(self) -> None:
         """The functions of torch that were replaced, and the settings of the process that code may read."""
-        start = Visit((), "", None)
         for part in replaced():
-            self._push(start, part)
+            self._push(Visit((), "", None), part)
         for name, read in settings(self.names):
             self._note(Visit(((), name), "", None), read())
             self.probes.add_value(read)
@@ -357,10 +356,8 @@ class PythonState:
         if table is None or not visit.is_fact:
             return
         self.probes.add_names_of_tensor(table)
-        is_plain = type(tensor) in (Tensor, nn.Parameter)
-        for key in self.names.of(table) if table else ():
-            if is_plain or type(table[key]) in PLAIN:
-                self._push(visit, attribute(table, key))
+        for part in attributes_of_tensor(tensor, table, self.names):
+            self._push(visit, part)
 
     def _attributes_of(self, visit: Visit, table: dict[str, Any]) -> None:
         """Attributes of a module other than modules, tensors and numbers."""
