@@ -39,8 +39,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize.util.code_objects import is_generated
 from functionalize.util.packages import is_users
-from functionalize.walk import attribute_parts as objects
 from functionalize.walk import data_parts as data
+from functionalize.walk import parts as objects
 from functionalize.walk.bound_methods import method_parts
 from functionalize.walk.code_names import (
     EQUALITY,

@@ -1,16 +1,34 @@
-"""The parts of an object, as `parts_of` returns them, and the places by which a replay finds parts again."""
+"""The parts of an object, as `parts_of` returns them, the places by which a replay finds parts again, and attributes.
+
+    users(config, names)          the attributes that code of the step names
+    library(collection, names)    every attribute; of an object of C code what pickling would write
+    of_torch(policy, names)       as above for what scripts use as state, else the numbers that code names
+
+Of torch's own objects, those of `_STATE_OF_TORCH` are state of a script. Of all others, streams, meshes and the like,
+count the type, the numbers that code names, which process group it is, and which member of an enumeration.
+Invariant: no method of the user is called, and nothing is changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
+from functionalize.util.own_values import OWN_VALUES
+from functionalize.util.packages import is_standard, is_users
+from functionalize.util.process_groups import group_name, is_group
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
-from functionalize.walk.fact_text import Path
+from functionalize.walk.code_names import NameFilter
+from functionalize.walk.fact_text import PLAIN, Path
 
 SAME = object()  # the key of a part that has the path of its holder
 
@@ -150,3 +168,172 @@ def pickled(value: Any) -> Parts:
     held = [Part(f"state {i}", each) for i, each in enumerate(reduced[1:3])]
     held += [Part("items", list(each)) for each in reduced[3:5] if each is not None]
     return Parts(kind, held, is_loose=True)
+
+
+# -- objects with attributes -----------------------------------------------------------------------
+
+# Of torch, the objects of these modules are state of a script.
+_STATE_OF_TORCH = (
+    *("torch.utils.data", "torch.optim.", "torch.amp.", "torch.autograd.grad_mode"),
+    *("torch.autograd.graph", "torch.distributions", "torch.nn.attention"),
+    "torch.distributed.fsdp._fully_shard._fsdp_api",
+)
+_BY_TEXT = frozenset({"finfo", "iinfo", "Tag", "qscheme", "ReduceOp", "Placement"})
+
+
+def own_attributes(value: Any, names: NameFilter) -> list[Part]:
+    """The attributes of an object, with those in slots: of an object of the user, those that code names."""
+    every = not is_users(type(value).__module__)
+    table = table_of(value) or {}
+    keys = [key for key in table if key != OWN_VALUES]
+    held = [attribute(table, key, every or key in names) for key in keys]
+    return [*held, *_slots(value, names, every)]
+
+
+def table_of(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object, read past a `__getattribute__` of its class; None without one."""
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def _slots(value: Any, names: NameFilter, every: bool) -> Iterator[Part]:
+    for base in type(value).__mro__[:-1]:
+        for name, slot in list(vars(base).items()):
+            if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base):
+                try:
+                    yield Part(
+                        name, slot.__get__(value), name, Held(value, name), every or name in names
+                    )
+                except AttributeError:
+                    continue
+
+
+def users(value: Any, names: NameFilter) -> Parts:
+    """An object of a class of the user."""
+    kind, held = type(value), own_attributes(value, names)
+    known = frozenset(part.key for part in held if part.is_named)
+    return Parts(
+        ("object", kind, known), held, is_opaque=_is_native(kind), attributes=table_of(value)
+    )
+
+
+def library(value: Any, names: NameFilter) -> Parts:
+    """An object of a library: every attribute; without attributes, what pickling would write."""
+    kind, table = type(value), table_of(value)
+    held = own_attributes(value, names)
+    wrapped = _wrapped(value)
+    if wrapped is not None and "__wrapped__" not in (table or {}):
+        held.append(Part("__wrapped__", wrapped))
+    if held or not _is_native(kind):
+        known = frozenset(part.key for part in held)
+        return Parts(("object", kind, known), held, attributes=table)
+    if is_standard(kind.__module__.partition(".")[0]):
+        return pickled(value)
+    return Parts(Is(value), is_opaque=True)
+
+
+def iterator(value: Any, names: NameFilter) -> Parts:
+    """An iterator: code reads it by changing it."""
+    parts = library(value, names) if table_of(value) is not None else pickled(value)
+    parts.is_moved = True
+    return parts
+
+
+def callable_or_kind(value: Any, names: NameFilter) -> Parts:
+    """An object without state that ops depend on, other than which function it is."""
+    return Parts(Is(value) if callable(value) else ("kind", type(value)))
+
+
+def _wrapped(value: Any) -> Any:
+    """The function that a decorator wrapped (`__wrapped__`), or None. Some attributes raise (`torch.classes`)."""
+    try:
+        return getattr(value, "__wrapped__", None)
+    except Exception:
+        return None
+
+
+def _is_native(kind: type) -> bool:
+    """Whether C code keeps state in the instances: they are larger than slots, `__dict__` and weak references need."""
+    slots = sum(
+        isinstance(each, types.MemberDescriptorType)
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for each in vars(base).values()
+    )
+    words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ > object.__basicsize__ + 8 * words or kind.__itemsize__ > 0
+
+
+def namespace(value: Any, names: NameFilter) -> Parts:
+    """A namespace of a script."""
+    table = vars(value)
+    held = [attribute(table, key, key in names) for key in list(table)]
+    known = frozenset(part.key for part in held if part.is_named)
+    return Parts(("object", type(value), known), held, attributes=table)
+
+
+def error(value: BaseException, names: NameFilter) -> Parts:
+    """An exception."""
+    return Parts(("kind", type(value)), [Part("args", value.args), *own_attributes(value, names)])
+
+
+# -- torch's own -----------------------------------------------------------------------------------
+
+
+def of_torch(value: Any, names: NameFilter) -> Parts:
+    """An object of torch, or of this package."""
+    kind = type(value)
+    if kind.__module__.startswith(_STATE_OF_TORCH) and not hasattr(kind, "__members__"):
+        return library(value, names)
+    wrapped = _wrapped(value)
+    if wrapped is not None:
+        return Parts(("kind", kind), [Part("__wrapped__", wrapped)])
+    if is_group(value):
+        return Parts((kind, group_name(value)))
+    if not _BY_TEXT.isdisjoint(base.__name__ for base in kind.__mro__):
+        return Parts((kind, str(getattr(value, "op", value))))
+    if hasattr(kind, "__members__"):  # an enumeration of C++
+        return Parts((kind, repr(value)))
+    if callable(value):
+        return Parts(Is(value))
+    table = table_of(value) or {}
+    numbers = [key for key in table if key in names.names and type(table[key]) in PLAIN]
+    return Parts(("kind", kind), [attribute(table, key) for key in numbers])
+
+
+def attributes_of_tensor(tensor: Any, table: dict[str, Any], names: NameFilter) -> list[Part]:
+    """What a script has assigned to a tensor; of a wrapper, the numbers, since its other attributes are its own."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    keys = [k for k in (names.of(table) if table else ()) if is_plain or type(table[k]) in PLAIN]
+    return [attribute(table, key) for key in keys]
+
+
+def generator(value: torch.Generator, names: NameFilter) -> Parts:
+    """A generator of torch's random numbers. A recording sees what a step does with the default ones itself."""
+    if value is torch.default_generator or value in torch.cuda.default_generators:
+        return Parts(("kind", type(value)))
+    state = value.get_state().numpy().tobytes()
+    return Parts(type(value), [Part("state", state)], is_moved=True)
+
+
+def scaler(value: GradScaler, names: NameFilter) -> Parts:
+    """A gradient scaler. Its dict by optimizer is rebuilt in every step."""
+    table = vars(value)
+    kept = [k for k, v in table.items() if isinstance(v, torch.Tensor) or type(v) in PLAIN]
+    return Parts(("kind", type(value)), [Part(k, table[k], f"+{k}", Held(table, k)) for k in kept])
+
+
+def scheduler(value: LRScheduler, names: NameFilter) -> Parts:
+    """A scheduler: this very one. What a step reads of it is noted while it is recorded: see calls/schedulers.py."""
+    table = table_of(value) or {}
+    held = [attribute(table, key, False) for key, each in table.items() if not _is_plain(each)]
+    return Parts(Is(value), held)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (
+        type(value) is list and all(type(each) in PLAIN for each in value)
+    )

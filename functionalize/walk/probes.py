@@ -32,6 +32,7 @@ from functionalize._compat.fast_guards import dict_version
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.bound_methods import WHOLE
 from functionalize.walk.code_names import NameFilter
+from functionalize.walk.data_parts import CLASSES, MODULES
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
 from functionalize.walk.object_parts import parts_of
@@ -159,12 +160,15 @@ class Probes:
         elif not self._is_given_up:
             self._empty.append(table)
 
-    def add_module(self, table: dict[str, Any]) -> None:
-        """All names of a large Python module."""
-        if dict_version is None:
-            self.add_table(table)
-        else:
-            self.add_value(partial(dict_version, table))
+    def add_torch(self) -> None:
+        """The namespaces of torch."""
+        for table in MODULES.values():
+            if dict_version is None:
+                self.add_table(table)
+            else:
+                self.add_value(partial(dict_version, table))
+        for kind in CLASSES.values():
+            self.add_class(kind)
 
     def add_class(self, kind: type) -> None:
         """A class of a library: all that it defines."""

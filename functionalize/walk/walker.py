@@ -27,9 +27,14 @@ from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_users
 from functionalize.util.text import with_article
-from functionalize.walk.attribute_parts import attributes_of_tensor, table_of
 from functionalize.walk.code_names import NameFilter
-from functionalize.walk.data_parts import BY_EQUALITY, CONTAINERS, process_generators
+from functionalize.walk.data_parts import (
+    BY_EQUALITY,
+    CONTAINERS,
+    process_generators,
+    replaced,
+    settings,
+)
 from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
 from functionalize.walk.live_places import (
     LIVE_NUMBERS,
@@ -42,9 +47,8 @@ from functionalize.walk.live_places import (
     state_numbers,
 )
 from functionalize.walk.object_parts import class_parts, is_patchable, parts_of, registered
-from functionalize.walk.parts import SAME, Held, Part, Parts, Visit
+from functionalize.walk.parts import SAME, Held, Part, Parts, Visit, attributes_of_tensor, table_of
 from functionalize.walk.probes import Probes
-from functionalize.walk.process_facts import CLASSES, MODULES, replaced, settings
 from functionalize.walk.roots import Identity, InPlace, Roots, free_name
 
 _MAX_OBJECTS = 20_000  # a bound on the search for tensors in attributes that no code names
@@ -142,10 +146,7 @@ class PythonState:
         for name, read in settings(self.names):
             self._note(Visit(((), name), "", None), read())
             self.probes.add_value(read)
-        for table in MODULES.values():
-            self.probes.add_module(table)
-        for kind in CLASSES.values():
-            self.probes.add_class(kind)
+        self.probes.add_torch()
 
     def _note(self, visit: Visit, fact: Any) -> None:
         if visit.moving is not None:
