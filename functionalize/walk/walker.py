@@ -127,8 +127,7 @@ class PythonState:
             while self._queue and len(self.facts) < _MAX_FACTS:
                 self._visit(self._queue.popleft())
             if self._queue:
-                first = text_of(self._queue[0].path)
-                self.opaque.append(f"`{first}` (too many objects to compare)")
+                self.opaque.append(f"`{text_of(self._queue[0].path)}` (too many objects)")
                 self._queue.clear()
             while self._unnamed and len(self._searched) < _MAX_OBJECTS:
                 self._visit(self._unnamed.popleft())
