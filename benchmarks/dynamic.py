@@ -1,4 +1,5 @@
-"""Lengths that change from call to call, on two gloo ranks: eager, every kind recorded at once, the defaults.
+"""Lengths that change from call to call, on two gloo ranks: eager, every kind recorded at once, the defaults, and
+predicted programs (`dynamic=True`).
 
     python -m benchmarks.dynamic [--calls 60] [--layers 2] [--hidden 32] [--passes default] [--stream new] [--json]
 
@@ -45,6 +46,7 @@ def measure(stream: str, options: demo.Options, calls: int, passes: str) -> list
             step, passes=passes, record_after=1, on_uncapturable="eager"
         ),
         "defaults": lambda step: fz.capture(step, passes=passes),
+        "dynamic": lambda step: fz.capture(step, passes=passes, dynamic=True, max_programs=128),
     }
     steps = {}
     for name, way in ways.items():
@@ -74,6 +76,7 @@ def measure(stream: str, options: demo.Options, calls: int, passes: str) -> list
                 "last third": sum(seconds[name][-calls // 3 :])
                 / sum(seconds["eager"][-calls // 3 :]),
                 "recorded": stats.warmups + stats.captures if stats else 0,
+                "predicted": stats.predictions if stats else 0,
                 "replayed": stats.replays if stats else 0,
             }
         )
@@ -121,12 +124,13 @@ def main() -> None:
         f"Llama, {args.layers} layers, two gloo ranks, {args.calls} calls, passes={args.passes!r}"
     )
     print(
-        f"{'stream':<7} {'way':<17} {'seconds':>8} {'to eager':>9} {'last third':>11} {'recorded':>9} {'replayed':>9}"
+        f"{'stream':<7} {'way':<17} {'seconds':>8} {'to eager':>9} {'last third':>11} {'recorded':>9} "
+        f"{'predicted':>10} {'replayed':>9}"
     )
     for row in rows:
         print(
             f"{row['stream']:<7} {row['way']:<17} {row['seconds']:8.2f} {row['ratio']:9.2f} "
-            f"{row['last third']:11.2f} {row['recorded']:9} {row['replayed']:9}"
+            f"{row['last third']:11.2f} {row['recorded']:9} {row['predicted']:10} {row['replayed']:9}"
         )
 
 

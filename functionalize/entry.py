@@ -33,6 +33,7 @@ def capture(
     audit: AuditOption = "auto",
     record_after: int = 2,
     max_program_bytes: float = MAX_PROGRAM_BYTES,
+    dynamic: bool = False,
 ) -> Any:
     """Record `train_step` (any callable) and replay it in later calls; also a decorator.
 
@@ -53,9 +54,15 @@ def capture(
     two or more recorded kinds wait for their first replay; else, and with `backward`, a kind is recorded at once. With
     1, the passes too run at once; else those of a large program run after 48 calls, which run eagerly.
     max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
-    Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, and for `memory` with
-    `backward`.
+    dynamic: once three calls that differ in sizes only were recorded, predict the programs for other sizes. The first
+    call of each runs for real and is compared with its program, see `docs/capture.md`.
+    Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, for `memory` with `backward`,
+    and for `dynamic` with `memory`, `backward` or `compile`.
     """
+    if backward and dynamic:
+        raise ValueError(
+            "dynamic=True predicts programs of whole steps, not of forwards (backward=True)"
+        )
     if backward:
         record_after = 1  # a forward that runs again on one rank runs again on all of them
     options = CaptureOptions.of(
@@ -67,6 +74,7 @@ def capture(
         audit,
         record_after,
         max_program_bytes,
+        dynamic,
     )
     if train_step is None:
         return functools.partial(
@@ -80,6 +88,7 @@ def capture(
             audit=audit,
             record_after=record_after,
             max_program_bytes=max_program_bytes,
+            dynamic=dynamic,
         )
     if not backward:
         return CapturedStep(train_step, options)

@@ -45,6 +45,7 @@ ORDER = [
     "functions",
     "saving",
     "audit",
+    "lengths",
     "step",
     "step_backward",
     "entry",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from functionalize.audit.signature import Signature
 from functionalize.errors import GuardError
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
+from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state import arguments
@@ -38,13 +39,21 @@ from functionalize.walk.live_places import NO_PLACES
 log = logging.getLogger("functionalize")
 
 
+# What else differs after the step, as text: of its recorder, and its effects in Python.
+Also = Callable[[Recorder, Sequence[Any]], str | None]
+
+
 class AuditedCall:
-    """A call that is about to run, and afterwards its verdict; None: the audit itself has failed."""
+    """A call that is about to run, and afterwards its verdict; None: the audit itself has failed.
+
+    also: asked where nothing else differs.
+    """
 
     def __init__(
         self, signature: Signature | None, call: Call, expected: ExpectedResults | None = None
     ) -> None:
         self.verdict: AuditVerdict | None = None
+        self.also: Also | None = None
         self._before: list[weakref.ref[Tensor] | None] = []
         self._signature, self._call, self._expected = signature, call, expected
 
@@ -107,7 +116,8 @@ class AuditedCall:
             self._judge(lambda: comparison.verdict_of_failed(failure))
             raise
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
-        self._judge(lambda: self._verdict(comparison, result, changed, moving))
+        grad_mode = torch.is_grad_enabled()
+        self._judge(lambda: self._verdict(comparison, result, changed, moving, grad_mode))
         result = plain_tree(result)
         replace_escaped(recorder.scalar_log)
         return result
@@ -119,7 +129,12 @@ class AuditedCall:
         return recorder.begin(self._call)
 
     def _verdict(
-        self, comparison: Comparison, result: Any, changed: str | None, moving: MovingState
+        self,
+        comparison: Comparison,
+        result: Any,
+        changed: str | None,
+        moving: MovingState,
+        grad_mode: bool,
     ) -> AuditVerdict:
         assigned, gradients = [False] * len(self._before), []
         for at, gradient in changed_slots(comparison.signature.slots, self._before, self._call):
@@ -137,6 +152,9 @@ class AuditedCall:
         difference = f"after equal ops: the step {changed}" if changed is not None else None
         if difference is None and self._expected is not None:
             difference = self._expected.difference(plain_tree(leaves))
+        if difference is None and self.also is not None:
+            with torch.set_grad_enabled(grad_mode):
+                difference = self.also(comparison.recorder, [effect for effect, _ in effects])
         return AuditVerdict(difference)
 
     def _judge(self, verdict: Callable[[], AuditVerdict]) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Call
+from functionalize.lengths.length_classes import Prediction
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Gradient, Slot
@@ -62,6 +63,7 @@ class CachedProgram:
     waits: the number of calls that must find the program before its passes run and it is replayed; they run eagerly.
     found: the number of calls that have found it since it waits.
     dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
+    prediction: set until the program, which was not recorded, was found equal to a call: see `predicted_call.py`.
     """
 
     program: Program
@@ -78,6 +80,7 @@ class CachedProgram:
     waits: int = 0
     found: int = 0
     dropped: Sequence[Gradient] = ()
+    prediction: Prediction | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +104,10 @@ def _key_of_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, (float, complex)):
         return repr(leaf)
     return ("number", leaf) if isinstance(leaf, NUMBERS) else ("object", type(leaf))
+
+
+def _is_replaced(old: CachedProgram, new: CachedProgram) -> bool:
+    return old.prediction is not None or _same_numbers(old, new)
 
 
 def _same_numbers(a: CachedProgram, b: CachedProgram) -> bool:
@@ -199,7 +206,7 @@ class ProgramCache:
 
     def add(self, key: Hashable, cached: CachedProgram) -> None:
         """Add a program. It replaces one for the same numbers, else, at the limit, the least recently used one."""
-        for same in [k for k in self._by_key.get(key, ()) if _same_numbers(k, cached)]:
+        for same in [k for k in self._by_key.get(key, ()) if _is_replaced(k, cached)]:
             self.drop(same)
         while self._is_full(cached):
             oldest = next(iter(self._used))
@@ -268,14 +275,14 @@ class Kinds:
         """Whether any kind may be rare."""
         return self._after > 1
 
-    def is_rare(self, key: Hashable) -> bool:
+    def is_rare(self, key: Hashable, doublings: int = _MOST_DOUBLINGS) -> bool:
         """Count a call without a program; whether its kind came too seldom to be recorded."""
         if not self.defers:
             return False
         kind = self._of(key)
         kind.calls += 1
         waiting = self._unreplayed - _KINDS_TRUSTED
-        return waiting >= 0 and kind.calls < self._after << min(waiting, _MOST_DOUBLINGS)
+        return waiting >= 0 and kind.calls < self._after << min(waiting, doublings)
 
     def recorded(self, key: Hashable) -> None:
         """A call of this kind is recorded."""

@@ -37,6 +37,7 @@ from functionalize.audit.signature import Signature
 from functionalize.errors import FunctionalizeError, UncapturableError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
+from functionalize.lengths.length_classes import LengthClasses, Reference
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
@@ -117,6 +118,7 @@ class CapturedStep(ReplayedStep):
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
         self._cache, self._kinds = self._empty_cache(), Kinds(self._options.record_after)
+        self._lengths = LengthClasses() if self._options.dynamic else None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
@@ -126,7 +128,8 @@ class CapturedStep(ReplayedStep):
         for key, cached in list(self._cache.items()):
             if cached.waits:
                 self._optimise(key, cached)
-        saved = SavedStep(list(self._cache.items()), self._changed_hyperparameters, self._vote)
+        programs = [(key, c) for key, c in self._cache.items() if c.prediction is None]
+        saved = SavedStep(programs, self._changed_hyperparameters, self._vote)
         save_step(path, self._fn, saved)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -182,7 +185,7 @@ class CapturedStep(ReplayedStep):
             if refused is not None:
                 return self._run_refused(refused, args, kwargs)
             call = Invocation(args, kwargs, leaves, spec, key)
-            if self._vote is None and not self._cache.has(key) and self._is_rare(call):
+            if self._vote is None and not self._cache.has(key) and self._is_skipped(call):
                 self.stats.rare += 1
                 return self._run_eagerly(args, kwargs)
             is_done, result = self._try_replay(call)
@@ -329,21 +332,17 @@ class CapturedStep(ReplayedStep):
             waits=waits,
             dropped=recording.dropped(program),
         )
-        return Built(cached, recording.summary, counts)
-
-    def _calls_before_passes(self, recorded: Program, call: Invocation) -> int:
-        """How many calls must show that a program is of use before the passes run.
-
-        None where the ranks or a report compare the result of the passes.
-        """
-        options = self._options
-        if options.compares or options.memory or not (self._kinds.defers and options.rewrites):
-            return 0
-        return self._cache.calls_before_passes(call.key, recorded)
+        reference = None
+        if self._lengths is not None and not waits:
+            names = recording.entry.roots.arguments
+            has_budget = self._options.has_budget
+            reference = Reference.of(call.key, names, call.leaves, recorded, cached, has_budget)
+        return Built(cached, recording.summary, counts, reference)
 
     def _signature(self, recording: StepRecording) -> Signature | None:
         """What audited calls are compared with; None if none is audited."""
-        if self._options.audit.every == 0 or not recording.recorder.ignore_fake:
+        is_unused = self._options.audit.every == 0 and self._lengths is None
+        if is_unused or not recording.recorder.ignore_fake:
             return None  # a fake world, whose mode is off here, replays nothing
         return recording.signature()
 
@@ -351,6 +350,8 @@ class CapturedStep(ReplayedStep):
         """Keep the program, the summary with which the next recording is compared, or the refusal."""
         if isinstance(outcome, Built):
             self._add(key, outcome.cached)
+            if outcome.reference is not None and self._lengths is not None:
+                self._lengths.learn(key, outcome.reference)
             self._warmups.pop(key, None)
             self._last_kept = outcome.summary
             self.stats.captured(outcome.counts)

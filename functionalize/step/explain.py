@@ -42,6 +42,9 @@ def explanation(
             counted(stats.audit_failures, "difference") if stats.audit_failures else "no difference"
         )
         counts.append(f"{counted(stats.audits, 'audit')} ({found})")
+    if stats.predictions or stats.mispredictions:
+        right = f"{stats.predictions} of {stats.predictions + stats.mispredictions}"
+        counts.append(f"{right} first calls as predicted")
     if stats.eager:
         counts.append(f"{counted(stats.eager, 'call')} eagerly")
     if stats.rare:

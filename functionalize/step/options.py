@@ -26,7 +26,8 @@ class CaptureOptions:
     raises: whether a step that cannot be captured raises; else it runs eagerly.
     max_programs: the size of the cache. memory: whether lifetimes of storages and modules of ops are recorded.
     audit: which calls are audited. record_after: the number of calls of a kind after which it is recorded.
-    max_program_bytes: the memory of the cache.
+    max_program_bytes: the memory of the cache. dynamic: whether programs are predicted for sizes that were not
+    recorded.
     """
 
     passes: tuple[Any, ...]
@@ -38,6 +39,7 @@ class CaptureOptions:
     audit: AuditSchedule = _DEFAULT
     record_after: int = 2
     max_program_bytes: float = MAX_PROGRAM_BYTES
+    dynamic: bool = False
 
     @staticmethod
     def of(
@@ -49,6 +51,7 @@ class CaptureOptions:
         audit: AuditOption = "auto",
         record_after: int = 2,
         max_program_bytes: float = MAX_PROGRAM_BYTES,
+        dynamic: bool = False,
     ) -> CaptureOptions:
         """Raises `ValueError` for an unknown mode or schedule, `PassError` for a pipeline that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
@@ -57,6 +60,11 @@ class CaptureOptions:
             raise ValueError(f"max_programs is at least 1, not {max_programs}")
         if record_after < 1:
             raise ValueError(f"record_after is at least 1, not {record_after}")
+        if type(dynamic) is not bool:
+            raise ValueError(f"dynamic is True or False, not {dynamic!r}")
+        if dynamic and (compile is not None or memory):
+            other = "memory=True" if memory else f"compile={compile!r}"
+            raise ValueError(f"dynamic=True predicts programs that run op by op: not with {other}")
         passes = _parsed(pipeline)
         compares = any(each.changes_collectives for each in passes)
         raises = on_uncapturable == "raise"
@@ -72,12 +80,18 @@ class CaptureOptions:
             schedule,
             record_after,
             max_program_bytes,
+            dynamic,
         )
 
     @property
     def rewrites(self) -> bool:
         """Whether a recorded program is rewritten or compiled before it runs."""
         return bool(self.passes) or self.runner is not boxed
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a pass bounds the memory of a program, and so decides by the sizes of its values."""
+        return any(getattr(each, "budget_mb", None) is not None for each in self.passes)
 
     def applied(self, program: Program) -> Program:
         """The program, or a copy of it after the passes, ready to run."""

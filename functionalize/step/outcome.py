@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from functionalize.errors import FunctionalizeError, UncapturableError
+from functionalize.lengths.length_classes import Reference
 from functionalize.step.cache import CachedProgram
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stats import ProgramCounts
@@ -79,11 +80,15 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A program that later calls can replay. summary: that of its recording. counts: the figures for `step.stats`."""
+    """A program that later calls can replay. summary: that of its recording. counts: the figures for `step.stats`.
+
+    reference: what programs of other sizes are predicted from, if they are.
+    """
 
     cached: CachedProgram
     summary: RecordingSummary
     counts: ProgramCounts
+    reference: Reference | None = None
     level: ClassVar[Level] = Level.KEPT
 
 

@@ -11,20 +11,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize.audit.audited_call import AuditedCall
+from functionalize.audit.comparison import AuditVerdict
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.ir.inputs import Call
+from functionalize.lengths.first_call import FirstCall
+from functionalize.lengths.length_classes import LengthClasses
+from functionalize.program.program import Program
+from functionalize.recorder.recorder import Recorder
 from functionalize.run.detached_outputs import refuse_backward
+from functionalize.state.arguments import leaf_names
 from functionalize.state.dropped_gradients import drop, put_back
 from functionalize.state.hyperparameters import Key
 from functionalize.state.python_effects import repeat
 from functionalize.state.sources import leave
-from functionalize.step.cache import CachedProgram, Kinds, ProgramCache, UnsettledMisses
+from functionalize.step.cache import (
+    CALLS_BEFORE_PASSES,
+    CachedProgram,
+    Kinds,
+    ProgramCache,
+    UnsettledMisses,
+)
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Refused, Unkept
 from functionalize.step.recording import RecordingSummary
@@ -32,8 +45,10 @@ from functionalize.step.stages import (
     Invocation,
 )
 from functionalize.step.stats import Stats
+from functionalize.step.step_state import EntryState
 from functionalize.step.vote import Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.walk.live_places import NO_PLACES
 
 log = logging.getLogger("functionalize")
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
@@ -55,12 +70,14 @@ class ReplayedStep:
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         self._cache = self._empty_cache()
         self._kinds = Kinds(options.record_after)
+        self._lengths = LengthClasses() if options.dynamic else None
         self._warmups: dict[Hashable, Unkept] = {}  # by the key of a call
         self._unsettled = UnsettledMisses(self._name)
         self._refused: dict[Hashable, FunctionalizeError] = {}
         self._changed_hyperparameters: frozenset[Key] = frozenset()
         self._last_kept: RecordingSummary | None = None
         self._vote: RankVote | None = None
+        self._unpredicted: set[Hashable] = set()  # keys of calls that were not as predicted
         self._is_left_eager = False  # whether this call is not recorded either
 
     def _empty_cache(self) -> ProgramCache:
@@ -124,7 +141,8 @@ class ReplayedStep:
                 put_back(found[1], found[0].dropped)
                 return None, f"{type(error).__name__}: {error}"
             else:
-                return True, self._audit(audited, found[0], call)
+                run = self._audit if found[0].prediction is None else self._run_first
+                return True, run(audited, found[0], call)
             # With a vote, the graph has issued its collectives: no other program is tried, all ranks run eagerly.
             found = None if self._vote is not None else next(matching, None)
         return False, self._cache.reason
@@ -149,7 +167,7 @@ class ReplayedStep:
 
     def _waits(self, cached: CachedProgram) -> bool:
         """Whether a call that a program covers runs eagerly, as its passes have not run; the last one runs them."""
-        if not cached.waits:
+        if not cached.waits or cached.prediction is not None:
             return False
         cached.waits -= 1
         cached.found += 1
@@ -176,8 +194,23 @@ class ReplayedStep:
         else:
             self.stats.nodes = cached.program.nodes()
 
+    def _calls_before_passes(self, recorded: Program, call: Invocation) -> int:
+        """How many calls must show that a program is of use before the passes run.
+
+        None where the ranks or a report compare the result of the passes.
+        """
+        options = self._options
+        if self._lengths is not None and self._lengths.wants(call.key):
+            return 0
+        if options.compares or options.memory or not (self._kinds.defers and options.rewrites):
+            return 0
+        return self._cache.calls_before_passes(call.key, recorded)
+
     def _is_rare(self, call: Invocation) -> bool:
         """Whether calls of this kind, which was never recorded, came too seldom to be recorded."""
+        has_settled = bool(self.stats.captures or len(self._cache))
+        if has_settled and self._lengths is not None and self._lengths.wants(call.key):
+            return False
         known = call.key in self._warmups or self._cache.has(call.key)
         return self._kinds.is_rare(call.key) and not known
 
@@ -186,6 +219,8 @@ class ReplayedStep:
     def _is_due(self, cached: CachedProgram) -> bool:
         """Whether the next call of this program is audited."""
         call = cached.replays + cached.audits + 1
+        if cached.prediction is not None:
+            return True
         return cached.signature is not None and self._options.audit.is_due(call)
 
     def _audit(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
@@ -226,6 +261,86 @@ class ReplayedStep:
             self.stats.differed(message)
             self._cache.drop(cached)
         return message
+
+    # -- predictions ---------------------------------------------------------------------------
+
+    def _is_skipped(self, call: Invocation) -> bool:
+        """Whether to run a call without a program eagerly, as its kind is rare; else its program may be predicted."""
+        lengths = self._lengths
+        if lengths is None or call.key in self._warmups or not lengths.can_predict(call.key):
+            return self._is_rare(call)
+        if call.key in self._unpredicted:
+            return False
+        if self._kinds.is_rare(call.key, doublings=0):
+            return True
+        found = lengths.predicted(call.key)
+        if found is None:
+            return self._is_rare(call)
+        waits = 0 if found.is_passed or not self._options.rewrites else CALLS_BEFORE_PASSES
+        cached = replace(
+            found.rest,
+            program=found.program,
+            signature=found.signature,
+            prediction=found,
+            reason=f"a prediction from {found.group.recorded} recorded calls of other sizes",
+            waits=waits,
+            replays=0,
+            audits=0,
+        )
+        self._kinds.recorded(call.key)
+        self._cache.add(call.key, cached)
+        return False
+
+    def _run_first(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
+        """The first call of a predicted program: it runs for real; if it is another one, the program is dropped."""
+        signature = cached.signature
+        assert signature is not None
+        places = signature.moving.live if signature.moving is not None else NO_PLACES
+        self._cache.drop(cached)
+        self.stats.audits += 1
+        try:
+            before = EntryState.now(
+                self._fn,
+                call.leaves,
+                Recorder(True, live=signature.live),
+                self._changed_hyperparameters,
+                leaf_names(self._fn, call.spec),
+                live=places,
+            )
+        except Exception as error:  # recordings refuse such objects by name
+            result = self._fn(*call.args, **call.kwargs)
+            self._mispredicted(cached, call, f"its state cannot be read: {error}")
+        else:
+            audited.also = FirstCall(before, cached, signature).difference
+            with only_young_collections():
+                result = audited.run(self._fn, call.args, call.kwargs, call.spec)
+            self._judge_first(audited.verdict, cached, call)
+        if self._vote is not None:  # the other ranks vote after this audit
+            self._vote.worst(Level.KEPT)
+        return result
+
+    def _judge_first(
+        self, verdict: AuditVerdict | None, cached: CachedProgram, call: Invocation
+    ) -> None:
+        prediction = cached.prediction
+        assert prediction is not None
+        if verdict == AuditVerdict():
+            prediction.group.known.append(prediction.shapes)
+            cached.prediction, cached.audits = None, 1
+            self.stats.predictions += 1
+            self._cache.add(call.key, cached)
+        elif verdict is None or verdict.missed is None:
+            why = "the comparison failed" if verdict is None else str(verdict.difference)
+            self._mispredicted(cached, call, why)
+
+    def _mispredicted(self, cached: CachedProgram, call: Invocation, why: str) -> None:
+        assert cached.prediction is not None
+        cached.prediction.group.failures += 1
+        self.stats.mispredictions += 1
+        self._unpredicted.add(call.key)
+        text = f"a call of {self._name} is not as predicted from calls of other sizes: {why}"
+        log.info("%s", text)
+        self.stats.missed(text)
 
     # -- refusals ------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ class Stats:
     being recorded). rare: those of `eager` whose kind came too seldom to be recorded, on this rank or on
     another. waiting: those of `eager` whose program waited for its passes.
     guard_failures: the last hundred messages.
+    predictions: first calls of predicted programs that were as predicted; mispredictions: those that were not. Both
+    are among `audits`.
     audit_failures: the audits that found a difference; differences: their last hundred messages.
     ops, resizes: the numbers in the recording. nodes_recorded, nodes: in the graph before and after the passes.
     backwards: replayed backwards of a captured forward. reruns: forwards that ran again for a backward that was not
@@ -60,6 +62,8 @@ class Stats:
     rare: int = 0
     waiting: int = 0
     audits: int = 0
+    predictions: int = 0
+    mispredictions: int = 0
     audit_failures: int = 0
     differences: list[str] = field(default_factory=list)
     guard_failures: list[str] = field(default_factory=list)

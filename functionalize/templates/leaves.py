@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functionalize._compat.graphs import pytree
 from functionalize.ir.guards import AliasGuard
 from functionalize.ir.inputs import WholeStorage
 from functionalize.program.executable import Executable
@@ -54,9 +55,12 @@ class Leaves:
         return f"`{node_text(owner)}`" if isinstance(owner, fx.Node) else str(owner)
 
 
-def leaves_of(program: Executable) -> Leaves:
-    """The leaves of a program."""
+def leaves_of(program: Executable, order: Sequence[str] = ()) -> Leaves:
+    """The leaves of a program. order: the names of its nodes, in the order in which they are read, if it has these."""
     reader = _Reader()
+    nodes = {node.name: node for node in program.graph.nodes}
+    if nodes.keys() == set(order):
+        reader.order = [nodes[name] for name in order]
     reader.read_program(program)
     return reader.leaves
 
@@ -64,14 +68,16 @@ def leaves_of(program: Executable) -> Leaves:
 class _Reader:
     def __init__(self) -> None:
         self.leaves = Leaves()
+        self.order: Sequence[fx.Node] = ()
         self._numbers: dict[fx.Node, int] = {}
         self._owner: Any = "the program"
 
     def read_program(self, program: Executable) -> None:
         """Read every part; `_copied` replaces the integers in the same order."""
-        self._numbers |= {node: i for i, node in enumerate(program.graph.nodes)}
+        nodes, self.order = self.order or program.graph.nodes, ()
+        self._numbers |= {node: i for i, node in enumerate(nodes)}
         self._read([program.stage, list(program.writes), str(program.out_spec)])
-        for node in program.graph.nodes:
+        for node in nodes:
             self._owner = node
             self._token((node.op, node.target if node.op == "call_function" else None))
             if node.op == "get_attr":
@@ -116,7 +122,7 @@ class _Reader:
         elif isinstance(value, Tensor):
             self._token(_contents(value))
         else:
-            self._token(_plain(value))
+            self._token(constant_token(value))
 
 
 def is_source(value: Any) -> bool:
@@ -132,7 +138,7 @@ def _is_opened(value: Any, owner: Any) -> bool:
     )
 
 
-def _plain(value: Any) -> Any:
+def constant_token(value: Any) -> Any:
     """A token that equals that of an equal constant: -0.0 is not 0.0, and 1 is not 1.0."""
     plain = (bool, float, complex, str, bytes, type(None))
     return (
@@ -151,7 +157,9 @@ def _is_constant(value: Any) -> bool:
 
 
 def identity(source: Any) -> Any:
-    """A token of a source: equal for two that look at the same place."""
+    """A token of a source, or of an effect: equal for two that look at, or change, the same place alike."""
+    if isinstance(source, pytree.TreeSpec):
+        return str(source)
     if dataclasses.is_dataclass(source) and not isinstance(source, type):
         parts = (getattr(source, each.name) for each in dataclasses.fields(source))
         return (type(source), *map(identity, parts))
@@ -200,7 +208,7 @@ def _copied(program: Any, rest: Iterator[Any]) -> Any:
 def replaced(value: Any, rest: Iterator[Any]) -> Any:
     """A value with its integers replaced by the next ones; the same object if none of them differs.
 
-    Raises `TypeError` where an integer differs in an object of another library.
+    Raises `TypeError` where an integer differs in an object of another type than those of programs.
     """
     if type(value) is int:
         return next(rest)
@@ -208,15 +216,20 @@ def replaced(value: Any, rest: Iterator[Any]) -> Any:
         return slice(*replaced([value.start, value.stop, value.step], rest))
     if isinstance(value, dict):
         new = {key: replaced(each, rest) for key, each in value.items()}
-        return value if all(map(_is_same, new.values(), value.values())) else new
+        if all(map(_is_same, new.values(), value.values())):
+            return value
+        _check_plain(value)
+        return new
     if isinstance(value, (list, tuple)):
         items = [replaced(each, rest) for each in value]
         if all(map(_is_same, items, value)):
             return value
-        if isinstance(value, list):
-            return items
-        is_named = hasattr(value, "_fields")
-        return type(value)(*items) if is_named else tuple(items)
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        if type(value) is torch.Size and all(type(each) is int for each in items):
+            return torch.Size(items)
+        _check_plain(value)
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, Executable):
         return _copied(value, rest)
     if is_source(value) or isinstance(value, AliasGuard) or not _is_opened(value, None):
@@ -227,8 +240,17 @@ def replaced(value: Any, rest: Iterator[Any]) -> Any:
     if all(map(_is_same, items, was)):
         return value
     if not type(value).__module__.startswith("functionalize."):
-        raise TypeError(f"a {type(value).__name__} holds sizes, of which no copy can be made")
+        _check_plain(value)
     return dataclasses.replace(value, **dict(zip(names, items, strict=True)))
+
+
+def _check_plain(value: Any) -> None:
+    """Raise `TypeError` if a copy of a value would be of another type, or run code of the user's."""
+    if type(value).__name__ not in _PLAIN:
+        raise TypeError(f"a {type(value).__name__} holds sizes, of which no copy can be made")
+
+
+_PLAIN = frozenset({"list", "tuple", "dict", "Size", "immutable_list", "immutable_dict"})
 
 
 def _is_same(new: Any, was: Any) -> bool:

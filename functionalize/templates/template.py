@@ -6,7 +6,8 @@
     template.at((37,))                         the program for 37 tokens
     template.text()                            the graph, with `s0` in the place of integers
 
-The programs are aligned node by node, integers that differ are fitted (`fitting.py`).
+The programs are aligned node by node, by names where a pass has ordered them by size: the order of the first program is
+an order of all. Integers that differ are fitted (`fitting.py`).
 Invariant: the program for sizes of which one was recorded equals it, leaf for leaf. For other sizes it is a prediction:
 which branch a length takes in Python, and which kernel in torch, is known only where the step has run.
 Refusals: fewer than three programs, other ops, constants or integers without a function, sizes of 0 or 1 beside
@@ -62,7 +63,8 @@ class Template:
         """
         if len(programs) < FEWEST:
             return Mismatch(0, "the programs", f"{len(programs)} of at least {FEWEST}")
-        leaves = [leaves_of(program) for program in programs]
+        order = [node.name for node in programs[0].graph.nodes]
+        leaves = [leaves_of(program, order) for program in programs]
         for number, other in enumerate(leaves[1:], 1):
             difference = _first_difference(leaves[0], other)
             if difference is not None:

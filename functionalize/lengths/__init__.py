@@ -1,0 +1,1 @@
+"""Calls of sizes that were not recorded: programs predicted for them, and what must hold before one is replayed."""

@@ -1,0 +1,253 @@
+"""The recorded calls of a step that differ in sizes only, and the programs that are predicted for others.
+
+    classes.learn(key, Reference(...))                a recorded call; key: in the cache
+    prediction = classes.predicted(key)               a `Prediction`, or None
+
+A kind of call is its key in the cache without its sizes; 0 and 1 stay (`open_key`). The recordings of a kind are one
+class if their programs and op streams differ in integers only, and the windows of each storage relate alike
+(`relations.py`); a class of three or more has a template, of four or more where first calls compare no results.
+
+Invariant: a prediction is never replayed before its first call has run for real, and was found equal to it; see
+`step/predicted_call.py`.
+Refusals: what `Template.of` and `SignatureTemplate.of` refuse. A kind that has `_MOST` recordings in a class without a
+template, or of which `_MOST_FAILURES` predictions were wrong, is left to one program for each size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize.audit.results import is_comparable
+from functionalize.audit.signature import Signature
+from functionalize.lengths.signature_template import SignatureTemplate, relations_in
+from functionalize.program.program import Program
+from functionalize.templates.leaves import identity, leaves_of
+from functionalize.templates.symbols import Shapes, Symbols
+from functionalize.templates.template import FEWEST, Mismatch, Template
+
+_MOST = 6  # recordings of one class
+_MOST_OF_A_KIND = 8
+_MOST_FAILURES = 3
+
+
+def open_key(key: Any) -> Hashable:
+    """The key of a call in the cache, without the sizes of its tensors that are neither 0 nor 1."""
+    return tuple([_opened(part) if _is_tensors(part) else part for part in key])
+
+
+def shapes_of(key: Any) -> Shapes:
+    """The sizes of the tensors among the arguments of a call, from its key in the cache."""
+    return [part[0] for part in key if _is_tensors(part)]
+
+
+def _is_tensors(part: Any) -> bool:
+    return type(part) is tuple and bool(part) and type(part[0]) is torch.Size
+
+
+def _opened(part: Any) -> Any:
+    return (tuple([min(size, 2) for size in part[0]]), *part[1:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """One recorded call. names: of its tensors. program: as recorded.
+
+    passed: after the passes; None if these may decide otherwise for other sizes.
+    token: what else must be equal in all recordings of a class. rest: the `CachedProgram`.
+    """
+
+    shapes: Shapes
+    names: Sequence[str]
+    program: Program
+    passed: Program | None
+    signature: Signature
+    token: Any
+    rest: Any
+
+    @staticmethod
+    def of(
+        key: Any,
+        names: Sequence[str],
+        leaves: Sequence[Any],
+        program: Program,
+        cached: Any,
+        has_budget: bool,
+    ) -> Reference | None:
+        """The reference of a `CachedProgram`; None if it has no signature, or an argument has no sizes.
+
+        key: in the cache. names, leaves: of the arguments. program: as recorded. has_budget: whether a pass decides by
+        the bytes of values.
+        """
+        shapes = shapes_of(key)
+        tensors = [n for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
+        if cached.signature is None or len(tensors) != len(shapes):
+            return None
+        changed = (cached.slots, cached.python_effects, cached.dropped, cached.has_grad_fn)
+        token = identity((cached.effects, *map(tuple, changed)))
+        return Reference(
+            shapes,
+            tensors,
+            program,
+            None if has_budget else cached.program,
+            cached.signature,
+            token,
+            cached,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """What a call is expected to do. rest: that of the last reference. is_passed: whether the passes have run."""
+
+    group: LengthClass
+    shapes: Shapes
+    program: Program
+    signature: Signature
+    rest: Any
+    is_passed: bool
+
+
+@dataclass(slots=True, eq=False)
+class LengthClass:
+    """Recordings with equal graphs. known: shapes of recordings, and of predictions that were right."""
+
+    tokens: int
+    references: list[Reference] = field(default_factory=list)
+    known: list[Shapes] = field(default_factory=list)
+    symbols: Symbols | None = None
+    template: Template | None = None
+    signatures: SignatureTemplate | None = None
+    why: Mismatch | None = None
+    is_passed: bool = False
+    recorded: int = 0
+    failures: int = 0
+
+    def add(self, reference: Reference) -> None:
+        """Add a recording, and try to make the template; if there is one, keep the latest recording beside it."""
+        self.known.append(reference.shapes)
+        self.recorded += 1
+        if self.template is not None:
+            self.references[:] = [reference]
+        elif len(self.references) < _MOST:
+            self.references.append(reference)
+            # The first call of a prediction compares results only where its graph can run beside the step.
+            compared = is_comparable(reference.passed or reference.program)
+            if len(self.references) >= FEWEST + (not compared):
+                self.why = self._make()
+
+    def _make(self) -> Mismatch | None:
+        calls, names = [r.shapes for r in self.references], self.references[0].names
+        if len({tuple(map(tuple, shapes)) for shapes in calls}) < FEWEST:
+            return Mismatch(0, "the arguments", f"less than {FEWEST} different sizes")
+        symbols = Symbols.of(calls, names)
+        sizes = [own for shapes in calls if not isinstance(own := symbols.sizes_of(shapes), str)]
+        if len(sizes) < len(calls):
+            return Mismatch(0, "the arguments", "a size is 0 or 1, and greater elsewhere")
+        passed = [r.passed for r in self.references if r.passed is not None]
+        found = Template.of(passed, calls, names)
+        self.is_passed = isinstance(found, Template)
+        if isinstance(found, Mismatch):
+            found = Template.of([r.program for r in self.references], calls, names)
+        if isinstance(found, Mismatch):
+            return found
+        signatures = SignatureTemplate.of([r.signature for r in self.references], sizes)
+        if isinstance(signatures, Mismatch):
+            return signatures
+        self.symbols, self.template, self.signatures = symbols, found, signatures
+        del self.references[:-1]  # the template holds what it needs of the others
+        return None
+
+    @property
+    def wants(self) -> bool:
+        """Whether a further recording may lead to a template."""
+        return self.template is None and len(self.references) < _MOST
+
+    def distance(self, shapes: Shapes) -> int:
+        """How far a call is from the nearest one that is known."""
+        return min(
+            sum(
+                abs(a - b)
+                for one, other in zip(shapes, known, strict=True)
+                for a, b in zip(one, other, strict=True)
+            )
+            for known in self.known
+        )
+
+    def predicted(self, shapes: Shapes) -> Prediction | None:
+        """What is expected of a call with these shapes."""
+        if self.template is None or self.symbols is None or self.signatures is None:
+            return None
+        sizes = self.symbols.sizes_of(shapes)
+        if isinstance(sizes, str):
+            return None
+        signature = self.signatures.at(sizes)
+        if isinstance(signature, str):
+            return None
+        latest, program = self.references[-1], self.template.at(sizes)
+        program.facts = latest.program.facts  # on the state as it is now
+        for spec, was in zip(program.inputs, self.template.reference.inputs, strict=True):
+            whole = (each.geometry.end == each.nbytes for each in (spec, was))
+            if len(set(whole)) > 1:
+                return None
+        return Prediction(self, shapes, program, signature, latest.rest, self.is_passed)
+
+
+class LengthClasses:
+    """The classes of a step, by the kind of their calls."""
+
+    def __init__(self) -> None:
+        self._classes: dict[Hashable, list[LengthClass]] = {}
+
+    def __iter__(self) -> Iterator[LengthClass]:
+        return (each for several in self._classes.values() for each in several)
+
+    def learn(self, key: Any, reference: Reference) -> None:
+        """Add a recorded call. key: in the cache."""
+        if any(0 in shape for shape in reference.shapes) or not reference.shapes:
+            return
+        classes = self._classes.setdefault(open_key(key), [])
+        related = relations_in(reference.signature)
+        tokens = hash((tuple(leaves_of(reference.program).tokens), reference.token, related))
+        found = next((each for each in classes if each.tokens == tokens), None)
+        if found is None:
+            if len(classes) >= _MOST:
+                return
+            found = LengthClass(tokens)
+            classes.append(found)
+        found.add(reference)
+
+    def wants(self, key: Any) -> bool:
+        """Whether a recording of such a call may lead to a template."""
+        classes = self._classes.get(open_key(key), [])
+        if not classes:
+            return bool(shapes_of(key))
+        recorded = sum(each.recorded for each in classes)
+        return recorded < _MOST_OF_A_KIND and _nearest(classes, shapes_of(key)).wants
+
+    def can_predict(self, key: Any) -> bool:
+        """Whether the class with the nearest known sizes has a template."""
+        classes = self._classes.get(open_key(key), [])
+        if not classes or sum(each.failures for each in classes) >= _MOST_FAILURES:
+            return False
+        return _nearest(classes, shapes_of(key)).template is not None
+
+    def predicted(self, key: Any) -> Prediction | None:
+        """What is expected of such a call; None: nothing is."""
+        if not self.can_predict(key):
+            return None
+        shapes = shapes_of(key)
+        classes = self._classes[open_key(key)]
+        for each in sorted(classes, key=lambda group: group.distance(shapes)):
+            prediction = each.predicted(shapes)
+            if prediction is not None:
+                return prediction
+        return None
+
+
+def _nearest(classes: Sequence[LengthClass], shapes: Shapes) -> LengthClass:
+    return min(classes, key=lambda group: group.distance(shapes))

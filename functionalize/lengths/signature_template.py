@@ -1,0 +1,256 @@
+"""The signatures of several recordings as one, whose sizes are functions of the sizes of arguments.
+
+    template = SignatureTemplate.of(signatures, sizes)     or a `Mismatch`: at which op they part
+    template.at((37,))                                     the op stream that is expected for 37 tokens, or text
+
+Invariant: `at` for sizes of which one was recorded equals it. For others it returns text, and no signature, where the
+windows of a storage relate to each other otherwise than in the recordings (`relations.py`): torch and the engine may
+then decide otherwise. Storages have the numbers of the first recording.
+Refusals: other ops, constants, sources, facts on numbers, or moved places; integers without a function of the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+from functionalize.audit.signature import GroupName, Row, Signature
+from functionalize.ir.ops import Geometry, TensorRef
+from functionalize.ir.scalars import Applied, LiveNumber, ScalarInput, bottom_up, is_expression
+from functionalize.lengths.relations import relations
+from functionalize.templates.fitting import Formula, Sizes
+from functionalize.templates.leaves import constant_token, identity
+from functionalize.templates.template import Mismatch, Unfitted, fitted
+
+Leaf = int | Geometry
+
+
+class _Forms:
+    """One signature as tokens and leaves. ends: for each row, how many leaves there are up to it.
+
+    windows: for each storage, by its number in the order of first uses, the indices of the leaves on it.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self.leaves: list[Leaf] = []
+        self.ends: list[int] = []
+        self.windows: dict[int, list[int]] = {}
+        self._storages: dict[int, int] = {}
+        self._reads = {row.read: i for i, row in enumerate(signature.rows) if row.read is not None}
+        self._expressions: dict[Any, int] = {}
+        self._computed: list[Any] = []
+        self.rows: list[Any] = []
+        for row in signature.rows:
+            self.rows.append(self._row(row))
+            self.ends.append(len(self.leaves))
+        self.rest = (
+            ("results", self._form(signature.leaves), str(signature.spec)),
+            (
+                "facts on numbers",
+                [(self._of(f.expression), repr(f.value)) for f in signature.facts],
+            ),
+            ("computed numbers", self._computed),
+            ("numbers", [(identity(n.source), type(n.hint)) for n in signature.numbers]),
+            ("sources", {self._number(s): identity(source) for s, _, source in signature.sources}),
+            ("literals", {self._number(s): found for s, found in signature.literals.items()}),
+            ("slots", [identity(slot) for _, slot in signature.slots], signature.assigned),
+            (
+                "live numbers",
+                signature.lifted,
+                list(map(id, _optimizers(signature))),
+            ),
+            ("moved places", _places(signature)),
+        )
+
+    def _row(self, row: Row) -> Any:
+        resized = tuple([(self._number(s), self._leaf(nbytes)) for s, nbytes in row.resized])
+        parts = (self._form(row.args), self._form(row.kwargs), self._form(row.outputs))
+        return row.target, parts, resized, row.gradients, row.read is None
+
+    def _leaf(self, value: Leaf) -> str:
+        self.leaves.append(value)
+        return "a size"
+
+    def _number(self, storage: int) -> int:
+        return self._storages.setdefault(storage, len(self._storages))
+
+    def _form(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is TensorRef:
+            number, g = self._number(value.storage), value.geometry
+            self.windows.setdefault(number, []).append(len(self.leaves))
+            self._leaf(g)
+            return number, len(g.size), g.dtype, g.conj, g.neg
+        if kind is int:
+            return self._leaf(value)
+        if isinstance(value, (list, tuple)):
+            return kind is list, tuple([self._form(each) for each in value])
+        if kind is dict:
+            return tuple([(key, self._form(each)) for key, each in value.items()])
+        if kind is LiveNumber:
+            return "a number", self._of(value.expression)
+        return value if kind is GroupName else constant_token(value)
+
+    def _of(self, expression: Any) -> Any:
+        """The number of an expression, equal in two signatures if it is computed alike of the same numbers."""
+        if not is_expression(expression):
+            return constant_token(expression)
+        done = self._expressions
+        for part in bottom_up(expression, done):
+            done[part] = len(done)
+            if isinstance(part, Applied):
+                args = [done[a] if is_expression(a) else constant_token(a) for a in part.args]
+                self._computed.append((part.function, *args))
+            elif isinstance(part, ScalarInput):
+                self._computed.append((identity(part.source), type(part.hint)))
+            else:
+                self._computed.append(("read", self._reads.get(part)))
+        return done[expression]
+
+
+def relations_in(signature: Signature) -> tuple[Any, ...]:
+    """How the windows of each storage relate to each other, in the order of first uses."""
+    forms = _Forms(signature)
+    several: Any = ([forms.leaves[at] for at in places] for places in forms.windows.values())
+    return tuple([relations(list(dict.fromkeys(windows))) for windows in several])
+
+
+def _optimizers(signature: Signature) -> list[Any]:
+    return [*signature.optimizers, *signature.optimizers.values()]
+
+
+def _places(signature: Signature) -> Any:
+    moving = signature.moving
+    if moving is None:
+        return None
+    return set(moving.live.values), set(moving.live.lists), identity(moving.generators)
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureTemplate:
+    """reference: the first signature. columns: for each of its leaves, the number of its function.
+
+    functions: a formula, or a geometry with one for each of its integers. ends: see `_Forms`.
+    storages: the leaves on each storage with windows that vary. related: their relations in all recordings.
+    """
+
+    reference: Signature
+    columns: tuple[int, ...]
+    functions: tuple[Formula | tuple[Geometry, tuple[Formula, ...]], ...]
+    ends: tuple[int, ...]
+    storages: tuple[tuple[int, ...], ...]
+    related: tuple[Any, ...]
+
+    @staticmethod
+    def of(signatures: Sequence[Signature], sizes: Sequence[Sizes]) -> SignatureTemplate | Mismatch:
+        """The template of the signatures of one step, at different sizes."""
+        forms = [_Forms(signature) for signature in signatures]
+        first = forms[0]
+        for number, other in enumerate(forms[1:], 1):
+            pairs = enumerate(zip_longest(first.rows, other.rows))
+            at = next((i for i, (mine, theirs) in pairs if mine != theirs), None)
+            if at is not None:
+                return Mismatch(number, f"op {at + 1} of {len(first.rows)}", "it is another one")
+            for mine, theirs in zip(first.rest, other.rest, strict=True):
+                if mine != theirs:
+                    return Mismatch(number, f"the {mine[0]}", "they differ")
+        found: dict[Any, int] = {}
+        functions: list[Any] = []
+        columns = []
+        for column in zip(*(form.leaves for form in forms), strict=True):
+            if column not in found:
+                function = _function(column, sizes)
+                if isinstance(function, Unfitted):
+                    return Mismatch(1, "the op stream", str(function))
+                found[column] = len(functions)
+                functions.append(function)
+            columns.append(found[column])
+        varying = {i for i, f in enumerate(functions) if _varies(f)}
+        windows = {
+            tuple(dict.fromkeys([columns[at] for at in places]))
+            for places in first.windows.values()
+        }
+        storages = tuple(sorted(each for each in windows if varying.intersection(each)))
+        template = SignatureTemplate(
+            signatures[0], tuple(columns), tuple(functions), tuple(first.ends), storages, ()
+        )
+        related = template._relations(template._values(sizes[0]))
+        for number, own in enumerate(sizes[1:], 1):
+            if template._relations(template._values(own)) != related:
+                return Mismatch(
+                    number, "the op stream", "the windows of a storage relate otherwise"
+                )
+        return replace(template, related=related)
+
+    def at(self, sizes: Sizes) -> Signature | str:
+        """The signature for these sizes; text: why none is predicted."""
+        values = self._values(sizes)
+        if self._relations(values) != self.related:
+            return "tensors on one storage relate to each other otherwise than in the recordings"
+        varying = {i for i, f in enumerate(self.functions) if _varies(f)}
+        rows, start = [], 0
+        for row, end in zip(self.reference.rows, self.ends, strict=True):
+            numbers = self.columns[start:end]
+            if not varying.isdisjoint(numbers):
+                row = _filled_row(row, iter([values[n] for n in numbers]))
+            rows.append(row)
+            start = end
+        rest = iter([values[n] for n in self.columns[start:]])
+        leaves = tuple([_filled(leaf, rest) for leaf in self.reference.leaves])
+        return replace(self.reference, rows=tuple(rows), leaves=leaves)
+
+    def _values(self, sizes: Sizes) -> list[Leaf]:
+        return [_value(function, sizes) for function in self.functions]
+
+    def _relations(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple([relations([values[at] for at in each]) for each in self.storages])
+
+
+def _integers(leaf: Leaf) -> Sequence[int]:
+    return [leaf] if type(leaf) is int else [*leaf.size, *leaf.stride, leaf.offset]  # type: ignore[union-attr]
+
+
+def _function(column: Sequence[Leaf], sizes: Sequence[Sizes]) -> Any:
+    found = fitted(sizes, list(map(_integers, column)))
+    if isinstance(found, Unfitted):
+        return found
+    return found[0] if type(column[0]) is int else (column[0], found)
+
+
+def _varies(function: Any) -> bool:
+    formulas = [function] if isinstance(function, Formula) else function[1]
+    return any(formula.terms for formula in formulas)
+
+
+def _value(function: Any, sizes: Sizes) -> Leaf:
+    if isinstance(function, Formula):
+        return function.value(sizes)
+    geometry, formulas = function
+    *shape, offset = [formula.value(sizes) for formula in formulas]
+    count = len(geometry.size)
+    found: Geometry = geometry._replace(
+        size=tuple(shape[:count]), stride=tuple(shape[count:]), offset=offset
+    )
+    return found
+
+
+def _filled_row(row: Row, rest: Iterator[Any]) -> Row:
+    resized = tuple([(storage, next(rest)) for storage, _ in row.resized])
+    args, kwargs, outputs = (_filled(part, rest) for part in (row.args, row.kwargs, row.outputs))
+    return row._replace(args=args, kwargs=kwargs, outputs=outputs, resized=resized)
+
+
+def _filled(value: Any, rest: Iterator[Any]) -> Any:
+    """A part of a signature with other leaves, in the order of `_Forms`."""
+    kind = type(value)
+    if kind is TensorRef:
+        return TensorRef(value.storage, next(rest))
+    if kind is int:
+        return next(rest)
+    if kind is list or kind is tuple:
+        return kind([_filled(each, rest) for each in value])
+    if kind is dict:
+        return {key: _filled(each, rest) for key, each in value.items()}
+    return tuple([_filled(each, rest) for each in value]) if isinstance(value, tuple) else value
