@@ -249,7 +249,8 @@ STEPS = {"plain": make_step, "accumulating": accumulating}
 def train(step: str, pipeline: str) -> tuple[Verdict, list[str], list[int]]:
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     batches = [(torch.randn(8, 16, 4, generator=generator),) for _ in range(6)]
-    verdict = compare_twins(build, STEPS[step], batches, passes=pipeline, reseed=False)
+    options = {"passes": pipeline, "record_after": 1}  # at once, also for a large program
+    verdict = compare_twins(build, STEPS[step], batches, reseed=False, **options)
     model, optimizer = build()
     plain = fz.capture(STEPS[step](model, optimizer))
     for batch in batches[:4]:
