@@ -105,10 +105,9 @@ class ModuleGuard:
     def watched(self, call: Call, facts: Unchanged) -> None:
         for module in self.modules:
             table = vars(module)
-            if any(issubclass(type(value), Tensor) for value in table.values()):
-                facts.read(
-                    partial(_facts, module)
-                )  # such a tensor may be another one at every call
+            has_tensors = any(issubclass(type(value), Tensor) for value in table.values())
+            if has_tensors or self.live.keys_of(table):  # which may be others at every call
+                facts.read(partial(_facts, module, self.live))
                 continue
             facts.attribute(module, "__dict__")
             facts.table(table)

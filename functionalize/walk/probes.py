@@ -253,13 +253,18 @@ class Probes:
         facts.read(self._classes_hold)
         for items, _ in self._lists:
             facts.elements(items)
-        for holder, keys, _ in self._with_tensors:
-            facts.table(holder) if keys else facts.elements(holder)
+        for holder, keys, tokens in self._with_tensors:
+            if any(type(each) is _LiveKind for each in tokens):  # another number at every call
+                facts.read(partial(self._with_tensors_holds, holder, keys, tokens))
+            else:
+                facts.table(holder) if keys else facts.elements(holder)
         for space, _, read, _ in self._namespaces:
             facts.names(space, read)
-        for cell, _ in self._cells:
+        for cell, token in self._cells:
             if _content(cell) is Probes:  # empty
                 facts.read(partial(_content, cell))
+            elif type(token) is _LiveKind:
+                facts.read(partial(_kind_of, cell))
             else:
                 facts.attribute(cell, "cell_contents")
         for fn, *_ in self._functions:
@@ -277,8 +282,11 @@ class Probes:
                 facts.read(partial(self._looks_hold, *look))
         for read, _ in self._values:
             facts.read(read)
-        for optimizer, *_ in self._optimizers:
-            facts.states(optimizer)
+        for optimizer, read, _ in self._optimizers:
+            if any(map(self._live.keys_of, optimizer.state.values())):
+                facts.read(partial(read, optimizer))
+            else:
+                facts.states(optimizer)
 
     def _classes_hold(self) -> bool:
         return list(map(tuple, map(_values, self._classes.values()))) == self._defined
@@ -338,6 +346,10 @@ def _objects(leaves: Sequence[Any]) -> list[Any]:
     return [
         leaf for leaf in leaves if type(leaf) not in PLAIN and not issubclass(type(leaf), Tensor)
     ]
+
+
+def _kind_of(cell: types.CellType) -> type:
+    return type(_content(cell))
 
 
 def _content(cell: types.CellType) -> Any:

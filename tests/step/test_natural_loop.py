@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
+from functionalize.program.executable import Executable
 
 log = logging.getLogger("tests.natural_loop")
 
@@ -72,6 +73,42 @@ class Trainer:
         """The tensors that a step changes."""
         moments = [v for state in self.optimizer.state.values() for v in state.values()]
         return [*self.model.parameters(), *moments, self.last]
+
+
+def test_moving_state_does_not_make_replays_ask_every_guard(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers in attributes, of a module too, and in a closure are others at every call."""
+    slow: list[int] = []
+    resolve = Executable.resolve_slowly
+
+    def resolve_slowly(self: Any, leaves: Any) -> Any:
+        slow.append(1)
+        return resolve(self, leaves)
+
+    monkeypatch.setattr(Executable, "resolve_slowly", resolve_slowly)
+    trainer, count = Trainer(), 0
+    trainer.model.seen = 0  # type: ignore[assignment]
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        trainer.model.seen += 1  # type: ignore[operator]
+        loss: Tensor = trainer.model(x).square().mean()
+        loss.backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.scheduler.step()
+        trainer.meter.update(loss.item(), len(x))
+        trainer.losses.append(loss.item())
+        return loss.detach()
+
+    captured = fz.capture(step, audit=False)
+    for i in range(16):
+        captured(torch.full((4, 4), float(i)))
+    assert captured.stats.replays >= 12, captured.explain()
+    assert len(slow) <= 2
+    assert (count, trainer.model.seen) == (16, 16)
 
 
 def test_a_step_with_all_that_a_script_does_is_replayed(
