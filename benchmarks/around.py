@@ -1,6 +1,6 @@
 """The host's time of a replay around its ops: before them (guards, inputs) and after them (outputs, slots).
 
-    python -m benchmarks.around [--layers 4 16] [--runs 30] [--passes NAMES] [--forward] [--profile N]
+    python -m benchmarks.around [--layers 4 16] [--runs 30] [--passes NAMES] [--forward] [--loop] [--profile N]
 
     before      from the call to the first op: arguments flattened, guards, inputs
     ops         the program's ops
@@ -10,12 +10,14 @@
 A Llama of `examples.llama` of width 64 under FSDP2, in fp32, on a gloo mesh of one rank; fused AdamW; gradients stay
 until the next step. CPU time of the calling thread. Eager and replay alternate step by step in one process; medians.
 `--forward`: `capture(forward, backward=True)` instead, whose backward's `before` and `after` are added.
+`--loop`: the step also counts, sums and keeps its losses, prints a line to `os.devnull` and steps a scheduler.
 `--profile N`: the functions with the most time of their own, over N replays.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import gc
 import json
@@ -23,6 +25,7 @@ import math
 import os
 import pstats
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -122,40 +125,68 @@ def model_of(layers: int) -> nn.Module:
     return model
 
 
+class Loop:
+    """What a script does in Python in each step: a scheduler, a counter, an average, a list of losses, a line."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
+        self.steps, self.total = 0, 0.0
+        self.losses: list[float] = []
+
+    def after(self, loss: Tensor) -> None:
+        """The end of a step."""
+        self.scheduler.step()
+        self.steps += 1
+        value = loss.item()
+        self.total += value
+        self.losses.append(value)
+        print(f"step {self.steps}: {value:.4f}, {self.total / self.steps:.4f}")
+
+
 def step_of(
-    model: nn.Module, forward: Callable[..., Tensor], marks: Marks | None
+    model: nn.Module, forward: Callable[..., Tensor], marks: Marks | None, has_loop: bool = False
 ) -> Callable[[Tensor], Tensor]:
     """A training step around `forward`; with marks, the borders of its outer parts are noted as well."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    loop = Loop(optimizer) if has_loop else None
+
+    def note() -> None:
+        if marks is not None:
+            marks.at.append(now())
 
     def step(tokens: Tensor) -> Tensor:
         optimizer.zero_grad()
-        note = marks.at.append if marks is not None else lambda _: None
-        note(now())
+        note()
         loss = forward(tokens)
-        note(now())
+        note()
         loss.backward()
-        note(now())
+        note()
         optimizer.step()
+        if loop is not None:
+            loop.after(loss.detach())
         return loss.detach()
 
     return step
 
 
-def subject(layers: int, passes: str, is_forward: bool) -> tuple[Any, Any, Marks, int]:
+def subject(
+    layers: int, passes: str, is_forward: bool, has_loop: bool = False
+) -> tuple[Any, Any, Marks, int]:
     """An eager step, a step that is captured or whose forward is, the marks of the latter, the number of parameters."""
     eager_model, model, marks = model_of(layers), model_of(layers), Marks()
-    eager = step_of(eager_model, eager_model, None)
+    eager = step_of(eager_model, eager_model, None, has_loop)
     if is_forward:
         forward = fz.capture(model, backward=True, passes=passes, audit=False)
         return eager, (step_of(model, forward, marks), forward), marks, len([*model.parameters()])
-    captured = fz.capture(step_of(model, model, None), passes=passes, audit=False)
+    captured = fz.capture(step_of(model, model, None, has_loop), passes=passes, audit=False)
     return eager, (captured, captured), marks, len([*model.parameters()])
 
 
-def measure(layers: int, passes: str, is_forward: bool, runs: int) -> dict[str, Any]:
+def measure(
+    layers: int, passes: str, is_forward: bool, runs: int, has_loop: bool = False
+) -> dict[str, Any]:
     """Median seconds of the eager step, of the replay and of its parts."""
-    eager, (step, captured), marks, parameters = subject(layers, passes, is_forward)
+    eager, (step, captured), marks, parameters = subject(layers, passes, is_forward, has_loop)
     found: dict[str, list[float]] = {name: [] for name in ("eager", "replay", *PARTS)}
     generator = torch.Generator().manual_seed(1)
     for i in range(-8, runs):
@@ -220,6 +251,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--passes")
     parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--loop", action="store_true")
     parser.add_argument("--profile", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -232,7 +264,11 @@ def main() -> None:
         if args.profile:
             profile(args.layers[0], args.passes, args.forward, args.profile)
             return
-        results = [measure(n, args.passes, args.forward, args.runs) for n in args.layers]
+        out = open(os.devnull, "w") if args.loop else contextlib.nullcontext(sys.stdout)  # noqa: SIM115
+        with out as stream, contextlib.redirect_stdout(stream):
+            results = [
+                measure(n, args.passes, args.forward, args.runs, args.loop) for n in args.layers
+            ]
         dist.destroy_process_group()
     if args.json:
         print(json.dumps({"machine": machine(), "seconds": results}))
