@@ -15,7 +15,8 @@ Under FSDP2 eager reduces the gradients of several forwards in their common back
 reduces its own. So the first calls with a gradient run eagerly, and show whether a backward follows each forward
 before the next one. If not (two forwards of a discriminator, contrastive losses), all calls stay eager.
 
-Invariant: a loop that runs without a `CapturedCalls` runs with it.
+Invariant: a loop that runs without a `CapturedCalls` runs with it, but for one under FSDP2 that has one forward per
+backward in its first calls and two later: its backward then raises `UncapturableError`.
 Refusals: a module on which `Module.compile` was called is left as it is, and `explain` says so.
 """
 
