@@ -132,6 +132,15 @@ class Visit:
     moving: Path | None = None
 
 
+class GroupToken(str):
+    """The name of a process group, which may differ between processes: a saved program finds its groups by ranks."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "a process group"
+
+
 class Is:
     """The fact that an object is this very one."""
 
@@ -292,7 +301,7 @@ def of_torch(value: Any, names: NameFilter) -> Parts:
     if wrapped is not None:
         return Parts(("kind", kind), [Part("__wrapped__", wrapped)])
     if is_group(value):
-        return Parts((kind, group_name(value)))
+        return Parts((kind, GroupToken(group_name(value))))
     if not _BY_TEXT.isdisjoint(base.__name__ for base in kind.__mro__):
         return Parts((kind, str(getattr(value, "op", value))))
     if hasattr(kind, "__members__"):  # an enumeration of C++

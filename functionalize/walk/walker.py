@@ -133,8 +133,9 @@ class PythonState:
                 self._visit(self._unnamed.popleft())
             if done == len(self.late):
                 break
-            self._inside(*self.late[done])
-            done += 1
+            if all(self.late[done][1] is not known for _, known in self.late[:done]):
+                self._inside(*self.late[done])
+            done += 1  # an object of `late` may be found again
         self._alive.clear()
         self.roots.keep_outermost()
 
@@ -236,16 +237,8 @@ class PythonState:
         if name.startswith("+"):
             name = holder.name + name[1:]
         path = holder.path if part.key is SAME else (holder.path, part.key)
-        is_loose = is_loose or holder.is_loose
-        visit = Visit(
-            path,
-            name,
-            part.value,
-            place,
-            holder.is_fact and part.is_named,
-            is_loose,
-            holder.moving,
-        )
+        is_loose, is_fact = is_loose or holder.is_loose, holder.is_fact and part.is_named
+        visit = Visit(path, name, part.value, place, is_fact, is_loose, holder.moving)
         if visit.is_fact:
             if not self._is_replay:
                 self._note_slot(holder, visit)

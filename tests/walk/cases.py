@@ -200,7 +200,7 @@ READ: dict[str, Case] = {
     "getattr of text": (Settings, lambda v: getattr(v, f"{'kl'}"), set_("kl")),
     "match": (Settings, matched, set_("scale")),
     "attrgetter": (Settings, lambda v: operator.attrgetter("scale")(v), set_("scale")),
-    "globals": (lambda: None, lambda v: globals()["SETTINGS"].kl, set_settings(kl=2.0)),
+    "globals": (lambda: None, lambda v: imported.by_globals(), set_imported),
     "a class made in the step": (lambda: None, lambda v: Made().number, set_settings(l1=3.0)),
     "an autograd function": (
         lambda: None,
@@ -218,7 +218,7 @@ READ: dict[str, Case] = {
     "__eq__": (Special, lambda v: 2.0 if v == 1 else 1.0, hidden),
     "__getattr__": (Special, lambda v: v.anything, hidden),
     "__call__": (Special, lambda v: v(), hidden),
-    "eval": (lambda: None, lambda v: eval("SETTINGS.kl"), set_settings(kl=2.0)),
+    "eval": (lambda: None, lambda v: imported.by_eval(), set_imported),
     "an import": (lambda: None, lambda v: by_import(""), set_imported),
     "a name from an import": (lambda: None, lambda v: by_import("SCALE"), set_imported),
     "import_module": (lambda: None, lambda v: by_name(), set_imported),
