@@ -1,4 +1,4 @@
-"""`examples/training.py` under torchrun: as in eager, resumed from its checkpoint, and after a worker's failure."""
+"""`examples/training.py` under torchrun: as in eager, after a worker's failure, and resumed from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,19 +28,15 @@ def run(folder: Path, steps: int, *arguments: str, launch: tuple[str, ...] = ())
     return done.stdout.splitlines()
 
 
-def test_the_example_trains_as_in_eager_and_resumes(tmp_path: Path):
+def test_the_example_trains_as_in_eager_survives_a_failure_and_resumes(tmp_path: Path):
+    """torchrun starts all workers again; they resume from the last checkpoint, of step 5, as does another run."""
     eager = run(tmp_path / "eager", 15, "--eager")
     assert len(eager) == 15 and eager[0].startswith("step 1: loss ")
-    *whole, counts = run(tmp_path / "whole", 10)
-    assert whole == eager[:10], counts
-    found = re.match(r"microbatch: .* (\d+) replays", counts)
-    assert found is not None and int(found[1]) >= 20, counts
-    *resumed, counts = run(tmp_path / "whole", 15)
-    assert resumed == eager[10:], counts
-
-
-def test_the_example_survives_a_failure_of_a_worker(tmp_path: Path):
-    """torchrun starts all workers again; they resume from the last checkpoint."""
-    *lines, _ = run(tmp_path, 10, "--fail-at", "7", launch=("--max-restarts", "1"))
-    eager = run(tmp_path / "eager", 10, "--eager")
-    assert lines == eager[5:], lines
+    failing = run(tmp_path / "ours", 10, "--fail-at", "7", launch=("--max-restarts", "1"))
+    for (*lines, counts), expected in (
+        (failing, eager[5:10]),
+        (run(tmp_path / "ours", 15), eager[10:]),
+    ):
+        assert lines == expected, counts
+        found = re.match(r"microbatch: .* (\d+) replays", counts)
+        assert found is not None and int(found[1]) >= 10, counts

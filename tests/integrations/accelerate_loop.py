@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.integrations.loops import (
     loss_of,
     rows,
     tensors_of,
+    world_size,
 )
 
 
@@ -31,7 +31,7 @@ def accelerator_of() -> Any:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_size() > 1:
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,

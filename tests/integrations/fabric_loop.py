@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import lightning
@@ -23,9 +22,8 @@ from tests.integrations.loops import (
     loss_of,
     rows,
     tensors_of,
+    world_size,
 )
-
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def sharded(model: nn.Module, mesh: Any) -> nn.Module:
@@ -36,9 +34,11 @@ def sharded(model: nn.Module, mesh: Any) -> nn.Module:
 
 def train(captured: bool) -> Training:
     strategy: Any = "auto"
-    if WORLD > 1:
-        strategy = ModelParallelStrategy(sharded, data_parallel_size=WORLD, tensor_parallel_size=1)
-    fabric = lightning.Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
+    if world_size() > 1:
+        strategy = ModelParallelStrategy(
+            sharded, data_parallel_size=world_size(), tensor_parallel_size=1
+        )
+    fabric = lightning.Fabric(accelerator="cpu", devices=world_size(), strategy=strategy)
     fabric.launch()
     model: Any = Net()
     model = (

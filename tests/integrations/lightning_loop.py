@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import lightning
@@ -25,9 +24,9 @@ from tests.integrations.loops import (
     loss_of,
     rows,
     tensors_of,
+    world_size,
 )
 
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
@@ -42,7 +41,7 @@ class Module(lightning.LightningModule):
         if self.net is not None:
             return
         self.net = Net()
-        if WORLD > 1:
+        if world_size() > 1:
             mesh = self.device_mesh["data_parallel"]
             for block in self.net.blocks:
                 fully_shard(block, mesh=mesh)
@@ -64,7 +63,7 @@ class Module(lightning.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.counter.call(self.current_epoch)
-        self.log("val_loss", loss_of(self.net, *batch), sync_dist=WORLD > 1)
+        self.log("val_loss", loss_of(self.net, *batch), sync_dist=world_size() > 1)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
@@ -90,13 +89,13 @@ def train(captured: bool) -> Training:
     module = Module()
     callback = fz.integrations.lightning.CaptureModules()
     strategy = (
-        ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
-        if WORLD > 1
+        ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
+        if world_size() > 1
         else "auto"
     )
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=WORLD,
+        devices=world_size(),
         strategy=strategy,
         max_epochs=EPOCHS,
         accumulate_grad_batches=2,

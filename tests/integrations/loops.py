@@ -1,16 +1,24 @@
 """Training by a framework's own loop, once by eager and once with its integration; run by `test_frameworks.py`.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m tests.integrations.loops accelerate out.json
+    python -m tests.integrations.loops FOLDER accelerate.1 accelerate.2
 
-A process of its own: frameworks keep state of the process, and end process groups.
+writes FOLDER/accelerate.2.0 and so on: what rank 0 of two found, as JSON, or its traceback. Every rank is a process of
+its own, since frameworks keep state of the process and end process groups: a fork of this one, which has imported
+the frameworks, with the environment that torchrun makes.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
+import os
+import socket
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -125,20 +133,50 @@ def outcome(eager: Training, ours: Training) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    import importlib
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
-    framework, path = sys.argv[1:]
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of the frameworks
-    train = importlib.import_module(f"tests.integrations.{framework}_loop").train
-    found = outcome(train(captured=False), train(captured=True))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    with open(f"{path}.{rank}", "w") as file:
-        json.dump(found, file)
+
+def train_rank(case: str, folder: Path, port: int, rank: int) -> None:
+    """What a process does: train twice, and write what it found. case: a framework and a number of ranks."""
+    framework, world = case.split(".")
+    if int(world) > 1:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        values = map(str, (rank, rank, world, world, port))
+        os.environ.update(zip(names, values, strict=True))
+        os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID=case, GROUP_RANK="0")
+    out = folder / f"{case}.{rank}"
+    try:
+        train = importlib.import_module(f"tests.integrations.{framework}_loop").train
+        text = json.dumps(outcome(train(captured=False), train(captured=True)))
+    except BaseException:
+        out.write_text(traceback.format_exc())
+        os._exit(1)  # without a word to ranks that wait
+    out.write_text(text)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def main() -> None:
+    folder, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of the frameworks
+    for case in cases:
+        importlib.import_module(f"tests.integrations.{case.split('.')[0]}_loop")
+    fork = multiprocessing.get_context("fork")
+    for case in cases:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        ranks = [
+            fork.Process(target=train_rank, args=(case, Path(folder), port, rank))
+            for rank in range(int(case.split(".")[1]))
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+            process.kill()  # it waits for one that has failed
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ import torch._inductor.compile_fx  # looks for triton, too
 import torch.nn.attention.flex_attention
 
 import functionalize as fz
-from tests.integrations.loops import Counter, Training, tensors_of
+from tests.integrations.loops import Counter, Training, tensors_of, world_size
 
 STEPS, WARM_STEPS, VOCABULARY = 30, 10, 2048
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def without_accelerator() -> Any:
@@ -109,13 +108,13 @@ def config_of(torchtitan: Any) -> Any:
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.tokenizer, config.dataloader = Tokenizer.Config(), Tokens.Config()
-    config.training.local_batch_size, config.training.global_batch_size = 2, 4 * WORLD
+    config.training.local_batch_size, config.training.global_batch_size = 2, 4 * world_size()
     config.training.seq_len, config.training.steps = 16, STEPS
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
     config.checkpoint.enable = config.validator.enable = False
     config.dump_folder, config.debug.seed = tempfile.mkdtemp(), 3
-    config.parallelism.data_parallel_shard_degree = WORLD
+    config.parallelism.data_parallel_shard_degree = world_size()
     config.parallelism.spmd_backend = "partial_dtensor"
     return config
 

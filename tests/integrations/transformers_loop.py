@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 import functionalize as fz
-from tests.integrations.loops import EPOCHS, WARM, Counter, Training, tensors_of
+from tests.integrations.loops import EPOCHS, WARM, Counter, Training, tensors_of, world_size
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -68,7 +67,7 @@ def train(captured: bool) -> Training:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     torch.manual_seed(0)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=16,
