@@ -40,6 +40,9 @@ CALLS_BEFORE_PASSES = 8  # since passes cost several times a recording
 # On a step's first large program the passes take as long as some 20 eager steps. After 48 calls that is less than half
 # of the time of the run.
 CALLS_BEFORE_FIRST_PASSES, LARGE = 48, 1000  # LARGE: nodes; passes take a quarter of a second
+# Of most steps the first recording is not kept. So with passes the second one can wait as well: a recording takes as
+# long as some 5 eager steps, and 60 calls later both, and the passes, take less than half of the time of the run.
+CALLS_BEFORE_SECOND_RECORDING, MANY = 60, 500  # MANY: recorded ops
 _KINDS_TRUSTED = 2  # recorded kinds without a replay, before further kinds wait
 _KINDS_REMEMBERED = 4096
 _MOST_DOUBLINGS = 10

@@ -113,7 +113,8 @@ class CapturedStep(ReplayedStep):
 
     def explain(self) -> str:
         """Why each program exists, which guards missed, where each input comes from, what was refused."""
-        return explanation(self._name, self.stats, self._cache, self._refused.values())
+        waits = max((unkept.waits for unkept in self._warmups.values()), default=0)
+        return explanation(self._name, self.stats, self._cache, self._refused.values(), waits)
 
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
@@ -186,7 +187,6 @@ class CapturedStep(ReplayedStep):
                 return self._run_refused(refused, args, kwargs)
             call = Invocation(args, kwargs, leaves, spec, key)
             if self._vote is None and not self._cache.has(key) and self._is_skipped(call):
-                self.stats.rare += 1
                 return self._run_eagerly(args, kwargs)
             is_done, result = self._try_replay(call)
             if is_done:
@@ -211,10 +211,6 @@ class CapturedStep(ReplayedStep):
     def _leaves(self, flat: list[Any]) -> Sequence[Any]:
         """The leaves of the arguments with which the callable is called."""
         return flat
-
-    @property
-    def _has_settled(self) -> bool:
-        return bool(self.stats.captures or len(self._cache))
 
     def _skips_recording(self, call: Invocation) -> bool:
         """Whether to run this call eagerly, unrecorded; if ranks vote, all ranks decide alike."""
@@ -306,6 +302,7 @@ class CapturedStep(ReplayedStep):
                 self._unsettled.add(call.reason, agreed.outcome.reason)
             elif self._kinds.defers:  # all ranks decide together which calls they record
                 self._vote = votes | self._vote
+            self._let_wait(call.key, run.recorder)
 
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         """The program of a recording, after the passes."""

@@ -28,9 +28,9 @@ from functionalize.walk.parts import Held
 
 
 def explanation(
-    name: str, stats: Stats, programs: ProgramCache, refused: Iterable[Exception]
+    name: str, stats: Stats, programs: ProgramCache, refused: Iterable[Exception], waits: int
 ) -> str:
-    """The text of `CapturedStep.explain`."""
+    """The text of `CapturedStep.explain`. waits: the number of calls before the next recording."""
     counts = [
         counted(len(programs), "program"),
         counted(stats.replays, "replay"),
@@ -52,6 +52,10 @@ def explanation(
     if stats.waiting:
         counts.append(f"{stats.waiting} of them while a program waited for its passes")
     lines = [f"{name}: {', '.join(counts)}"]
+    if waits:
+        lines.append(
+            f"the next recording, and its passes, wait: {counted(waits, 'more call')} must come first"
+        )
     for number, cached in enumerate(programs, 1):
         lines += _of_program(number, cached)
     lines += _templates(list(programs))

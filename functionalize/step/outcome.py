@@ -65,10 +65,13 @@ class Unkept:
     """The recordings of one kind of call that were not kept.
 
     reasons: the number of recordings for each reason, numbers left out. summary: that of the last recording.
+    waits: the number of calls that run eagerly before the next recording. has_waited: whether there were such calls.
     """
 
     summary: RecordingSummary
     reasons: Counter[str] = field(default_factory=Counter)
+    waits: int = 0
+    has_waited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ from functionalize.state.python_effects import repeat
 from functionalize.state.sources import leave
 from functionalize.step.cache import (
     CALLS_BEFORE_PASSES,
+    CALLS_BEFORE_SECOND_RECORDING,
+    MANY,
     CachedProgram,
     Kinds,
     ProgramCache,
@@ -46,7 +48,7 @@ from functionalize.step.stages import (
 )
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
-from functionalize.step.vote import Level, RankVote
+from functionalize.step.vote import Level, RankVote, reads_numbers
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.walk.live_places import NO_PLACES
 
@@ -197,19 +199,40 @@ class ReplayedStep:
     def _calls_before_passes(self, recorded: Program, call: Invocation) -> int:
         """How many calls must show that a program is of use before the passes run.
 
-        None where the ranks or a report compare the result of the passes.
+        None if as many have waited for the recording.
         """
-        options = self._options
-        if self._lengths is not None and self._lengths.wants(call.key):
-            return 0
-        if options.compares or options.memory or not (self._kinds.defers and options.rewrites):
+        unkept = self._warmups.get(call.key)
+        if not self._passes_may_wait(call.key) or (unkept is not None and unkept.has_waited):
             return 0
         return self._cache.calls_before_passes(call.key, recorded)
 
+    def _passes_may_wait(self, key: Hashable) -> bool:
+        """Whether passes may run later: the ranks, a report or a prediction do not compare their result."""
+        options = self._options
+        if self._lengths is not None and self._lengths.wants(key):
+            return False
+        compares = options.compares or options.memory
+        return self._kinds.defers and options.rewrites and not compares
+
+    def _let_wait(self, key: Hashable, recorder: Recorder) -> None:
+        """After the first recording of a large step, which is not kept: the next one, and the passes, may wait.
+
+        Ranks that vote, or will, record alike: theirs do not wait.
+        """
+        is_first = self.stats.warmups == 1 and not self._has_settled
+        if not is_first or len(recorder.records) < MANY or not self._passes_may_wait(key):
+            return
+        if self._vote is None and not reads_numbers(recorder):
+            unkept = self._warmups[key]
+            unkept.waits, unkept.has_waited = CALLS_BEFORE_SECOND_RECORDING, True
+
+    @property
+    def _has_settled(self) -> bool:
+        return bool(self.stats.captures or len(self._cache))
+
     def _is_rare(self, call: Invocation) -> bool:
         """Whether calls of this kind, which was never recorded, came too seldom to be recorded."""
-        has_settled = bool(self.stats.captures or len(self._cache))
-        if has_settled and self._lengths is not None and self._lengths.wants(call.key):
+        if self._has_settled and self._lengths is not None and self._lengths.wants(call.key):
             return False
         known = call.key in self._warmups or self._cache.has(call.key)
         return self._kinds.is_rare(call.key) and not known
@@ -265,7 +288,18 @@ class ReplayedStep:
     # -- predictions ---------------------------------------------------------------------------
 
     def _is_skipped(self, call: Invocation) -> bool:
-        """Whether to run a call without a program eagerly, as its kind is rare; else its program may be predicted."""
+        """Whether to run a call without a program eagerly, as its recording waits or its kind is rare."""
+        unkept = self._warmups.get(call.key)
+        if unkept is not None and unkept.waits:
+            unkept.waits -= 1
+            self.stats.waiting += 1
+            return True
+        is_rare = self._is_unpredicted(call)
+        self.stats.rare += is_rare
+        return is_rare
+
+    def _is_unpredicted(self, call: Invocation) -> bool:
+        """Whether the kind of a call without a program is rare; else its program may be predicted."""
         lengths = self._lengths
         if lengths is None or call.key in self._warmups or not lengths.can_predict(call.key):
             return self._is_rare(call)

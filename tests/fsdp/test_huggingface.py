@@ -59,7 +59,9 @@ def masks_in_turn() -> Verdict:
 
 
 def experts_through_passes() -> Verdict:
-    return compare_twins(lambda: seeded(build_mixtral), train, text(), passes="default")
+    return compare_twins(
+        lambda: seeded(build_mixtral), train, text(), passes="default", record_after=1
+    )
 
 
 def test_experts_through_the_default_pipeline() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.errors import PassError
@@ -154,6 +154,47 @@ def test_the_passes_of_a_large_program_run_at_once_if_every_kind_is_recorded_at_
     for _ in range(4):
         step(torch.zeros(3))
     assert step.stats.waiting == 0 and step.stats.replays > 0
+
+
+def deep_twins() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """A model twice whose step has so many ops that its second recording may wait."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(50)))
+        found.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)))
+    return found
+
+
+def test_the_second_recording_of_a_large_step_waits_until_it_pays() -> None:
+    (model, optimizer), (twin, other) = deep_twins()
+    eager = make_step(twin, other)
+    step = fz.capture(make_step(model, optimizer), passes="default", audit=False)
+
+    def call(i: int) -> None:
+        assert torch.equal(step(batch(i)), eager(batch(i)))
+        assert same_state(model, twin)
+
+    call(0)
+    assert step.stats.warmups == 1
+    for left in range(60, 0, -1):
+        assert f"the next recording, and its passes, wait: {left} more call" in step.explain()
+        call(left)
+    assert (step.stats.waiting, step.stats.eager, step.program) == (60, 60, None)
+    call(61)
+    assert step.stats.captures == 1 and step.program is not None and step.program.history
+    assert "wait:" not in step.explain()
+    call(62)
+    assert step.stats.replays == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"passes": "default", "record_after": 1}])
+def test_the_second_recording_of_a_large_step_does_not_wait_otherwise(options: Any) -> None:
+    model, optimizer = deep_twins()[0]
+    step = fz.capture(make_step(model, optimizer), audit=False, **options)
+    for i in range(3):
+        step(batch(i))
+    assert (step.stats.waiting, step.stats.replays) == (0, 1)
 
 
 class Fails(Pass):
