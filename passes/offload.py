@@ -225,7 +225,7 @@ def _copy_to(node: fx.Node, device: torch.device, name: str, phase: str) -> fx.N
         {"device": device, "non_blocking": True},
         name,
     )
-    copy.meta.update((k, v) for k, v in node.meta.items() if k in ("stack_trace", "seq_nr"))
+    copy.meta.update((k, v) for k, v in node.meta.items() if k in ("stack_trace", "module"))
     copy.meta["phase"] = phase
     set_value(copy)
     return copy

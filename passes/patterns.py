@@ -42,6 +42,7 @@ from torch import Tensor, fx
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import geometry_of, tensor_metadata
 from functionalize.ir.waits import WAIT
+from functionalize.tape.queries import AUTOGRAD
 from passes.metadata import set_value
 
 aten = torch.ops.aten
@@ -371,7 +372,7 @@ def _is_contiguous(node: Any) -> bool:
 
 # -- making nodes ----------------------------------------------------------------------------------
 
-_META = ("stack_trace", "seq_nr", "autograd_node")
+_META = ("stack_trace", *AUTOGRAD)
 
 
 class Maker:

@@ -40,6 +40,7 @@ from functionalize.errors import PassError
 from functionalize.planning.time.costs import machine_named, seconds
 from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
+from functionalize.tape.queries import AUTOGRAD
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import revalue, set_value
@@ -278,15 +279,13 @@ def _repeat(graph: fx.Graph, periods: list[Period]) -> None:
     reads = [read for period in periods for read in period.reads]
     reads = [(reader, value) for reader, value in reads if value in reader.all_input_nodes]
     before, copies = reads[0][0], dict[fx.Node, fx.Node]()
-    place: dict[str, Any] = {
-        k: before.meta[k] for k in ("phase", "seq_nr", "autograd_node") if k in before.meta
-    }
+    place = {k: before.meta[k] for k in ("phase", *AUTOGRAD) if k in before.meta}
 
     def copy(node: fx.Node) -> fx.Node:
         if node not in copies:
             with graph.inserting_before(before):
                 copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-            copies[node].meta = {**node.meta, **place}
+            copies[node].meta = {k: v for k, v in node.meta.items() if k not in AUTOGRAD} | place
             set_value(copies[node])
         return copies[node]
 

@@ -20,6 +20,7 @@ ORDER = [
     "_compat",
     "util",
     "ir",
+    "tape",
     "discharge",
     "program",
     "templates",

@@ -19,17 +19,15 @@ BACKWARD, RECOMPUTE = "backward", "recompute"
 _current_node, _current_task = torch._C._current_autograd_node, torch._C._current_graph_task_id
 
 
-def autograd_position() -> tuple[int, str | None, str | None]:
-    """The sequence number of the autograd node of the op being dispatched; in a backward also its name and the phase.
+def autograd_position() -> tuple[int | None, str | None, str | None]:
+    """The sequence number and the name of the autograd node that runs the current op, and the phase; None in a forward.
 
-    In a forward, autograd makes the node just before the op is dispatched, so its number is the counter minus one. The
-    callbacks at the end of a backward run outside of any node. In a backward without `retain_graph`, gradients are
+    The callbacks at the end of a backward run outside of any node. In a backward without `retain_graph`, gradients are
     enabled only in a recomputed forward, as of activation checkpointing.
     """
     node = _current_node()
     if node is None:
-        inside = _current_task() != -1
-        return torch.autograd._get_sequence_nr() - 1, None, BACKWARD if inside else None
+        return None, None, BACKWARD if _current_task() != -1 else None
     again = torch.is_grad_enabled() and not graph_is_kept()
     return node._sequence_nr(), node.name(), RECOMPUTE if again else BACKWARD
 
@@ -56,14 +54,45 @@ ENGINE = torch.autograd.graph._engine_run_backward.__code__
 FIRST_OF_LEAVES = 2**62
 
 
+def is_of_leaf(number: int) -> bool:
+    """Whether a number is that of a node that accumulates a leaf's gradient; a recording numbers these below 0."""
+    return number < 0 or number >= FIRST_OF_LEAVES
+
+
 def graph_task() -> int:
     """The unique number of the running backward; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
 
 
-def next_node_number() -> int:
-    """The sequence number that the next autograd node of this thread will have."""
-    return int(torch.autograd._get_sequence_nr())
+# Returns the sequence number that the next autograd node of this thread will have.
+next_node_number = torch.autograd._get_sequence_nr
+
+
+def _lines_of(code: Any) -> tuple[str, range]:
+    lines = [line for *_, line in code.co_lines() if line is not None]
+    return code.co_filename, range(min(lines), max(lines) + 1)
+
+
+_FUNCTION_FILE, _FUNCTION_LINES = _lines_of(torch.autograd.Function.apply.__func__.__code__)  # type: ignore[attr-defined]
+_ENGINE_FILE, _ENGINE_LINES = _lines_of(ENGINE)
+
+
+def is_function_frame(filename: str, line: int) -> bool:
+    """Whether a frame is that of `Function.apply`, in which the forward of an `autograd.Function` runs."""
+    return filename == _FUNCTION_FILE and line in _FUNCTION_LINES
+
+
+def is_engine_frame(filename: str, line: int) -> bool:
+    """Whether a frame is that of the call of autograd's engine."""
+    return filename == _ENGINE_FILE and line in _ENGINE_LINES
+
+
+def function_entry() -> tuple[Any, str]:
+    """(module, name) of a function that `Function.apply` calls with its arguments before it makes its node.
+
+    `apply` itself is read by many modules at import time, so a replacement of it would be missed (torch 2.1 to 2.15).
+    """
+    return torch._functorch.utils, "unwrap_dead_wrappers"
 
 
 def in_backward() -> bool:

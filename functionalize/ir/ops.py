@@ -217,6 +217,14 @@ def _collect(arg: Any, found: list[TensorRef]) -> None:
             _collect(a, found)
 
 
+class Made(NamedTuple):
+    """Autograd nodes by their sequence numbers. enabled: whether gradients were enabled for the op after them."""
+
+    first: int
+    last: int
+    enabled: bool
+
+
 @dataclass(slots=True)
 class OpRecord:
     """One dispatched op (below autograd), or one storage resize.
@@ -224,8 +232,10 @@ class OpRecord:
     target, args, kwargs, outputs: the call, with a `TensorRef` for every tensor.
     resized: (serial, bytes) of storages that the op resized as a side effect (`out=`, `aten.resize_`).
     traceback: the Python stack of the call.
-    seq_nr, autograd_node: the sequence number of the autograd node of the op, and its name if that node ran the op.
+    seq_nr, autograd_node: the sequence number and the name of the autograd node that ran the op; None outside of one.
     phase: "backward" or "recompute" for an op that ran inside a backward, else None.
+    makes: the autograd nodes that were made between the op before and this one.
+    tape: the notes of the recording about autograd, see `tape/notes.py`. thread: that ran it; 0 is the recording's.
     meta: "born": {serial: (bytes, device)} of the storages that the op made; further entries of single rules.
     live: whether an argument may be a `LiveNumber` (see `scalars.py`).
     """
@@ -239,6 +249,9 @@ class OpRecord:
     seq_nr: int | None = None
     autograd_node: str | None = None
     phase: str | None = None
+    makes: Made | None = None
+    tape: Any = None
+    thread: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     live: bool = False
 

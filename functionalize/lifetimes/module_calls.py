@@ -22,10 +22,10 @@ from typing import Any
 from torch import nn
 
 from functionalize._compat.autograd import (
-    FIRST_OF_LEAVES,
     Position,
     current_node_leaf,
     in_backward,
+    is_of_leaf,
     next_node_number,
 )
 from functionalize._compat.dispatch import current_modes
@@ -91,7 +91,7 @@ class ModuleCalls:
         number = position[0]
         if number is None:
             return ""
-        if number >= FIRST_OF_LEAVES:
+        if is_of_leaf(number):
             return self._leaves.get(id(current_node_leaf()), "")
         return self._modules[bisect_right(self._numbers, number) - 1]
 

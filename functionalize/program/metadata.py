@@ -3,7 +3,12 @@
 val            a fake tensor like the node's value
 tensor_meta    its size, stride and dtype, as FX passes read them
 stack_trace    the user's frames
-seq_nr         the sequence number of the autograd node; autograd_node: its name
+seq_nr         the autograd node in which the op ran, else the one that it made, so that equal numbers join forward and
+               backward; numbered in the order of the step, not by autograd; absent if there is no such node
+autograd_node  the name of the node, of an op that ran in one
+makes_seq_nr   the node that an op in a backward made: of a recomputation, and with `create_graph`
+forward_stack_trace    the user's frames of the op that made the node in which this op ran
+forward_seq_nr         where no op of the graph made that node (it was a view): the node of the op that reads the view
 original_aten  the op that was recorded, where the node is its functional counterpart
 phase          the part of a training step that the op belongs to, see `ir/phases.py`
 module         the module that the op belongs to, if that was recorded
@@ -14,20 +19,24 @@ data has the geometry that was recorded for it in `sized`; an early guard checks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes
 from functionalize.ir.inputs import InputSpec
-from functionalize.ir.ops import Geometry, TensorRef, geometry_of, tensor_metadata
+from functionalize.ir.ops import Geometry, OpRecord, TensorRef, geometry_of, tensor_metadata
 from functionalize.ir.phases import set_phases
+from functionalize.tape.ownership import ownership_of
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.user_stack import trace_and_update
+
+TextOf = Callable[[CapturedTraceback | None], tuple[str | None, bool]]
 
 
 class GraphWithInputs(Protocol):
@@ -54,23 +63,25 @@ def read_records(graph: fx.Graph) -> None:
     """Fill the metadata that comes from the recorded ops, and drop the records."""
     # By traceback: many nodes share a record, and all records of a backward share one traceback.
     known: dict[int, tuple[str | None, bool]] = {}
+
+    def text_of(traceback: CapturedTraceback | None) -> tuple[str | None, bool]:
+        found = known.get(id(traceback))
+        if found is None:
+            found = known[id(traceback)] = trace_and_update(traceback)
+        return found
+
     updates: list[fx.Node] = []
+    tape = _Tape((n.meta["record"] for n in graph.nodes if "record" in n.meta), text_of)
     for node in graph.nodes:
         record = node.meta.get("record")
         if record is None:
             continue
-        stack = id(record.traceback)
-        if stack not in known:
-            known[stack] = trace_and_update(record.traceback)
-        trace, update = known[stack]
+        trace, update = text_of(record.traceback)
         if update:
             updates.append(node)
         if trace:
             node.meta["stack_trace"] = trace
-        if record.seq_nr is not None:
-            node.meta["seq_nr"] = record.seq_nr
-        if record.autograd_node is not None:
-            node.meta["autograd_node"] = record.autograd_node
+        tape.annotate(node.meta, record)
         if record.meta.get("module"):
             node.meta["module"] = record.meta["module"]
         node.meta["original_aten"] = record.target
@@ -79,6 +90,35 @@ def read_records(graph: fx.Graph) -> None:
     set_phases(graph, updates)
     for node in graph.nodes:
         node.meta.pop("record", None)
+
+
+class _Tape:
+    """The autograd nodes of the ops of one graph."""
+
+    def __init__(self, records: Iterable[OpRecord], text_of: TextOf) -> None:
+        noted = [record for record in records if record.tape is not None]
+        self._ownership = ownership_of(noted[0].tape) if noted else None
+        emitted = set(map(id, noted))
+        self._readers = self._ownership.readers(emitted) if self._ownership is not None else {}
+        self._text_of = text_of
+
+    def annotate(self, meta: dict[str, Any], record: OpRecord) -> None:
+        """Fill what comes from the autograd nodes of an op."""
+        if self._ownership is None:
+            return
+        ran_in, made = self._ownership.of(record)
+        if ran_in is None:
+            if made is not None:
+                meta["seq_nr"] = made
+            return
+        meta["seq_nr"], meta["autograd_node"] = ran_in, record.autograd_node
+        if made is not None:
+            meta["makes_seq_nr"] = made
+        if ran_in in self._readers:
+            meta["forward_seq_nr"] = self._readers[ran_in]
+        maker = self._ownership.maker(record)
+        if maker is not None and (trace := self._text_of(maker.traceback)[0]):
+            meta["forward_stack_trace"] = trace
 
 
 def _recorded(outputs: Any, born: Mapping[int, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 program(*args)                replay                    program.lower()       a graph module with the epilogue
 program.print_readable()      graph and epilogue        program.save(path)    a file, for `functionalize.load`
+program.forward_of(node)      of a backward op          program.backward_of(node)    of a forward op
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functionalize.program.executable import Executable
 from functionalize.program.lower import lower
 from functionalize.program.printer import program_text
 from functionalize.program.program_file import save_program
+from functionalize.tape.queries import backward_of, forward_of
 
 
 @dataclass(eq=False)
@@ -39,6 +41,21 @@ class Program(Executable):
         if print_output:
             print(text)
         return text
+
+    def forward_of(self, node: fx.Node | str) -> list[fx.Node]:
+        """The ops that made the autograd node in which a backward op ran, in the order of the graph.
+
+        For the backward of a view without a node of its own, the op that reads the view. Empty for an op that ran in
+        no autograd node, and in one that no op of this graph made: of a leaf, of an `autograd.Function` without ops.
+        node: a node of the graph, or its name. Raises `LookupError` for a name of none.
+        """
+        self.describe()
+        return forward_of(self.graph, node)
+
+    def backward_of(self, node: fx.Node | str) -> list[fx.Node]:
+        """The ops that ran in the autograd node that an op made, in the order of the graph; see `forward_of`."""
+        self.describe()
+        return backward_of(self.graph, node)
 
     def lower(self) -> fx.GraphModule:
         """A `GraphModule` over the tensor leaves of the arguments, with the epilogue as ops at its end.

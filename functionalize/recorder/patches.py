@@ -31,6 +31,7 @@ from typing import Any, Self
 import torch
 from torch.autograd.profiler import record_function
 
+from functionalize._compat.autograd import function_entry
 from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
@@ -39,6 +40,7 @@ from functionalize.recorder import rng_patches as generators
 from functionalize.recorder.checks import Checks
 from functionalize.scalars import scalar_patches as number_patches
 from functionalize.scalars.scalar_arguments import ScalarArguments
+from functionalize.tape.notes import TapeNotes
 from functionalize.util.patching import Patch, Patches
 
 # How Python reads a tensor without an op, and what to do instead.
@@ -58,11 +60,13 @@ class Watcher(TorchDispatchMode):
     checks: notes what a replay cannot repeat; None if there will be no replay.
     scalar_arguments: the live numbers of the recording as arguments of ops; None if its numbers are not live.
     step_notes: the notes of a recording of memory (see lifetimes/notes.py), while it is active.
+    tape: the notes about autograd's nodes, of a recording that becomes a program.
     """
 
     checks: Checks | None = None
     scalar_arguments: ScalarArguments | None = None
     step_notes: Any = None
+    tape: TapeNotes | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,6 +215,17 @@ def _undispatched(original: Any) -> Any:
     return undispatched
 
 
+def _noted_function(original: Any) -> Any:
+    def unwrap_dead_wrappers(args: tuple[Any, ...]) -> Any:
+        for recorder in _recorders():
+            if recorder.tape is not None:
+                recorder.tape.function_called(args)
+        return original(args)
+
+    unwrap_dead_wrappers.__doc__ = original.__doc__
+    return unwrap_dead_wrappers
+
+
 def _uncompiled(original: Any) -> Any:
     def callback_from_stance(callback: Any) -> Any:
         return None if _watchers() else original(callback)
@@ -233,6 +248,8 @@ def _capture_patches() -> Iterator[Patch]:
         yield frames, "_callback_from_stance", _uncompiled(frames._callback_from_stance)
     for name in ("__enter__", "__exit__"):
         yield record_function, name, _undispatched(getattr(record_function, name))
+    owner, name = function_entry()
+    yield owner, name, _noted_function(getattr(owner, name))
     work = work_class()
     if work is not None:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)

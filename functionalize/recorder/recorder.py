@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from functionalize._compat.autograd import autograd_position
+from functionalize._compat.autograd import autograd_position, next_node_number
 from functionalize._compat.dispatch import disable_current_modes, is_traceable_wrapper_subclass_type
 from functionalize._compat.distributed import is_dtensor_type
 from functionalize._compat.fakes import FakeTensor
@@ -42,6 +42,7 @@ from functionalize.scalars.live_scalars import SYMBOLIC, as_live, plain
 from functionalize.scalars.live_text import learn_texts
 from functionalize.scalars.scalar_arguments import ScalarArguments, has_live
 from functionalize.scalars.scalar_log import FOREIGN_NUMBER, FrozenScalar, ScalarLog
+from functionalize.tape.notes import TapeNotes
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import located
 
@@ -77,13 +78,12 @@ class Recorder(Watcher):
     for_real: the step must run to its end, also if an op cannot be recorded. None: as `ignore_fake`; a step in a fake
     world runs on fakes alone and passes it.
     observer: notes when storages are allocated and freed (see lifetimes/observer.py).
-
-    records: the op stream.
+    records: the op stream. tape: the notes about autograd's nodes.
     scalars: the numbers that Python read, if numbers are not live; live ones are in `scalar_log`.
     failed: the exception that an op raised, and the op's record.
     arguments: numbers of the storages of tensor arguments, for `early_records`. calls: see `CallLog`.
-    python_effects: what the step did to Python objects and a replay repeats, in its order: pairs of an effect and its
-    value (see state/python_effects.py). The value may hold tensors and live numbers.
+    python_effects: what the step did to Python objects and a replay repeats, in order: pairs of an effect and its value
+    (see state/python_effects.py), which may hold tensors and live numbers.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Recorder(Watcher):
         super().__init__()
         self.live = live
         self.records: list[OpRecord] = []
+        self.tape: TapeNotes = TapeNotes(self.records)
         self.scalars: list[FrozenScalar] = []
         self.failed: tuple[BaseException, OpRecord] | None = None
         self.arguments: set[int] = set()
@@ -118,6 +119,7 @@ class Recorder(Watcher):
 
     def start(self) -> None:
         self.storages.holds_externals = True
+        self.tape.start()
         self.calls.streams = (sys.stdout, sys.stderr)
         self.checks.begin()
         if self.observer is not None:
@@ -173,9 +175,13 @@ class Recorder(Watcher):
             if out is not NotImplemented:
                 return out
         seq_nr, node, phase = autograd_position()
-        # Outside of a backward no stack is shared, and the calling frame need not be looked up.
+        # Outside of a backward no stack is shared: the calling frame need not be looked up.
         stack = stack_here() if phase is None else self._stacks.here()
-        record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase)
+        record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase, None, self.tape)
+        if phase is not None:
+            self.tape.note_backward(record, args)
+        elif next_node_number() != self.tape.made:
+            self.tape.moved(record, args)
         if func is _LIFT_FRESH and self.storages.info_of(args[0]) is None:
             return self._literal(args[0])
         checks = self.checks
@@ -366,6 +372,7 @@ class Recorder(Watcher):
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
         """`UntypedStorage.resize_` was called, which does not dispatch; `original` carries it out."""
         record = OpRecord(RESIZE_STORAGE, (), {}, None, (), stack_here(), *autograd_position())
+        record.tape = self.tape
         info = self.storages.info_at(storage)
         size = plain(size)
         try:

@@ -11,9 +11,9 @@
     mm = aten.mm(x, w)          in: x, w   out: mm   saved: mm       (relu's backward reads relu, mm's reads x and w)
     mm_1, mm_2 (its backward)   out: the gradients of x and of w
 
-Forward and backward are matched by autograd's sequence number, which FX keeps in `node.meta["seq_nr"]`: a backward
-belongs to the first op of the forward that has the number and makes a storage. Ops of FSDP2's hooks in backward are
-counted with the autograd node in which they run, and so are recomputed ops (checkpointing).
+Forward and backward are matched by autograd's nodes (`tape/queries.py`): a backward belongs to the first op of the
+forward that made its node and makes a storage. Ops of FSDP2's hooks in backward are counted with the autograd node in
+which they run, and so are recomputed ops (checkpointing).
 Invariants: a storage is counted by the one op that makes it; sums over the rows are sums over storages. Needs a
 described program; linear in nodes and edges. The backward's columns are 0 for an op without one, and without phases.
 """
@@ -32,6 +32,7 @@ from functionalize.planning.timeline.categories import is_part
 from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.metadata import tensors_of
 from functionalize.program.program import Program
+from functionalize.tape.queries import forward_number, made_by
 
 
 class Quantities(NamedTuple):
@@ -57,17 +58,17 @@ def quantities(program: Program) -> list[Quantities]:
     live = Liveness(program.graph)
     readers = _Readers(live)
     backwards = _backwards(live.nodes)
-    numbered = [n for n in live.nodes if phase_of(n) == FORWARD and "seq_nr" in n.meta]
+    numbered = [n for n in live.nodes if phase_of(n) == FORWARD and made_by(n) is not None]
     makers = [n for n in numbered if any(live.nodes[s.first] is n for s in live.of[n])]
     # Later entries overwrite: the first op that makes a storage, else the first op.
-    owner = {n.meta["seq_nr"]: n for n in (*reversed(numbered), *reversed(makers))}
+    owner = {made_by(n): n for n in (*reversed(numbered), *reversed(makers))}
     known = any(phase_of(n) for n in live.nodes)
     rows = []
     for node in live.nodes:
         if node.op != "call_function" or is_part(node) or (known and phase_of(node) != FORWARD):
             continue
         made = [s for s in live.of[node] if live.nodes[s.first] is node]
-        number = node.meta.get("seq_nr", -1)
+        number = made_by(node)
         backward = backwards.get(number, []) if owner.get(number) is node else []
         if not made and not backward:
             continue
@@ -103,12 +104,13 @@ class _Readers:
         return any(phase_of(n) in (BACKWARD, RECOMPUTE) for n in self._readers[storage])
 
 
-def _backwards(nodes: list[fx.Node]) -> dict[int, list[fx.Node]]:
-    """seq_nr -> the ops of the backward whose autograd node has this number."""
-    found: dict[int, list[fx.Node]] = {}
+def _backwards(nodes: list[fx.Node]) -> dict[int | None, list[fx.Node]]:
+    """The number of an autograd node -> the ops of its backward."""
+    found: dict[int | None, list[fx.Node]] = {}
     for node in nodes:
-        if phase_of(node) in (BACKWARD, RECOMPUTE) and node.meta.get("autograd_node"):
-            found.setdefault(node.meta["seq_nr"], []).append(node)
+        number = forward_number(node)
+        if phase_of(node) in (BACKWARD, RECOMPUTE) and number is not None:
+            found.setdefault(number, []).append(node)
     return found
 
 

@@ -1,0 +1,131 @@
+"""What a recording notes about autograd, beside the number of the running node in each op's record.
+
+    y = x * w          the counter of autograd nodes moves: `moved` returns the number of its node
+    z = y.detach()     it does not: the op makes no node
+    Gate.apply(z)      an `autograd.Function`: a node of its own, also if its forward runs no op
+
+Autograd counts nodes per thread, and makes the node of an op just before the op is dispatched. So an op has made a
+node iff the counter moved since the op before it, and gradients are enabled. `ownership.py` evaluates the notes.
+Invariant: the notes keep no tensor alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.autograd import FIRST_OF_LEAVES, current_node_leaf, next_node_number
+from functionalize._compat.stacks import CapturedTraceback, stack_here
+from functionalize.ir.ops import Made, OpRecord
+
+
+class FunctionCall(NamedTuple):
+    """A call of an `autograd.Function` that made a node.
+
+    number: of the node. thread: that made it; 0 is the thread of the recording. at: the number of records before it.
+    """
+
+    number: int
+    thread: int
+    at: int
+    traceback: CapturedTraceback
+
+
+class Leaf(NamedTuple):
+    """A leaf that the step uses. maker: the first op or `Function` that used it, for which autograd made its node."""
+
+    weak: weakref.ref[Tensor]
+    maker: OpRecord | FunctionCall | None
+
+
+class TapeNotes:
+    """The notes of one recording.
+
+    records: the op stream, which the recorder extends.
+    made: the number that the next node of the recording's thread has, as of the last op.
+    leaves: the leaves into which a backward has accumulated a gradient.
+    """
+
+    def __init__(self, records: list[OpRecord]) -> None:
+        self.records = records
+        self.functions: list[FunctionCall] = []
+        self.leaves: list[Leaf] = []
+        self._used: dict[int, Leaf] = {}  # by the id of the tensor
+        self._numbers: dict[int, int] = {}  # id of a `Leaf` in `leaves` -> the number of its node
+        self.resolved: Any = None  # see `ownership.ownership_of`
+        self.made = 0
+        self._main = 0
+        self._made: dict[int, int] = {}  # thread -> the same number, of other threads
+
+    def start(self) -> None:
+        """The recording begins, or goes on, in this thread."""
+        self._main, self.made = threading.get_ident(), next_node_number()
+
+    def thread(self) -> int:
+        """The running thread; 0 is the thread of the recording."""
+        found = threading.get_ident()
+        return 0 if found == self._main else found
+
+    def moved(self, record: OpRecord, args: Iterable[Any]) -> None:
+        """Note the nodes that were made since the op before the one that is being dispatched, and its leaves."""
+        thread, made = self.thread(), next_node_number()
+        before = self._swap(thread, made)
+        if made > before:
+            record.makes = Made(before, made - 1, torch.is_grad_enabled())
+            self._use(args, record)
+
+    def _use(self, args: Iterable[Any], maker: OpRecord | FunctionCall) -> None:
+        for a in args:
+            if isinstance(a, Tensor):
+                if a.requires_grad and a.is_leaf:
+                    found = self._used.get(id(a))
+                    if found is None or found.weak() is not a:
+                        self._used[id(a)] = Leaf(weakref.ref(a), maker)
+            elif type(a) is list or type(a) is tuple:
+                self._use(a, maker)
+
+    def _swap(self, thread: int, made: int) -> int:
+        if thread:
+            # Of the first op of another thread, at most the newest node is its own.
+            before = self._made.get(thread, made - 1)
+            self._made[thread] = made
+        else:
+            before, self.made = self.made, made
+        return before
+
+    def function_called(self, args: Iterable[Any]) -> None:
+        """An `autograd.Function` is about to make its node. It makes one also without need for gradients."""
+        thread, number = self.thread(), next_node_number()
+        self._swap(thread, number + 1)
+        needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if needed and torch.is_grad_enabled():
+            call = FunctionCall(number, thread, len(self.records), stack_here())
+            self.functions.append(call)
+            self._use(args, call)
+
+    def note_backward(self, record: OpRecord, args: Iterable[Any]) -> None:
+        """Note the thread of an op in a backward, the leaf of its node, and the node that it makes itself."""
+        if threading.get_ident() != self._main:
+            record.thread = self.thread()
+        if record.seq_nr is not None and record.seq_nr >= FIRST_OF_LEAVES:
+            record.seq_nr = self._leaf()
+        if torch.is_grad_enabled():  # else it makes none
+            self.moved(record, args)
+
+    def _leaf(self) -> int | None:
+        """A number for the running node, which accumulates the gradient of a leaf: these nodes share autograd's."""
+        leaf = current_node_leaf()
+        if leaf is None:
+            return None
+        found = self._used.get(id(leaf))
+        if found is None or found.weak() is not leaf:
+            found = self._used[id(leaf)] = Leaf(weakref.ref(leaf), None)
+        number = self._numbers.setdefault(id(found), -1 - len(self.leaves))
+        if number == -1 - len(self.leaves):
+            self.leaves.append(found)
+        return number

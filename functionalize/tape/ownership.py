@@ -1,0 +1,207 @@
+"""Which op made each autograd node of a recording, and which nodes an op belongs to; evaluated on demand.
+
+    ownership = ownership_of(notes)
+    ownership.of(record)             Position(node=7, made=None): the op ran in node 7 of the recording's numbering
+    ownership.maker(record)          the op, or the call of an `autograd.Function`, that made the node in which it ran
+
+Autograd's own numbers continue from step to step, and every thread counts for itself. Here nodes are numbered in the
+order in which the op stream mentions them, so that two recordings of one step have equal numbers.
+The maker of a node is, in this order: the call of the `Function`; the op before which the counter moved to its number;
+for `CopySlices`, which autograd adds after an op in place on a view, that op. Where several nodes were made before one
+op (autograd remakes the node of a view whose base was written), the op's own is the one of its name.
+Invariant: an op that made no node, and ran in none, has no number. A node from before the recording, and one whose
+number was set by hand, have no maker.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Container, Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from functionalize._compat.autograd import is_engine_frame, is_function_frame
+from functionalize._compat.stacks import CapturedTraceback
+from functionalize.ir.ops import OpRecord, TensorRef, refs_in
+from functionalize.tape.notes import FunctionCall, TapeNotes
+
+Key = tuple[int, int]  # thread, number
+Maker = OpRecord | FunctionCall
+_first = itemgetter(0)
+_COPY_SLICES, _CPP_FUNCTION = "CopySlices", "CppNode"  # parts of the names of nodes
+
+
+class Position(NamedTuple):
+    """The autograd nodes of one op, by their numbers in the recording: in which it ran, and which it made."""
+
+    node: int | None
+    made: int | None
+
+
+class Ownership:
+    """The makers of the nodes of one recording."""
+
+    def __init__(self, notes: TapeNotes) -> None:
+        self._notes = notes
+        self._names: dict[Key, str] = {}  # of the nodes that ran an op
+        self._ran_in: dict[int, Key] = {}  # id of a record -> the node
+        self._made: dict[int, Key] = {}
+        self._makers: dict[Key, Maker] = {}
+        self._numbers: dict[Key, int] = {}
+        # Thread -> the ops that made a node, with its number.
+        self._own: dict[int, list[tuple[int, OpRecord]]] = {}
+        self._later: list[
+            Key
+        ] = []  # nodes that were made after the op before, not for the next one
+        for record in notes.records:
+            if record.seq_nr is not None and record.autograd_node is not None:
+                key = _thread_of_node(record), record.seq_nr
+                self._ran_in[id(record)] = key
+                self._names.setdefault(key, record.autograd_node)
+        for call in notes.functions:
+            self._makers[call.thread, call.number] = call
+        for record in notes.records:
+            self._add_made(record)
+        self._add_inner_ops(notes)
+        self._add_later()
+        for at, leaf in enumerate(notes.leaves):
+            if leaf.maker is not None:
+                self._makers[0, -1 - at] = leaf.maker
+        for record in notes.records:
+            for found in (self._ran_in.get(id(record)), self._made.get(id(record))):
+                if found is not None:
+                    self._numbers.setdefault(found, len(self._numbers))
+
+    def of(self, record: OpRecord) -> Position:
+        """The nodes of an op."""
+        ran_in, made = self._ran_in.get(id(record)), self._made.get(id(record))
+        return Position(ran_in and self._numbers[ran_in], made and self._numbers[made])
+
+    def maker(self, record: OpRecord) -> Maker | None:
+        """What made the node in which an op ran. For a leaf's node: the first op that used the leaf."""
+        key = self._ran_in.get(id(record))
+        return None if key is None else self._makers.get(key)
+
+    def readers(self, emitted: Container[int]) -> dict[int, int]:
+        """For makers that no node of a graph stands for (most views): the first op that reads what they made.
+
+        emitted: ids of the records that have nodes. Returns numbers of nodes: of such a maker -> made by that op.
+        A call of a `Function` without ops has the next op that made a node.
+        """
+        found: dict[int, int] = {}
+        reader: dict[TensorRef, int] = {}
+        calls, following = list(self._notes.functions), None
+        stands = {self.of(r).made for r in self._notes.records if id(r) in emitted}
+        for at in range(len(self._notes.records) - 1, -1, -1):
+            record = self._notes.records[at]
+            made, target = self.of(record).made, None
+            if id(record) in emitted:
+                target = following = made if made is not None else following
+            elif made is not None:
+                target = next((reader[r] for r in refs_in([record.outputs]) if r in reader), None)
+                if target is not None and made not in stands:
+                    found.setdefault(made, target)
+            if target is not None and made is not None:
+                reader.update((ref, target) for ref in refs_in([record.args, record.kwargs]))
+            while calls and calls[-1].at >= at:
+                call = calls.pop()
+                number = self._numbers.get((call.thread, call.number))
+                if number is not None and following is not None and number not in stands:
+                    found.setdefault(number, following)
+        return found
+
+    # -- nodes that ops made ---------------------------------------------------------------------
+
+    def _add_made(self, record: OpRecord) -> None:
+        if record.makes is None:
+            return
+        thread, numbers = record.thread, range(record.makes.first, record.makes.last + 1)
+        own = self._own_number(record, numbers)
+        # Autograd ends an op in place on a view with `CopySlices` and the new node of the view.
+        ended = not record.makes.enabled or any(self._is(thread, n, _COPY_SLICES) for n in numbers)
+        for number in numbers:
+            if number == own or not ended or (own is not None and number > own):
+                self._makers.setdefault((thread, number), record)
+            else:
+                self._later.append((thread, number))
+        if own is not None:
+            self._made[id(record)] = thread, own
+            self._own.setdefault(thread, []).append((own, record))
+
+    def _own_number(self, record: OpRecord, numbers: range) -> int | None:
+        """The number among these that is the node of the op itself."""
+        assert record.makes is not None
+        thread = record.thread
+        if not record.makes.enabled:  # inside the forward of a `Function` of C++
+            return next((n for n in numbers if self._is(thread, n, _CPP_FUNCTION)), None)
+        if len(numbers) == 1:
+            return None if self._is(thread, numbers[0], _COPY_SLICES) else numbers[0]
+        name = _plain(str(record.target).partition(".")[2].partition(".")[0])
+        named = (n for n in numbers if _plain(self._names.get((thread, n), "")) == name)
+        return next(named, None)
+
+    def _is(self, thread: int, number: int, part: str) -> bool:
+        return part in self._names.get((thread, number), "")
+
+    def _add_later(self) -> None:
+        """The makers of nodes that autograd added after an op: that op."""
+        for own in self._own.values():
+            own.sort(key=_first)
+        for thread, number in self._later:
+            own = self._own.get(thread, [])
+            at = bisect_right(own, number, key=_first) - 1
+            if at >= 0:
+                self._makers.setdefault((thread, number), own[at][1])
+
+    def _add_inner_ops(self, notes: TapeNotes) -> None:
+        """Ops in the forward of a `Function` belong to its node, unless they made one themselves."""
+        running: list[FunctionCall] = []
+        calls = iter(notes.functions)
+        call = next(calls, None)
+        for at, record in enumerate(notes.records):
+            while call is not None and call.at <= at:
+                del running[max(_depth(call.traceback) - 1, 0) :]
+                running.append(call)
+                call = next(calls, None)
+            if not running or record.autograd_node is not None:
+                continue
+            del running[_depth(record.traceback) :]
+            if running and id(record) not in self._made:
+                self._made[id(record)] = running[-1].thread, running[-1].number
+
+
+def ownership_of(notes: TapeNotes) -> Ownership:
+    """The makers of the nodes of a recording; computed once."""
+    now = len(notes.records), len(notes.functions)  # a recording may be continued
+    if notes.resolved is None or notes.resolved[0] != now:
+        notes.resolved = now, Ownership(notes)
+    found: Ownership = notes.resolved[1]
+    return found
+
+
+def _thread_of_node(record: OpRecord) -> int:
+    """The thread that made the node in which an op ran.
+
+    A thread of autograd's for a device runs nodes of the recording's thread, except in a backward that it has called
+    itself (reentrant checkpointing): these it has made.
+    """
+    if record.thread and record.seq_nr is not None and record.seq_nr >= 0:
+        return record.thread if _any_frame(record.traceback, is_engine_frame) else 0
+    return 0
+
+
+def _depth(traceback: CapturedTraceback | None) -> int:
+    """How many forwards of a `Function` are on a stack."""
+    frames = traceback.summary() if traceback is not None else ()
+    return sum(is_function_frame(f.filename, f.lineno or 0) for f in frames)
+
+
+def _any_frame(traceback: CapturedTraceback | None, wanted: Any) -> bool:
+    frames: Iterable[Any] = traceback.summary() if traceback is not None else ()
+    return any(wanted(f.filename, f.lineno or 0) for f in frames)
+
+
+def _plain(name: str) -> str:
+    """The common part of the name of an op and that of its node: `mul_` and `MulBackward0` become `mul`."""
+    return re.sub(r"Backwards?\d*$", "", name).replace("_", "").lower()

@@ -1,0 +1,97 @@
+"""`program.forward_of` and `program.backward_of`, also after passes and from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functionalize as fz
+import passes
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def program() -> fz.Program:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.cos()
+        loss = (model(x) * scale)[:, :2].square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = fz.capture(train)
+    for _ in range(3):
+        step(torch.randn(2, 3))
+    assert step.program is not None
+    return step.program
+
+
+def the(program: fz.Program, target: Any) -> Any:
+    return next(n for n in program.graph.nodes if n.target is target)
+
+
+def test_a_backward_op_has_its_forward_op(program: fz.Program) -> None:
+    backward = the(program, aten.tanh_backward.default)
+    assert [n.target for n in program.forward_of(backward)] == [aten.tanh.default]
+    assert backward in program.backward_of(the(program, aten.tanh.default))
+    assert program.forward_of(the(program, aten.tanh.default)) == []
+    assert program.backward_of(the(program, aten.cos.default)) == []
+    assert program.forward_of(backward.name) == program.forward_of(backward)
+    with pytest.raises(LookupError, match="no node `none`"):
+        program.forward_of("none")
+
+
+def test_the_backward_of_a_view_belongs_to_the_reader_of_the_view(program: fz.Program) -> None:
+    """A slice is made where `square` reads it: `slice_backward` has no other op of the graph as its forward."""
+    program.describe()
+    (backward,) = (
+        n for n in program.graph.nodes if n.meta.get("autograd_node") == "SliceBackward0"
+    )
+    assert aten.pow.Tensor_Scalar in [n.target for n in program.forward_of(backward)]
+    assert "[:, :2].square()" in backward.meta["forward_stack_trace"]
+
+
+def test_every_pass_keeps_the_line_of_the_forward(program: fz.Program) -> None:
+    def with_lines(of: fz.Program) -> int:
+        of.describe()
+        return sum("forward_stack_trace" in n.meta for n in of.graph.nodes)
+
+    before = with_lines(program)
+    assert before > 8
+    after = passes.run(program, "default")
+    inside = [n for n in after.graph.nodes if n.meta.get("autograd_node")]
+    assert inside and all("forward_stack_trace" in n.meta for n in inside)
+
+
+def test_a_file_keeps_them(program: fz.Program, tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).tanh().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = fz.capture(train)
+    for _ in range(3):
+        step(torch.randn(2, 3))
+    step.save(tmp_path / "step.fzp")
+    again = fz.capture(train)
+    again.load(tmp_path / "step.fzp")
+    for each in (step.program, again.programs[0]):
+        backward = the(each, aten.tanh_backward.default)
+        assert [n.name for n in each.forward_of(backward)] == [the(each, aten.tanh.default).name]
+        assert "model(x).tanh()" in backward.meta["forward_stack_trace"]
