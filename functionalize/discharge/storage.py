@@ -100,8 +100,7 @@ class FunctionalStorage:
         if not (is_whole or found is None) or not self._is_reachable(View(geometry), write):
             self._widen(emit, geometry.dtype.itemsize)
             found = self.views.get(geometry)
-        if found is None:
-            found = self.views[geometry] = View(geometry)
+        found = found or self.views.setdefault(geometry, View(geometry))
         # Its parents reach past the end of the storage: derive it from the root.
         if not self._is_reachable(found, write):
             found.parent = found.step = None
@@ -111,15 +110,16 @@ class FunctionalStorage:
         """Whether the chain of a view's parents ends at the root, or at a geometry inside the root's memory."""
         if self._is_uneven(view.geometry, write and view.step is None):
             return False
+        unit = view.geometry.dtype.itemsize  # a new base has offset 0, whatever that of the root is
         while view.step is not None and view.parent is not None:
-            view = self.views[view.parent]
+            view, unit = self.views[view.parent], max(unit, view.geometry.dtype.itemsize)
             if write and self._is_uneven(view.geometry, True):
                 return False
         g, root = view.geometry, self.root
-        if g == root or not g.numel:
+        if not g.numel or (g == root and unit == root.dtype.itemsize):
             return True
-        inside = root.is_dense and root.start <= g.start and g.end <= root.end
-        return inside and root.start % max(g.dtype.itemsize, root.dtype.itemsize) == 0
+        inside = g == root or (root.is_dense and root.start <= g.start and g.end <= root.end)
+        return inside and root.start % max(unit, root.dtype.itemsize) == 0
 
     def _is_uneven(self, geometry: Geometry, scattered: bool) -> bool:
         """Whether the root's memory is no whole number of elements, which torch's `*_scatter` ops refuse."""

@@ -103,6 +103,14 @@ def whole_storage_is_no_whole_number_of_larger_elements(a: Tensor, b: Tensor) ->
     return torch.view_as_real(pairs) + 1
 
 
+def larger_elements_of_a_new_base_with_an_offset(a: Tensor, b: Tensor) -> Tensor:
+    """The base begins in the middle of a complex number of `b`."""
+    c = torch.view_as_complex(b)
+    a.zero_()
+    c.detach().view(-1).copy_(c.view(-1) + 1)
+    return c.view(-1)[:2] * 2
+
+
 def unusual_stride_in_a_dimension_of_size_one(a: Tensor, whole: Tensor) -> Tensor:
     a.fill_(3)
     return whole[:6] + 1
@@ -333,6 +341,12 @@ CASES: tuple[tuple[Callable[..., Any], Callable[[], Args]], ...] = (
     (
         whole_storage_is_no_whole_number_of_larger_elements,
         lambda: windows((torch.int16, (12,), (1,), 0), (torch.int32, (4,), (1,), 3), nbytes=28),
+    ),
+    (
+        larger_elements_of_a_new_base_with_an_offset,
+        lambda: windows(
+            (torch.float32, (7,), (1,), 1), (torch.float32, (3, 2), (2, 1), 2), nbytes=32
+        ),
     ),
     (
         unusual_stride_in_a_dimension_of_size_one,
