@@ -40,6 +40,10 @@ class OverlappingMutationError(FunctionalizeError):
     """A write through a view in which several elements share one memory location."""
 
 
+class UnorderedMutationError(OverlappingMutationError):
+    """A write of what the op reads through an expanded view: its result depends on the order of the writes."""
+
+
 class UnsupportedOpError(FunctionalizeError):
     """An op that mutates and has no functional form, or whose effect is not known."""
 

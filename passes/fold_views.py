@@ -13,7 +13,9 @@ Invariant: every value keeps its geometry and its memory; each candidate is trie
 of their own, so nothing lives longer.
 
 Refuses what needs two ops; views with other bits than their base (dtype, conjugate, negative); views of unknown or zero
-elements; parts of tuples; and an `as_strided` of an input that may begin anywhere in its storage (no guard says where).
+elements; parts of tuples; an `as_strided` of an input that may begin anywhere in its storage (no guard says where); and
+a view of which elements are split or joined (`view.dtype`): that op needs strides in dimensions of size 1, too, where a
+value may have others than its fake.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from passes.views import chain, erase_unused, is_plain, viewed
 
 aten = torch.ops.aten
 _AS_STRIDED = aten.as_strided.default
+_REGROUPING = frozenset({aten.view.dtype, aten.view_as_complex.default})
 Step = tuple[Any, tuple[Any, ...]]  # an op and its arguments after the base
 
 
@@ -49,13 +52,21 @@ class FoldViews(Pass):
         with disable_current_modes():
             for node in list(program.graph.nodes):
                 if node.users and node.target is not operator.getitem and viewed(node) is not None:
-                    done += is_plain(node) and _fold(node, guarded)
+                    done += is_plain(node) and not _is_regrouped(node) and _fold(node, guarded)
         return done
 
 
 def fold_views(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
     """`gm` itself, its chains of views folded."""
     return on_graph_module(FoldViews())(gm, example_inputs)
+
+
+def _is_regrouped(node: fx.Node) -> bool:
+    """Whether elements of a view of this value are split or joined."""
+    return any(
+        user.target in _REGROUPING or (viewed(user) is not None and _is_regrouped(user))
+        for user in node.users
+    )
 
 
 def _fold(node: fx.Node, guarded: bool) -> bool:

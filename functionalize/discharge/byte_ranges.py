@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from functionalize.errors import EmptyStorageError, OutOfBoundsError, OverlappingMutationError
+from functionalize.errors import (
+    EmptyStorageError,
+    OutOfBoundsError,
+    OverlappingMutationError,
+    UnorderedMutationError,
+)
 from functionalize.ir.ops import Geometry
 
 
@@ -94,3 +99,22 @@ def check_overlap(name: str, geometry: Geometry) -> None:
             f"writes `{name}` ({geometry}), in which several elements share one memory location: "
             "clone() it before writing"
         )
+
+
+def check_order(name: str, written: Geometry, read: Geometry, copies: bool) -> None:
+    """Raise if an op writes a tensor and reads another one on its storage whose elements share memory locations.
+
+    What it reads then depends on the order in which it writes. Torch refuses other tensors that overlap, not these.
+    copies: whether the op only copies. An element that is copied to itself, as well as to others, is the same before
+    and after.
+    """
+    apart = written.end <= read.start or read.end <= written.start
+    if apart or not (written.numel and read.numel):
+        return
+    pairs = list(zip(reversed(read.stride), reversed(written.stride), strict=False))
+    if copies and all(mine in (0, theirs) for mine, theirs in pairs):
+        return
+    raise UnorderedMutationError(
+        f"writes `{name}` ({written}) and reads an expanded view of it ({read}), whose elements may be written before "
+        "they are read: clone() the view before"
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.stacks import CapturedTraceback
-from functionalize.discharge.byte_ranges import check_bounds, check_overlap
+from functionalize.discharge.byte_ranges import check_bounds, check_order, check_overlap
 from functionalize.discharge.resize import checked_nbytes
 from functionalize.discharge.rules.collectives import check_known_collective
 from functionalize.discharge.rules.mutations import is_mutating, written_arguments
@@ -29,6 +29,7 @@ from functionalize.errors import (
     ForeignStorageError,
     FunctionalizeError,
     UncapturableError,
+    UnorderedMutationError,
     UnsupportedOpError,
     UnsupportedTensorError,
 )
@@ -51,7 +52,12 @@ from functionalize.scalars.live_scalars import plain
 from functionalize.util.user_stack import line_of, located
 
 aten = torch.ops.aten
-_NOT_IN_A_PROGRAM = (UnsupportedOpError, UnsupportedTensorError, ForeignStorageError)
+_NOT_IN_A_PROGRAM = (
+    UnsupportedOpError,
+    UnsupportedTensorError,
+    ForeignStorageError,
+    UnorderedMutationError,
+)
 
 
 class Checks:
@@ -118,12 +124,19 @@ class Checks:
             for ref in refs_in([record.args, record.kwargs]):
                 self._check_bounds(ref, "uses")
         if op.mutating and not op.reads_no_data:
+            expanded = [
+                ref for ref in refs_in([record.args, record.kwargs]) if ref.geometry.overlaps
+            ]
             for at, name in written_arguments(func):
                 inside = at is not None and at < len(record.args)
                 written = record.args[at or 0] if inside else record.kwargs.get(name)
-                for ref in refs_in(written):
-                    if ref.geometry.overlaps:
-                        check_overlap(self._storages.infos[ref.storage].name, ref.geometry)
+                for ref in refs_in(written) if expanded else ():
+                    name = self._storages.infos[ref.storage].name
+                    check_overlap(name, ref.geometry)
+                    for other in expanded:
+                        if other.storage == ref.storage:
+                            copies = func is aten.copy_.default
+                            check_order(name, ref.geometry, other.geometry, copies)
 
     def after_view(self, record: OpRecord, args: tuple[Any, ...], out: Any) -> None:
         """Raise if a view extends past the end of its storage and eager raises; restore the storage's size.

@@ -186,3 +186,18 @@ def test_graph_module_is_rewritten_in_place():
     gm = make_fx(lambda x: x.view(24).view(2, 12).sin())(values(4, 6))
     assert passes.fold_views(gm) is gm and isinstance(gm, fx.GraphModule)
     assert graph_text(gm).splitlines()[1] == "    view_2 = aten.view.default(x_1, [2, 12])"
+
+
+def test_a_value_whose_elements_are_split_keeps_its_views():
+    """`add` has the stride 2 of `x` in the dimension of size 1, its fake has 1."""
+
+    def fn(x, y):
+        x.add_(2)
+        return y + 2
+
+    def make():
+        whole = torch.arange(4, dtype=torch.float32)
+        return whole.view(torch.float64).as_strided((2, 1), (1, 2)), whole[2:]
+
+    program = passes.run(fz.trace(fn, *make()), "fold_views")
+    assert torch.equal(program(*make()), fn(*make()))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import functionalize as fz
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import (
     EmptyStorageError,
     ForeignStorageError,
     UncapturableError,
+    UnorderedMutationError,
 )
 from functionalize.recorder.checks import Checks
 from functionalize.recorder.recorder import Recorder
@@ -63,3 +67,35 @@ def test_an_op_on_data_that_is_not_there_has_not_run() -> None:
             x.cos()
     assert [record.target for record in recorder.records] == [aten.sin.default, RESIZE_STORAGE]
     assert recorder.failed is None
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a: a.add_(a[:1].expand(3, 3)),
+        lambda a: torch._foreach_add_([a], [a[:1].expand(3, 3)]),
+        lambda a: torch.mul(a, a[:, 1:2].expand(3, 3), out=a),
+        lambda a: a.copy_(a[0].view(3, 1).expand(3, 3)),
+    ],
+)
+def test_an_expanded_view_of_what_is_written_is_refused(write: Any) -> None:
+    """Eager lets it pass, and its result depends on the order of the writes."""
+    with pytest.raises(UnorderedMutationError, match="reads an expanded view of it"):
+        fz.trace(write, torch.arange(9.0).view(3, 3))
+
+
+def test_a_row_that_is_copied_to_all_rows() -> None:
+    a, b = torch.arange(9.0).view(3, 3), torch.arange(9.0).view(3, 3)
+    fz.trace(lambda a: a.copy_(a[1:2].expand(3, 3)), a)(a)
+    b.copy_(b[1:2].expand(3, 3))
+    assert torch.equal(a, b)
+
+
+def test_an_expanded_view_of_what_is_written_does_not_stop_a_step() -> None:
+    def step(a: torch.Tensor) -> torch.Tensor:
+        return a.add_(a[:1].expand(3, 3))
+
+    captured = fz.capture(step, on_uncapturable="eager")
+    for _ in range(4):
+        assert torch.equal(captured(torch.ones(3, 3)), step(torch.ones(3, 3)))
+    assert captured.stats.replays == 0
