@@ -116,6 +116,11 @@ def unusual_stride_in_a_dimension_of_size_one(a: Tensor, whole: Tensor) -> Tenso
     return whole[:6] + 1
 
 
+def unusual_stride_of_a_row_of_one(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    b.copy_(c.select(1, 0))
+    return a + 2
+
+
 def unusual_stride_of_an_element_in_parts(a: Tensor, c: Tensor, b: Tensor) -> Tensor:
     """torch looks at the strides of dimensions of size 1 when it makes one element of several."""
     parts = a.view(torch.uint8).t()
@@ -351,6 +356,13 @@ CASES: tuple[tuple[Callable[..., Any], Callable[[], Args]], ...] = (
     (
         unusual_stride_in_a_dimension_of_size_one,
         lambda: windows((torch.int64, (1,), (2,), 0), (torch.uint8, (13,), (1,), 3), nbytes=16),
+    ),
+    (
+        unusual_stride_of_a_row_of_one,
+        lambda: (
+            *windows((torch.int16, (16,), (1,), 0), (torch.float64, (1,), (1,), 3), nbytes=32),
+            values(1, 6),
+        ),
     ),
     (
         unusual_stride_of_an_element_in_parts,

@@ -60,8 +60,8 @@ class BijectiveStep(ViewStep):
 class RegroupStep(BijectiveStep):
     """A bijective op that makes one element of several, or several of one: `view.dtype`, `view_as_complex`.
 
-    To make one of several, torch requires strides that are a multiple of their number, in dimensions of size 1 too,
-    where a value may have other strides than its geometry: these dimensions are left out.
+    To make one of several, torch requires strides that are a multiple of their number, and to make several of one, the
+    stride 1 in the last dimension; in dimensions of size 1 too, where a value may have other strides than its geometry.
     """
 
     parent: Geometry
@@ -78,6 +78,8 @@ def _regrouped(
     emit: Emitter, target: Any, args: tuple[Any, ...], value: Value, have: Geometry, want: Geometry
 ) -> Value:
     sizes = [s for s in have.size if s != 1]
+    if have.dtype.itemsize > want.dtype.itemsize and have.size[-1:] == (1,):  # to the stride 1
+        value = emit.call(aten.unsqueeze.default, emit.call(aten.select.int, value, -1, 0), -1)
     if have.dtype.itemsize >= want.dtype.itemsize or len(sizes) == len(have.size):
         return emit.call(target, value, *args)
     value = emit.call(aten.view.default, value, sizes)
@@ -292,7 +294,8 @@ def _between_dtypes(parent: Geometry, child: Geometry) -> list[ViewStep]:
     after = contiguous_geometry(((end - start) // new.itemsize,), new, start // new.itemsize)
     first: list[ViewStep] = [] if before == parent else [StridedStep(parent, before)]
     last: list[ViewStep] = [] if after == child else [StridedStep(after, child)]
-    return [*first, cast, *last]
+    casts = RegroupStep(aten.view.dtype, (new,), aten.view.dtype, (old,), before, after)
+    return [*first, casts, *last]
 
 
 # -- from ops ------------------------------------------------------------------------------------
