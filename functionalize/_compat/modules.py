@@ -53,10 +53,19 @@ def without_reports(value: Any) -> Any:
 
 def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:
     """(description, ids) of the global hooks of modules and optimizers; ids are never reused (torch 2.11 to 2.13)."""
+    return tuple((f"the global {name}", tuple(_not_ours(table))) for name, table in _hook_tables())
+
+
+def global_hooks() -> list[Any]:
+    """The global hooks of modules and optimizers."""
+    return [table[number] for _, table in _hook_tables() for number in _not_ours(table)]
+
+
+def _hook_tables() -> tuple[tuple[str, dict[int, Any]], ...]:
     from torch.nn.modules import module
     from torch.optim import optimizer
 
-    tables = (
+    return (
         ("forward pre-hooks", module._global_forward_pre_hooks),
         ("forward hooks", module._global_forward_hooks),
         ("backward pre-hooks", module._global_backward_pre_hooks),
@@ -64,7 +73,6 @@ def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:
         ("step pre-hooks", optimizer._global_optimizer_pre_hooks),
         ("step post-hooks", optimizer._global_optimizer_post_hooks),
     )
-    return tuple((f"the global {name}", tuple(_not_ours(table))) for name, table in tables)
 
 
 def _not_ours(table: dict[int, Any]) -> Iterator[int]:

@@ -57,7 +57,7 @@ def _modes() -> tuple[tuple[str, Any], ...]:
         ("the fast path of attention", torch.backends.mha.get_fastpath_enabled()),
         ("attention", tuple(f"{n}: {on()}" for n, on in _ATTENTION)),
         ("the hooks on saved tensors", tuple(map(_spot, saved_tensor_hooks()))),
-        ("the function modes", tuple(_spot(type(mode)) for mode in function_modes())),
+        ("the function modes", tuple(map(_mode_text, function_modes()))),
         *hooks_of_everything(),
     )
 
@@ -69,6 +69,12 @@ _ATTENTION = (
     ("math", torch.backends.cuda.math_sdp_enabled),
     ("cudnn", torch.backends.cuda.cudnn_sdp_enabled),
 )
+
+
+def _mode_text(mode: Any) -> str:
+    """The class of a function mode; of `torch.device(...)`, used as a context, also which one."""
+    device = getattr(mode, "device", None) if type(mode).__module__ == "torch.utils._device" else ""
+    return f"{_spot(type(mode))} {device}".rstrip()
 
 
 def _spot(value: Any) -> str:

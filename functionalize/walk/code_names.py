@@ -31,10 +31,9 @@ _NO_EFFECT = frozenset({"KW_NAMES", "CACHE", "EXTENDED_ARG", "NOP"})
 _CALL = (
     "PRECALL" if "PRECALL" in dis.opmap else "CALL"
 )  # Python 3.11 takes the arguments from the stack in PRECALL
-EQUALITY, TEXT = (
-    "==",
-    "repr()",
-)  # names for the operators that call generated methods of dataclasses
+# Names for the operators that call generated methods of dataclasses; for `==` and `in` of what is no constant.
+EQUALITY, TEXT, OBJECTS = "==", "repr()", "== of objects"
+COPY = "copy.copy"  # for this function: many objects have a method of its name
 _TEXT_NAMES = frozenset({"repr", "str", "format", "print"})
 _COMPARING = frozenset({"hash", "sorted", "sort", "min", "max", "index", "count", "remove"})
 # Code that names one of these reads state that others read by changing it: generators, iterators, files, queues.
@@ -45,12 +44,15 @@ _STATE_READERS = frozenset(
         "initial_seed",
         "bit_generator",
         "deepcopy",
+        COPY,
         "gi_frame",
         "tee",
         "tell",
     }
     | {"length_hint", "__length_hint__", "getvalue", "getbuffer", "qsize"}
 )
+# Functions that read attributes or state by data, or settings of the process.
+_BY_FUNCTION = _DYNAMIC | _BY_CONSTANT | _STATE_READERS
 _IMPORTING = frozenset({"import_module", "__import__"})
 _FIELD = re.compile(r"\{[^{}]*\}")
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -66,11 +68,15 @@ class CodeNames:
 
 @dataclass(slots=True)
 class NameFilter:
-    """The names that the code found so far may read: `key in names`. codes: this code."""
+    """The names that the code found so far may read: `key in names`. codes: this code.
+
+    inherited: by class, the size of the filter and what it was then, with the names in code of bases from libraries.
+    """
 
     names: set[Any] = field(default_factory=set)
     is_dynamic: bool = False
     codes: dict[types.CodeType, None] = field(default_factory=dict)
+    inherited: dict[type, tuple[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     def __contains__(self, key: object) -> bool:
         return self.is_dynamic or key in self.names
@@ -81,6 +87,15 @@ class NameFilter:
         self.codes[code] = None
         self.names |= found.names
         self.is_dynamic |= found.is_dynamic
+
+    def add_function(self, function: Any) -> None:
+        """Add the name of a function of a library, which code may have under another one: `read = getattr`."""
+        name = getattr(function, "__name__", None)
+        if name == "copy" and getattr(function, "__module__", None) == "copy":
+            self.names.add(COPY)
+        elif type(name) is str and name in _BY_FUNCTION:
+            self.names.add(name)
+            self.is_dynamic |= name in _DYNAMIC | _BY_CONSTANT
 
     def add_words(self, text: str) -> None:
         """Add all words in a text: names that are data."""
@@ -123,6 +138,9 @@ def names_in(code: types.CodeType) -> CodeNames:
                 is_dynamic = True
             elif instruction.opname in ("COMPARE_OP", "CONTAINS_OP"):
                 names.add(EQUALITY)
+                is_order = instruction.opname == "COMPARE_OP" and "=" not in instruction.argrepr
+                if not (is_order or _is_number(instructions, i)):
+                    names.add(OBJECTS)
             elif instruction.opname in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"):
                 names.add(TEXT)
             elif instruction.argval in _BY_CONSTANT and instruction.opname != "LOAD_CONST":
@@ -162,6 +180,59 @@ def _constant_name(code: Sequence[dis.Instruction], at: int) -> str | None:
         elif depth < 3 and before >= 2:  # the second argument is an expression
             second = None
     return None
+
+
+def _is_number(code: Sequence[dis.Instruction], at: int) -> bool:
+    """Whether the right operand of instruction `at` is a constant, or the result of arithmetic."""
+    before = next((each for each in reversed(code[:at]) if each.opname not in _NO_EFFECT), None)
+    return before is not None and before.opname in ("LOAD_CONST", "LOAD_SMALL_INT", "BINARY_OP")
+
+
+_NOT_BY_STEPS = frozenset(
+    {
+        "__init__",
+        "__new__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__getstate__",
+        "__setstate__",
+        "__del__",
+    }
+    | {
+        "__copy__",
+        "__deepcopy__",
+        "__init_subclass__",
+        "__class_getitem__",
+        "__dir__",
+        "__sizeof__",
+    }
+)
+_OF_TEXT = frozenset({"__repr__", "__str__", "__format__"})
+
+
+def names_of_methods(bases: Iterable[type], names: NameFilter) -> NameFilter:
+    """`names`, and those in methods of these classes that code with such names may call."""
+    methods = {
+        (base, key): each
+        for base in bases
+        for key, value in vars(base).items()
+        if isinstance(each := _function_of(value), types.FunctionType)
+    }
+    found, done = NameFilter(set(names.names), names.is_dynamic), -1
+    while done != len(methods):
+        done = len(methods)
+        for (base, key), method in list(methods.items()):
+            is_special = key.startswith("__") and key.endswith("__") and key not in _NOT_BY_STEPS
+            if key in found.names or (is_special and (TEXT in found.names or key not in _OF_TEXT)):
+                found.add(method.__code__)
+                del methods[base, key]
+    return found
+
+
+def _function_of(value: Any) -> Any:
+    if isinstance(value, property):
+        return value.fget
+    return getattr(value, "__func__", value)
 
 
 def names_in_format(text: str) -> set[str]:

@@ -10,12 +10,14 @@ Invariant: no method of a subclass of the user is called: containers are read by
 from __future__ import annotations
 
 import array as arrays
+import builtins
 import ctypes
 import decimal
 import enum
 import gc
 import io
 import locale
+import logging
 import mmap
 import numbers
 import os
@@ -24,16 +26,22 @@ import queue
 import random
 import re
 import sys
+import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from functionalize.walk.code_names import NameFilter
+from functionalize._compat.autograd import saved_tensor_hooks
+from functionalize._compat.dispatch import function_modes
+from functionalize._compat.modules import global_hooks
+from functionalize.util.packages import is_users
+from functionalize.walk.code_names import TEXT, NameFilter, globals_of
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.parts import Held, Part, Parts
 
@@ -63,8 +71,18 @@ def value_parts(value: Any) -> Parts:
 
 
 def member(value: enum.Enum) -> Parts:
-    """A member of an enumeration."""
-    return Parts((type(value), str(value.name), repr(value._value_)))
+    """A member of an enumeration, and what it stands for."""
+    return Parts((type(value), str(value._name_)), [Part("value", value._value_)])
+
+
+@dataclass(frozen=True, slots=True)
+class SetOrder:
+    """The order in which code iterates over a set; a saved program has none, as texts have another elsewhere."""
+
+    elements: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return "in another order"
 
 
 def container(value: Any) -> Parts:
@@ -78,7 +96,9 @@ def container(value: Any) -> Parts:
         plain = [*elements, *entries]
         if set(map(type, plain)) <= BY_EQUALITY:
             is_set = isinstance(value, (set, frozenset))
-            return Parts((kind, size, frozenset(elements) if is_set else tuple(plain)))
+            if is_set:
+                return Parts((kind, size, frozenset(elements), SetOrder(tuple(elements))))
+            return Parts((kind, size, tuple(plain)))
         if size > _MAX_ELEMENTS:
             return Parts((kind, size), is_opaque=True)
     if is_table:
@@ -99,8 +119,11 @@ def container(value: Any) -> Parts:
         return Parts(
             (kind, size), [Part(i, v, f"+_{i}", Held(value, i)) for i, v in enumerate(elements)]
         )
-    ordered = elements if isinstance(value, deque) else sorted(elements, key=_order)
-    return Parts((kind, size), [Part(i, v, f"+_{i}") for i, v in enumerate(ordered)], is_loose=True)
+    is_set = not isinstance(value, deque)
+    order = (SetOrder(tuple(e for e in elements if type(e) in PLAIN)),) if is_set else ()
+    ordered = sorted(elements, key=_order) if is_set else elements
+    held = [Part(i, v, f"+_{i}") for i, v in enumerate(ordered)]
+    return Parts((kind, size, *order), held, is_loose=True)
 
 
 def _elements(value: Any) -> list[Any]:
@@ -174,13 +197,23 @@ def numpy_generator(value: Any) -> Parts:
     return Parts(type(value), [Part("state", state)], is_moved=True, is_opaque=state is None)
 
 
-def suspended(value: types.GeneratorType[Any, Any, Any]) -> Parts:
-    """A generator function's state: where it is suspended, and its variables."""
+def suspended(value: types.GeneratorType[Any, Any, Any], names: NameFilter) -> Parts:
+    """A generator function's state: where it is suspended, and its variables. Its code reads what these lead to."""
     frame = value.gi_frame
     if frame is None:
         return Parts((type(value), None), is_moved=True)
     held = [Part(k, v, k) for k, v in list(frame.f_locals.items())]
-    return Parts((type(value), frame.f_lasti), held, is_loose=True, is_moved=True)
+    parts = Parts((type(value), frame.f_lasti), held, is_loose=True, is_moved=True)
+    if is_users(frame.f_globals.get("__name__")):
+        names.add(frame.f_code)
+        used = [k for k in globals_of(frame.f_code) if k in frame.f_globals]
+        parts.still = [part for part in held if not _is_of_loops(part.value)]
+        parts.still += [Part(k, frame.f_globals[k], k) for k in used]
+    return parts
+
+
+def _is_of_loops(value: Any) -> bool:
+    return type(value) in PLAIN or isinstance(value, (Iterator, Tensor))
 
 
 def file(value: Any) -> Parts:
@@ -210,6 +243,7 @@ def waiting(value: Any) -> Parts:
 # what stands there is compared with what stood there when this package was imported. Names that torch adds later, and
 # what a recording puts there, are no facts.
 MODULES: dict[str, dict[str, Any]] = {"torch": vars(torch), "torch.nn.functional": vars(F)}
+NAMESPACES = (*MODULES.values(), vars(builtins))
 CLASSES: dict[str, type] = {
     "torch.Tensor": Tensor,
     "torch.nn.Module": nn.Module,
@@ -228,8 +262,17 @@ def _is_torchs(value: Any) -> bool:
 _FIRST = {name: {k: v for k, v in s.items() if _is_torchs(v)} for name, s in _SPACES.items()}
 
 
-def replaced() -> Iterator[Part]:
-    """The functions in the namespaces of torch that are not torch's own, each under its full name."""
+# What other packages put there by themselves, and the value of the last line in an interactive session.
+_FIRST_BUILTINS = dict(vars(builtins))
+
+
+def replaced(names: NameFilter) -> Iterator[Part]:
+    """What a script has put into Python's builtins and code names; functions in torch that are not torch's own."""
+    for key, value in list(vars(builtins).items()):
+        is_named = key in names.names and key != "_"
+        is_ours = str(getattr(value, "__module__", None)).startswith("functionalize")
+        if is_named and not is_ours and _FIRST_BUILTINS.get(key, replaced) is not value:
+            yield Part(f"builtins.{key}", value, key)
     for name, space in _SPACES.items():
         first = _FIRST[name]
         for key, value in list(space.items()):
@@ -238,6 +281,17 @@ def replaced() -> Iterator[Part]:
                 continue
             if not str(getattr(value, "__module__", None)).startswith("functionalize"):
                 yield Part(f"{name}.{key}", value, key)
+
+
+def around() -> Iterator[Part]:
+    """The function modes, the hooks on saved tensors and the hooks on all modules in which the step is called."""
+    for mode in function_modes():
+        if not type(mode).__module__.startswith("functionalize"):
+            yield Part(f"the function mode {type(mode).__name__}", mode)
+    for i, hook in enumerate(saved_tensor_hooks()):
+        yield Part(f"the hooks on saved tensors {i}", hook)
+    for i, hook in enumerate(global_hooks()):
+        yield Part(f"the global hooks {i}", hook)
 
 
 def _decimals() -> Any:
@@ -254,7 +308,24 @@ def _cudnn() -> Any:
     return flags.enabled, flags.benchmark, flags.deterministic, flags.allow_tf32
 
 
+def _loggers() -> Any:
+    """The loggers that have a level of their own, or are disabled."""
+    known = logging.root.manager.loggerDict.items()
+    found = [(n, each) for n, each in known if isinstance(each, logging.Logger)]
+    levels = [(n, each.level, each.disabled) for n, each in found if each.level or each.disabled]
+    return logging.root.level, logging.root.manager.disable, tuple(levels)
+
+
+def _environment() -> Any:
+    return tuple(os.environ.items())
+
+
 _SETTINGS: dict[str, Callable[[], Any]] = {
+    **dict.fromkeys(("getenv", "getenvb", "environb", "expandvars", "expanduser"), _environment),
+    "getLogger": _loggers,
+    "current_thread": lambda: threading.current_thread().name,
+    "active_count": threading.active_count,
+    TEXT: _of_numpy("get_printoptions"),
     "Decimal": _decimals,
     "getcontext": _decimals,
     "getcwd": os.getcwd,

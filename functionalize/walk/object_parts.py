@@ -19,6 +19,7 @@ import argparse
 import contextvars
 import enum
 import functools
+import gc
 import io
 import logging
 import operator
@@ -153,6 +154,8 @@ def _function(fn: types.FunctionType, names: NameFilter) -> Parts:
             continue
         if not of_torch or type(content) in (types.FunctionType, types.BuiltinFunctionType):
             held.append(Part(name, content, name, Held(cell, None)))
+    if not users:
+        names.add_function(fn)
     if of_torch:
         return Parts(code, held)
     defaults = fn.__defaults__ or ()
@@ -184,6 +187,7 @@ def _imported(fn: types.FunctionType) -> list[str]:
 
 
 def _builtin(function: Any, names: NameFilter) -> Parts:
+    names.add_function(function)
     owner = getattr(function, "__self__", None)
     kind = type(owner)
     is_static = issubclass(kind, types.ModuleType) or kind.__name__.startswith(_RECORDS)
@@ -215,7 +219,30 @@ def _class(kind: type, names: NameFilter) -> Parts:
         held += class_parts(type(kind), names)
     if isinstance(kind, abc.ABCMeta) and is_users(kind.__module__):
         held.append(Part("registered", registered(kind)))
+    if "__subclasses__" in names.names and is_users(kind.__module__):
+        held.append(Part("subclasses", subclasses(kind)))
     return Parts(kind, held)
+
+
+def subclasses(kind: type) -> tuple[type, ...]:
+    """The classes that inherit a class directly."""
+    return tuple(type.__subclasses__(kind))
+
+
+def _cached(value: Any, names: NameFilter) -> Parts:
+    """A function under `functools.cache`; of a function of the user, what it has cached."""
+    held = [Part("__wrapped__", value.__wrapped__), *objects.own_attributes(value, names)]
+    if not is_users(value.__module__):
+        return Parts("cached", held)
+    found = gc.get_referents(value)[1:]  # keys and results in their order, the table, the function
+    *entries, table = found[: [each is value.__wrapped__ for each in found].index(True)]
+    kinds = {type(each).__name__ for each in table.values()}
+    if kinds == {"_lru_list_elem"}:
+        entries = [each for each in entries if getattr(each, "__name__", "") not in kinds]
+        held += [Part(f"cached {i}", each) for i, each in enumerate(entries)]
+    else:
+        held.append(Part("cached", table))
+    return Parts("cached", held, is_loose=True)
 
 
 def registered(kind: abc.ABCMeta) -> tuple[Any, ...]:
@@ -345,7 +372,8 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     (data.BUFFERS, _plain(data.buffer)),
     (data.C_DATA, _plain(data.c_data)),
     (random.Random, _plain(data.random_generator)),
-    (types.GeneratorType, _plain(data.suspended)),
+    (types.GeneratorType, data.suspended),
+    (type(functools.cache(len)), _cached),
     (io.IOBase, _plain(data.file)),
     ((queue.Queue, queue.SimpleQueue), lambda value, names: data.waiting(value)),
     (_DESCRIPTORS, _identity),

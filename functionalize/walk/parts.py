@@ -14,7 +14,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -27,7 +27,7 @@ from functionalize.util.packages import is_standard, is_users
 from functionalize.util.process_groups import group_name, is_group
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
-from functionalize.walk.code_names import NameFilter
+from functionalize.walk.code_names import OBJECTS, TEXT, NameFilter, names_of_methods
 from functionalize.walk.fact_text import PLAIN, Path
 
 SAME = object()  # the key of a part that has the path of its holder
@@ -106,6 +106,7 @@ class Parts:
     is_moved: code reads the state only by changing it.
     is_opaque: there may be state that is not among the parts.
     attributes: its `__dict__`.
+    still: of a part that is moved: objects that determine what is read, and that reading does not change.
     """
 
     fact: Any
@@ -114,6 +115,7 @@ class Parts:
     is_moved: bool = False
     is_opaque: bool = False
     attributes: dict[str, Any] | None = None
+    still: list[Part] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -192,11 +194,33 @@ _BY_TEXT = frozenset({"finfo", "iinfo", "Tag", "qscheme", "ReduceOp", "Placement
 
 def own_attributes(value: Any, names: NameFilter) -> list[Part]:
     """The attributes of an object, with those in slots: of an object of the user, those that code names."""
-    every = not is_users(type(value).__module__)
+    kind = type(value)
+    every = not is_users(kind.__module__)
+    if not every and (base := _of_bases(kind, names)) is not None:
+        names, every = base, base.is_dynamic
     table = table_of(value) or {}
     keys = [key for key in table if key != OWN_VALUES]
     held = [attribute(table, key, every or key in names) for key in keys]
     return [*held, *_slots(value, names, every)]
+
+
+_PLAIN_BASES = ("builtins", "abc", "typing", "enum")
+
+
+def _of_bases(kind: type, names: NameFilter) -> NameFilter | None:
+    """The names with those in methods that a class of the user inherits from libraries (`UserDict`); None: no more."""
+    size, found = names.inherited.get(kind, (None, None))
+    if size == names.size:
+        return cast(NameFilter | None, found)
+    bases = [
+        base
+        for base in kind.__mro__
+        if not is_users(base.__module__) and base.__module__ not in _PLAIN_BASES
+    ]
+    is_kept = issubclass(kind, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor))
+    found = names_of_methods(bases, names) if bases and not is_kept else None
+    names.inherited[kind] = names.size, found
+    return found
 
 
 def table_of(value: Any) -> dict[str, Any] | None:
@@ -248,7 +272,14 @@ def iterator(value: Any, names: NameFilter) -> Parts:
     """An iterator: code reads it by changing it."""
     parts = library(value, names) if table_of(value) is not None else pickled(value)
     parts.is_moved = True
+    # `map(scaled, numbers)`: the function is not moved. An `iter(function, end)` may not be, either.
+    inner = [part.value for part in parts.held if type(part.value) is tuple]
+    parts.still = [Part(f"function {i}", v) for i, v in enumerate(sum(inner, ())) if _is_code(v)]
     return parts
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (type, types.BuiltinFunctionType))
 
 
 def callable_or_kind(value: Any, names: NameFilter) -> Parts:
@@ -277,9 +308,9 @@ def _is_native(kind: type) -> bool:
 
 
 def namespace(value: Any, names: NameFilter) -> Parts:
-    """A namespace of a script."""
-    table = vars(value)
-    held = [attribute(table, key, key in names) for key in list(table)]
+    """A namespace of a script. A comparison of two of them, and their text, read all attributes."""
+    table, every = vars(value), not names.names.isdisjoint((OBJECTS, TEXT))
+    held = [attribute(table, key, every or key in names) for key in list(table)]
     known = frozenset(part.key for part in held if part.is_named)
     return Parts(("object", type(value), known), held, attributes=table)
 
@@ -314,10 +345,19 @@ def of_torch(value: Any, names: NameFilter) -> Parts:
 
 
 def attributes_of_tensor(tensor: Any, table: dict[str, Any], names: NameFilter) -> list[Part]:
-    """What a script has assigned to a tensor; of a wrapper, the numbers, since its other attributes are its own."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    keys = [k for k in (names.of(table) if table else ()) if is_plain or type(table[k]) in PLAIN]
-    return [attribute(table, key) for key in keys]
+    """What a script has assigned to a tensor; of a wrapper, the numbers, since its other attributes are its own.
+
+    Of a class of the user, all but tensors.
+    """
+    kind = type(tensor)
+    is_plain, own = kind in (torch.Tensor, torch.nn.Parameter), is_users(kind.__module__)
+    return [
+        attribute(table, key)
+        for key in (names.of(table) if table else ())
+        if is_plain
+        or type(table[key]) in PLAIN
+        or (own and not isinstance(table[key], torch.Tensor))
+    ]
 
 
 def generator(value: torch.Generator, names: NameFilter) -> Parts:

@@ -16,6 +16,7 @@ reference: where there is one, a walk compares at every call.
 
 from __future__ import annotations
 
+import abc
 import types
 import weakref
 from collections import OrderedDict
@@ -23,19 +24,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_, itemgetter, methodcaller
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from functionalize._compat.fast_guards import dict_version
+from functionalize.util.packages import is_users
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.bound_methods import WHOLE
 from functionalize.walk.code_names import NameFilter
-from functionalize.walk.data_parts import CLASSES, MODULES
+from functionalize.walk.data_parts import CLASSES, NAMESPACES
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
-from functionalize.walk.object_parts import parts_of
+from functionalize.walk.object_parts import is_patchable, parts_of, registered, subclasses
 from functionalize.walk.parts import Held, Part, Parts
 
 _values = methodcaller("values")
@@ -161,8 +163,8 @@ class Probes:
             self._empty.append(table)
 
     def add_torch(self) -> None:
-        """The namespaces of torch."""
-        for table in MODULES.values():
+        """The namespaces of torch, and Python's builtins."""
+        for table in NAMESPACES:
             if dict_version is None:
                 self.add_table(table)
             else:
@@ -176,9 +178,28 @@ class Probes:
             self._classes[kind] = vars(kind)
             self._defined.append(tuple(vars(kind).values()))
 
+    def add_class_parts(self, kind: type, parts: Sequence[Part]) -> None:
+        """A class, of which code reads these attributes."""
+        if is_users(kind.__module__):
+            self.add_attribute(kind, "__mro__")
+            if issubclass(type(kind), abc.ABCMeta):
+                self.add_value(partial(registered, cast(abc.ABCMeta, kind)))
+            if "__subclasses__" in self._names.names:
+                self.add_value(partial(subclasses, kind))
+        for base in kind.__mro__:
+            if is_patchable(base):
+                self.add_class(base)
+            elif is_users(base.__module__):
+                own = [p for p in parts if p.place is not None and p.place.container is base]
+                self.add_names(vars(base), own)
+
     def add_attribute(self, owner: Any, name: str) -> None:
         """An attribute of a class, or the `__dict__` of an object."""
         self._attributes.append((owner, name, getattr(owner, name)))
+
+    def add_kind(self, value: Any) -> None:
+        """The class of an object, which a script may replace."""
+        self._kinds.append((value, type(value)))
 
     def add_value(self, read: Callable[[], Any]) -> None:
         """What a function returns, compared by `==`."""

@@ -10,13 +10,12 @@ Invariant: the same state gives the same facts in the same order. Nothing is cha
 
 from __future__ import annotations
 
-import abc
 import types
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from functionalize.walk.code_names import NameFilter
 from functionalize.walk.data_parts import (
     BY_EQUALITY,
     CONTAINERS,
+    around,
     process_generators,
     replaced,
     settings,
@@ -46,8 +46,17 @@ from functionalize.walk.live_places import (
     may_move,
     state_numbers,
 )
-from functionalize.walk.object_parts import class_parts, is_patchable, parts_of, registered
-from functionalize.walk.parts import SAME, Held, Part, Parts, Visit, attributes_of_tensor, table_of
+from functionalize.walk.object_parts import class_parts, parts_of
+from functionalize.walk.parts import (
+    SAME,
+    Held,
+    Is,
+    Part,
+    Parts,
+    Visit,
+    attributes_of_tensor,
+    table_of,
+)
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Identity, InPlace, Roots, free_name
 
@@ -141,8 +150,10 @@ class PythonState:
 
     def _of_process(self) -> None:
         """The functions of torch that were replaced, and the settings of the process that code may read."""
-        for part in replaced():
+        for part in (*replaced(self.names), *around()):
             self._push(Visit((), "", None), part)
+        if any(around()):
+            self.probes.add_value(lambda: [Is(part.value) for part in around()])
         for name, read in settings(self.names):
             self._note(Visit(((), name), "", None), read())
             self.probes.add_value(read)
@@ -182,6 +193,9 @@ class PythonState:
             if not self._is_replay:
                 self.names.add(value.__code__)
         parts = parts_of(value, self.names)
+        for part in parts.still:
+            still = Visit(visit.path, visit.name, None, is_fact=visit.is_fact, is_loose=True)
+            self._push(still, part)
         if parts.is_moved and visit.moving is None:
             visit.moving = visit.path
             self.movers[visit.path] = value, visit.place
@@ -258,28 +272,16 @@ class PythonState:
         if visit.is_fact and key not in self._classes:
             self._classes.add(key)
             parts = class_parts(kind, self.names)
-            self._probe_class(kind, parts)
+            self.probes.add_class_parts(kind, parts)
             for part in parts:
                 self._push(Visit(visit.path, visit.name, None, moving=visit.moving), part)
 
     def _probe(self, value: Any, parts: Parts) -> None:
         if issubclass(type(value), type):
-            self._probe_class(value, parts.held)
-            self._probe_class(type(value), parts.held)
+            self.probes.add_class_parts(value, parts.held)
+            self.probes.add_class_parts(type(value), parts.held)
         else:
             self.probes.add(value, parts)
-
-    def _probe_class(self, kind: type, parts: Sequence[Part]) -> None:
-        if is_users(kind.__module__):
-            self.probes.add_attribute(kind, "__mro__")
-        if issubclass(type(kind), abc.ABCMeta) and is_users(kind.__module__):
-            self.probes.add_value(partial(registered, cast(abc.ABCMeta, kind)))
-        for base in kind.__mro__:
-            if is_patchable(base):
-                self.probes.add_class(base)
-            elif is_users(base.__module__):
-                own = [p for p in parts if p.place is not None and p.place.container is base]
-                self.probes.add_names(vars(base), own)
 
     # -- tensors, modules and optimizers -----------------------------------------------------------
 
@@ -319,6 +321,7 @@ class PythonState:
         """The class of a module and its code, its attributes, its hooks and those of its parameters."""
         module, kind = visit.value, type(visit.value)
         self._note(visit, kind)
+        self.probes.add_kind(module)
         if (kind, True) not in self._classes:
             if hasattr(kind, "forward"):  # a scripted module has none
                 self._push(visit, Part("forward", kind.forward, kind.__name__))
@@ -377,6 +380,7 @@ class PythonState:
     def _optimizer(self, visit: Visit, optimizer: torch.optim.Optimizer) -> None:
         """The class of an optimizer, its hooks, replaced methods, and numbers in its state."""
         self._note(visit, type(optimizer))
+        self.probes.add_kind(optimizer)
         self._class_of(visit, type(optimizer))
         for key, value in vars(optimizer).items():
             if key not in _OF_EVERY_OPTIMIZER:

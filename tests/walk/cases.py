@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import argparse
 import array
+import builtins
 import collections
 import configparser
 import contextvars
@@ -178,6 +180,29 @@ def matched(value: Any) -> float:
     return 1.0
 
 
+READ_BY: dict[str, Callable[..., Any]] = {"read": getattr}
+
+
+class Registered:
+    """Its subclasses are its registry."""
+
+    weight = 1.0
+
+
+def with_subclasses() -> Any:
+    return type("Root", (Registered,), {"__module__": __name__})
+
+
+def with_cache() -> Any:
+    """A function that keeps what it has read."""
+
+    @functools.lru_cache
+    def cached(key: str) -> list[float]:
+        return [1.0]
+
+    return cached
+
+
 def set_(name: str, to: Any = 2.0) -> Callable[[Any], None]:
     return lambda value: setattr(value, name, to)
 
@@ -232,7 +257,83 @@ READ: dict[str, Case] = {
     "format": (Distant, lambda v: float("{0.distance}".format(v)), set_("distance")),  # noqa: UP030, UP032
     "format of a global": (Distant, lambda v: float(FIELD.format(v)), set_("distance")),
     "a module's __getattr__": (with_getattr, lambda v: v.anything, hidden),
+    "getattr by another name": (
+        Distant,
+        lambda v: READ_BY["read"](v, "-".join(["dis", "tance"]).replace("-", "")),
+        set_("distance"),
+    ),
+    "a comparison of namespaces": (
+        lambda: [argparse.Namespace(a=1.0), argparse.Namespace(a=1.0)],
+        lambda v: 1.0 if v[0] == v[1] else 2.0,
+        lambda v: setattr(v[0], "a", 2.0),
+    ),
+    "the text of a namespace": (
+        lambda: types.SimpleNamespace(a=1.0),
+        lambda v: float(len(str(v))),
+        set_("a", 1.25),
+    ),
+    "a name in a namespace": (
+        lambda: argparse.Namespace(a=1.0),
+        lambda v: 2.0 if "mixup" in v else 1.0,
+        set_("mixup"),
+    ),
+    "__subclasses__": (
+        with_subclasses,
+        lambda v: 1.0 + len(v.__subclasses__()),
+        lambda v: KEPT_CLASSES.append(type("Leaf", (v,), {})),
+    ),
+    "a cached function": (with_cache, lambda v: v("a")[0], lambda v: put(v("a"), 0, 2.0)),
+    "getenv": (
+        lambda: None,
+        lambda v: float(os.getenv("FZ_TEST_SCALE", "1")),
+        lambda v: os.environ.__setitem__("FZ_TEST_SCALE", "2"),
+    ),
+    "a logger by its name": (
+        lambda: None,
+        lambda v: 2.0 if logging.getLogger("tests.hidden").isEnabledFor(logging.INFO) else 1.0,
+        lambda v: logging.getLogger("tests.hidden").setLevel(logging.INFO),
+    ),
+    "the name of the thread": (
+        lambda: setattr(threading.current_thread(), "name", "a"),
+        lambda v: float(len(threading.current_thread().name)),
+        lambda v: setattr(threading.current_thread(), "name", "abc"),
+    ),
+    "a replaced builtin": (
+        lambda: None,
+        lambda v: float(sum([1.0, 2.0])),
+        lambda v: setattr(builtins, "sum", lambda values: 7.0),
+    ),
+    "a new builtin": (
+        lambda: setattr(builtins, "FZ_SCALE", 1.0),
+        lambda v: FZ_SCALE,  # type: ignore[name-defined]  # noqa: F821
+        lambda v: setattr(builtins, "FZ_SCALE", 2.0),
+    ),
+    "options of the text of arrays": (
+        lambda: np.array([1.23456]),
+        lambda v: float(len(str(v))),
+        lambda v: np.set_printoptions(precision=2),
+    ),
+    "a copy of an iterator": (
+        lambda: iter([1.0, 2.0, 3.0]),
+        lambda v: next(copy.copy(v)),
+        lambda v: next(v) and None,
+    ),
+    "a generator that stays where it is": (
+        lambda: types.SimpleNamespace(numbers=(c := [1.0]), running=same_again(c)),
+        lambda v: next(v.running),
+        lambda v: put(v.numbers, 0, 2.0),
+    ),
+    "an iterator of calls": (
+        lambda: types.SimpleNamespace(numbers=(c := [1.0]), calls=iter(lambda: c[0], None)),
+        lambda v: next(v.calls),
+        lambda v: put(v.numbers, 0, 2.0),
+    ),
 }
+
+
+def same_again(numbers: list[float]) -> Iterator[float]:
+    while True:
+        yield numbers[0]
 
 
 # -- objects that hold it --------------------------------------------------------------------------
@@ -324,9 +425,77 @@ def with_attribute(tensor: Tensor, value: Any = 1.0) -> Any:
     return tensor
 
 
+class Config(collections.UserDict[str, float]):
+    """Its attributes are named in code of a library alone."""
+
+
+class Chain(collections.ChainMap[str, float]):
+    """Also these."""
+
+
+class Part(Subset[Any]):
+    """Also these."""
+
+
+class Held:
+    scale = 1.0
+
+
+class WithObject(enum.Enum):
+    ONE = Held()
+
+
+class Marked(torch.Tensor):
+    """A class of tensors of the user."""
+
+
+def marked() -> Any:
+    return with_attribute(torch.ones(()).as_subclass(Marked), {"scale": 1.0})
+
+
+def in_order(*numbers: int) -> set[int]:
+    """Equal sets iterate in the order of insertion where hashes collide."""
+    found: set[int] = set()
+    for number in numbers:
+        found.add(number)
+    return found
+
+
+KEPT_CLASSES: list[type] = []
+SUM = sum
 KEPT, PROXIED = [Hooked(), Hooked()], Hooked()
 put = operator.setitem
 HELD: dict[str, Case] = {
+    "a subclass of UserDict": (
+        lambda: Config(a=1.0),
+        lambda v: v["a"],
+        lambda v: put(v, "a", 2.0),
+    ),
+    "a subclass of ChainMap": (
+        lambda: Chain({"a": 1.0}),
+        lambda v: v["a"],
+        lambda v: put(v, "a", 2.0),
+    ),
+    "a subclass of Subset": (
+        lambda: Part(range(8), [1, 2]),  # type: ignore[arg-type]
+        lambda v: float(v[0]),
+        lambda v: put(v.indices, 0, 3),
+    ),
+    "a member of an enumeration": (
+        lambda: WithObject.ONE,
+        lambda v: v.value.scale,
+        lambda v: setattr(v.value, "scale", 2.0),
+    ),
+    "a dict of a tensor of the user's class": (
+        marked,
+        lambda v: v.distance["scale"],
+        lambda v: v.distance.update(scale=2.0),
+    ),
+    "the order of a set": (
+        lambda: types.SimpleNamespace(numbers=in_order(0, 8)),
+        lambda v: 1.0 + next(iter(v.numbers)),
+        set_("numbers", in_order(8, 0)),
+    ),
     "os.environ": (
         lambda: None,
         lambda v: float(os.environ.get("FZ_TEST_SCALE", "1")),
@@ -714,11 +883,17 @@ def same_process() -> Iterator[None]:
     level, argv = logger.level, sys.argv
     os.environ.pop("FZ_TEST_SCALE", None)
     KEPT[1].scale = 2.0
+    thread, options = threading.current_thread().name, np.get_printoptions()
     try:
         yield
     finally:
         SETTINGS.scale = SETTINGS.kl = SETTINGS.l1 = Meta.scale = PROXIED.scale = 1.0
-        imported.SCALE = 1.0
+        imported.SCALE = Held.scale = 1.0
+        vars(WithObject.ONE.value).clear()
+        builtins.sum = SUM
+        vars(builtins).pop("FZ_SCALE", None)
+        threading.current_thread().name = thread
+        np.set_printoptions(**options)
         gc.enable()
         os.chdir(folder)
         decimal.getcontext().prec = 28

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import functionalize as fz
@@ -195,6 +198,73 @@ PATCHES = {
 def test_replaced_functions_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, number, other = PATCHES[name]
     faithful(lambda: None, number, lambda v: monkeypatch.setattr(owner, attribute, other))
+
+
+class Scaling(TorchFunctionMode):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * self.scale if func is torch.relu else out
+
+
+def unpacked_by(scale: float) -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * scale)
+
+
+@pytest.mark.parametrize("around", [Scaling, unpacked_by])
+def test_what_a_call_is_surrounded_by(around: Callable[[float], Any]) -> None:
+    layer = nn.Linear(2, 2)
+
+    def step(x: Tensor) -> Tensor:
+        torch.relu(layer(x)).square().sum().backward()
+        assert layer.weight.grad is not None
+        grad, layer.weight.grad, layer.bias.grad = layer.weight.grad, None, None
+        return grad
+
+    captured = fz.capture(step)
+    for i in range(CALLS):
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(i))
+        with around(1.0 + i // 4):
+            assert torch.equal(captured(x), step(x)), i
+
+
+def test_a_hook_on_all_modules_reads_a_number() -> None:
+    scale = [1.0]
+    handle = register_module_forward_hook(lambda module, args, out: out * scale[0])
+    try:
+        faithful(lambda: None, lambda v: 1.0, lambda v: put(scale, 0, 2.0))
+    finally:
+        handle.remove()
+
+
+def test_a_cache_is_cleared_long_after_its_source_has_changed() -> None:
+    table = {"a": 1.0}
+    cached = functools.cache(lambda: table["a"])
+    captured = fz.capture(lambda x: x * cached())
+    for i in range(12):
+        table["a"] = 1.0 + i // 4
+        if i == 10:
+            cached.cache_clear()
+        assert captured(torch.ones(1)).item() == (1.0 if i < 10 else 3.0)
+    assert captured.stats.replays >= 4
+
+
+def test_the_class_of_a_module_is_replaced() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    ours, eager = Trainer(None, lambda v: 1.0), Trainer(None, lambda v: 1.0)
+    captured = fz.capture(ours.step)
+    for i in range(CALLS):
+        if i == CHANGED_AT:
+            ours.model.__class__ = eager.model.__class__ = Doubled
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+        assert torch.equal(captured(x), eager.step(x)), i
+    assert captured.stats.replays >= 2
 
 
 def test_a_hook_that_decides_to_raise() -> None:
