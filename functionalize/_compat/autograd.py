@@ -87,6 +87,11 @@ def is_engine_frame(filename: str, line: int) -> bool:
     return filename == _ENGINE_FILE and line in _ENGINE_LINES
 
 
+def engine_entry() -> tuple[Any, str]:
+    """(module, name) of the function by which `torch.autograd` calls its engine (torch 2.3 to 2.15)."""
+    return torch.autograd, "_engine_run_backward"
+
+
 def function_entry() -> tuple[Any, str]:
     """(module, name) of a function that `Function.apply` calls with its arguments before it makes its node.
 

@@ -48,3 +48,7 @@ class Stacks:
         if self._stack is None or task != self._task:
             self._task, self._stack = task, stack_here()
         return self._stack
+
+    def is_shared(self, stack: CapturedTraceback | None) -> bool:
+        """Whether a stack is that of the nodes in C++ of the running backward, so that no hook ran the op."""
+        return stack is self._stack and stack is not None

@@ -211,13 +211,16 @@ def show(
     grep: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Ops whose line has this text.")
     ] = None,
+    backward_of: Annotated[
+        str | None, typer.Option(metavar="NODE", help="Ops of the backward of this forward op.")
+    ] = None,
     passes: Passes = None,
 ) -> None:
-    """Print the graph of a step, all of it or the part of a module, a phase, a text.
+    """Print the graph of a step, all of it or the part of a module, a phase, a text, the backward of one op.
 
     Example: [bold]functionalize show step.fzp --module blocks.0 --phase backward[/]
     """
-    graphs.show(out, job, graphs.Filter(module, phase, grep), passes)
+    graphs.show(out, job, graphs.Filter(module, phase, grep, backward_of), passes)
 
 
 @command(Source)

@@ -87,22 +87,38 @@ def show_notes(console: Console, found: Recorded) -> None:
 
 @dataclass(frozen=True)
 class Filter:
-    """Selects ops of a graph by module, phase and text; all criteria that are not None must match."""
+    """Selects ops of a graph by module, phase, forward and text; all criteria that are not None must match.
+
+    backward_of: the name of a forward op. backward: the names of the ops of its backward, see `resolved`.
+    """
 
     module: str | None = None
     phase: str | None = None
     grep: str | None = None
+    backward_of: str | None = None
+    backward: frozenset[str] = frozenset()
+
+    def resolved(self, program: Program) -> Filter:
+        """The filter for one program. Raises `UsageError` for a forward op that the program does not have."""
+        if self.backward_of is None:
+            return self
+        try:
+            ops = program.backward_of(self.backward_of)
+        except LookupError as error:
+            raise UsageError(f"--backward-of {self.backward_of}: {error}") from None
+        return replace(self, backward=frozenset(n.name for n in ops))
 
     @property
     def filters(self) -> bool:
         """Whether any criterion is set."""
-        return any((self.module, self.phase, self.grep))
+        return any((self.module, self.phase, self.grep, self.backward_of))
 
     def __call__(self, node: fx.Node) -> bool:
         """Whether a node matches."""
         return (
             (self.phase is None or phase_of(node) == self.phase)
             and (self.module is None or in_module(node.meta.get("module", ""), self.module))
+            and (self.backward_of is None or node.name in self.backward)
             and (self.grep is None or self.grep.lower() in node_text(node).lower())
         )
 
@@ -121,6 +137,7 @@ def show(out: Out, job: Job, keep: Filter, pipeline: str | None) -> None:
         found = raw.after(pipeline, say)
         program = found.program
         program.describe()
+        keep = keep.resolved(program)
         kept = [node for node in _ops(program) if keep(node)]
         if not kept:
             raise UsageError(_no_match(program, keep))
@@ -136,6 +153,7 @@ def _no_match(program: Program, keep: Filter) -> str:
     modules = sorted({n.meta["module"] for n in program.graph.nodes if n.meta.get("module")})
     some = ", ".join(modules[:8]) + (f", and {len(modules) - 8} more" if len(modules) > 8 else "")
     criteria = {"module": keep.module, "phase": keep.phase, "grep": keep.grep}
+    criteria["backward-of"] = keep.backward_of
     options = ", ".join(f"--{key} {value}" for key, value in criteria.items() if value)
     return f"no op fits {options}; there are the phases {', '.join(phases)} and the modules {some or 'none'}"
 
@@ -154,6 +172,7 @@ def _node(node: fx.Node) -> dict[str, Any]:
         "module": node.meta.get("module", ""),
         "value": str(geometry_of(value)) if isinstance(value, Tensor) else "",
         "line": user_line(node.meta.get("stack_trace", "")),
+        "forward": user_line(node.meta.get("forward_stack_trace", "")),
     }
 
 

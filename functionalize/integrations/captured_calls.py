@@ -31,7 +31,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat.modules import call_of, own_call, set_own_call
+from functionalize._compat.modules import call_of, own_call, set_own_call, without_reports
 from functionalize.entry import capture
 from functionalize.state.arguments import flatten_result
 from functionalize.step_backward.boundary import is_output
@@ -71,7 +71,7 @@ class CapturedCalls:
     def remove(self) -> None:
         """Let the modules run as before; programs are kept for `explain`."""
         for call in self.calls:
-            if own_call(call.module) is call:
+            if without_reports(own_call(call.module)) is call:
                 set_own_call(call.module, None)
 
 
@@ -146,7 +146,7 @@ class _Backward:
 
 def captured(module: nn.Module) -> CapturedCalls | None:
     """What captures the calls of `module`, or None."""
-    found = own_call(module)
+    found = without_reports(own_call(module))
     return found.group if isinstance(found, CapturedCall) else None
 
 

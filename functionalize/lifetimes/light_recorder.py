@@ -76,6 +76,7 @@ class MemoryRecorder(Watcher):
         # Storages that existed before the step and are at no known place -> their bytes.
         self._captured: dict[int, int] = {}
         self._calls, self._changes = self.step_notes.calls, self.step_notes.changes
+        self.module_calls = self._calls
         self._alive = self.step_notes.alive
         self._task = -1  # the id of autograd's graph task that ran last
         self._task_line: Line | None = None  # the user's line that called backward

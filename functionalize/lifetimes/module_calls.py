@@ -1,6 +1,7 @@
 """The module that an op belongs to, in a forward, in a backward and in a recomputation.
 
-    calls.enter(module) ... calls.leave()     every call of a module while a memory capture runs
+    with calls.observing(recorder):           the modules that are called, for the metadata of a program
+    calls.enter(module) ... calls.leave()     every call of a module while a step is recorded
     calls.module_of(record)                   "model.layers.0.mlp", or "" outside every module
     calls.module_at(backward_position())      the same, for the current op
 
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from functionalize._compat.autograd import (
@@ -32,33 +35,51 @@ from functionalize._compat.dispatch import current_modes
 from functionalize._compat.modules import ReportedCall, own_call, set_own_call, without_reports
 from functionalize.fsdp.objects import fsdp_registered
 from functionalize.ir.ops import OpRecord
+from functionalize.recorder.recorder import Recorder
+from functionalize.tape.notes import TapeNotes
 from functionalize.walk.roots import Roots
 
 
 class ModuleCalls:
     """The calls of modules in one recording."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbered: bool = True) -> None:
+        """numbered: whether `module_at` will be called, and not only the notes of a recording are filled."""
+        self._numbered = numbered
         self.running = ""  # the innermost module that is being called
         self._watched_modules: dict[nn.Module, None] = {}
         self._names: dict[int, str] = {}  # id of a module -> its name
-        self._leaves: dict[int, str] = {}  # id of a parameter -> the name of its module
+        self._leaves: dict[int, tuple[str, str]] = {}  # id of a parameter -> its module, its name
         self._running: list[tuple[str, bool]] = []  # name, whether it was called inside a backward
         # Nodes from `_numbers[i]` up to the next number were created by module `_modules[i]`.
         self._numbers, self._modules = [0], [""]
+        self._tape: TapeNotes | None = None
 
     def register(self, roots: Roots) -> None:
         """Register the names of the modules that a step can reach, and the module of each of their parameters."""
         for name, module in roots.walk():
             self._names.setdefault(id(module), name)
             self._watched_modules[module] = None
-            for parameter in module._parameters.values():
-                self._leaves.setdefault(id(parameter), name)
+            for own, parameter in module._parameters.items():
+                self._leaves.setdefault(id(parameter), (name, f"{name}.{own}"))
         for root in roots.modules.values():
-            for owner, _, managed in fsdp_registered(root):
+            for owner, own, managed in fsdp_registered(root):
+                name = self._names.get(id(owner), "")
                 for attribute in ("sharded_param", "_unsharded_param"):
                     leaf = getattr(managed, attribute, None)
-                    self._leaves.setdefault(id(leaf), self._names.get(id(owner), ""))
+                    self._leaves.setdefault(id(leaf), (name, f"{name}.{own}"))
+
+    @contextmanager
+    def observing(self, recorder: Recorder) -> Iterator[None]:
+        """A context: calls are noted for the program of a recording."""
+        self._tape, recorder.tape.place_of = recorder.tape, self._place_of
+        before, recorder.module_calls = recorder.module_calls, self
+        self.watch()
+        try:
+            yield
+        finally:
+            self.unwatch()
+            self._tape, recorder.module_calls = None, before
 
     def watch(self) -> None:
         """Start to observe calls of the registered modules."""
@@ -81,8 +102,16 @@ class ModuleCalls:
         self._mark()
 
     def _mark(self) -> None:
-        self._numbers.append(next_node_number())
-        self._modules.append(self.running)
+        if self._numbered:
+            self._numbers.append(next_node_number())
+            self._modules.append(self.running)
+        if self._tape is not None:
+            inside = bool(self._running) and self._running[-1][1]
+            self._tape.marks.append((len(self._tape.records), self.running, inside))
+
+    def _place_of(self, leaf: torch.Tensor | None) -> tuple[str, str]:
+        """The module of a parameter, and its full name."""
+        return self._leaves.get(id(leaf), ("", ""))
 
     def module_at(self, position: Position | None) -> str:
         """The name of the module that the current op belongs to. position: in the backward, None in a forward."""
@@ -92,7 +121,7 @@ class ModuleCalls:
         if number is None:
             return ""
         if is_of_leaf(number):
-            return self._leaves.get(id(current_node_leaf()), "")
+            return self._place_of(current_node_leaf())[0]
         return self._modules[bisect_right(self._numbers, number) - 1]
 
     def module_of(self, record: OpRecord) -> str:
@@ -135,8 +164,11 @@ class _WatchedModules:
 def _reporting_call(
     module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    notes = (getattr(mode, "step_notes", None) for mode in current_modes())
-    found = [each.calls for each in notes if each is not None]
+    found = [
+        calls
+        for mode in current_modes()
+        if (calls := getattr(mode, "module_calls", None)) is not None
+    ]
     for calls in found:
         calls.enter(module)
     try:

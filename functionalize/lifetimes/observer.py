@@ -48,12 +48,12 @@ class LifetimeObserver:
 
     def start(self, recorder: Recorder) -> None:
         self.notes.start()
-        self._recorder, recorder.step_notes = recorder, self.notes
+        self._recorder, recorder.module_calls = recorder, self.notes.calls
 
     def stop(self) -> None:
         self.notes.stop()
         if self._recorder is not None:
-            self._recorder.step_notes = None
+            self._recorder.module_calls = None
         self._recorder = None
 
     def storage_seen(self, info: StorageInfo, storage: torch.UntypedStorage) -> None:

@@ -11,7 +11,9 @@ forward_stack_trace    the user's frames of the op that made the node in which t
 forward_seq_nr         where no op of the graph made that node (it was a view): the node of the op that reads the view
 original_aten  the op that was recorded, where the node is its functional counterpart
 phase          the part of a training step that the op belongs to, see `ir/phases.py`
-module         the module that the op belongs to, if that was recorded
+module         the module that the op belongs to: that was called, in a backward that of the forward
+custom         the user's `torch.fx.traceback.annotate` of the op, in a backward that of the forward
+gradient_of    the parameters whose gradients the value is, as autograd has accumulated them last
 
 A number that Python reads has as `val` the value that was recorded for it in `hint`. A result whose size depends on
 data has the geometry that was recorded for it in `sized`; an early guard checks the size.
@@ -82,8 +84,6 @@ def read_records(graph: fx.Graph) -> None:
         if trace:
             node.meta["stack_trace"] = trace
         tape.annotate(node.meta, record)
-        if record.meta.get("module"):
-            node.meta["module"] = record.meta["module"]
         node.meta["original_aten"] = record.target
         if node.target is record.target and torch.Tag.dynamic_output_shape in node.target.tags:
             node.meta["sized"] = _recorded(record.outputs, record.meta.get("born", {}))
@@ -106,6 +106,9 @@ class _Tape:
         """Fill what comes from the autograd nodes of an op."""
         if self._ownership is None:
             return
+        module = record.meta.get("module") or self._ownership.module(record)
+        custom = self._ownership.custom(record)
+        meta.update({k: v for k, v in (("module", module), ("custom", custom)) if v})
         ran_in, made = self._ownership.of(record)
         if ran_in is None:
             if made is not None:

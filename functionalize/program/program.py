@@ -3,6 +3,7 @@
 program(*args)                replay                    program.lower()       a graph module with the epilogue
 program.print_readable()      graph and epilogue        program.save(path)    a file, for `functionalize.load`
 program.forward_of(node)      of a backward op          program.backward_of(node)    of a forward op
+program.gradient_of(name)     of a parameter
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functionalize.program.executable import Executable
 from functionalize.program.lower import lower
 from functionalize.program.printer import program_text
 from functionalize.program.program_file import save_program
-from functionalize.tape.queries import backward_of, forward_of
+from functionalize.tape.queries import backward_of, forward_of, gradient_of
 
 
 @dataclass(eq=False)
@@ -56,6 +57,15 @@ class Program(Executable):
         """The ops that ran in the autograd node that an op made, in the order of the graph; see `forward_of`."""
         self.describe()
         return backward_of(self.graph, node)
+
+    def gradient_of(self, parameter: str) -> fx.Node:
+        """The node whose value autograd has accumulated last as the gradient of a parameter: FSDP2 reduces it.
+
+        parameter: its name, from any module on: `layers.0.wq.weight`. Raises `LookupError` if no gradient has this
+        name, or those of several parameters have.
+        """
+        self.describe()
+        return gradient_of(self.graph, parameter)
 
     def lower(self) -> fx.GraphModule:
         """A `GraphModule` over the tensor leaves of the arguments, with the epilogue as ops at its end.

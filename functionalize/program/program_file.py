@@ -109,6 +109,8 @@ _META = (
     "original_aten",
     "phase",
     "module",
+    "custom",
+    "gradient_of",
 )
 
 

@@ -94,6 +94,7 @@ class Builder:
         self.early: frozenset[int] = frozenset()  # ids of records computed from arguments alone
         self._early: list[tuple[fx.Node, Any, str, str]] = []  # see `EarlyGuard.of`
         self._number_guards: list[NumberGuard] = []
+        self._gradients: dict[str, fx.Node] = {}  # by the full name of the parameter
 
     # -- inputs --------------------------------------------------------------------------------
 
@@ -198,6 +199,8 @@ class Builder:
             read = record.meta.get("read")
             if scalar is None and read is None:
                 self.engine.run(record)
+                if "accumulates" in record.meta:
+                    self._note_gradient(record)
                 continue
             node = self.engine.step(record)
             if read is not None:
@@ -208,6 +211,18 @@ class Builder:
                 where = line_of(record.traceback)
                 early = id(record) in self.early
                 self._guard_value(node, scalar.value, where, "a tensor's value", early)
+
+    def _note_gradient(self, record: OpRecord) -> None:
+        """Put the name of a parameter on the node of its gradient, which autograd has just accumulated."""
+        name, out = record.tape.leaves[-1 - (record.seq_nr or 0)].name, record.outputs
+        storage = self.engine.storages.get(out.storage) if type(out) is TensorRef else None
+        if not name or storage is None or not isinstance(storage.base, fx.Node):
+            return
+        before = self._gradients.get(name)
+        if before is not None:
+            before.meta["gradient_of"].remove(name)
+        self._gradients[name] = storage.base
+        storage.base.meta.setdefault("gradient_of", []).append(name)
 
     def guard(self, facts: Iterable[Fact]) -> None:
         """Add a guard for each fact about a live number."""

@@ -11,6 +11,7 @@ once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fakes import FakeTensor
-from functionalize._compat.stacks import CapturedTraceback
+from functionalize._compat.stacks import CapturedTraceback, stack_here
 from functionalize.discharge.byte_ranges import check_bounds, check_order, check_overlap
 from functionalize.discharge.resize import checked_nbytes
 from functionalize.discharge.rules.collectives import check_known_collective
@@ -194,6 +195,16 @@ class Checks:
         """Note a reason why a replay cannot repeat the step."""
         if text not in self.unrepeatable:
             self.unrepeatable.append(text)
+
+    def backward_elsewhere(self, outputs: Iterable[Any]) -> None:
+        """Note that a thread that records nothing runs the backward of these, if the step has seen one of them."""
+        tensors = (t for t in outputs if type(t) is Tensor)
+        if any(self._storages.info_of(t) is not None for t in tensors):
+            thread, where = threading.current_thread().name, line_of(stack_here())
+            self.note(
+                f"its backward runs in another thread ({thread}) {where}: only ops of the thread that calls the step "
+                "are recorded: call backward() in that thread"
+            )
 
     def note_or_raise(self, error: FunctionalizeError) -> None:
         """Raise an error that eager would raise, too; note one about programs only, if the step runs for real."""

@@ -12,6 +12,8 @@
     torch.distributed Work.wait      gloo runs ops inside it: they are part of the collective and not recorded
     torch.profiler.record_function   enters the profiler without the dispatch modes: it makes an eighth of the
                                      ops of an FSDP2 step
+    torch.autograd's engine          a backward in another thread is refused
+    torch.autograd.Function          makes an autograd node, see tape/notes.py
     torch.UntypedStorage.nbytes      in a call to a substituted function only, where resizes are not carried out:
     torch.UntypedStorage.size        the size that the function has set
 
@@ -31,7 +33,7 @@ from typing import Any, Self
 import torch
 from torch.autograd.profiler import record_function
 
-from functionalize._compat.autograd import function_entry
+from functionalize._compat.autograd import engine_entry, function_entry
 from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
@@ -59,13 +61,13 @@ class Watcher(TorchDispatchMode):
     suspended: the number of callers that have suspended it; at 0 it records.
     checks: notes what a replay cannot repeat; None if there will be no replay.
     scalar_arguments: the live numbers of the recording as arguments of ops; None if its numbers are not live.
-    step_notes: the notes of a recording of memory (see lifetimes/notes.py), while it is active.
+    module_calls: what observes the calls of modules (see lifetimes/module_calls.py), while it does.
     tape: the notes about autograd's nodes, of a recording that becomes a program.
     """
 
     checks: Checks | None = None
     scalar_arguments: ScalarArguments | None = None
-    step_notes: Any = None
+    module_calls: Any = None
     tape: TapeNotes | None = None
 
     def __init__(self) -> None:
@@ -103,6 +105,8 @@ class Watcher(TorchDispatchMode):
         with ExitStack() as undo:
             if outermost:
                 undo.callback(self.stop)
+                _ACTIVE.add(self)
+                undo.callback(_ACTIVE.remove, self)
             PATCHES.install()
             undo.callback(PATCHES.remove)
             super().__enter__()
@@ -119,7 +123,27 @@ class Watcher(TorchDispatchMode):
             finally:  # also after Ctrl-C
                 self._entered -= 1
                 if not self._entered:
+                    _ACTIVE.remove(self)
                     self.stop()
+
+
+class _ActiveWatchers:
+    """The watchers that are active, of all threads."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Watcher] = {}
+
+    def add(self, watcher: Watcher) -> None:
+        self._found[id(watcher)] = watcher
+
+    def remove(self, watcher: Watcher) -> None:
+        self._found.pop(id(watcher), None)
+
+    def all(self) -> list[Watcher]:
+        return list(self._found.values())
+
+
+_ACTIVE = _ActiveWatchers()
 
 
 def _watchers() -> list[Any]:
@@ -226,6 +250,18 @@ def _noted_function(original: Any) -> Any:
     return unwrap_dead_wrappers
 
 
+def _watched_engine(original: Any) -> Any:
+    def _engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _watchers():
+            for recorder in _ACTIVE.all():
+                if recorder.checks is not None:
+                    recorder.checks.backward_elsewhere(outputs)
+        return original(outputs, *args, **kwargs)
+
+    _engine_run_backward.__doc__ = original.__doc__
+    return _engine_run_backward
+
+
 def _uncompiled(original: Any) -> Any:
     def callback_from_stance(callback: Any) -> Any:
         return None if _watchers() else original(callback)
@@ -248,6 +284,8 @@ def _capture_patches() -> Iterator[Patch]:
         yield frames, "_callback_from_stance", _uncompiled(frames._callback_from_stance)
     for name in ("__enter__", "__exit__"):
         yield record_function, name, _undispatched(getattr(record_function, name))
+    owner, name = engine_entry()
+    yield owner, name, _watched_engine(getattr(owner, name))
     owner, name = function_entry()
     yield owner, name, _noted_function(getattr(owner, name))
     work = work_class()

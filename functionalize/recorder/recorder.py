@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from functionalize._compat.autograd import autograd_position, next_node_number
+from functionalize._compat.autograd import autograd_position
 from functionalize._compat.dispatch import disable_current_modes, is_traceable_wrapper_subclass_type
 from functionalize._compat.distributed import is_dtensor_type
 from functionalize._compat.fakes import FakeTensor
-from functionalize._compat.stacks import Stacks, stack_here
+from functionalize._compat.stacks import stack_here
 from functionalize.calls.call_log import CallLog
 from functionalize.discharge.resize import checked_nbytes
 from functionalize.discharge.rules.mutations import written_arguments
@@ -113,7 +113,6 @@ class Recorder(Watcher):
         self._met_number = False  # whether an argument of the current op is a symbolic number
         self._stand_ins = stand_ins
         self._ref = self.storages.ref
-        self._stacks = Stacks()
         if observer is not None:
             observer.attach(self.records)
 
@@ -174,14 +173,7 @@ class Recorder(Watcher):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        seq_nr, node, phase = autograd_position()
-        # Outside of a backward no stack is shared: the calling frame need not be looked up.
-        stack = stack_here() if phase is None else self._stacks.here()
-        record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase, None, self.tape)
-        if phase is not None:
-            self.tape.note_backward(record, args)
-        elif next_node_number() != self.tape.made:
-            self.tape.moved(record, args)
+        record = self.tape.record(func, args)
         if func is _LIFT_FRESH and self.storages.info_of(args[0]) is None:
             return self._literal(args[0])
         checks = self.checks

@@ -30,6 +30,7 @@ from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.graphs import pytree
 from functionalize.audit.collective_check import collective_mismatch
 from functionalize.errors import UncapturableError
+from functionalize.lifetimes.module_calls import ModuleCalls
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.escaped_numbers import replace_escaped, settle_escaped
@@ -145,14 +146,24 @@ def record(
         names = leaf_names(fn, call.spec)
         entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside, live)
         recorder.arguments = entry.places.arguments()
-        if isinstance(recorder.observer, LifetimeObserver):
-            recorder.observer.notes.calls.register(entry.roots)
+        observer = recorder.observer
+        calls = (
+            observer.notes.calls
+            if isinstance(observer, LifetimeObserver)
+            else ModuleCalls(numbered=False)
+        )
+        calls.register(entry.roots)
     except Exception as error:
         return Refused.of(error)
     hyperparameters = lifted(entry.roots.optimizers, entry.hyperparameters, recorder)
     rendezvous = Rendezvous(meets_as) if meets_as is not None else None
     try:
-        with hyperparameters as hyper, MovingState(entry.moving, recorder) as moving, recorder:
+        with (
+            hyperparameters as hyper,
+            MovingState(entry.moving, recorder) as moving,
+            calls.observing(recorder),
+            recorder,
+        ):
             result = fn(*call.args, **call.kwargs)
     except BaseException:
         replace_escaped(recorder.scalar_log)

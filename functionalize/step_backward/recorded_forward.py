@@ -22,6 +22,7 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.fsdp.objects import FSDPTensor
 from functionalize.ir.inputs import Call, Source
 from functionalize.ir.ops import OpRecord, TensorRef
+from functionalize.lifetimes.module_calls import ModuleCalls
 from functionalize.recorder.op_kinds import storage_of
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state.arguments import flatten_result
@@ -208,7 +209,10 @@ class RecordedForward:
             fn, live = self._owner.callable, end.entry.hyperparameters
             later = EntryState.now(fn, leaves, recorder, live, hooks_run_outside=True)
         recorder.resume()
-        with lifted(later.roots.optimizers, later.hyperparameters, recorder) as hyper, recorder:
+        calls = ModuleCalls(numbered=False)
+        calls.register(later.roots)
+        hyperparameters = lifted(later.roots.optimizers, later.hyperparameters, recorder)
+        with hyperparameters as hyper, calls.observing(recorder), recorder:
             found = run_backward(self._outputs, tangents, self._inputs, requested, keep)
         gradients, refusal = found
         if refusal is not None:

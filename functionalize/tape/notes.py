@@ -1,6 +1,6 @@
 """What a recording notes about autograd, beside the number of the running node in each op's record.
 
-    y = x * w          the counter of autograd nodes moves: `moved` returns the number of its node
+    y = x * w          the counter of autograd nodes moves: `record.makes` is the number of its node
     z = y.detach()     it does not: the op makes no node
     Gate.apply(z)      an `autograd.Function`: a node of its own, also if its forward runs no op
 
@@ -13,14 +13,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import traceback as fx_traceback
 
-from functionalize._compat.autograd import FIRST_OF_LEAVES, current_node_leaf, next_node_number
-from functionalize._compat.stacks import CapturedTraceback, stack_here
+from functionalize._compat.autograd import (
+    FIRST_OF_LEAVES,
+    autograd_position,
+    current_node_leaf,
+    next_node_number,
+)
+from functionalize._compat.stacks import CapturedTraceback, Stacks, stack_here
 from functionalize.ir.ops import Made, OpRecord
 
 
@@ -28,12 +34,14 @@ class FunctionCall(NamedTuple):
     """A call of an `autograd.Function` that made a node.
 
     number: of the node. thread: that made it; 0 is the thread of the recording. at: the number of records before it.
+    module: the innermost module that was being called.
     """
 
     number: int
     thread: int
     at: int
     traceback: CapturedTraceback
+    module: str
 
 
 class Leaf(NamedTuple):
@@ -43,23 +51,45 @@ class Leaf(NamedTuple):
     maker: OpRecord | FunctionCall | None
 
 
+class Accumulated(NamedTuple):
+    """A leaf into which a backward has accumulated a gradient. module, name: its place, empty if unknown."""
+
+    leaf: Leaf
+    module: str
+    name: str
+
+
+# From a place in the records on: the innermost module that is being called, and whether its call began inside a
+# backward, as in a recomputation. A plain tuple, as every call of a module makes two.
+ModuleMark = tuple[int, str, bool]
+
+
+def _nowhere(leaf: Tensor) -> tuple[str, str]:
+    return "", ""
+
+
 class TapeNotes:
     """The notes of one recording.
 
     records: the op stream, which the recorder extends.
     made: the number that the next node of the recording's thread has, as of the last op.
     leaves: the leaves into which a backward has accumulated a gradient.
+    marks: which modules were called when, if that was observed (see lifetimes/module_calls.py).
+    place_of: returns the module and the full name of a parameter.
     """
 
     def __init__(self, records: list[OpRecord]) -> None:
         self.records = records
         self.functions: list[FunctionCall] = []
-        self.leaves: list[Leaf] = []
+        self.leaves: list[Accumulated] = []
+        self.marks: list[ModuleMark] = []
+        self.place_of: Callable[[Tensor], tuple[str, str]] = _nowhere
         self._used: dict[int, Leaf] = {}  # by the id of the tensor
         self._numbers: dict[int, int] = {}  # id of a `Leaf` in `leaves` -> the number of its node
         self.resolved: Any = None  # see `ownership.ownership_of`
         self.made = 0
         self._main = 0
+        self._stacks = Stacks()
         self._made: dict[int, int] = {}  # thread -> the same number, of other threads
 
     def start(self) -> None:
@@ -71,8 +101,37 @@ class TapeNotes:
         found = threading.get_ident()
         return 0 if found == self._main else found
 
-    def moved(self, record: OpRecord, args: Iterable[Any]) -> None:
-        """Note the nodes that were made since the op before the one that is being dispatched, and its leaves."""
+    def record(self, func: Any, args: Iterable[Any]) -> OpRecord:
+        """The record of an op that is being dispatched; for a mode's handler."""
+        seq_nr, node, phase = autograd_position()
+        if phase is None:
+            # Outside of a backward no stack is shared: the calling frame need not be looked up.
+            record = OpRecord(func, (), {}, None, (), stack_here(), tape=self)
+            if next_node_number() != self.made:
+                self._moved(record, args)
+        else:
+            stack = self._stacks.here()
+            record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase, None, self)
+            self._in_backward(record, args)
+        if fx_traceback.current_meta:
+            custom = fx_traceback.current_meta.get("custom")
+            if custom:  # `annotate` changes its dict
+                record.meta["custom"] = dict(custom)
+        return record
+
+    def _in_backward(self, record: OpRecord, args: Iterable[Any]) -> None:
+        """Note the thread of an op in a backward, the leaf of its node, and the node that it makes itself."""
+        if threading.get_ident() != self._main:
+            record.thread = self.thread()
+        if record.seq_nr is not None and record.seq_nr >= FIRST_OF_LEAVES:
+            record.seq_nr = self._leaf()
+            if self._stacks.is_shared(record.traceback):
+                record.meta["accumulates"] = True
+        if torch.is_grad_enabled():  # else it makes none
+            self._moved(record, args)
+
+    def _moved(self, record: OpRecord, args: Iterable[Any]) -> None:
+        """Note the nodes that were made since the op before, and the leaves among the arguments."""
         thread, made = self.thread(), next_node_number()
         before = self._swap(thread, made)
         if made > before:
@@ -104,18 +163,10 @@ class TapeNotes:
         self._swap(thread, number + 1)
         needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if needed and torch.is_grad_enabled():
-            call = FunctionCall(number, thread, len(self.records), stack_here())
+            module = self.marks[-1][1] if self.marks else ""
+            call = FunctionCall(number, thread, len(self.records), stack_here(), module)
             self.functions.append(call)
             self._use(args, call)
-
-    def note_backward(self, record: OpRecord, args: Iterable[Any]) -> None:
-        """Note the thread of an op in a backward, the leaf of its node, and the node that it makes itself."""
-        if threading.get_ident() != self._main:
-            record.thread = self.thread()
-        if record.seq_nr is not None and record.seq_nr >= FIRST_OF_LEAVES:
-            record.seq_nr = self._leaf()
-        if torch.is_grad_enabled():  # else it makes none
-            self.moved(record, args)
 
     def _leaf(self) -> int | None:
         """A number for the running node, which accumulates the gradient of a leaf: these nodes share autograd's."""
@@ -127,5 +178,5 @@ class TapeNotes:
             found = self._used[id(leaf)] = Leaf(weakref.ref(leaf), None)
         number = self._numbers.setdefault(id(found), -1 - len(self.leaves))
         if number == -1 - len(self.leaves):
-            self.leaves.append(found)
+            self.leaves.append(Accumulated(found, *self.place_of(leaf)))
         return number

@@ -44,6 +44,8 @@ class Ownership:
 
     def __init__(self, notes: TapeNotes) -> None:
         self._notes = notes
+        self._places = {id(record): at for at, record in enumerate(notes.records)}
+        self._mark_places = [mark[0] for mark in notes.marks]
         self._names: dict[Key, str] = {}  # of the nodes that ran an op
         self._ran_in: dict[int, Key] = {}  # id of a record -> the node
         self._made: dict[int, Key] = {}
@@ -65,9 +67,9 @@ class Ownership:
             self._add_made(record)
         self._add_inner_ops(notes)
         self._add_later()
-        for at, leaf in enumerate(notes.leaves):
-            if leaf.maker is not None:
-                self._makers[0, -1 - at] = leaf.maker
+        for at, accumulated in enumerate(notes.leaves):
+            if accumulated.leaf.maker is not None:
+                self._makers[0, -1 - at] = accumulated.leaf.maker
         for record in notes.records:
             for found in (self._ran_in.get(id(record)), self._made.get(id(record))):
                 if found is not None:
@@ -82,6 +84,34 @@ class Ownership:
         """What made the node in which an op ran. For a leaf's node: the first op that used the leaf."""
         key = self._ran_in.get(id(record))
         return None if key is None else self._makers.get(key)
+
+    def module(self, record: OpRecord) -> str:
+        """The module of an op: that is being called; of an op in a backward, the module of its forward.
+
+        A module that is called inside a backward (activation checkpointing) counts as in a forward. An op that
+        accumulates a gradient belongs to the module of the parameter.
+        """
+        at = bisect_right(self._mark_places, self._places[id(record)]) - 1
+        _, module, again = self._notes.marks[at] if at >= 0 else (0, "", False)
+        if record.phase is None or again:
+            return module
+        if record.seq_nr is None:
+            return ""
+        if record.seq_nr < 0:
+            return self._notes.leaves[-1 - record.seq_nr].module
+        maker = self.maker(record)
+        if isinstance(maker, FunctionCall):
+            return maker.module
+        at = bisect_right(self._mark_places, self._places[id(maker)]) - 1 if maker else -1
+        return self._notes.marks[at][1] if at >= 0 else ""
+
+    def custom(self, record: OpRecord) -> Any:
+        """The user's annotations of an op: its own, else those of the op whose backward or recomputation it is."""
+        own = record.meta.get("custom")
+        if own is not None or record.seq_nr is None:
+            return own
+        maker = self.maker(record)
+        return maker.meta.get("custom") if isinstance(maker, OpRecord) else None
 
     def readers(self, emitted: Container[int]) -> dict[int, int]:
         """For makers that no node of a graph stands for (most views): the first op that reads what they made.

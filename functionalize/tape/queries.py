@@ -2,6 +2,7 @@
 
     forward_of(graph, "mm_3")        [addmm]       which op's backward is it?
     backward_of(graph, "addmm")      [mm_2, mm_3, sum_1]
+    gradient_of(graph, "0.weight")   mm_3
 
 Passes copy metadata, so an op that was moved or replaced is found, too; a value that a pass computes again in the
 backward made no autograd node. Linear in nodes.
@@ -43,6 +44,23 @@ def backward_of(graph: fx.Graph, node: fx.Node | str) -> list[fx.Node]:
     """The ops that ran in the autograd node that an op made."""
     number = made_by(_find(graph, node))
     return [] if number is None else [n for n in graph.nodes if forward_number(n) == number]
+
+
+def gradient_of(graph: fx.Graph, parameter: str) -> fx.Node:
+    """The node whose value is the gradient of the parameter of this name; raises `LookupError`."""
+    found: dict[str, fx.Node] = {}
+    known: list[str] = []
+    for node in graph.nodes:
+        for name in node.meta.get("gradient_of", ()):
+            known.append(name)
+            if f".{name}".endswith(f".{parameter}"):
+                found[name] = node
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise LookupError(f"`{parameter}` may be {' or '.join(found)}: say which")
+    some = ", ".join(known[:8]) or "none"
+    raise LookupError(f"the graph has no gradient of `{parameter}`: it has those of {some}")
 
 
 def _find(graph: fx.Graph, node: fx.Node | str) -> fx.Node:

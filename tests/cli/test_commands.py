@@ -273,6 +273,18 @@ def test_a_part_of_a_graph(command: Command, file: str) -> None:
     assert ran.code == 2 and "no op fits --module tail; there are the phases forward" in ran.words
 
 
+def test_the_backward_of_an_op(command: Command, file: str) -> None:
+    """The first `mm` of the forward leads to its gradients, which name its line as their forward."""
+    every = command("show", file, "--json", "--phase", "forward").json["nodes"]
+    forward = next(node for node in every if node["op"] == "aten.addmm.default")
+    found = command("show", file, "--json", "--backward-of", forward["name"]).json["nodes"]
+    assert found and {node["phase"] for node in found} == {"backward"}
+    assert {node["module"] for node in found} == {forward["module"]}
+    assert forward["line"] in {node["forward"] for node in found}
+    ran = command("show", file, "--backward-of", "fly")
+    assert ran.code == 2 and "--backward-of fly: the graph has no node `fly`" in ran.words
+
+
 def test_show_after_passes(command: Command, file: str) -> None:
     before, after = (
         command("show", file, *more, "--json").json["of"] for more in ((), ("--passes", "default"))

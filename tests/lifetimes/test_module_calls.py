@@ -151,19 +151,59 @@ def test_programs_and_files_know_the_modules(tmp_path: Path) -> None:
         assert {"model.first", "model.first.up", "model.down"} <= found
 
 
-def test_without_memory_no_module_is_noted() -> None:
-    model = Model()
-
-    def train(x: Tensor) -> Tensor:
-        model(x).backward()
-        model.zero_grad()
-        return x.sum()
-
-    step = fz.capture(train)
-    for _ in range(4):
-        step(torch.randn(3, 4))
+def modules_in_graph(step: Any) -> dict[str, str]:
     step.program.describe()
-    assert not any("module" in n.meta for n in step.program.graph.nodes)
+    ops = (n for n in step.program.graph.nodes if n.op == "call_function")
+    return {n.name: n.meta.get("module", "") for n in ops}
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
+def test_a_program_has_the_same_modules_without_memory(how: str) -> None:
+    found = []
+    for memory in (True, False):
+        torch.manual_seed(0)
+        model = Model(how)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+        def train(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            loss = model(x)
+            (loss * 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = fz.capture(train, memory=memory)
+        for _ in range(4):
+            step(torch.randn(3, 4, requires_grad=True))
+        found.append(modules_in_graph(step))
+        assert "model.first.gate" in found[-1].values()
+    assert found[0] == found[1]
+
+
+def test_hooks_of_fsdp_belong_to_their_module_without_memory() -> None:
+    def train(x: Tensor) -> Tensor:
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with fake_process_group(0, 2):
+        model = Model()
+        fully_shard(model.first)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        step = fz.capture(train)
+        for _ in range(4):
+            step(torch.randn(3, 4, requires_grad=True))
+        modules_in_graph(step)
+        reduces = {
+            (n.meta.get("module"), n.meta["phase"])
+            for n in step.program.graph.nodes
+            if "reduce_scatter" in str(n.target)
+        }
+    # The root's reduction runs in a callback at the end of the backward, outside of every node.
+    assert ("model.first", "backward") in reduces
 
 
 def test_a_module_that_raises_is_left() -> None:

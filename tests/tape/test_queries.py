@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.fx.traceback import annotate
+from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 import passes
+from functionalize._compat.distributed import fake_process_group
 
 aten = torch.ops.aten
 
@@ -74,12 +78,13 @@ def test_every_pass_keeps_the_line_of_the_forward(program: fz.Program) -> None:
     assert inside and all("forward_stack_trace" in n.meta for n in inside)
 
 
-def test_a_file_keeps_them(program: fz.Program, tmp_path: Path) -> None:
+def test_a_file_keeps_them(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train(x: Tensor) -> Tensor:
-        loss = model(x).tanh().sum()
+        with annotate({"stage": 1}):
+            loss = model(x).tanh().sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -95,3 +100,63 @@ def test_a_file_keeps_them(program: fz.Program, tmp_path: Path) -> None:
         backward = the(each, aten.tanh_backward.default)
         assert [n.name for n in each.forward_of(backward)] == [the(each, aten.tanh.default).name]
         assert "model(x).tanh()" in backward.meta["forward_stack_trace"]
+        assert backward.meta["custom"] == {"stage": 1}
+        assert each.gradient_of("weight").meta["gradient_of"] == ["model.weight"]
+
+
+def test_annotations_reach_backward_and_recomputation() -> None:
+    net = nn.Linear(3, 3)
+
+    def block(x: Tensor) -> Tensor:
+        return net(x).sin()
+
+    def train(x: Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        with annotate({"stage": 1}):
+            y = checkpoint(block, x, use_reentrant=False)
+        y.exp().sum().backward()
+        return x.grad
+
+    step = fz.capture(train)
+    for _ in range(3):
+        step(torch.randn(2, 3))
+    step.program.describe()
+    found: dict[str, set[Any]] = {}
+    for n in step.program.graph.nodes:
+        if n.target in (aten.sin.default, aten.cos.default, aten.addmm.default, aten.exp.default):
+            key = f"{n.target} {n.meta['phase']}"
+            found.setdefault(key, set()).add(str(n.meta.get("custom")))
+    stage = {"{'stage': 1}"}
+    assert found["aten.sin.default forward"] == found["aten.cos.default backward"] == stage
+    assert found["aten.addmm.default forward"] == found["aten.addmm.default recompute"] == stage
+    assert found["aten.exp.default forward"] == {"None"}
+
+
+def test_a_gradient_is_found_by_the_name_of_its_parameter(program: fz.Program) -> None:
+    gradient = program.gradient_of("0.weight")
+    assert gradient.target is aten.mm.default and gradient.meta["gradient_of"] == ["model.0.weight"]
+    assert program.gradient_of("model.2.bias").meta["autograd_node"] == "AddmmBackward0"
+    with pytest.raises(LookupError, match=r"`weight` may be model\.2\.weight or model\.0\.weight"):
+        program.gradient_of("weight")
+    with pytest.raises(LookupError, match=r"no gradient of `1\.weight`: it has those of model\.2"):
+        program.gradient_of("1.weight")
+
+
+def test_fsdp_reduces_what_a_gradient_is() -> None:
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with fake_process_group(0, 2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        step = fz.capture(train)
+        for _ in range(4):
+            step(torch.randn(3, 4))
+        assert step.program is not None
+        gradient = step.program.gradient_of("1.weight")
+        assert gradient.target is aten.mm.default and gradient.meta["module"] == "model.1"
