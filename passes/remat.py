@@ -41,7 +41,7 @@ from functionalize.errors import PassError
 from functionalize.planning.decide.budget import within
 from functionalize.planning.decide.recompute import PlannedNode, Recomputation, RecomputeTrial
 from functionalize.planning.decide.saved import SavedStorage
-from functionalize.planning.time.costs import machine_named
+from functionalize.planning.machines.presets import machine_named
 from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
@@ -57,7 +57,7 @@ class Remat(Pass):
     """Compute activations again in backward.
 
     select: all, layer or budget. layers: numbers and ranges `2-5`, for `layer`. budget_mb: the peak in MiB, for
-    `budget`. machine: whose times are modelled, a name of `functionalize.planning.time.costs.MACHINES` or auto.
+    `budget`. machine: whose times are modelled, a name of `functionalize.planning.machines.presets.MACHINES` or auto.
     """
 
     name: ClassVar[str] = "remat"

@@ -37,7 +37,8 @@ from torch import fx
 
 from functionalize.analysis.aliases import is_view
 from functionalize.errors import PassError
-from functionalize.planning.time.costs import machine_named, seconds
+from functionalize.planning.machines.presets import machine_named
+from functionalize.planning.time.costs import seconds
 from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
 from functionalize.tape.queries import AUTOGRAD
@@ -60,7 +61,7 @@ class Reshard(Pass):
     """Keep gathered parameters for backward, or gather them again.
 
     keep: `all`, `none`, or `budget`: with a peak of at most budget_mb MiB, and at most kept_mb MiB of kept
-    parameters. machine: the machine whose times are modelled, see `planning/time/costs.py`.
+    parameters. machine: the machine whose times are modelled, see `planning/machines`.
     """
 
     name: ClassVar[str] = "reshard"

@@ -26,6 +26,7 @@ ORDER = [
     "templates",
     "analysis",
     "run",
+    "planning.machines",
     "planning.scratch",
     "planning.timeline",
     "planning.allocator",

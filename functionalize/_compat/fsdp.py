@@ -7,6 +7,8 @@ import functools
 import importlib
 from typing import Any
 
+import torch
+
 
 def load_fsdp_ops() -> None:
     """Register the `fsdp::*` and `c10d::*` ops; does nothing in a build without distributed."""
@@ -52,3 +54,21 @@ def fully_sharded_chunks() -> list[tuple[Any, str]]:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     return [(_fsdp_param, "_chunk_with_empty")]
+
+
+def mesh_after_forward(ranks: int, mesh_info: Any) -> Any:
+    """The mesh of groups of `ranks` to which FSDP2 reshards a parameter of `mesh_info` after its forward.
+
+    Raises `ValueError` for a number that does not divide the ranks of the mesh.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+    return _fsdp_init._get_post_forward_mesh_info(ranks, mesh_info)
+
+
+def reshard_group_to(group: Any, mesh_info: Any) -> None:
+    """Reshard an FSDP parameter group to another mesh after its forward; torch's setter takes True and False only."""
+    group.post_forward_mesh_info = mesh_info
+    for param in group.fsdp_params:
+        param.post_forward_mesh_info = mesh_info
+        param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size))

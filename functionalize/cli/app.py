@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any
 
@@ -21,10 +22,10 @@ from functionalize.cli.recorded import DEFAULT_WORLD, Job
 from functionalize.cli.scripts import FunctionNames, assignments, axis, nbytes
 from functionalize.cli.scripts import mesh as sizes
 from functionalize.errors import UsageError
+from functionalize.planning.machines.presets import MACHINES
 
 app = typer.Typer(
     name="functionalize",
-    help="Record a training step as one graph, in a world of any size on this machine: look at it, plan it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -108,7 +109,10 @@ Machine = Annotated[
     typer.Option(metavar="NAME", help="Of the modelled time and the constants: h100, a100, ..."),
 ]
 Limit = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory of the device: 80GB, 79GiB.")
+    str | None, typer.Option(metavar="SIZE", help="Memory of the device: 80GB, 79GiB, h100.")
+]
+AllocConf = Annotated[
+    str, typer.Option(metavar="TEXT", help="As PYTORCH_ALLOC_CONF: expandable_segments:True.")
 ]
 Json = Annotated[
     bool,
@@ -125,7 +129,29 @@ def _file(kind: str, help: str) -> typer.models.OptionInfo:
 
 
 def _size(text: str | None) -> int | None:
-    return nbytes(text) if text is not None else None
+    """The bytes of `--limit`: a size, or the memory of a machine."""
+    if text is None or text not in MACHINES:
+        return nbytes(text) if text is not None else None
+    memory = MACHINES[text].memory
+    if memory is None:
+        raise UsageError(f"--limit {text}: this machine has no memory of its own; write a size")
+    return memory
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"functionalize {version('functionalize')}, torch {version('torch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Print and end."),
+    ] = False,
+) -> None:
+    """Record a training step as one graph, in a world of any size on this machine: look at it, plan it."""
 
 
 def _job(
@@ -248,9 +274,7 @@ def memory(
     ] = None,
     passes: Passes = None,
     limit: Limit = None,
-    alloc_conf: Annotated[
-        str, typer.Option(metavar="TEXT", help="As PYTORCH_ALLOC_CONF: expandable_segments:True.")
-    ] = "",
+    alloc_conf: AllocConf = "",
     machine: Machine = None,
     png: Annotated[str | None, _file("FILE.png", "A picture (or .svg, .pdf).")] = None,
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
@@ -284,6 +308,7 @@ def plan(
     ] = None,
     limit: Limit = None,
     passes: Passes = None,
+    alloc_conf: AllocConf = "",
     machine: Machine = None,
     csv: Annotated[str | None, _file("FILE.csv", "The table, numbers as they are.")] = None,
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
@@ -292,13 +317,14 @@ def plan(
 ) -> int:
     """Plan a step at every point of a grid: memory, traffic, modelled time.
 
-    Keys: world, mesh, rank, target, reshard, checkpoint, passes, machine; any other goes to build, inputs or step.
+    Keys: world, mesh, rank, target, reshard, checkpoint, passes, machine, alloc_conf; any other goes to build,
+    inputs or step.
 
     Example: [bold]functionalize plan train.py --grid world=64,1024 --grid batch=1,2,4 --largest batch --limit 80GB[/]
     """
     size = _size(limit)
     options = plan_command.PlanOptions(
-        _axes(grid), passes, machine, largest, size, csv, html, png, trace
+        _axes(grid), passes, machine, alloc_conf or None, largest, size, csv, html, png, trace
     )
     return plan_command.plan(out, job, options)
 

@@ -18,13 +18,15 @@ from functionalize.cli.recorded import Job, recorded
 from functionalize.cli.recorded_step import Recorded
 from functionalize.errors import (
     AllocatorSettingsError,
-    PlannedOutOfMemoryError,
+    PlanError,
     SaveError,
     UsageError,
 )
 from functionalize.planning.allocator.alloc_conf import Settings
-from functionalize.planning.allocator.allocator import fsdp2_streams, simulate
+from functionalize.planning.allocator.allocator import fsdp2_streams
 from functionalize.planning.allocator.snapshot import write_snapshot
+from functionalize.planning.machines.constants import declared
+from functionalize.planning.machines.machine import Machine
 from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import memory_picture
@@ -32,9 +34,9 @@ from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM, StorageRow
 from functionalize.planning.report.memory_text import short_line, signed
-from functionalize.planning.time.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.time.step_time import step_time
-from functionalize.planning.timeline.constants import declared
+from functionalize.sweep.plan import target_on
+from functionalize.sweep.summary import machine_of
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -67,16 +69,23 @@ class MemoryOptions:
         check_picture(self.png)
         if self.of not in (None, EAGER, PROGRAM):
             raise UsageError(f"--of {self.of}: write {EAGER} or {PROGRAM}")
-        try:
-            return Settings.parse(self.alloc_conf)
-        except AllocatorSettingsError as error:
-            raise UsageError(str(error)) from None
+        return check_alloc_conf(self.alloc_conf)
 
 
-def check_machine(machine: str | None) -> None:
+def check_machine(machine: str | int | None) -> None:
     """Raises `UsageError` for an unknown machine."""
-    if machine is not None and machine not in MACHINES:
-        raise UsageError(f"no machine `{machine}`; there are {', '.join(sorted(MACHINES))}")
+    try:
+        machine_of(machine)
+    except PlanError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_alloc_conf(text: str | None) -> Settings:
+    """The allocator's settings; raises `UsageError` for a text that torch refuses."""
+    try:
+        return Settings.parse(text or "")
+    except AllocatorSettingsError as error:
+        raise UsageError(str(error)) from None
 
 
 def check_picture(file: str | None) -> None:
@@ -88,18 +97,20 @@ def check_picture(file: str | None) -> None:
 def memory(out: Out, job: Job, options: MemoryOptions) -> int:
     """Report on the memory of a step; return exit code 1 if it does not fit in the limit."""
     settings = options.settings()
+    if not job.is_file:
+        job = replace(job, target=target_on(job.target, options.machine))
     with out.working() as say, recorded(job, say) as raw:
         found = raw.after(options.pipeline, say)
         say("measuring")
-        machine = options.machine or MACHINE_OF[found.target]
-        constants = declared(machine, len(found.groups))
-        streams = fsdp2_streams if found.target == "cuda" else None
-        report = Memory(found.eager, found.timeline(), constants, settings, streams)
+        machine = machine_of(options.machine, found.target)
+        constants, on_device = declared(machine, len(found.groups)), found.target == "cuda"
+        streams = fsdp2_streams if on_device else None
+        report = Memory(found.eager, found.timeline(), constants, settings, streams, on_device)
         of = options.of or (EAGER if found.eager is not None else PROGRAM)
         report.timeline(of)
-        levels = {name: report.levels(name) for name in report.timelines}
-        refused = _refused(report, of, options.limit)
-        files = _write(found, report, of, options, MACHINES[machine], say)
+        fit = report.fit(options.limit, of) if options.limit is not None else None
+        refused = fit.refused if fit is not None else None
+        files = _write(found, report, of, options, machine, say)
 
     def data() -> dict[str, Any]:
         content = report.to_json(options.top)
@@ -116,35 +127,14 @@ def memory(out: Out, job: Job, options: MemoryOptions) -> int:
         show_notes(console, found)
         for file in files:
             plain(console, f"wrote {file}")
-        if options.limit is not None and refused is None:
-            device = human_bytes(levels[of].device)
+        if fit is not None and options.limit is not None and refused is None:
+            device = human_bytes(fit.nbytes)
             plain(console, f"fits: {device} of {human_bytes(options.limit)} ({of})")
 
     out.emit(data, show)
     if refused is not None:
         out.errors.print(f"[bold red]does not fit:[/] {refused}")
     return 0 if refused is None else 1
-
-
-def _refused(report: Memory, of: str, limit: int | None) -> str | None:
-    """Why a step does not fit in a limit; None if it does."""
-    if limit is None:
-        return None
-    constants = report.levels(of).constants
-    left = limit - constants
-    if left <= 0:
-        return f"context and workspaces alone need {human_bytes(constants)} of {human_bytes(limit)}"
-    settings = replace(report.settings or Settings(), limit=left)
-    try:
-        simulate(report.timeline(of), settings, report.stream_of)
-    except PlannedOutOfMemoryError as error:
-        beside = (
-            f" ({human_bytes(constants)} of the device's are declared constants)"
-            if constants
-            else ""
-        )
-        return f"{error}{beside}"
-    return None
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -160,7 +150,7 @@ def _write(
         return files
     main = report.timeline(of)
     timelines = [main, *(t for t in report.timelines.values() if t is not main)]
-    held = simulate(main, report.settings, report.stream_of)
+    held = report.simulated(of)
     title = f"Memory of {found.name}: {found.world}"
     drawn = options.html is not None or options.trace is not None
     spans = step_time(found.program, machine, groups=found.groups).spans if drawn else ()

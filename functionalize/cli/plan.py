@@ -14,7 +14,7 @@ from rich.console import Console
 import functionalize as fz
 from functionalize.cli.console import Out, error_text, fits, plain, table_of
 from functionalize.cli.graphs import check_pipeline
-from functionalize.cli.memory import brief, check_machine, check_picture
+from functionalize.cli.memory import brief, check_alloc_conf, check_machine, check_picture
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
 from functionalize.cli.scripts import Script, opened
 from functionalize.errors import SaveError, UsageError
@@ -26,8 +26,8 @@ from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Timeline
 from functionalize.sweep.summary import Plan, Sweep, short
 
-# Columns that are left out in a narrow terminal, in this order.
-_OPTIONAL_COLUMNS = ("planned in", "exposed", "sent", "MFU", "program")
+# Columns that are left out in a narrow terminal, in this order, by the ends of their heads.
+_OPTIONAL_COLUMNS = ("planned in", "exposed", "sent", "MFU", "/s/rank", "program")
 _SEARCH_END = 1 << 20  # the largest value that `--largest` tries
 _DRAWN = 6  # points, at most, whose timelines a page shows
 
@@ -36,7 +36,7 @@ _DRAWN = 6  # points, at most, whose timelines a page shows
 class PlanOptions:
     """The options of the command.
 
-    grid: the values of each key to combine. pipeline, machine: for all points.
+    grid: the values of each key to combine. pipeline, machine, alloc_conf: for all points.
     largest: a key whose largest value that fits in `limit` (bytes of the device) is searched.
     csv, html, png, trace: files to write.
     """
@@ -44,6 +44,7 @@ class PlanOptions:
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     pipeline: str | None = None
     machine: str | None = None
+    alloc_conf: str | None = None
     largest: str | None = None
     limit: int | None = None
     csv: str | None = None
@@ -63,6 +64,8 @@ class PlanOptions:
             check_machine(machine)
         for pipeline in (self.pipeline, *self.grid.get("passes", ())):
             check_pipeline(pipeline or None)
+        for text in (self.alloc_conf, *self.grid.get("alloc_conf", ())):
+            check_alloc_conf(text)
         check_picture(self.png)
         twice = sorted({*self.grid} & {*self.fixed(job)})
         if twice:
@@ -77,6 +80,7 @@ class PlanOptions:
             "target": job.target if job.target != "cuda" else None,
             "passes": self.pipeline,
             "machine": self.machine,
+            "alloc_conf": self.alloc_conf,
         }
         found = {
             **job.parameters,
@@ -105,6 +109,8 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
                 progress=lambda done, of, point: count(done, of, label(point, axes)),
                 **fixed,
             )
+        if options.limit is not None:
+            sweep = sweep.within(options.limit)
         largest = None
         if options.largest is not None and options.limit is not None:
             with out.working(f"searching the largest {options.largest}"):
@@ -135,14 +141,12 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
     failed = sum(each.error is not None for each in sweep.plans)
     if failed:
         out.note(f"{failed} of {len(sweep.plans)} points could not be planned")
-    return int(largest is None and options.limit is not None and not _within(sweep, options.limit))
+    return int(largest is None and options.limit is not None and not _within(sweep))
 
 
-def _within(sweep: Sweep, limit: int) -> bool:
-    """Whether any point fits in the limit."""
-    return any(
-        each.figures is not None and each.figures.row["device"] <= limit for each in sweep.plans
-    )
+def _within(sweep: Sweep) -> bool:
+    """Whether any point fits in the limit of the sweep."""
+    return any(row.get("fits") for row in sweep.rows())
 
 
 def _default(script: Script, key: str) -> Any:
@@ -190,8 +194,8 @@ def _show(console: Console, name: str, sweep: Sweep, limit: int | None) -> None:
         if limit is None
         else [
             label(each.point, heads[:keys])
-            for each in sweep.plans
-            if each.figures is not None and each.figures.row["device"] > limit
+            for each, row in zip(sweep.plans, sweep.rows(), strict=True)
+            if not row.get("fits", True)
         ]
     )
     if large:
@@ -218,7 +222,7 @@ def _show_table(console: Console, heads: list[str], rows: list[list[str]]) -> li
         whole = [row + ["-"] * (len(heads) - len(row)) for row in rows]
         cells = [[row[i] for i in shown] for row in whole]
         names = [heads[i] for i in shown]
-        more = [head for head in _OPTIONAL_COLUMNS if head in names]
+        more = [head for end in _OPTIONAL_COLUMNS for head in names if head.endswith(end)]
         made = table_of(names, cells, left=())
         if fits(console, made) or not more:
             console.print(made, crop=False)

@@ -24,11 +24,13 @@ from functionalize.cli.files import read_graph
 from functionalize.cli.recorded_step import Recorded, Say
 from functionalize.cli.scripts import FunctionNames, Mesh, Script, opened
 from functionalize.errors import FunctionalizeError, PlanError, UsageError
+from functionalize.fake_world.target import Target
 from functionalize.fake_world.world import World
 from functionalize.planning.time.communication import members_of
 from functionalize.step.captured_step import CapturedStep
+from functionalize.sweep.changes import change
 from functionalize.sweep.grid import MODEL_KEYS, AcceptedKeys, of
-from functionalize.sweep.plan import arguments, called, change, record
+from functionalize.sweep.plan import arguments, called, idle_dimensions, record
 from functionalize.sweep.summary import assumptions, short
 
 DEFAULT_WORLD = 8  # ranks: one node of most machines
@@ -48,7 +50,7 @@ class Job:
     world: int | None = None
     mesh: Mesh | None = None
     rank: int = 0
-    target: str = "cuda"
+    target: str | Target = "cuda"
 
     @property
     def is_file(self) -> bool:
@@ -125,7 +127,9 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
     say("reading the graph")
     program.describe()
     stats = {**_stats(captured), "calls": calls, "seconds": time.perf_counter() - start}
-    notes = tuple(assumptions(world.choices.rows, world.assumed))
+    groups = members_of(program)
+    idle = idle_dimensions(world, groups)
+    notes = tuple(assumptions(world.choices.rows, world.assumed, idle))
     return Recorded(
         ", ".join([script.name, *(f"{key} {value}" for key, value in job.parameters.items())]),
         program,
@@ -133,7 +137,7 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
         _world_text(world, job),
         world.target.name,
         stats,
-        members_of(program),
+        groups,
         notes,
         memory.eager,
     )

@@ -17,8 +17,9 @@ from functionalize.lifetimes.eager_memory import EagerMemory
 from functionalize.lifetimes.input_categories import categories_of_inputs, gradients, origins
 from functionalize.lifetimes.lifetimes import Lifetimes
 from functionalize.lifetimes.observer import LifetimeObserver
+from functionalize.planning.allocator.alloc_conf import Settings
+from functionalize.planning.machines.constants import DeviceConstant
 from functionalize.planning.scratch.scratch import scratch_of
-from functionalize.planning.timeline.constants import DeviceConstant
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
@@ -61,8 +62,13 @@ class StepMemory(EagerMemory):
         scratch = partial(scratch_of, device=self.lifetimes.target)
         return program_timeline(self.replayed, self.input_categories, scratch=scratch)
 
-    def after(self, program: Program, constants: tuple[DeviceConstant, ...] = ()) -> StepMemory:
-        """The memory with another program in place of the recorded one, and with declared constants."""
+    def after(
+        self,
+        program: Program,
+        constants: tuple[DeviceConstant, ...] = (),
+        settings: Settings | None = None,
+    ) -> StepMemory:
+        """The memory with another program in place of the recorded one, declared constants, an allocator's settings."""
         new = StepMemory(self.lifetimes, program, self.input_categories)
-        vars(new).update(eager=self.eager, constants=constants)
+        vars(new).update(eager=self.eager, constants=constants, settings=settings)
         return new

@@ -6,7 +6,7 @@
     key                            passed to
     world, mesh, rank, target      `fz.world`
     reshard, checkpoint            every wrapped module but the root, unless `build` accepts them
-    passes, machine                the finished program
+    passes, machine, alloc_conf    the finished program
     any other                      those of `build`, `inputs` and `step` that have a parameter of that name
 
 Refuses (`PlanError`): a key that no function accepts, and a grid with an empty axis.
@@ -24,7 +24,7 @@ from functionalize.errors import PlanError
 
 WORLD_KEYS = ("world", "mesh", "rank", "target")
 MODEL_KEYS = ("reshard", "checkpoint")
-PROGRAM_KEYS = ("passes", "machine")
+PROGRAM_KEYS = ("passes", "machine", "alloc_conf")
 Point = Mapping[str, Any]
 
 

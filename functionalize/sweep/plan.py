@@ -26,25 +26,27 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from functionalize._compat.graphs import pytree
-from functionalize._compat.modules import checkpoint_module
 from functionalize.entry import capture
 from functionalize.errors import FunctionalizeError, PlanError
+from functionalize.fake_world.target import Target, target_named
 from functionalize.fake_world.world import World, world
-from functionalize.fsdp.objects import fsdp_states
+from functionalize.fsdp.objects import fsdp_groups
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.step_memory import StepMemory
+from functionalize.sweep.changes import change, modules_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
-from functionalize.sweep.summary import Figures, Plan, Sweep
+from functionalize.sweep.summary import Figures, Items, Plan, Sweep, machine_of
 from functionalize.util.gc_pause import only_young_collections
 
 _MOST_CALLS = 8  # until a step settles; `capture` may refuse it before
@@ -65,7 +67,9 @@ def plan(
     grid: key -> values. fixed: keys with one value. Keys of the plan itself: `world` (the number of ranks), `mesh`
     (shape or names with sizes), `rank`, `target`, `reshard` (`reshard_after_forward` of every wrapped module but the
     root), `checkpoint` (activation checkpointing of the same modules), `passes` (a pipeline for the program),
-    `machine` (a name or a `costs.Machine`). Every other key is passed to the functions with a parameter of its name.
+    `machine` (a name, or a `Machine` of `planning/machines`; it also decides which kernels the target runs),
+    `alloc_conf` (the text of `PYTORCH_ALLOC_CONF`). Every other key is passed to the functions with a parameter of its
+    name.
     progress: called with (points done, points, the next point).
     A point that fails has an error in place of figures; if all fail, the first error is raised.
     Raises `PlanError` for a grid that does not fit the functions.
@@ -135,7 +139,10 @@ class Planner:
             return seen.setdefault(repr(key), len(seen))
 
         def key(i: int) -> tuple[int, int, int]:
-            where = of(every[i], WORLD_KEYS)
+            try:
+                where = _world_of(every[i])
+            except FunctionalizeError:  # the error of this point, when it is planned
+                where = of(every[i], WORLD_KEYS)
             return rank("world", where), rank("model", where, self._accepted.model(every[i])), i
 
         return sorted(range(len(every)), key=key)
@@ -168,12 +175,12 @@ class Planner:
 
     def _settled(self, point: Point) -> _Open:
         """The world, model and captured step for a point; those of the last point are used again if they are equal."""
-        key = repr(of(point, WORLD_KEYS))
+        where = _world_of(point)
+        key = repr(where)
         if self._open is None or self._open.key != key:
             self.close()
-            size, mesh = point.get("world"), point.get("mesh")
-            options = {key: point[key] for key in ("rank", "target") if key in point}
-            manager = world(size if size is not None or mesh is not None else 1, mesh, **options)
+            size, mesh = where.pop("world", None), where.pop("mesh", None)
+            manager = world(size if size is not None or mesh is not None else 1, mesh, **where)
             self._open = _Open(key, manager, manager.__enter__())
         now, wanted = self._open, self._accepted.model(point)
         if now.captured is None or now.model_key != repr(wanted):
@@ -207,10 +214,73 @@ class Planner:
             import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, point["passes"])
-        figures = Figures.of(program, recorded, now.world.target.name, point.get("machine"))
+        machine = machine_of(point.get("machine"), now.world.target.name)
+        items = items_of(made, now.built, now.world.size)
+        figures = Figures.of(program, recorded, machine, point.get("alloc_conf") or "", items)
         _ = figures.row  # computed now: process groups exist only inside the world
         choices, assumed = now.world.choices.rows, dict(now.world.assumed)
-        return Plan(point, figures, choices, assumed, time.perf_counter() - start)
+        remarks = idle_dimensions(now.world, figures.members)
+        seconds = time.perf_counter() - start
+        return Plan(point, figures, choices, assumed, seconds, remarks=remarks)
+
+
+def _world_of(point: Point) -> dict[str, Any]:
+    """The arguments of the world of a point; its target is that of the machine. Raises `PlanError`, `TargetError`."""
+    target = target_on(point.get("target", "cuda"), point.get("machine"))
+    return {**of(point, WORLD_KEYS), "target": target}
+
+
+def target_on(target: str | Target, machine: Any) -> Target:
+    """The target with the capability and the attention of a machine; your own `Target` stays as it is."""
+    if isinstance(target, Target):
+        return target
+    named = target_named(target)
+    chosen = machine_of(machine, named.name)
+    if named.name == "cpu" or chosen.capability is None:
+        return named
+    return replace(named, capability=chosen.capability, attention=chosen.attention)
+
+
+def items_of(made: Any, built: Any, size: int) -> Items | None:
+    """What a rank trains on: the tokens of the first tensor of integers that `inputs` returned, else its samples.
+
+    Ranks of a world of `size` that FSDP2 does not spread the batch over, as those of tensor parallelism, share them.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not tensors:
+        return None
+    spread = [
+        int(group.mesh_info.mesh.size())
+        for root in modules_of(built)
+        for group in fsdp_groups(root)
+    ]
+    ranks = max(size // spread[0], 1) if spread else 1
+    for each in tensors:
+        if each.dim() >= 2 and not each.is_floating_point():
+            return Items(each.numel(), "tokens", ranks)
+    return Items(tensors[0].shape[0], "samples", ranks)
+
+
+def idle_dimensions(world: World, members: Mapping[str, Sequence[int]]) -> list[str]:
+    """A remark on each dimension of a world's mesh over which the step communicates nothing.
+
+    members: process group -> its ranks, of the groups in which the program communicates.
+    """
+    mesh, found = world.mesh, []
+    places = itertools.product(*map(range, mesh.shape))
+    place = dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
+    names = mesh.mesh_dim_names or range(len(mesh.shape))
+    for dimension, (name, length) in enumerate(zip(names, mesh.shape, strict=True)):
+        spans = (
+            len({place[rank][dimension] for rank in each if rank in place}) > 1
+            for each in members.values()
+        )
+        if length > 1 and not any(spans):
+            found.append(
+                f"nothing is sharded or communicated over the dimension `{name}` of the mesh: its {length:,} ranks "
+                "do the same"
+            )
+    return found
 
 
 def arguments(built: Any, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -269,41 +339,3 @@ def record(
 def _in_short(error: Exception) -> str:
     name = "" if isinstance(error, FunctionalizeError) else f"{type(error).__name__}: "
     return name + (str(error).strip().splitlines() or [""])[0]
-
-
-# -- changes to a model after `build` ----------------------------------------------------------------
-
-
-def change(built: Any, reshard: Any = None, checkpoint: Any = None) -> None:
-    """Set resharding after forward and activation checkpointing in every wrapped module but the root.
-
-    False is accepted for a model without such a module.
-    """
-    for name, value in (("reshard", reshard), ("checkpoint", checkpoint)):
-        if value not in (None, True, False):
-            raise PlanError(
-                f"`{name}` is True or False, not {value!r}: for other values give `build` a parameter of that name"
-            )
-    wrapped = list(_wrapped(built))
-    needed = reshard or checkpoint or (reshard is not None and not _roots(built))
-    if needed and not wrapped:
-        raise PlanError(
-            "`reshard` and `checkpoint` change the modules that `build` wraps by `fully_shard` below a root, and it "
-            "returned none: give `build` a parameter of that name, or return the model"
-        )
-    for module in wrapped:
-        if reshard is not None:
-            module.set_reshard_after_forward(bool(reshard), recurse=False)
-        if checkpoint:
-            checkpoint_module(module)
-
-
-def _roots(built: Any) -> list[nn.Module]:
-    return [leaf for leaf in pytree.tree_leaves(built) if isinstance(leaf, nn.Module)]
-
-
-def _wrapped(built: Any) -> Iterator[Any]:
-    for root in _roots(built):
-        for state in fsdp_states(root):
-            if root not in state._modules:
-                yield from state._modules

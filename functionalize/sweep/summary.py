@@ -9,6 +9,10 @@
     reserved  eager's, by a simulated caching allocator              simulated
     device    reserved and declared constants                        must fit in the device
     step      seconds of a step                                      modelled: a roofline
+    throughput  tokens or samples per second and rank              modelled: those of `inputs`, by the seconds of a step
+
+    sweep.within(80e9)                         the same on devices of so many bytes: `device` is what they hold then,
+                                               and `fits` whether the step runs (`MemoryFigures.fit`)
 
 Invariant: a row has the figures of its point or its error, never both.
 """
@@ -21,24 +25,46 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from functionalize.errors import PlanError
 from functionalize.fake_world.kernel_log import Choice
+from functionalize.planning.allocator.alloc_conf import Settings
+from functionalize.planning.machines.constants import declared
+from functionalize.planning.machines.machine import Machine
+from functionalize.planning.machines.presets import MACHINE_OF, MACHINES
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM
 from functionalize.planning.time.communication import Traffic, communication, members_of
 from functionalize.planning.time.compute import Work, compute
-from functionalize.planning.time.costs import MACHINE_OF, MACHINES, Machine
 from functionalize.planning.time.step_time import StepTime, step_time
-from functionalize.planning.timeline.constants import declared
 from functionalize.program.program import Program
 from functionalize.step.step_memory import StepMemory
 from functionalize.sweep.grid import Point
+
+
+class Items(NamedTuple):
+    """What a rank trains on in one step. kind: "tokens" or "samples". ranks: how many ranks train on the same ones."""
+
+    number: int
+    kind: str
+    ranks: int = 1
+
+
+def machine_of(machine: Any, target: str = "cuda") -> Machine:
+    """The machine of a name, or itself; None: that of the target. Raises `PlanError`."""
+    chosen = machine if machine is not None else MACHINE_OF[target]
+    if isinstance(chosen, Machine):
+        return chosen
+    if str(chosen) in MACHINES:  # 4090 is a number where a grid is read
+        return MACHINES[str(chosen)]
+    if not isinstance(chosen, str):
+        raise PlanError(f"a machine is a name or a `Machine`, not {chosen!r}")
+    raise PlanError(f"no machine `{chosen}`; there are {', '.join(sorted(MACHINES))}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,22 +78,22 @@ class Figures:
     memory: Memory
     machine: Machine
     members: Mapping[str, Sequence[int]]
+    items: Items | None = None
 
     @staticmethod
     def of(
-        program: Program, recorded: StepMemory, target: str, machine: str | Machine | None
+        program: Program,
+        recorded: StepMemory,
+        machine: Machine,
+        alloc_conf: str = "",
+        items: Items | None = None,
     ) -> Figures:
-        """Must be called inside the world of the program. Raises `PlanError` for an unknown machine."""
-        chosen = machine if machine is not None else MACHINE_OF[target]
-        if isinstance(chosen, str) and chosen not in MACHINES:
-            raise PlanError(f"no machine `{chosen}`; there are {', '.join(sorted(MACHINES))}")
-        if not isinstance(chosen, (str, Machine)):
-            raise PlanError(f"a machine is a name or a `Machine`, not {chosen!r}")
+        """Must be called inside the world of the program."""
         program.describe()
         members = members_of(program)
-        constants = declared(chosen, len(members)) if isinstance(chosen, str) else ()
-        modelled = MACHINES[chosen] if isinstance(chosen, str) else chosen
-        return Figures(program, recorded.after(program, constants), modelled, members)
+        constants = declared(machine, len(members))
+        memory = recorded.after(program, constants, Settings.parse(alloc_conf))
+        return Figures(program, memory, machine, members, items)
 
     @cached_property
     def traffic(self) -> list[Traffic]:
@@ -100,8 +126,16 @@ class Figures:
             "step": self.time.seconds,
             "exposed": self.time.exposed,
             "mfu": self.time.mfu,
+            "throughput": self.throughput,
             "nodes": self.program.nodes(),
         }
+
+    @property
+    def throughput(self) -> float | None:
+        """Items per second and rank, modelled; None where `inputs` returns no tensor."""
+        if self.items is None or not self.time.seconds:
+            return None
+        return self.items.number / self.items.ranks / self.time.seconds
 
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -113,6 +147,11 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step", "step (modelled)", human_seconds),
     ("exposed", "exposed", human_seconds),
     ("mfu", "MFU", lambda x: "" if x is None else f"{x:.0%}"),
+    (
+        "throughput",
+        "items/s/rank",
+        lambda x: "" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}",
+    ),
     ("planned in", "planned in", human_seconds),
 )
 
@@ -123,6 +162,7 @@ class Plan:
 
     figures: its program, memory, traffic and time; None if the point failed.
     choices: the kernels that the target runs. assumed: lines that read a number from a fake tensor -> how often.
+    remarks: what else a reader of the figures should know.
     seconds: the duration of planning. error: the failure in one line, cause: its exception; None if there is none.
     """
 
@@ -133,6 +173,7 @@ class Plan:
     seconds: float = 0.0
     error: str | None = None
     cause: Exception | None = None
+    remarks: Sequence[str] = ()
 
 
 class PlansPoints(Protocol):
@@ -145,15 +186,24 @@ class PlansPoints(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The plans of a grid, in its order. axes: the keys. searching: enters a planner for more points."""
+    """The plans of a grid, in its order. axes: the keys. searching: enters a planner for more points.
+
+    limit: bytes of the devices; None: without a limit.
+    """
 
     plans: Sequence[Plan]
     axes: tuple[str, ...]
     searching: Callable[[], AbstractContextManager[PlansPoints]]
+    limit: float | None = None
+
+    def within(self, limit: float) -> Sweep:
+        """The same plans on devices of `limit` bytes."""
+        _check_limit(limit)
+        return replace(self, limit=limit)
 
     def rows(self) -> list[dict[str, Any]]:
         """A dict per point: its keys, its figures or its `error`, and the seconds that planning took."""
-        return [_row(each) for each in self.plans]
+        return [_row(each, self.limit) for each in self.plans]
 
     def to_json(self) -> str:
         """The rows as JSON, with the choices of kernels and the assumed numbers."""
@@ -177,8 +227,11 @@ class Sweep:
     def cells(self) -> list[list[str]]:
         """The table: a row of heads, then one per point."""
         shown = [axis for axis in self.axes if len({str(p.point[axis]) for p in self.plans}) > 1]
-        heads = [*(shown or self.axes), *(head for _, head, _ in _COLUMNS)]
-        return [heads, *(_cells(each, shown or self.axes) for each in self.plans)]
+        kinds = {p.figures.items.kind for p in self.plans if p.figures and p.figures.items}
+        named = {"items/s/rank": f"{' or '.join(sorted(kinds)) or 'items'}/s/rank"}
+        heads = [*(shown or self.axes), *(named.get(head, head) for _, head, _ in _COLUMNS)]
+        rows = zip(self.plans, self.rows(), strict=True)
+        return [heads, *(_cells(each, row, shown or self.axes) for each, row in rows)]
 
     def text(self) -> str:
         """The table as plain text: above it the keys that all points share, below it the assumptions."""
@@ -212,6 +265,7 @@ class Sweep:
         return assumptions(
             (choice for each in self.plans for choice in each.choices),
             (line for each in self.plans for line in each.assumed),
+            (remark for each in self.plans for remark in each.remarks),
         )
 
     def largest(
@@ -223,8 +277,7 @@ class Sweep:
         keys have the values of the grid's first point, replaced by `fixed`.
         Raises `PlanError` if `low` does not fit, or if a trial cannot be planned.
         """
-        if isinstance(limit, str) or not limit > 0:
-            raise PlanError(f"a limit is a number of bytes, not {limit!r}")
+        _check_limit(limit)
         if not 1 <= low <= most:
             raise PlanError(f"`{key}` is searched from {low} to {most}: give 1 <= low <= most")
         point = {**self.plans[0].point, **fixed}
@@ -243,7 +296,7 @@ class Sweep:
                     raise PlanError(
                         f"{key} {value} cannot be planned: {tried.error}"
                     ) from tried.cause
-                return bool(tried.figures.row["device"] <= limit)
+                return tried.figures.memory.fit(limit, EAGER).refused is None
 
             if not fits(low):
                 raise PlanError(f"{key} {low} does not fit in {human_bytes(limit)}")
@@ -257,27 +310,38 @@ class Sweep:
             return low
 
 
-def assumptions(choices: Iterable[Choice], assumed: Iterable[str]) -> list[str]:
-    """A line for each kernel that a target runs, then for each line that read a number, without duplicates."""
+def assumptions(
+    choices: Iterable[Choice], assumed: Iterable[str], remarks: Iterable[str] = ()
+) -> list[str]:
+    """A line for each kernel that a target runs, each line that read a number, and each remark, without duplicates."""
     kernels = (f"assumed kernel: {c.op} -> {c.kernel}: {c.reason}" for c in choices)
     numbers = (f"assumed: the number read {line}" for line in assumed)
-    return list(dict.fromkeys([*kernels, *numbers]))
+    return list(dict.fromkeys([*kernels, *numbers, *remarks]))
 
 
-def _row(each: Plan) -> dict[str, Any]:
+def _check_limit(limit: Any) -> None:
+    if isinstance(limit, str) or not limit > 0:
+        raise PlanError(f"a limit is a number of bytes, not {limit!r}")
+
+
+def _row(each: Plan, limit: float | None) -> dict[str, Any]:
     keys = {
         key: value if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
         for key, value in each.point.items()
     }
-    figures = each.figures.row if each.figures is not None else {"error": each.error}
+    if each.figures is None:
+        return {**keys, "error": each.error, "planned in": each.seconds}
+    figures = each.figures.row
+    if limit is not None:
+        fit = each.figures.memory.fit(limit, EAGER)
+        figures = {**figures, "device": fit.nbytes, "fits": fit.refused is None}
     return {**keys, **figures, "planned in": each.seconds}
 
 
-def _cells(each: Plan, axes: Sequence[str]) -> list[str]:
+def _cells(each: Plan, row: Mapping[str, Any], axes: Sequence[str]) -> list[str]:
     keys = [short(each.point[axis]) for axis in axes]
     if each.figures is None:
         return [*keys, f"error: {each.error}"]
-    row = _row(each)
     return [*keys, *(show(row[name]) for name, _, show in _COLUMNS)]
 
 

@@ -9,10 +9,12 @@ import pickle
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from functionalize.planning.machines.presets import MACHINES
 from tests.cli.entry import TRAINING, Command, command
 from tests.planning.trace_format import checked, counters
 
@@ -80,7 +82,7 @@ def test_wrong_usage(command: Command) -> None:
             ("memory", TRAINING, "--alloc-conf", "fly:1"),
             "option `fly` cannot be used: torch has no",
         ),
-        (("memory", TRAINING, "--machine", "abacus"), "no machine `abacus`; there are a100"),
+        (("memory", TRAINING, "--machine", "abacus"), "no machine `abacus`; there are 4090"),
         (("memory", TRAINING, "--png", "a.gif"), "--png a.gif: the file of a picture ends in .png"),
         (("memory", TRAINING, "--of", "both"), "--of both: write eager or program"),
         (("plan", TRAINING, "--grid", "batch="), "a value is empty"),
@@ -438,7 +440,9 @@ def test_the_largest_that_fits(command: Command) -> None:
     found = command(*args, "--json").json
     largest = found["largest"]["value"]
     assert found["largest"]["key"] == "batch" and largest > 4
-    near = command(*model, "--grid", f"batch={largest},{largest + 1}", "--json")
+    near = command(
+        *model, "--grid", f"batch={largest},{largest + 1}", "--limit", "910MiB", "--json"
+    )
     fits, more = (point["device"] for point in near.json["points"])
     assert fits <= 910 * 2**20 < more
     assert found["points"] and found["points"][0]["batch"] == 4  # what `inputs` has by default
@@ -499,3 +503,21 @@ def test_without_typer(tmp_path: Path) -> None:
     assert ran.returncode == 2 and not ran.stdout
     assert 'there is no typer here: pip install "functionalize[cli]"' in ran.stderr
     assert ran.stderr.count("\n") == 1
+
+
+def test_the_version(command: Command) -> None:
+    ran = command("--version")
+    assert ran.code == 0 and ran.out.split() == [
+        *("functionalize", f"{version('functionalize')},", "torch", version("torch"))
+    ]
+
+
+def test_a_limit_by_the_name_of_a_machine(command: Command) -> None:
+    memory = command("memory", TRAINING, "--limit", "h100", "--json").json["limit"]
+    plan = command("plan", TRAINING, "--largest", "batch", "--limit", "4090", "--json").json
+    assert memory["bytes"] == MACHINES["h100"].memory and memory["fits"]
+    assert plan["largest"]["limit"] == MACHINES["4090"].memory
+    assert (
+        "--limit cpu: this machine has no memory of its own"
+        in command("plan", TRAINING, "--limit", "cpu").words
+    )

@@ -14,9 +14,9 @@ import functionalize as fz
 from benchmarks.capture import Transformer
 from functionalize._compat.distributed import fake_process_group
 from functionalize.ir.phases import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
+from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.spans import Span
 from functionalize.planning.time.communication import members_of
-from functionalize.planning.time.costs import MACHINES
 from functionalize.planning.time.step_time import StepTime, step_time
 from functionalize.planning.timeline.timeline import (
     BEFORE,

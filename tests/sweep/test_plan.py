@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.errors import PlanError, WorldError
+from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.memory_figures import EAGER
-from functionalize.planning.time.costs import MACHINES
 from tests.ranks import run_on_ranks
 from tests.steps import train
 
@@ -137,11 +138,95 @@ def test_passes_change_the_program_and_not_eager():
 
 
 def test_machines():
-    own = MACHINES["a100"]
-    rows = planned(world=2, grid={"machine": ["h100", own]}).rows()
-    assert rows[0]["step"] != rows[1]["step"]
-    with pytest.raises(PlanError, match="no machine `h1000`; there are a100"):
+    own = replace(MACHINES["a100"], memory_bandwidth=1e9)
+    h100, a100, mine = planned(world=2, grid={"machine": ["h100", "a100", own]}).rows()
+    assert mine["step"] > a100["step"] > h100["step"]
+    assert mine["device"] == a100["device"] != h100["device"]  # its declared constants
+    with pytest.raises(PlanError, match="no machine `h1000`; there are 4090, a100"):
         planned(world=2, machine="h1000")
+
+
+def test_a_machine_decides_which_kernels_run():
+    def attend(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        q = model(x).view(1, 1, -1, 64).bfloat16()
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+        optimizer.step()
+
+    sweep = fz.plan(build, attend, inputs=inputs, world=2, grid={"machine": ["a100", "h100"]})
+    kernels = [[(c.kernel, c.reason) for c in each.choices] for each in sweep.plans]
+    assert kernels == [
+        [("flash", "the first in the order of sm_80")],
+        [("cudnn", "the first in the order of sm_90")],
+    ]
+
+
+def test_one_definition_of_what_fits():
+    """The allocator releases its cache at the limit: it may run where more was reserved without a limit."""
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        for rows in (1, 3, 2):
+            train(model, optimizer, x.repeat(rows, 1))
+
+    sweep = fz.plan(build, steps, inputs=inputs, world=2, batch=4096)
+    memory, row = sweep.plans[0].figures.memory, sweep.rows()[0]
+    least = next(n for n in range(row["device"], 0, -(1 << 21)) if memory.fit(n, EAGER).refused)
+    limit = least + (1 << 21)
+    assert limit < row["device"], "the cache of this step is needed: choose another one"
+    within = sweep.within(limit).rows()[0]
+    assert within["fits"] and within["device"] <= limit and row["device"] > limit
+    assert not sweep.within(least).rows()[0]["fits"]
+    assert sweep.largest("batch", limit, low=4096, most=4097) >= 4096
+    with pytest.raises(PlanError, match="a limit is a number of bytes, not '80GB'"):
+        sweep.within("80GB")
+
+
+def test_throughput_and_ranks_that_share_a_batch():
+    def tokens(batch: int = 4) -> Tensor:
+        return torch.zeros(batch, 16, dtype=torch.int64)
+
+    def embedded(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        train(model, optimizer, torch.zeros(x.shape[0], WIDTH))
+
+    def over_dp():
+        model = nn.Sequential(Block(), Block())
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        return fully_shard(model, mesh=mesh["dp"]), torch.optim.AdamW(model.parameters())
+
+    (samples,) = planned(world=2, batch=4).rows()
+    assert samples["throughput"] == pytest.approx(4 / samples["step"])
+    assert "samples/s/rank" in planned(world=2, batch=4).text()
+    shared = fz.plan(over_dp, embedded, inputs=tokens, target="cpu", mesh={"dp": 2, "tp": 4})
+    (row,) = shared.rows()
+    assert row["throughput"] == pytest.approx(4 * 16 / 4 / row["step"])
+    assert "tokens/s/rank" in shared.text()
+    assert "over the dimension `tp` of the mesh: its 4 ranks do the same" in shared.text()
+    assert "do the same" not in planned(world=2).text()
+
+
+def test_resharding_to_some_ranks():
+    def resharded(reshard: int):
+        model = nn.Sequential(*(Block() for _ in range(3)))
+        for block in model:
+            fully_shard(block, reshard_after_forward=reshard)
+        return fully_shard(model), torch.optim.AdamW(model.parameters(), fused=True)
+
+    asked = fz.plan(resharded, train, inputs=inputs, target="cpu", world=8, reshard=2).rows()
+    some, whole = planned(world=8, layers=3, grid={"reshard": [2, True]}).rows()
+    figures = ("peak", "program", "sent", "collectives", "step")
+    assert [some[key] for key in figures] == [asked[0][key] for key in figures]
+    assert some["sent"] < whole["sent"] and some["peak"] > whole["peak"]
+
+
+def test_settings_of_the_allocator():
+    rows = fz.plan(
+        build,
+        train,
+        inputs=inputs,
+        world=2,
+        batch=300_000,
+        grid={"alloc_conf": ["", "expandable_segments:True"]},
+    ).rows()
+    assert rows[0]["reserved"] != rows[1]["reserved"]
 
 
 def test_the_largest_that_fits():
@@ -203,8 +288,12 @@ def test_false_asks_nothing_of_a_model_that_is_not_sharded():
 
 
 def test_values_that_would_be_taken_for_true():
-    with pytest.raises(PlanError, match="`reshard` is True or False, not 4: for other values"):
-        planned(world=8, reshard=4)
+    with pytest.raises(
+        PlanError, match=r"`reshard` is True, False or a number of ranks, .*not 'yes'"
+    ):
+        planned(world=8, reshard="yes")
+    with pytest.raises(PlanError, match=r"`reshard` 3: .*factor of 8, not 3"):
+        planned(world=8, reshard=3)
     with pytest.raises(PlanError, match="`checkpoint` is True or False, not 'yes'"):
         planned(world=8, checkpoint="yes")
 

@@ -31,7 +31,8 @@ from functionalize.ir.generators import is_random
 from functionalize.ir.waits import WAIT
 from functionalize.planning.decide.layers import Layers
 from functionalize.planning.decide.saved import SavedStorage, forwards, made_in, saved_values
-from functionalize.planning.time.costs import Machine, is_collective, seconds
+from functionalize.planning.machines.machine import Machine
+from functionalize.planning.time.costs import is_collective, seconds
 from functionalize.planning.timeline.liveness import Liveness, Storage
 
 _NEVER = 1 << 62  # a place after every node

@@ -3,6 +3,7 @@
     memory = Memory(eager, program)          two timelines, or one of them; `memory.py` adds the text
     memory.peak                              requested bytes of the program (of eager if there is no program)
     memory.levels("eager")                   requested, allocated, reserved and declared bytes, separately
+    memory.fit(80 * 10**9, "eager")          whether it fits in a device of so many bytes
     memory.difference()                      why the two peaks differ: by category, and by storages
     memory.top(10)                           the largest storages of the peak: where made, last used and freed
     memory.by_module(), by_op(), by_line(), by_phase()       the bytes of the peak, by the op that made them
@@ -22,16 +23,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from functionalize.errors import MemoryReportError
+from functionalize.errors import MemoryReportError, PlannedOutOfMemoryError
 from functionalize.planning.allocator.alloc_conf import Settings
-from functionalize.planning.allocator.allocator import StreamOf, simulate
-from functionalize.planning.report.display import AllocationGroup, Peak, groups
-from functionalize.planning.timeline.constants import DeviceConstant
+from functionalize.planning.allocator.allocator import Reserved, StreamOf, simulate
+from functionalize.planning.machines.constants import DeviceConstant
+from functionalize.planning.report.display import AllocationGroup, Peak, groups, human_bytes
 from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Op, Timeline
 
 EAGER, PROGRAM = "eager", "program"
@@ -51,6 +52,16 @@ class Levels(NamedTuple):
     def device(self) -> int:
         """The bytes that the device must have: reserved and constants."""
         return self.reserved + self.constants
+
+
+class Fit(NamedTuple):
+    """Whether a step runs on a device with a limit. refused: why it does not; None: it does.
+
+    nbytes: what the device holds: at the limit the allocator releases its cache. If it is refused, without a limit.
+    """
+
+    nbytes: int
+    refused: str | None
 
 
 class StorageRow(NamedTuple):
@@ -159,13 +170,39 @@ class MemoryFigures:
         if name not in self._known_levels:
             timeline = self.timelines[name]
             constants = sum(constant.nbytes for constant in self.constants)
-            streams = self.stream_of if name == EAGER else None  # a program allocates on one stream
             rounded = reserved = timeline.peak
             if self.caching:
                 rounded = max(allocated(timeline), default=0)
-                reserved = simulate(timeline, self.settings, streams).peak
+                reserved = self.simulated(name).peak
             self._known_levels[name] = Levels(timeline.peak, rounded, reserved, constants)
         return self._known_levels[name]
+
+    def simulated(self, of: str | None = None, settings: Settings | None = None) -> Reserved:
+        """What the caching allocator reserves after each event. settings: in place of this report's."""
+        name = self._name(of)
+        streams = self.stream_of if name == EAGER else None  # a program allocates on one stream
+        return simulate(self.timelines[name], settings or self.settings, streams)
+
+    def fit(self, limit: float, of: str | None = None) -> Fit:
+        """Whether a device of `limit` bytes can run the step."""
+        levels = self.levels(of)
+        left = int(limit) - levels.constants
+        beside = ""
+        if levels.constants:
+            beside = f" ({human_bytes(levels.constants)} of the device's are declared constants)"
+        if levels.reserved <= left:
+            return Fit(levels.device, None)
+        if left <= 0:
+            needed = f"{human_bytes(levels.constants)} of {human_bytes(limit)}"
+            return Fit(levels.device, f"context and workspaces alone need {needed}")
+        if not self.caching:
+            needed = f"{human_bytes(levels.reserved)} of {human_bytes(limit)}"
+            return Fit(levels.device, f"the peak needs {needed}: {self.peak_of(of).where()}")
+        try:
+            settings = replace(self.settings or Settings(), limit=left)
+            return Fit(self.simulated(of, settings).peak + levels.constants, None)
+        except PlannedOutOfMemoryError as error:
+            return Fit(levels.device, f"{error}{beside}")
 
     @cached_property
     def _known_levels(self) -> dict[str, Levels]:

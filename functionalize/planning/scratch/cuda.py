@@ -7,7 +7,7 @@
     memory-efficient attention, backward           float32 gradient of the queries, row sums of the gradient
 
 An op without an entry may still have scratch: partial sums of norms, sorts and embeddings are missing.
-The workspaces of cuBLAS and cuDNN are constants of a process: see `planning/timeline/constants.py`.
+The workspaces of cuBLAS and cuDNN are constants of a process: see `planning/machines/constants.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@
 Not modelled: caches, kernels that do not reach peak rates, transfers that overlap with others.
 Bytes are the sizes of the tensors; a lookup (`embedding`, `index`) reads as many bytes of its table as it returns.
 Sizes come from the fake values in `node.meta["val"]`, which must be static.
-Refuses (`PassError`): an unknown machine name.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,109 +27,13 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from functionalize.analysis.aliases import leaves_gradients, storage_key, written_nodes
-from functionalize.errors import PassError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.waits import WAIT
+from functionalize.planning.machines.machine import Machine
 from functionalize.program.metadata import tensors_of
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One rank's device and links.
-
-    flops: FLOP/s of dtypes that `matrix_flops` does not list.
-    memory_bandwidth: bytes/s between the device and its own memory.
-    link_bandwidth: bytes/s, one way, to other ranks on the same node.
-    latency: seconds before a collective transfers its first byte.
-    overhead: seconds per op.
-    host_bandwidth: bytes/s, one way, between the device and its host.
-    matrix_flops: (dtype, FLOP/s) pairs.
-    ranks_per_node: the number of ranks that `link_bandwidth` connects; None: all.
-    internode_bandwidth: bytes/s, one way, of each rank's own network adapter.
-    streams: whether collectives run concurrently with compute, as on a GPU.
-    """
-
-    flops: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    latency: float
-    overhead: float
-    host_bandwidth: float = float("inf")
-    matrix_flops: tuple[tuple[torch.dtype, float], ...] = ()
-    ranks_per_node: int | None = None
-    internode_bandwidth: float = float("inf")
-    streams: bool = True
-
-    def rate(self, dtype: torch.dtype | None) -> float:
-        """FLOP/s at a dtype."""
-        return dict(self.matrix_flops).get(dtype, self.flops)  # type: ignore[arg-type]
-
-    def ring_bandwidth(self, size: int, on_a_node: int) -> float:
-        """Bytes/s at which every rank of a ring of `size` ranks sends; `on_a_node` of them share a node.
-
-        Libraries build one ring per adapter, so that all adapters of the group's ranks on a node carry its traffic.
-        """
-        if size <= on_a_node:
-            return self.link_bandwidth
-        return min(self.link_bandwidth, on_a_node * self.internode_bandwidth)
-
-
-def _gpu(
-    flops: float,
-    half: float,
-    memory: float,
-    nvlink: float,
-    host: float,
-    adapter: float,
-    eighth: float | None = None,
-) -> Machine:
-    """A GPU of a node with eight. half: FLOP/s of 16-bit matmuls; eighth: of 8-bit ones; None: not supported."""
-    rates = [(torch.bfloat16, half), (torch.float16, half)]
-    if eighth is not None:
-        rates += [(torch.float8_e4m3fn, eighth), (torch.float8_e5m2, eighth)]
-    return Machine(
-        flops, memory, nvlink, 15e-6, 5e-6, host, tuple(rates), 8, internode_bandwidth=adapter
-    )
-
-
-# cpu: two cores of a server CPU of the 2020s, ranks on one host over gloo; measured: `mm` of 1024 x 1024 floats,
-#   `add` of 64 MiB, an all-gather of 16 MiB on two ranks, an op on four floats; rounded.
-# GPUs: from the data sheets of the GPU (SXM) and of the DGX system that has eight of them; dense rates, half of
-#   those with sparsity; fp32 without TF32, as torch's default is; NVLink one way, half of the data sheet's figure;
-#   one InfiniBand adapter per GPU; latency and overhead are typical of a small NCCL collective and of a kernel
-#   launch from Python.
-# a100: A100 80 GB: HBM2e 2.04 TB/s, NVLink 300 GB/s, PCIe 4 x16; DGX A100: 8 adapters of 200 Gb/s.
-# h100: HBM3 3.35 TB/s, NVLink 450 GB/s, PCIe 5 x16; DGX H100: 8 ConnectX-7 of 400 Gb/s.
-# h200: the chip of the h100 with HBM3e, 4.8 TB/s; DGX H200: the network of DGX H100.
-# b200: HGX B200, 1000 W: 80 TFLOP/s fp32, 2250 bf16; HBM3e 8 TB/s, NVLink 900 GB/s; DGX B200: PCIe 5 x16 to its
-#   hosts, 8 ConnectX-7 of 400 Gb/s.
-MACHINES: Mapping[str, Machine] = types.MappingProxyType(
-    {
-        "cpu": Machine(
-            150e9, 40e9, 0.5e9, 250e-6, 3e-6, 40e9, ((torch.bfloat16, 350e9),), streams=False
-        ),
-        "a100": _gpu(19.5e12, 312e12, 2.04e12, 300e9, 32e9, 25e9),
-        "h100": _gpu(67e12, 989e12, 3.35e12, 450e9, 64e9, 50e9, 1979e12),
-        "h200": _gpu(67e12, 989e12, 4.8e12, 450e9, 64e9, 50e9, 1979e12),
-        "b200": _gpu(80e12, 2250e12, 8e12, 900e9, 64e9, 50e9, 4500e12),
-    }
-)
-# Target -> the machine to model if none is named.
-MACHINE_OF: Mapping[str, str] = types.MappingProxyType({"cuda": "h100", "cpu": "cpu"})
-
-
-def machine_named(name: str, graph: fx.Graph | None = None) -> Machine:
-    """The preset of a name; `auto`: "h100" for a graph with a value on an accelerator, else "cpu"."""
-    if name == "auto":
-        nodes = graph.nodes if graph is not None else ()
-        devices = {t.device.type for n in nodes for t in tensors_of(n.meta.get("val"))}
-        name = MACHINE_OF["cuda" if devices - {"cpu", "meta"} else "cpu"]
-    if name not in MACHINES:
-        raise PassError(f"no machine `{name}`; there are auto, {', '.join(sorted(MACHINES))}")
-    return MACHINES[name]
 
 
 # -- flops -----------------------------------------------------------------------------------------

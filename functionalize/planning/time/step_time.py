@@ -24,10 +24,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from functionalize._compat.autograd import RECOMPUTE
+from functionalize.planning.machines.machine import Machine
+from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.display import human_seconds
 from functionalize.planning.report.spans import Span
 from functionalize.planning.time.communication import Groups
-from functionalize.planning.time.costs import MACHINES, Machine
 from functionalize.planning.time.streams import ScheduledSpan, schedule
 from functionalize.program.program import Program
 

@@ -43,6 +43,7 @@ from functionalize._compat.autograd import BACKWARD
 from functionalize.errors import PassError
 from functionalize.ir.phases import in_backward, phase_of
 from functionalize.ir.waits import WAIT
+from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.spans import Span
 from functionalize.planning.time.communication import (
     ALL_GATHER,
@@ -55,7 +56,6 @@ from functionalize.planning.time.communication import (
     traffic_of,
 )
 from functionalize.planning.time.costs import (
-    Machine,
     dtype_of,
     flops,
     is_collective,

@@ -13,7 +13,8 @@ from functionalize.planning.decide.budget import within
 from functionalize.planning.decide.layers import Layers
 from functionalize.planning.decide.recompute import Recomputation
 from functionalize.planning.decide.saved import forwards, saved_values
-from functionalize.planning.time.costs import MACHINES, seconds
+from functionalize.planning.machines.presets import MACHINES
+from functionalize.planning.time.costs import seconds
 from functionalize.planning.timeline.liveness import Liveness
 from passes import Remat, run
 

@@ -18,6 +18,8 @@ from benchmarks.capture import Transformer
 from functionalize._compat.distributed import fake_process_group
 from functionalize.errors import MemoryReportError, PlannedOutOfMemoryError
 from functionalize.planning.allocator.alloc_conf import Settings
+from functionalize.planning.machines.constants import DeviceConstant, declared
+from functionalize.planning.machines.machine import MIB
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import (
     AFTER_THE_STEP,
@@ -27,7 +29,6 @@ from functionalize.planning.report.memory_figures import (
     place,
 )
 from functionalize.planning.report.memory_text import short_line, signed
-from functionalize.planning.timeline.constants import MIB, DeviceConstant, declared
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category
 from tests.planning.timelines import Maker, step_of
@@ -170,7 +171,7 @@ def test_constants_are_declared():
         declared("abacus")
     assert_expected_inline(
         str(error.value),
-        """no constants are known for the device `abacus`; there are a100, b200, cpu, h100, h200""",
+        """no constants are known for the device `abacus`; there are 4090, a100, b200, cpu, h100, h200, l40s, mi300x""",
     )
 
 

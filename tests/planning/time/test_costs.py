@@ -13,14 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import functionalize as fz
 from functionalize._compat.fakes import FakeTensorMode
 from functionalize.errors import PassError
-from functionalize.planning.time.costs import (
-    MACHINES,
-    Machine,
-    flops,
-    machine_named,
-    moved,
-    seconds,
-)
+from functionalize.planning.machines.machine import Machine
+from functionalize.planning.machines.presets import MACHINES, machine_named
+from functionalize.planning.time.costs import flops, moved, seconds
 from tests.planning.nodes import node_of
 
 MACHINE = Machine(100.0, 10.0, 5.0, 3.0, 1.0, 2.0, ((torch.bfloat16, 400.0),))
@@ -131,7 +126,8 @@ def test_machines_have_names():
     with pytest.raises(PassError) as error:
         machine_named("abacus")
     assert_expected_inline(
-        str(error.value), """no machine `abacus`; there are auto, a100, b200, cpu, h100, h200"""
+        str(error.value),
+        """no machine `abacus`; there are auto, 4090, a100, b200, cpu, h100, h200, l40s, mi300x""",
     )
 
 

@@ -17,10 +17,12 @@ import passes
 from functionalize.errors import PassError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT
+from functionalize.planning.machines.machine import Machine
+from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.spans import Span
 from functionalize.planning.time.communication import communication
 from functionalize.planning.time.compute import compute, is_op
-from functionalize.planning.time.costs import MACHINES, Machine, is_collective, seconds
+from functionalize.planning.time.costs import is_collective, seconds
 from functionalize.planning.time.step_time import StepTime, step_time
 from functionalize.planning.timeline.sums import summed
 from tests.planning.captured import Recorded, recorded
