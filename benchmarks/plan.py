@@ -60,9 +60,10 @@ def measured(size: str, world: int) -> Row:
 
 def figures(step: Any) -> None:
     """Compute all figures of a plan."""
+    from functionalize.planning.machines.presets import MACHINES
     from functionalize.sweep.summary import Figures
 
-    assert Figures.of(step.program, step.memory, "cuda", None).row
+    assert Figures.of(step.program, step.memory, MACHINES["h100"]).row
 
 
 def images(batch: int) -> Row:
