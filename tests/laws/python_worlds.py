@@ -19,7 +19,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -151,6 +151,49 @@ def listed(content: Any) -> Any:
     return made
 
 
+class Config(collections.UserDict[str, Any]):
+    """Code of a library alone names the attribute that holds its entries."""
+
+
+def cached(content: Any) -> Any:
+    """A function that returns what it has cached, whatever `source` holds by now."""
+    source = [content]
+
+    @functools.lru_cache
+    def read() -> Any:
+        return source[0]
+
+    return types.SimpleNamespace(read=read, source=source)
+
+
+def fill(holder: Any, content: Any) -> None:
+    holder.source[0] = content
+    holder.read.cache_clear()
+
+
+def endless(content: Any) -> Any:
+    """A generator that stays where it is, and reads a list."""
+    source = [content]
+
+    def running() -> Iterator[Any]:
+        while True:
+            yield source[0]
+
+    return types.SimpleNamespace(running=running(), source=source)
+
+
+def member(content: Any) -> Any:
+    return enum.Enum("Member", {"ONE": Base(content)})
+
+
+def with_property(content: Any) -> Any:
+    return type("Local", (), {"content": property(lambda self: content)})()
+
+
+def set_property(holder: Any, content: Any) -> None:
+    type(holder).content = property(lambda self: content)
+
+
 read_content = operator.attrgetter("content")
 HOLDERS: dict[str, Holder] = {
     "list": Holder(lambda c: [c], lambda h: h[0], first),
@@ -202,6 +245,27 @@ HOLDERS: dict[str, Holder] = {
         lambda h, c: set_cell(h.fn, c),
     ),
     "ContextVar": Holder(variable, lambda h: h.get(), lambda h, c: h.set(c) and None),
+    "UserDict of the user's": Holder(
+        lambda c: Config(a=c), lambda h: h["a"], lambda h, c: operator.setitem(h, "a", c)
+    ),
+    "cache": Holder(cached, lambda h: h.read(), fill),
+    "endless": Holder(
+        endless, lambda h: next(h.running), lambda h, c: operator.setitem(h.source, 0, c)
+    ),
+    "calls": Holder(
+        lambda c: types.SimpleNamespace(it=iter(closure(c), Base)),
+        lambda h: next(h.it),
+        lambda h, c: setattr(h, "it", iter(closure(c), Base)),
+    ),
+    "enumeration": Holder(
+        member, lambda h: h.ONE.value.content, lambda h, c: setattr(h.ONE.value, "content", c)
+    ),
+    "mapping proxy": Holder(
+        lambda c: types.SimpleNamespace(table=(t := {"a": c}), view=types.MappingProxyType(t)),
+        lambda h: h.view["a"],
+        lambda h, c: h.table.update(a=c),
+    ),
+    "property of a class": Holder(with_property, lambda h: h.content, set_property),
     "array": Holder(lambda c: np.array([c]), lambda h: float(h[0]), first, plain=True),
     "array.array": Holder(lambda c: array.array("d", [c]), lambda h: h[0], first, plain=True),
 }
