@@ -22,7 +22,7 @@ from torch import fx
 
 from functionalize.analysis.aliases import is_view, written_nodes
 from functionalize.ir.waits import WAIT
-from functionalize.planning.decide.ordering import Order, Schedule
+from functionalize.planning.decide.ordering import Order, Schedule, Scratch
 from functionalize.planning.timeline.liveness import Liveness, held_before
 from passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 
@@ -36,6 +36,21 @@ def overlapped(start: Schedule, order: Order, live: Liveness, limit: int) -> lis
     return found.order if result.peak <= limit else list(start.order)
 
 
+def scratch_in(live: Liveness) -> Scratch:
+    """What gloo allocates for each collective of a graph, and the waits until which it is live; by number."""
+    return {
+        i: (scratch_of(node, live), [live.place[wait] for wait in _waits(node)])
+        for i, node in enumerate(live.nodes)
+        if is_collective(node)
+    }
+
+
+def scratch_of(started: fx.Node, live: Liveness) -> int:
+    """What gloo allocates while a collective is in flight: as much as it sends, or receives."""
+    read = {s for n in started.all_input_nodes for s in live.of[n]}
+    return max(sum(s.nbytes for s in each) for each in (read, live.of[started]))
+
+
 class _Overlap:
     """The order, decided one collective after the other. Places are those of the order to start from."""
 
@@ -45,6 +60,8 @@ class _Overlap:
         self.number = {node: i for i, node in enumerate(self.nodes)}
         ordered = Liveness(live.graph, [self.nodes[i] for i in start.order])
         self.used = torch.tensor(ordered.timeline, dtype=torch.int64)
+        for nbytes, begin, end in start.in_flight():
+            self.used[begin:end] += nbytes
         self.live = ordered
         self.writers = _writers(ordered)
         known: list[Gather | Reduce] = [*gathers(live.graph), *reduces(live.graph)]
@@ -85,7 +102,7 @@ class _Overlap:
         chain = [i for i in chain if self.place[i] >= at and i not in self.moved]
         if not chain or at >= self.place[chain[0]]:
             return here
-        spans = [*self._spans(chain, at), (self._scratch(nodes[-1]), at, here)]
+        spans = [*self._spans(chain, at), (scratch_of(nodes[-1], self.live), at, here)]
         if not self._take(spans):
             return here
         self.before.setdefault(at, []).extend(chain)
@@ -120,17 +137,12 @@ class _Overlap:
         chain = [i for i in chain if self.place[i] < to and i not in self.moved]
         held = {s for n in held_before(wait) for s in self.live.of[n] if s.last == here - 1}
         spans = [(s.nbytes, here, to) for s in held]
-        spans.append((self._scratch(started), here, to))
+        spans.append((scratch_of(started, self.live), here, to))
         if to <= here + len(chain) or not self._take(spans):
             return here
         self.before[to] = [*chain, *self.before.get(to, [])]
         self.moved.update(chain)
         return to - 1
-
-    def _scratch(self, started: fx.Node) -> int:
-        """What gloo allocates while a collective is in flight: as much as it sends, or receives."""
-        read = {s for n in started.all_input_nodes for s in self.live.of[n]}
-        return max(sum(s.nbytes for s in each) for each in (read, self.live.of[started]))
 
     def _take(self, spans: list[tuple[int, int, int]]) -> bool:
         """Account for bytes that are live from a place to before another one, if they fit."""

@@ -36,11 +36,11 @@ from functionalize.analysis.dead_code import is_impure
 from functionalize.ir.commit import is_commit
 from functionalize.ir.generators import is_random
 from functionalize.planning.decide.ordering import Order, Schedule, Uses
-from functionalize.planning.timeline.liveness import Liveness
+from functionalize.planning.timeline.liveness import Liveness, held_before
 from functionalize.program.program import Program
 from passes.base import FUNCTIONAL, INPLACE, Pass
 from passes.graph_modules import on_graph_module
-from passes.overlap import overlapped
+from passes.overlap import overlapped, scratch_in
 
 _WORTH = 1 / 256
 
@@ -61,7 +61,8 @@ class ScheduleMemory(Pass):
         overlap = _is_on_device(program.graph) if self.overlap is None else self.overlap
         live = Liveness(program.graph)
         rules = _Rules.of(live, overlap)
-        best = first = Schedule(Uses.among(live), list(range(len(live.nodes))))
+        uses = Uses.among(live, {} if overlap else scratch_in(live))
+        best = first = Schedule(uses, list(range(len(live.nodes))))
         while (found := _better(best, rules)).peak < best.peak * (1 - _WORTH):
             best = found
         order = best.order
@@ -102,7 +103,7 @@ class _Rules:
 
     @staticmethod
     def of(live: Liveness, overlap: bool) -> _Rules:
-        effects = [n for n in live.nodes if _is_effect(n) or (overlap and _is_wait(n))]
+        effects = [n for n in live.nodes if _is_effect(n, live) or (overlap and _is_wait(n))]
         fixed = [n for n in effects if not (_is_gather(n) or is_commit(n))]
         late = () if overlap else filter(_is_wait_of_gather, live.nodes)
 
@@ -124,11 +125,19 @@ def _is_on_device(graph: fx.Graph) -> bool:
     return any(t.meta["val"].device.type != "cpu" for t in sent if hasattr(t.meta["val"], "device"))
 
 
-def _is_effect(node: fx.Node) -> bool:
-    """Whether a node must stay in order with its like, wherever its value is used. A wait need not."""
+def _is_effect(node: fx.Node, live: Liveness) -> bool:
+    """Whether a node must stay in order with its like, wherever its value is used.
+
+    A wait need not, nor an op that writes memory of the graph alone: it stays in order with all on that memory.
+    """
     if node.op != "call_function" or _is_wait(node):
         return False
-    return is_random(node) or is_impure(node) or node.is_impure()
+    if is_random(node):
+        return True
+    written = written_nodes(node) if getattr(node.target, "namespace", "") == "aten" else []
+    if written and all(live.of[target] for _, target in written):
+        return False
+    return is_impure(node) or node.is_impure()
 
 
 def _is_wait(node: fx.Node) -> bool:
@@ -151,7 +160,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
-    """For each memory that an op writes, everything on it."""
+    """For each memory that an op writes, everything on it, and the waits of collectives that read it."""
     aliases = Aliases(graph)
     written: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -159,7 +168,8 @@ def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
             written.setdefault(aliases.of(target), [])
     if written:
         for node in graph.nodes:
-            for group in dict.fromkeys(aliases.of(n) for n in (node, *node.all_input_nodes)):
+            near = (node, *node.all_input_nodes, *held_before(node))
+            for group in dict.fromkeys(map(aliases.of, near)):
                 if group in written:
                     written[group].append(node)
     return list(written.values())

@@ -77,7 +77,8 @@ def feature(name: str, pipeline: str) -> tuple[list[str], int, dict[str, int], l
     Returns the differences, the replays, the collectives, and what the program sends.
     """
     row = FEATURES[name]
-    verdict = compare_twins(row.build, row.make_step, row.batches(), passes=pipeline)
+    step = row.build, row.make_step, row.batches()
+    verdict = compare_twins(*step, passes=pipeline, record_after=1)
     lines = [line.strip() for line in verdict.program.splitlines()]
     sent = [line for line in lines if "= _c10d_functional" in line and "wait" not in line]
     return verdict.differences, verdict.replays, verdict.collectives, sent

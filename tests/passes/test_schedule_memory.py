@@ -146,6 +146,22 @@ def test_by_default_communication_overlaps_on_a_device_only():
     assert reductions(None, "meta") == reductions(True, "meta")
 
 
+@pytest.mark.parametrize("middle", [lambda big: big, lambda big: (big * 2).relu()])
+def test_a_gather_waits_for_memory_that_its_backend_needs(middle):
+    """Its result would fit, but not the copy that gloo makes; ops that write temporaries in place do not hold it."""
+
+    def f(a, b, x, y):
+        big = torch.cat([x, y, x, y]) @ y
+        (whole,) = unshard(a)
+        (grad,) = reduce(middle(big).view(4, 8, 8).sum(0))
+        return whole.sum(), grad
+
+    before = passes.run(fz.trace(f, *four()), "reinplace")
+    after = passes.run(before, "schedule_memory{overlap=false}")
+    assert names(before).index("all_gather_into_tensor") < names(before).index("sum_1")
+    assert names(after).index("all_gather_into_tensor") > names(after).index("sum_1")
+
+
 # -- refuses ---------------------------------------------------------------------------------------
 
 

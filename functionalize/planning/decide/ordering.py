@@ -9,16 +9,17 @@ All other nodes keep their relative order. Both are list schedules with a heap, 
 `passes/schedule_memory.py` tries several in turn. To make a try cheap, the facts about the nodes are read once
 (`Uses`), and orders, dependencies and lifetimes refer to nodes by number: their index in the graph.
 Invariant: a resulting order has every node once, after all its dependencies; `Schedule.peak` of it equals the peak that
-`Liveness` computes.
+`Liveness` computes, with the scratch memory of nodes.
 """
 
 from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 from torch import fx
 
@@ -27,6 +28,8 @@ from functionalize.planning.timeline.liveness import Liveness, held_before
 
 # Tuples: the garbage collector stops tracking tuples that hold only numbers, which keeps collections short.
 Rows = Sequence[tuple[int, ...]]
+Scratch = Mapping[int, tuple[int, Sequence[int]]]
+_NONE = 0, ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +42,7 @@ class Uses:
     of: per node, the storages of its value.
     touches: per node, the storages of its value and of the nodes that it reads or holds.
     users: per storage, the nodes that touch it.
+    scratch: what a backend allocates for a collective, by node: its size, and the waits until which it is live.
     """
 
     nodes: Sequence[fx.Node]
@@ -48,9 +52,10 @@ class Uses:
     of: Rows
     touches: Rows
     users: Rows
+    scratch: Scratch
 
     @staticmethod
-    def among(live: Liveness) -> Uses:
+    def among(live: Liveness, scratch: Scratch = MappingProxyType({})) -> Uses:
         """The uses of the storages that a graph creates."""
         number = {id(s): i for i, s in enumerate(live.storages)}
         place = live.place
@@ -66,7 +71,7 @@ class Uses:
             touches.append(tuple(dict.fromkeys((*of[i], *(s for j in near for s in of[j])))))
         nbytes = [s.nbytes for s in live.storages]
         users = _transposed(touches, len(nbytes))
-        return Uses(live.nodes, nbytes, reads, holds, of, touches, users)
+        return Uses(live.nodes, nbytes, reads, holds, of, touches, users, scratch)
 
 
 def _transposed(rows: Rows, size: int) -> Rows:
@@ -104,8 +109,20 @@ class Schedule:
         for nbytes, begin, end in zip(uses.nbytes, self.first, last, strict=True):
             steps[begin] += nbytes
             steps[end + 1] -= nbytes
+        for nbytes, begin, end in self.in_flight():
+            steps[begin] += nbytes
+            steps[end] -= nbytes
         timeline = list(accumulate(steps))
         self.peak, self.total = max(timeline), sum(timeline)
+
+    def in_flight(self) -> Iterator[tuple[int, int, int]]:
+        """The scratch memory of each collective: bytes, the position from which it is live, the first after that."""
+        for i, (nbytes, waits) in self.uses.scratch.items():
+            yield (
+                nbytes,
+                self.place[i],
+                max((self.place[w] for w in waits), default=self.place[i] + 1),
+            )
 
     def _last_uses(self) -> list[int]:
         """Per node, the position of the last use of its value (not of views of it), as `Liveness` defines it."""
@@ -183,7 +200,8 @@ class Order:
 
         for i in self.inputs:
             run(i)
-        for i in ready.each(lambda i: memory + needs[i] <= start.peak):
+        scratch = uses.scratch
+        for i in ready.each(lambda i: memory + needs[i] + scratch.get(i, _NONE)[0] <= start.peak):
             run(i)
         return ready.order
 
