@@ -53,7 +53,7 @@ class ComparedRecords(list[OpRecord]):
                 comparison.check(record)
         except Exception as error:  # the step must go on
             assert comparison is not None
-            comparison.failed = error
+            comparison.fail(error)
 
 
 class AuditRecorder(Recorder):
@@ -78,7 +78,8 @@ class AuditRecorder(Recorder):
             except (LookupError, AttributeError):
                 continue  # the program does not read it: its own inputs were resolved
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                storages[serial] = self.storages.bring_in(tensor, name).storage
+                now = storages[serial] = self.storages.bring_in(tensor, name).storage
+                self._addresses[serial] = self.storages.infos[now].address
         numbers = {}
         for each in self._signature.numbers:
             try:
@@ -169,20 +170,20 @@ class AuditRecorder(Recorder):
                 record = OpRecord(row.target, (), {}, self._map_out(out), (), stack_here())
                 comparison.check_result(record)
         except Exception as error:  # the step must go on
-            comparison.failed = error
+            comparison.fail(error)
 
     def _are_equal(self, expected: Any, args: Any) -> bool:
         """Whether arguments are those of a row. False may mean undecided."""
         addresses = self._addresses
         for was, now in zip(expected, args, strict=True):
+            if was is now:
+                continue
             kind = type(was)
             if kind is TensorRef:
                 if type(now) not in _TENSORS:
                     return False
                 serial, (size, stride, offset, dtype, conj, neg) = was
-                address = addresses.get(serial)
-                if address is None and (address := self._address_of(serial)) is None:
-                    return False
+                address = addresses.get(serial) or self._address_of(serial)
                 if (
                     now.untyped_storage()._cdata != address
                     or now.shape != size
@@ -195,7 +196,7 @@ class AuditRecorder(Recorder):
                 ):
                     return False
             elif kind in _EXACT:
-                if was is not now and (type(now) is not kind or was != now):
+                if type(now) is not kind or was != now:
                     return False
             elif kind is float:
                 if type(now) is not float or was != now or was == 0.0:  # 0.0 == -0.0

@@ -54,6 +54,7 @@ class Comparison:
 
     storages: for the number of each storage in the signature, its number in this run, as far as known before the run.
     numbers: the values of the `ScalarInput`s of the signature before the run.
+    next_row: the op that should come next; None after a difference, an error or the last op.
     failed: an error in the comparison itself, which ends it.
     """
 
@@ -70,7 +71,9 @@ class Comparison:
         self._values: dict[Any, Any] = dict(numbers)
         self._names = {serial: name for serial, name, _ in signature.sources}
         self._outside: dict[int, External] = {}
+        self._rows: tuple[Row | None, ...] = (*signature.rows, None)
         self._at = 0  # how many ops were as expected
+        self.next_row = self._rows[0]
         self._difference: str | None = None  # at the first op that was not
         self.failed: Exception | None = None
 
@@ -97,17 +100,17 @@ class Comparison:
 
     # -- ops -----------------------------------------------------------------------------------
 
-    @property
-    def next_row(self) -> Row | None:
-        """The op that should come next; None after a difference or the last op."""
-        rows = self.signature.rows
-        if self._difference is not None or self.failed is not None or self._at >= len(rows):
-            return None
-        return rows[self._at]
-
     def advance(self) -> None:
         """The next op was the expected one."""
         self._at += 1
+        self.next_row = self._rows[self._at]
+
+    def fail(self, error: Exception) -> None:
+        """The comparison itself has raised `error`."""
+        self.failed, self.next_row = error, None
+
+    def _differ(self, text: str) -> None:
+        self._difference, self.next_row = text, None
 
     def check(self, record: OpRecord) -> None:
         """Compare a record with the row that should come next."""
@@ -117,23 +120,22 @@ class Comparison:
         frozen = last is not None and last.record is record
         was, now = self.next_row, row_of(record, frozen)
         if was is None or not self._is_same_row(was, now):
-            self._difference = self._op_text(self._at + 1, was, now)
+            self._differ(self._op_text(self._at + 1, was, now))
             return
         if was.read is not None:
             self._values[was.read] = record.meta.get("hint", last.value if last else None)
-        self._at += 1
+        self.advance()
 
     def check_result(self, record: OpRecord) -> None:
         """Compare a record of which only the result may differ."""
         was = self.next_row
         assert was is not None
         if self._same(was.outputs, record.outputs):
-            self._at += 1
+            self.advance()
         else:
             now = row_of(record, False)
-            self._difference = self._op_text(
-                self._at + 1, was, was._replace(outputs=now.outputs, stack=now.stack)
-            )
+            now = was._replace(outputs=now.outputs, stack=now.stack)
+            self._differ(self._op_text(self._at + 1, was, now))
 
     # -- verdicts ------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class Comparison:
         if self.failed is not None:
             raise self.failed
         if self._difference is None and self.next_row is not None:
-            self._difference = self._op_text(self._at + 1, self.next_row, None)
+            self._differ(self._op_text(self._at + 1, self.next_row, None))
         return self._judged(
             self._difference or self._end(leaves, spec, tuple(assigned)) or self._notes()
         )

@@ -36,6 +36,7 @@ from functionalize.util.process_groups import ranks_of
 from functionalize.util.tensor_wrappers import plain_tensors
 
 _KNOWN = frozenset({"aten", "prim", "prims", "functionalize", "fsdp", "_c10d_functional"})
+_OF_GROUPS = ("functionalize", "_c10d_functional")
 _IN_ANY_ORDER = ("index_put", "_unsafe_index_put", "put", "scatter", "index_add", "index_reduce")
 
 
@@ -49,14 +50,21 @@ def is_comparable(program: Program) -> bool:
         return False  # on a GPU any op may sum by atomic additions
     else:
         in_any_order = _IN_ANY_ORDER
-    for node in program.graph.nodes:
-        space = getattr(node.target, "namespace", "aten")
-        name = getattr(node.target, "__name__", "")
-        if space not in _KNOWN or (node.op == "call_function" and name.startswith(in_any_order)):
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    targets = {id(node.target): node.target for node in calls}.values()
+    for target in targets:
+        space = getattr(target, "namespace", "aten")
+        if space not in _KNOWN or getattr(target, "__name__", "").startswith(in_any_order):
             return False
-        if any(ranks_of(group_of_name(g)) > 1 for g in groups_of(node.target, node.args)):
-            return False
-    return True
+    communicating = {
+        id(target) for target in targets if getattr(target, "namespace", "") in _OF_GROUPS
+    }
+    return not any(
+        ranks_of(group_of_name(group)) > 1
+        for node in calls
+        if id(node.target) in communicating
+        for group in groups_of(node.target, node.args)
+    )
 
 
 @dataclass(frozen=True, slots=True)
