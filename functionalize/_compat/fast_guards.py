@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -68,3 +68,27 @@ def window_in_python(
 window_within: Callable[[Tensor, Sequence[int], Sequence[int], int], Tensor] = (
     window_in_python if _window is None else _window
 )
+
+
+class ChangeCount:
+    """Counts how often a dict was found to hold other objects than before.
+
+    Its version counts writes, and every recording writes to torch's namespaces: it replaces functions, which are
+    restored after it.
+    """
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self._table, self._changes = table, 0
+        self._note()
+
+    def _note(self) -> None:
+        self._version = dict_version and dict_version(self._table)
+        self._keys, self._held = tuple(self._table), tuple(self._table.values())
+
+    def __call__(self) -> int:
+        if dict_version is None or dict_version(self._table) != self._version:
+            keys, held = self._keys, self._held
+            self._note()
+            is_same = len(keys) == len(self._keys) and all(map(is_, keys, self._keys))
+            self._changes += not (is_same and all(map(is_, held, self._held)))
+        return self._changes

@@ -31,6 +31,8 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 import torch
@@ -274,10 +276,10 @@ def replaced(names: NameFilter) -> Iterator[Part]:
         if is_named and not is_ours and _FIRST_BUILTINS.get(key, replaced) is not value:
             yield Part(f"builtins.{key}", value, key)
     for name, space in _SPACES.items():
-        first = _FIRST[name]
-        for key, value in list(space.items()):
-            was = first.get(key, replaced)
-            if was is value or (was is replaced and _is_torchs(value)) or not callable(value):
+        first, keys, values = _FIRST[name], list(space), list(space.values())
+        for key in compress(keys, map(is_not, values, map(first.get, keys))):
+            value = space.get(key)
+            if (key not in first and _is_torchs(value)) or not callable(value):
                 continue
             if not str(getattr(value, "__module__", None)).startswith("functionalize"):
                 yield Part(f"{name}.{key}", value, key)

@@ -234,8 +234,8 @@ def table_of(value: Any) -> dict[str, Any] | None:
 
 def _slots(value: Any, names: NameFilter, every: bool) -> Iterator[Part]:
     for base in type(value).__mro__[:-1]:
-        for name, slot in list(vars(base).items()):
-            if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base):
+        for name, slot in list(vars(base).items()) if "__slots__" in vars(base) else ():
+            if isinstance(slot, types.MemberDescriptorType):
                 try:
                     yield Part(
                         name, slot.__get__(value), name, Held(value, name), every or name in names

@@ -29,7 +29,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from functionalize._compat.fast_guards import dict_version
+from functionalize._compat.fast_guards import ChangeCount
 from functionalize.util.packages import is_users
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.bound_methods import WHOLE
@@ -165,10 +165,7 @@ class Probes:
     def add_torch(self) -> None:
         """The namespaces of torch, and Python's builtins."""
         for table in NAMESPACES:
-            if dict_version is None:
-                self.add_table(table)
-            else:
-                self.add_value(partial(dict_version, table))
+            self.add_value(ChangeCount(table))
         for kind in CLASSES.values():
             self.add_class(kind)
 

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import SequentialSampler
 
 import functionalize as fz
+from functionalize.recorder.recorder import Recorder
+from functionalize.util.unchanged import Unchanged
 from functionalize.walk.discovery import walked, walked_again
 from tests.walk.cases import HELD, READ, Case, Settings
 
@@ -94,6 +96,20 @@ def test_the_probes_agree_with_the_walk(case: Case) -> None:
     box["value"] = value if changed is None else changed
     same = walked_again(step, (), state, is_replay=True).facts == state.facts
     assert same or not probes.hold(())
+
+
+def test_what_a_recording_replaces_in_torch_and_restores_is_no_change() -> None:
+    step = Holder().step
+    state, facts = walked(step), Unchanged()
+    probes = walked_again(step, (), state, is_replay=True).probes
+    probes.watched(facts)
+    facts.freeze()
+    with Recorder():
+        torch.ones(1)
+    assert probes.hold(()) and facts.hold()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "sin", torch.cos)
+        assert not probes.hold(()) and not facts.hold()
 
 
 def test_no_tensor_is_kept_alive() -> None:
