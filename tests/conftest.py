@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.expect import OrphanCheck, Snapshots
-from tests.leftovers import leftovers, restore
+from tests.leftovers import accept_settings, leftovers, restore
 from tests.ranks import close_pools
 
 _SNAPSHOTS = pytest.StashKey[Snapshots]()
@@ -41,6 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if config.getoption("--fuzz-long") else "ci")
+    # The tests' tensors are tiny: where the processes of a run share the cores, a second thread makes an op of 10 µs
+    # wait milliseconds, and burns them.
+    torch.set_num_threads(1)
+    accept_settings()
     accept = bool(os.environ.get("EXPECTTEST_ACCEPT"))
     config.stash[_SNAPSHOTS] = snapshots = Snapshots(config.rootpath, accept)
     config.pluginmanager.register(OrphanCheck(config, snapshots), "orphan-snapshots")
