@@ -154,6 +154,7 @@ def _serve(answers: Connection, rank: int, world: int, folder: str) -> None:
                 break
             answer = _attempt(rank, lambda: _call(message))  # noqa: B023 - called at once
             gc.collect()  # models are cycles; they must not die in the middle of the next test
+            gc.freeze()  # what is left are modules and caches, which the next collection need not visit
             answers.send_bytes(answer)
         if dist.is_initialized():
             dist.destroy_process_group()
