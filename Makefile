@@ -14,9 +14,8 @@ NEWEST := 2.15.0
 TORCH ?= $(PINNED)
 VENV ?= .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 ARGS ?=
-# Processes that run tests, a file at a time; 0: this one. One more than the cores that are assumed, since a process whose
-# test runs on ranks waits for these, which are processes of their own.
-WORKERS ?= 3
+# Processes that run tests, a file at a time; 0: this one. Tests on ranks start processes of their own beside them.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -50,9 +50,10 @@ class FoldViews(Pass):
     def apply(self, program: Program) -> int:
         done, guarded = 0, bool(program.guards)
         with disable_current_modes():
+            kept = _regrouped(program.graph)
             for node in list(program.graph.nodes):
                 if node.users and node.target is not operator.getitem and viewed(node) is not None:
-                    done += is_plain(node) and not _is_regrouped(node) and _fold(node, guarded)
+                    done += is_plain(node) and node not in kept and _fold(node, guarded)
         return done
 
 
@@ -61,12 +62,13 @@ def fold_views(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) 
     return on_graph_module(FoldViews())(gm, example_inputs)
 
 
-def _is_regrouped(node: fx.Node) -> bool:
-    """Whether elements of a view of this value are split or joined."""
-    return any(
-        user.target in _REGROUPING or (viewed(user) is not None and _is_regrouped(user))
-        for user in node.users
-    )
+def _regrouped(graph: fx.Graph) -> set[fx.Node]:
+    """The values of which a view's elements are split or joined."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if viewed(node) is not None and (node in found or node.target in _REGROUPING):
+            found.add(node.all_input_nodes[0])
+    return found
 
 
 def _fold(node: fx.Node, guarded: bool) -> bool:

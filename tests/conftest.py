@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The tests' tensors are tiny: where the processes of a run share the cores, a second thread makes an op of 10 µs
     # wait milliseconds, and burns them.
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
     accept_settings()
     accept = bool(os.environ.get("EXPECTTEST_ACCEPT"))
     config.stash[_SNAPSHOTS] = snapshots = Snapshots(config.rootpath, accept)

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 HERE = minor_of(torch.__version__)
 DTYPES = (torch.float32, torch.int64, torch.bfloat16)
-SAMPLES = 3  # of float32; of the other dtypes one, and all three under --fuzz-long
+SAMPLES = 3  # of a dtype, under --fuzz-long; else two of float32, and one of the others
 
 DATA = "the size of the result, or a number on the way, depends on data, and `trace` has none"
 UNDEFINED = "what eager resizes and does not write is undefined"
@@ -112,16 +112,16 @@ def full_name(op: Any) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
-def samples(op: Any) -> Iterator[Any]:
+def samples(op: Any, every: bool) -> Iterator[Any]:
     for dtype in DTYPES:
         if dtype in op.supported_dtypes("cpu"):
             torch.manual_seed(0)
             inputs = op.sample_inputs("cpu", dtype, requires_grad=False)
-            few = dtype != torch.float32 and settings.default.max_examples <= 100
-            yield from itertools.islice(inputs, 1 if few else SAMPLES)
+            few = 2 if dtype == torch.float32 else 1
+            yield from itertools.islice(inputs, SAMPLES if every else few)
 
 
-def in_place_cases(op: Any) -> Iterator[Case]:
+def in_place_cases(op: Any, every: bool) -> Iterator[Case]:
     variant = op.get_inplace()
     if variant is None:
         return
@@ -129,7 +129,7 @@ def in_place_cases(op: Any) -> Iterator[Case]:
     def fn(x: Any, args: Any, kwargs: Any) -> Any:
         return variant(x, *args, **kwargs)
 
-    for s in samples(op):
+    for s in samples(op, every):
         if s.broadcasts_input:
             continue
         yield Case("in-place", fn, (s.input, s.args, s.kwargs))
@@ -141,7 +141,7 @@ def in_place_cases(op: Any) -> Iterator[Case]:
                 yield Case("in-place, columns", fn, (columns, s.args, s.kwargs))
 
 
-def out_cases(op: Any) -> Iterator[Case]:
+def out_cases(op: Any, every: bool) -> Iterator[Case]:
     if not op.supports_out:
         return
 
@@ -153,7 +153,7 @@ def out_cases(op: Any) -> Iterator[Case]:
         out = tuple(out) if isinstance(out, tuple) else out  # torch.return_types are refused
         return Case(kind, fn, (s.input, s.args, s.kwargs, out))
 
-    for s in samples(op):
+    for s in samples(op, every):
         want = op.op(s.input, *s.args, **s.kwargs)
         yield case("out", s, want, lambda t: torch.zeros(t.shape, dtype=t.dtype))
         yield case("resized", s, want, lambda t: torch.zeros(0, dtype=t.dtype))
@@ -162,6 +162,10 @@ def out_cases(op: Any) -> Iterator[Case]:
             if any(t.dtype != dtype for t in pytree.tree_leaves(want) if isinstance(t, Tensor)):
                 kind = str(dtype).removeprefix("torch.")
                 yield case(kind, s, want, lambda t, dtype=dtype: torch.zeros(t.shape, dtype=dtype))
+
+
+def cases(op: Any, every: bool) -> Iterator[Case]:
+    return itertools.chain(in_place_cases(op, every), out_cases(op, every))
 
 
 def eager_runs(case: Case) -> bool:
@@ -193,7 +197,7 @@ BY_NAME = {full_name(op): op for op in OPS}
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_variants(name: str) -> None:
     op = BY_NAME[name]
-    for case in itertools.chain(in_place_cases(op), out_cases(op)):
+    for case in cases(op, every=settings.default.max_examples > 100):
         key = (name, case.kind)
         if key not in SKIPPED and eager_runs(case):
             try:
@@ -205,7 +209,7 @@ def test_variants(name: str) -> None:
 @pytest.mark.parametrize(("name", "kind"), sorted({**SKIPPED, **LOOSE}))
 def test_what_is_skipped_still_differs(name: str, kind: str) -> None:
     op = BY_NAME[name]
-    for case in itertools.chain(in_place_cases(op), out_cases(op)):
+    for case in cases(op, every=True):
         if case.kind == kind and eager_runs(case):
             try:
                 check(case)

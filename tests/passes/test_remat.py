@@ -194,7 +194,7 @@ def test_options_that_make_no_sense():
     )
     assert_expected_inline(
         message(Remat(machine="abacus")),
-        """no machine `abacus`; there are auto, a100, b200, cpu, h100, h200""",
+        """no machine `abacus`; there are auto, 4090, a100, b200, cpu, h100, h200, l40s, mi300x""",
     )
 
 

@@ -71,7 +71,8 @@ def test_bytes_by_hand(name: str, param: int, reduce: int) -> None:
     step = step_of(name)
     shards = [padded(step, unit) for unit in range(len(step.units))]
     whole, root = sum(shards), shards[0]
-    rows = {(r.kind, r.phase): r for r in communication(step.program, step.groups)}
+    summed_up = summed(communication(step.program, step.groups), "kind", "group", "ranks", "phase")
+    rows = {(r.kind, r.phase): r for r in summed_up}
     assert len(rows) == 3
 
     def row(kind: str, phase: str, n: int, given: int, got: int, sent: int) -> Traffic:
