@@ -73,7 +73,10 @@ def _lines_of(code: Any) -> tuple[str, range]:
     return code.co_filename, range(min(lines), max(lines) + 1)
 
 
-_FUNCTION_FILE, _FUNCTION_LINES = _lines_of(torch.autograd.Function.apply.__func__.__code__)  # type: ignore[attr-defined]
+# Since torch 2.15 `Function.apply` is a function of C++, which has no frame and calls no function of Python.
+_APPLY: Any = getattr(torch.autograd.Function.apply, "__func__", None)
+SEES_FUNCTIONS = _APPLY is not None
+_FUNCTION_FILE, _FUNCTION_LINES = _lines_of(_APPLY.__code__) if SEES_FUNCTIONS else ("", range(0))
 _ENGINE_FILE, _ENGINE_LINES = _lines_of(ENGINE)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Container, Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from functionalize._compat.autograd import is_engine_frame, is_function_frame
+from functionalize._compat.autograd import SEES_FUNCTIONS, is_engine_frame, is_function_frame
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.ops import OpRecord, TensorRef, refs_in
 from functionalize.tape.notes import FunctionCall, TapeNotes
@@ -67,6 +67,8 @@ class Ownership:
             self._add_made(record)
         self._add_inner_ops(notes)
         self._add_later()
+        if not SEES_FUNCTIONS:
+            self._drop_functions()
         for at, accumulated in enumerate(notes.leaves):
             if accumulated.leaf.maker is not None:
                 self._makers[0, -1 - at] = accumulated.leaf.maker
@@ -74,6 +76,12 @@ class Ownership:
             for found in (self._ran_in.get(id(record)), self._made.get(id(record))):
                 if found is not None:
                     self._numbers.setdefault(found, len(self._numbers))
+
+    def _drop_functions(self) -> None:
+        """The nodes of an `autograd.Function` have no maker: what made them was not seen, an op that follows was."""
+        unseen = {key for key, name in self._names.items() if name.endswith("Backward")}
+        self._makers = {key: each for key, each in self._makers.items() if key not in unseen}
+        self._made = {record: key for record, key in self._made.items() if key not in unseen}
 
     def of(self, record: OpRecord) -> Position:
         """The nodes of an op."""
