@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import functionalize as fz
@@ -175,7 +176,12 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="do not capture")
     parser.add_argument("--fail-at", type=int, help="a step after which rank 0 fails, once")
     arguments = parser.parse_args()
-    dist.init_process_group("gloo")
+    # Workers that torchrun starts again meet the store of the first ones (torch 2.13): without a prefix they would find
+    # gloo's old addresses there.
+    store, rank, size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(dist.get_rank())
     training = Training(arguments.folder, arguments.eager)
