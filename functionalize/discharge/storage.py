@@ -110,7 +110,7 @@ class FunctionalStorage:
         """Whether the chain of a view's parents ends at the root, or at a geometry inside the root's memory."""
         if self._is_uneven(view.geometry, write and view.step is None):
             return False
-        unit = view.geometry.dtype.itemsize  # a new base has offset 0, whatever that of the root is
+        unit = view.geometry.dtype.itemsize  # a new base begins at offset 0, the root may not
         while view.step is not None and view.parent is not None:
             view, unit = self.views[view.parent], max(unit, view.geometry.dtype.itemsize)
             if write and self._is_uneven(view.geometry, True):

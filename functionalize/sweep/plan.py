@@ -249,12 +249,9 @@ def items_of(made: Any, built: Any, size: int) -> Items | None:
     tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:
         return None
-    spread = [
-        int(group.mesh_info.mesh.size())
-        for root in modules_of(built)
-        for group in fsdp_groups(root)
-    ]
-    ranks = max(size // spread[0], 1) if spread else 1
+    groups = (group for root in modules_of(built) for group in fsdp_groups(root))
+    first = next(groups, None)
+    ranks = max(size // first.mesh_info.mesh.size(), 1) if first is not None else 1
     for each in tensors:
         if each.dim() >= 2 and not each.is_floating_point():
             return Items(each.numel(), "tokens", ranks)

@@ -72,6 +72,7 @@ class Figures:
     """The figures of one point.
 
     machine: the machine whose times are modelled. members: process group -> its ranks.
+    items: what a rank trains on; None if that is not known.
     """
 
     program: Program

@@ -185,11 +185,18 @@ class MemoryFigures:
 
     def fit(self, limit: float, of: str | None = None) -> Fit:
         """Whether a device of `limit` bytes can run the step."""
+        key = limit, self._name(of)
+        if key not in self._known_fits:
+            self._known_fits[key] = self._fit(*key)
+        return self._known_fits[key]
+
+    @cached_property
+    def _known_fits(self) -> dict[tuple[float, str], Fit]:
+        return {}
+
+    def _fit(self, limit: float, of: str) -> Fit:
         levels = self.levels(of)
         left = int(limit) - levels.constants
-        beside = ""
-        if levels.constants:
-            beside = f" ({human_bytes(levels.constants)} of the device's are declared constants)"
         if levels.reserved <= left:
             return Fit(levels.device, None)
         if left <= 0:
@@ -202,7 +209,9 @@ class MemoryFigures:
             settings = replace(self.settings or Settings(), limit=left)
             return Fit(self.simulated(of, settings).peak + levels.constants, None)
         except PlannedOutOfMemoryError as error:
-            return Fit(levels.device, f"{error}{beside}")
+            constants = human_bytes(levels.constants)
+            beside = f" ({constants} of the device's are declared constants)"
+            return Fit(levels.device, f"{error}{beside if levels.constants else ''}")
 
     @cached_property
     def _known_levels(self) -> dict[str, Levels]:
