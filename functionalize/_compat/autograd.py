@@ -98,7 +98,8 @@ def engine_entry() -> tuple[Any, str]:
 def function_entry() -> tuple[Any, str]:
     """(module, name) of a function that `Function.apply` calls with its arguments before it makes its node.
 
-    `apply` itself is read by many modules at import time, so a replacement of it would be missed (torch 2.1 to 2.14; from 2.15 on it calls none).
+    `apply` itself is read by many modules at import time, so a replacement of it would be missed (torch 2.1 to 2.14;
+    from 2.15 on it calls no function of Python).
     """
     return torch._functorch.utils, "unwrap_dead_wrappers"
 

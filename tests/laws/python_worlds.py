@@ -156,7 +156,7 @@ class Config(collections.UserDict[str, Any]):
 
 
 def cached(content: Any) -> Any:
-    """A function that returns what it has cached, whatever `source` holds by now."""
+    """A function that returns what it has cached, also after `source` has changed."""
     source = [content]
 
     @functools.lru_cache
