@@ -138,6 +138,11 @@ def leaf_of(node: Any) -> torch.Tensor | None:
     return getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
 
 
+def gradient_node(each: Any) -> Any:
+    """The autograd node of a gradient edge, or of a tensor that is no leaf; None for a leaf."""
+    return each.grad_fn if isinstance(each, torch.Tensor) else each.node
+
+
 def will_execute(node: Any) -> bool:
     """Whether the running backward will execute a node; no public function returns it."""
     return torch._C._will_engine_execute_node(node)

@@ -21,6 +21,7 @@ from functionalize.cli.console import Out, run
 from functionalize.cli.recorded import DEFAULT_WORLD, Job
 from functionalize.cli.scripts import FunctionNames, assignments, axis, nbytes
 from functionalize.cli.scripts import mesh as sizes
+from functionalize.cli.tape import show_tape
 from functionalize.errors import UsageError
 from functionalize.planning.machines.presets import MACHINES
 
@@ -240,13 +241,23 @@ def show(
     backward_of: Annotated[
         str | None, typer.Option(metavar="NODE", help="Ops of the backward of this forward op.")
     ] = None,
+    tape: Annotated[
+        bool, typer.Option("--tape", help="Autograd's nodes in their order, not the graph.")
+    ] = False,
+    png: Annotated[str | None, _file("FILE.png", "With --tape: a picture (or .svg, .pdf).")] = None,
     passes: Passes = None,
 ) -> None:
     """Print the graph of a step, all of it or the part of a module, a phase, a text, the backward of one op.
 
     Example: [bold]functionalize show step.fzp --module blocks.0 --phase backward[/]
     """
-    graphs.show(out, job, graphs.Filter(module, phase, grep, backward_of), passes)
+    keep = graphs.Filter(module, phase, grep, backward_of)
+    if tape:
+        show_tape(out, job, keep, png, passes)
+    elif png is not None:
+        raise UsageError("--png draws the tape: add --tape")
+    else:
+        graphs.show(out, job, keep, passes)
 
 
 @command(Source)

@@ -31,6 +31,9 @@ from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.metadata import annotate, tensors_of
+from functionalize.tape.notes import TapeNotes
+from functionalize.tape.ownership import ownership_of
+from functionalize.tape.tape import RecordedBackward
 from functionalize.util.structure import flatten, paths, sketch
 
 _ADVICE = ". Nothing was changed: trace again for arguments like these"
@@ -59,6 +62,7 @@ class Executable:
     history: the rewrites of each pass, as `name{options}: rewrites`.
     writes: the inputs that ops of the graph write, all after its `commit`; only at stage INPLACE.
     runner: compiles the program for replays; None: it is interpreted.
+    backwards: the backwards of the recording; `notes`: what they are made of, until the program is described.
     """
 
     graph: fx.Graph
@@ -75,6 +79,8 @@ class Executable:
     history: tuple[str, ...] = ()
     writes: tuple[int, ...] = ()
     runner: Callable[[Any], Callable[..., Sequence[Any]]] | None = None
+    backwards: tuple[RecordedBackward, ...] = ()
+    notes: TapeNotes | None = field(default=None, repr=False)
     _module: fx.GraphModule | None = field(default=None, repr=False)
     _described: bool = field(default=False, repr=False)
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
@@ -102,6 +108,12 @@ class Executable:
         if not self._described:
             annotate(self)
             self._described = True
+            self.resolve_notes()
+
+    def resolve_notes(self) -> None:
+        """Make `backwards` of the notes of the recording, and drop these."""
+        if self.notes is not None:
+            self.backwards, self.notes = ownership_of(self.notes).backwards(), None
 
     def nodes(self) -> int:
         """Ops in the graph, without placeholders and the output."""

@@ -3,7 +3,7 @@
 program(*args)                replay                    program.lower()       a graph module with the epilogue
 program.print_readable()      graph and epilogue        program.save(path)    a file, for `functionalize.load`
 program.forward_of(node)      of a backward op          program.backward_of(node)    of a forward op
-program.gradient_of(name)     of a parameter
+program.gradient_of(name)     of a parameter            program.tape()               autograd's nodes
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functionalize.program.lower import lower
 from functionalize.program.printer import program_text
 from functionalize.program.program_file import save_program
 from functionalize.tape.queries import backward_of, forward_of, gradient_of
+from functionalize.tape.tape import Tape
 
 
 @dataclass(eq=False)
@@ -66,6 +67,14 @@ class Program(Executable):
         """
         self.describe()
         return gradient_of(self.graph, parameter)
+
+    def tape(self) -> Tape:
+        """The autograd nodes of the step's backwards in the order in which they ran, with their edges, lines and ops.
+
+        `print(program.tape())`. Empty for `fz.trace`d functions without a backward, and for captured forwards.
+        """
+        self.describe()
+        return Tape.of(self.backwards, self.graph)
 
     def lower(self) -> fx.GraphModule:
         """A `GraphModule` over the tensor leaves of the arguments, with the epilogue as ops at its end.

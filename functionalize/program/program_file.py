@@ -29,6 +29,7 @@ from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.executable import Executable
 from functionalize.program.json_codec import Decoder, Encoder, Form, Json, is_target, plain_form
 from functionalize.program.metadata import read_records
+from functionalize.tape import tape
 from functionalize.util import structure
 
 Runner = Callable[[Any], Callable[..., Sequence[Any]]]
@@ -75,6 +76,8 @@ FORMS: tuple[Form, ...] = (
             outputs.SameAs,
             outputs.SourceItself,
             outputs.Wrapped,
+            tape.RecordedBackward,
+            tape.TapeNode,
         ),
     ),
     Form(numbers.Applied, _APPLIED.save, _applied, _parts),
@@ -96,6 +99,7 @@ _FIELDS = (
     "stage",
     "history",
     "writes",
+    "backwards",
 )
 _META = (
     "hint",
@@ -146,6 +150,7 @@ class Writer:
                     f"has the constant `{name}`, a {type(value).__name__}, not a plain tensor"
                 )
             self.constants[f"{label}.{name}"] = value
+        program.resolve_notes()
         runner, fields = program.runner, {}
         if runner is not None and not _is_by_name(runner):
             raise SaveError(f"is run by {runner!r}, which has no name of its own")

@@ -383,6 +383,7 @@ class Builder:
             in_spec=in_spec,
             out_spec=out_spec,
             runner=runner,
+            notes=self.recorder.tape,
         )
 
 

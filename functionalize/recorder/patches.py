@@ -12,7 +12,7 @@
     torch.distributed Work.wait      gloo runs ops inside it: they are part of the collective and not recorded
     torch.profiler.record_function   enters the profiler without the dispatch modes: it makes an eighth of the
                                      ops of an FSDP2 step
-    torch.autograd's engine          a backward in another thread is refused
+    torch.autograd's engine          the nodes of a backward are noted; one in another thread is refused
     torch.autograd.Function          makes an autograd node, see tape/notes.py
     torch.UntypedStorage.nbytes      in a call to a substituted function only, where resizes are not carried out:
     torch.UntypedStorage.size        the size that the function has set
@@ -256,6 +256,9 @@ def _watched_engine(original: Any) -> Any:
             for recorder in _ACTIVE.all():
                 if recorder.checks is not None:
                     recorder.checks.backward_elsewhere(outputs)
+        for recorder in _recorders():
+            if recorder.tape is not None:
+                recorder.tape.backward_called(outputs, args[3] if len(args) > 3 else ())
         return original(outputs, *args, **kwargs)
 
     _engine_run_backward.__doc__ = original.__doc__

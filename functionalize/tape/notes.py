@@ -28,6 +28,7 @@ from functionalize._compat.autograd import (
 )
 from functionalize._compat.stacks import CapturedTraceback, Stacks, stack_here
 from functionalize.ir.ops import Made, OpRecord
+from functionalize.tape.backwards import BackwardCall, walked
 
 
 class FunctionCall(NamedTuple):
@@ -82,6 +83,7 @@ class TapeNotes:
         self.records = records
         self.functions: list[FunctionCall] = []
         self.leaves: list[Accumulated] = []
+        self.backwards: list[BackwardCall] = []
         self.marks: list[ModuleMark] = []
         self.place_of: Callable[[Tensor], tuple[str, str]] = _nowhere
         self._used: dict[int, Leaf] = {}  # by the id of the tensor
@@ -100,6 +102,11 @@ class TapeNotes:
         """The running thread; 0 is the thread of the recording."""
         found = threading.get_ident()
         return 0 if found == self._main else found
+
+    def backward_called(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
+        """A backward of `outputs` begins. inputs: if it is of these alone."""
+        call = walked(outputs, inputs, self._leaf_number, self.thread(), stack_here())
+        self.backwards.append(call)
 
     def record(self, func: Any, args: Iterable[Any]) -> OpRecord:
         """The record of an op that is being dispatched; for a mode's handler."""
@@ -171,8 +178,9 @@ class TapeNotes:
     def _leaf(self) -> int | None:
         """A number for the running node, which accumulates the gradient of a leaf: these nodes share autograd's."""
         leaf = current_node_leaf()
-        if leaf is None:
-            return None
+        return None if leaf is None else self._leaf_number(leaf)
+
+    def _leaf_number(self, leaf: Tensor) -> int:
         found = self._used.get(id(leaf))
         if found is None or found.weak() is not leaf:
             found = self._used[id(leaf)] = Leaf(weakref.ref(leaf), None)

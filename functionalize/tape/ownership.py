@@ -24,7 +24,10 @@ from typing import Any, NamedTuple
 from functionalize._compat.autograd import SEES_FUNCTIONS, is_engine_frame, is_function_frame
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.ops import OpRecord, TensorRef, refs_in
+from functionalize.tape.backwards import BackwardCall
 from functionalize.tape.notes import FunctionCall, TapeNotes
+from functionalize.tape.tape import RecordedBackward, TapeNode
+from functionalize.util.user_stack import line_or_empty
 
 Key = tuple[int, int]  # thread, number
 Maker = OpRecord | FunctionCall
@@ -61,8 +64,8 @@ class Ownership:
                 key = _thread_of_node(record), record.seq_nr
                 self._ran_in[id(record)] = key
                 self._names.setdefault(key, record.autograd_node)
-        for call in notes.functions:
-            self._makers[call.thread, call.number] = call
+        for function in notes.functions:
+            self._makers[function.thread, function.number] = function
         for record in notes.records:
             self._add_made(record)
         self._add_inner_ops(notes)
@@ -76,6 +79,33 @@ class Ownership:
             for found in (self._ran_in.get(id(record)), self._made.get(id(record))):
                 if found is not None:
                     self._numbers.setdefault(found, len(self._numbers))
+
+        self._orders = [call.order() for call in notes.backwards]
+        for call, order in zip(notes.backwards, self._orders, strict=True):
+            for place in order:
+                self._numbers.setdefault(_key_in(call, place), len(self._numbers))
+
+    def backwards(self) -> tuple[RecordedBackward, ...]:
+        """The backwards of the recording, in their order."""
+        lines: dict[int, str] = {}  # by traceback
+        calls = zip(self._notes.backwards, self._orders, strict=True)
+        return tuple(self._backward(call, order, lines) for call, order in calls)
+
+    def _backward(
+        self, call: BackwardCall, order: list[int], lines: dict[int, str]
+    ) -> RecordedBackward:
+        nodes, running = [], set(order)
+        for place in order:
+            key, number = _key_in(call, place), call.numbers[place]
+            edges = [self._numbers[_key_in(call, n)] for n in call.edges[place] if n in running]
+            maker, line = self._makers.get(key), ""
+            if maker is not None:
+                line = lines.get(id(maker.traceback), "")
+                line = lines[id(maker.traceback)] = line or line_or_empty(maker.traceback)
+            parameter = self._notes.leaves[-1 - number].name if number < 0 else ""
+            name = call.names[place]
+            nodes.append(TapeNode(self._numbers[key], name, tuple(edges), line, parameter))
+        return RecordedBackward(tuple(nodes), line_or_empty(call.traceback))
 
     def _drop_functions(self) -> None:
         """The nodes of an `autograd.Function` have no maker: what made them was not seen, an op that follows was."""
@@ -211,11 +241,17 @@ class Ownership:
 
 def ownership_of(notes: TapeNotes) -> Ownership:
     """The makers of the nodes of a recording; computed once."""
-    now = len(notes.records), len(notes.functions)  # a recording may be continued
+    # A recording may be continued.
+    now = len(notes.records), len(notes.functions), len(notes.backwards)
     if notes.resolved is None or notes.resolved[0] != now:
         notes.resolved = now, Ownership(notes)
     found: Ownership = notes.resolved[1]
     return found
+
+
+def _key_in(call: BackwardCall, place: int) -> Key:
+    number = call.numbers[place]
+    return call.thread if number >= 0 else 0, number
 
 
 def _thread_of_node(record: OpRecord) -> int:

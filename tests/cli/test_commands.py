@@ -287,6 +287,17 @@ def test_the_backward_of_an_op(command: Command, file: str) -> None:
     assert ran.code == 2 and "--backward-of fly: the graph has no node `fly`" in ran.words
 
 
+def test_show_the_tape(command: Command, file: str, tmp_path: Path) -> None:
+    ran = command("show", file, "--tape")
+    assert "loss.backward()" in ran.out.splitlines()[0] and "AddmmBackward0 ->" in ran.out
+    (backward,) = command("show", file, "--tape", "--json").json["backwards"]
+    assert any(node["parameter"] for node in backward["nodes"])
+    picture = tmp_path / "tape.svg"
+    assert command("show", file, "--tape", "--png", picture).code == 0 and picture.exists()
+    assert "add --tape" in command("show", file, "--png", picture).words
+    assert "leave out --module" in command("show", file, "--tape", "--module", "head").words
+
+
 def test_show_after_passes(command: Command, file: str) -> None:
     before, after = (
         command("show", file, *more, "--json").json["of"] for more in ((), ("--passes", "default"))

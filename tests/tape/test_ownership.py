@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from functionalize._compat.autograd import SEES_FUNCTIONS
@@ -19,130 +18,10 @@ from functionalize.ir.ops import Made, OpRecord
 from functionalize.recorder.recorder import Recorder
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import ownership_of
+from tests.tape.graphs import CASES, model, x
 from tests.tape.oracle import compared, differing
 
 aten = torch.ops.aten
-
-
-class Squared(torch.autograd.Function):
-    """Ops in its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x * x).cos()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * x
-
-
-class Doubled(torch.autograd.Function):
-    """No op in its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-doubled = Doubled.apply  # as modules keep it: found before any recording
-
-
-class Nested(torch.autograd.Function):
-    """A `Function` in the forward and in the backward of another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            inner = x.detach().requires_grad_()
-            out = Squared.apply(inner).exp()
-        ctx.inner, ctx.out = inner, out
-        return out.detach() * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return torch.autograd.grad(ctx.out, ctx.inner, grad)
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-
-
-def x() -> Tensor:
-    return torch.randn(2, 3, requires_grad=True)
-
-
-def plain() -> None:
-    model()(x()).square().mean().backward()
-
-
-def checkpointed() -> None:
-    checkpoint(model(), x(), use_reentrant=False).square().mean().backward()
-
-
-def checkpointed_reentrant() -> None:
-    checkpoint(model(), x(), use_reentrant=True).square().mean().backward()
-
-
-def functions() -> None:
-    y = Squared.apply(model()(x()))
-    z = doubled(y)
-    c = x().detach().cos()  # makes no node, though the counter has moved
-    (z * c).sum().backward()
-
-
-def nested_functions() -> None:
-    Nested.apply(model()(x())).sum().backward()
-
-
-def written_views() -> None:
-    y = x() * 2
-    v = y[0]
-    v.mul_(3)
-    w = v * v
-    w[1].copy_(y[1, 1])
-    with torch.no_grad():
-        y.detach().cos()
-    (y.sum() + w.sum()).backward()
-
-
-def stale_views() -> None:
-    y = x() * 2
-    first, second = y[0], y[1]
-    first.mul_(3)
-    (second * 2 + first).sum().backward()
-
-
-def twice() -> None:
-    a = x()
-    (grad,) = torch.autograd.grad(a.sin().square().sum(), a, create_graph=True)
-    grad.pow(2).sum().backward()
-
-
-def hooks() -> None:
-    net, a = model(), x()
-    y = net(a)
-    y.register_hook(lambda g: g * 2)
-    y.grad_fn.register_hook(lambda gi, go: tuple(g * 3 for g in gi if g is not None) and None)
-    y.square().sum().backward()
-
-
-CASES = [
-    plain,
-    checkpointed,
-    checkpointed_reentrant,
-    functions,
-    nested_functions,
-    written_views,
-    stale_views,
-    twice,
-    hooks,
-]
 
 
 @pytest.mark.parametrize("step", CASES, ids=lambda step: step.__name__)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 import passes
 from functionalize._compat.distributed import fake_process_group
+from tests.steps import make_loss_step, make_step
 
 aten = torch.ops.aten
 
@@ -25,16 +26,12 @@ def program() -> fz.Program:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def train(x: Tensor) -> Tensor:
+    def loss_of(x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = x.cos()
-        loss = (model(x) * scale)[:, :2].square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return (model(x) * scale)[:, :2].square().mean()
 
-    step = fz.capture(train)
+    step = fz.capture(make_loss_step(loss_of, optimizer))
     for _ in range(3):
         step(torch.randn(2, 3))
     assert step.program is not None
@@ -82,14 +79,11 @@ def test_a_file_keeps_them(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def train(x: Tensor) -> Tensor:
+    def loss_of(x: Tensor) -> Tensor:
         with annotate({"stage": 1}):
-            loss = model(x).tanh().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+            return model(x).tanh().sum()
 
+    train = make_loss_step(loss_of, optimizer)
     step = fz.capture(train)
     for _ in range(3):
         step(torch.randn(2, 3))
@@ -143,18 +137,11 @@ def test_a_gradient_is_found_by_the_name_of_its_parameter(program: fz.Program) -
 
 
 def test_fsdp_reduces_what_a_gradient_is() -> None:
-    def train(x: Tensor) -> Tensor:
-        loss = model(x).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
     with fake_process_group(0, 2):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        step = fz.capture(train)
+        step = fz.capture(make_step(model, optimizer))
         for _ in range(4):
             step(torch.randn(3, 4))
         assert step.program is not None

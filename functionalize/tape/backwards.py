@@ -1,0 +1,162 @@
+"""The autograd graph of each backward of a recording: its nodes, their edges, and the order in which they run.
+
+    loss.backward()     ->     BackwardCall(names=["SumBackward0", ...], numbers=[7, ...], edges=[(1,), ...], ...)
+
+The graph is walked when `torch.autograd` calls its engine, so nodes that run no op are known, too (`AddBackward0`
+passes its gradient on). Of the nodes that have got all their gradients, the engine runs the one with the highest
+sequence number first; `order` is evaluated on demand.
+Invariant: the notes keep no node and no tensor alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from functionalize._compat.autograd import gradient_node, leaf_of
+from functionalize._compat.stacks import CapturedTraceback
+
+_NUMBER_OF_LEAVES = 2**64 - 1  # autograd's, of every node that accumulates a gradient
+
+
+class BackwardCall(NamedTuple):
+    """One call of the engine. A node is referred to by its place in the lists.
+
+    numbers: in the thread's sequence; below 0 for a leaf's node, see `TapeNotes`. edges: to the nodes that get its
+    gradients. roots: the nodes of the outputs. ends: those of the inputs, if the backward is of these alone.
+    """
+
+    names: list[str]
+    numbers: list[int]
+    edges: list[tuple[int, ...]]
+    roots: list[int]
+    ends: list[int] | None
+    thread: int
+    traceback: CapturedTraceback
+
+    def order(self) -> list[int]:
+        """The nodes that run, in their order (`torch._C._current_graph_task_execution_order`)."""
+        needed = self._needed()
+        waits = [0] * len(self.names)  # how many gradients a node still waits for
+        for place, after in enumerate(self.edges):
+            if place in needed:
+                for each in after:
+                    waits[each] += 1
+        heap = _Heap([n if n >= 0 else _NUMBER_OF_LEAVES for n in self.numbers])
+        for root in dict.fromkeys(self.roots):
+            if not waits[root] and root in needed:
+                heap.push(root)
+        order = []
+        while heap.items:
+            place = heap.pop()
+            order.append(place)
+            for each in self.edges[place]:
+                waits[each] -= 1
+                if not waits[each] and each in needed:
+                    heap.push(each)
+        return order
+
+    def _needed(self) -> set[int]:
+        """The nodes that lead to the inputs, and those of the inputs."""
+        if self.ends is None:
+            return set(range(len(self.names)))
+        before: list[list[int]] = [[] for _ in self.names]
+        for place, after in enumerate(self.edges):
+            for each in after:
+                before[each].append(place)
+        needed, waiting = set(self.ends), list(self.ends)
+        while waiting:
+            for each in before[waiting.pop()]:
+                if each not in needed:
+                    needed.add(each)
+                    waiting.append(each)
+        return needed
+
+
+def walked(
+    outputs: Iterable[Any],
+    inputs: Iterable[Any],
+    number_of_leaf: Callable[[Any], int],
+    thread: int,
+    traceback: CapturedTraceback,
+) -> BackwardCall:
+    """The graph that a backward of `outputs` can reach. inputs: tensors or gradient edges, if it is of these alone."""
+    found: list[Any] = []
+    places: dict[Any, int] = {}
+
+    def place_of(node: Any) -> int:
+        place = places.get(node)
+        if place is None:
+            place = places[node] = len(found)
+            found.append(node)
+        return place
+
+    outputs = list(outputs)
+    for each in outputs:
+        if (node := gradient_node(each)) is not None:
+            place_of(node)
+    names: list[str] = []
+    numbers: list[int] = []
+    edges: list[tuple[int, ...]] = []
+    leaves: dict[int, int] = {}  # id of a leaf -> the place of its node
+    for node in found:  # which grows
+        name = type(node).__name__
+        leaf = leaf_of(node) if name == "AccumulateGrad" else None
+        if leaf is not None:
+            leaves[id(leaf)] = len(names)
+        names.append(name if name != "CppFunction" else node.name())
+        numbers.append(node._sequence_nr() if leaf is None else number_of_leaf(leaf))
+        edges.append(tuple([place_of(n) for n, _ in node.next_functions if n is not None]))
+    for each in outputs:
+        if gradient_node(each) is None and id(each) not in leaves:
+            leaves[id(each)] = len(names)
+            names.append("AccumulateGrad")
+            numbers.append(number_of_leaf(each))
+            edges.append(())
+
+    def known(tensors: list[Any]) -> list[int]:
+        ofs = ((each, gradient_node(each)) for each in tensors)
+        found = (leaves.get(id(t)) if node is None else places.get(node) for t, node in ofs)
+        return [place for place in found if place is not None]
+
+    inputs = list(inputs)
+    ends = known(inputs) if inputs else None
+    return BackwardCall(names, numbers, edges, known(outputs), ends, thread, traceback)
+
+
+class _Heap:
+    """The heap of C++'s standard library: it decides in which order nodes of equal numbers (of leaves) run."""
+
+    def __init__(self, keys: list[int]) -> None:
+        self.items: list[int] = []
+        self._keys = keys
+
+    def push(self, item: int) -> None:
+        self.items.append(item)
+        self._rise(len(self.items) - 1, 0, item)
+
+    def pop(self) -> int:
+        items, keys = self.items, self._keys
+        top, last = items[0], items.pop()
+        size = len(items)
+        if size == 0:
+            return top
+        hole = child = 0
+        while child < (size - 1) // 2:
+            child = 2 * (child + 1)
+            if keys[items[child]] < keys[items[child - 1]]:
+                child -= 1
+            items[hole], hole = items[child], child
+        if size % 2 == 0 and child == (size - 2) // 2:
+            child = 2 * (child + 1)
+            items[hole], hole = items[child - 1], child - 1
+        self._rise(hole, 0, last)
+        return top
+
+    def _rise(self, hole: int, top: int, item: int) -> None:
+        items, keys = self.items, self._keys
+        parent = (hole - 1) // 2
+        while hole > top and keys[items[parent]] < keys[item]:
+            items[hole], hole = items[parent], parent
+            parent = (hole - 1) // 2
+        items[hole] = item
