@@ -45,12 +45,12 @@ from functionalize.ir.waits import WAIT
 from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
+from passes.maker import Maker
 from passes.metadata import is_detached, set_value
 from passes.patterns import (
     GATHER,
     GATHER_LIST,
     Gather,
-    Maker,
     collectives,
     gathers,
 )
@@ -237,7 +237,7 @@ def _start(graph: fx.Graph, bucket: Bucket, place: dict[fx.Node, int]) -> list[f
             if node is not gather.pack and place[node] > place[anchor]:
                 anchor.prepend(node)
                 place[node] = place[anchor]
-    make = Maker(graph, anchor)
+    make = Maker(graph, anchor, others=[gather.start for gather in bucket.gathers])
     sent = [item.piece for item in bucket.apart]
     if bucket.packed:
         sent.append(make(aten.cat.default, [item.piece for item in bucket.packed]))
@@ -259,7 +259,7 @@ def _finish(
     if not bucket.packed:
         return
     first = min((item.gather.waits[0] for item in bucket.packed), key=place.__getitem__)
-    make = Maker(graph, first)
+    make = Maker(graph, first, others=[item.gather.start for item in bucket.packed])
     wait = make(WAIT, sent[-1])
     if all(item.part is None for item in bucket.packed):
         return

@@ -51,8 +51,9 @@ from functionalize.ir.waits import WAIT
 from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
+from passes.maker import Maker
 from passes.metadata import is_detached, set_value
-from passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Maker, Reduce, collectives, reduces
+from passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Reduce, collectives, reduces
 
 aten = torch.ops.aten
 
@@ -202,7 +203,8 @@ def _merge(
 ) -> None:
     """Insert one reduction at the last of the bucket, and a slice of its result for each of the others."""
     *_, last = bucket
-    make = Maker(graph, last.start)
+    all_starts = [each.start for each in bucket]
+    make = Maker(graph, last.start, others=all_starts)
     grads, starts = _with_pads(make, bucket)
     value = make(_PACK, grads, 0, last.world)
     for cast in (n for n in last.feed if n.target is _CAST):
@@ -210,11 +212,11 @@ def _merge(
     value = make(aten.view.default, value, [-1])
     value = make(REDUCE_SCATTER, value, last.op, last.world, last.group)
     if last.all_reduce is not None:
-        make = Maker(graph, last.all_reduce)
+        make = Maker(graph, last.all_reduce, others=all_starts)
         value = make(ALL_REDUCE, make(WAIT, value), *last.all_reduce.args[1:])
     readers = [part for each in bucket for part in each.parts]
     anchor = min(readers, key=place.__getitem__) if readers else last.result
-    make = Maker(graph, anchor, last.wait)
+    make = Maker(graph, anchor, last.wait, all_starts)
     whole = make(WAIT, value)
     for each, start in zip(bucket, starts, strict=True):
         if each.parts:

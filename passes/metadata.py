@@ -49,6 +49,14 @@ def is_detached(node: fx.Node) -> bool:
     return storage_key(value) != storage_key(source)
 
 
+_OF_VALUES = ("val", "tensor_meta", "hint", "sized")  # what describes the value of a node
+
+
+def origin_meta(node: fx.Node) -> dict[str, Any]:
+    """The metadata that a replacement copies from `node`: all but the description of its value."""
+    return {k: v for k, v in node.meta.items() if k not in _OF_VALUES}
+
+
 def describe(node: fx.Node, value: Any) -> None:
     """Set `val`, and `tensor_meta` where it is a tensor."""
     node.meta["val"] = value

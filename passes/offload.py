@@ -47,7 +47,7 @@ from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
-from passes.metadata import set_value
+from passes.metadata import origin_meta, set_value
 from passes.rewiring import Rewiring
 
 aten = torch.ops.aten
@@ -225,8 +225,7 @@ def _copy_to(node: fx.Node, device: torch.device, name: str, phase: str) -> fx.N
         {"device": device, "non_blocking": True},
         name,
     )
-    copy.meta.update((k, v) for k, v in node.meta.items() if k in ("stack_trace", "module"))
-    copy.meta["phase"] = phase
+    copy.meta.update(origin_meta(node), phase=phase)
     set_value(copy)
     return copy
 

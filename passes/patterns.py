@@ -40,10 +40,7 @@ import torch
 from torch import Tensor, fx
 
 from functionalize.ir.barrier import BARRIER
-from functionalize.ir.ops import geometry_of, tensor_metadata
 from functionalize.ir.waits import WAIT
-from functionalize.tape.queries import AUTOGRAD
-from passes.metadata import set_value
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional
@@ -368,33 +365,3 @@ def _is_contiguous(node: Any) -> bool:
     if not isinstance(value, Tensor) or any(type(n) is not int for n in value.shape):
         return False
     return value.is_contiguous()
-
-
-# -- making nodes ----------------------------------------------------------------------------------
-
-_META = ("stack_trace", *AUTOGRAD)
-
-
-class Maker:
-    """Makes nodes before `anchor`, with the metadata of `origin` (by default the anchor) and with fake values."""
-
-    def __init__(self, graph: fx.Graph, anchor: fx.Node, origin: fx.Node | None = None) -> None:
-        self.graph, self.anchor, self.origin = graph, anchor, origin or anchor
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self._make(target, args, kwargs, target._schema.name.split("::")[1])
-        set_value(node)
-        return node
-
-    def part(self, whole: fx.Node, index: int) -> fx.Node:
-        """`whole[index]`"""
-        node = self._make(operator.getitem, (whole, index), {}, "getitem")
-        value = whole.meta["val"][index]  # `set_value` would look at the whole list, once per part
-        node.meta.update(val=value, tensor_meta=tensor_metadata(geometry_of(value)))
-        return node
-
-    def _make(self, target: Any, args: tuple[Any, ...], kwargs: Any, name: str) -> fx.Node:
-        with self.graph.inserting_before(self.anchor):
-            node = self.graph.create_node("call_function", target, args, kwargs, name)
-        node.meta.update({k: v for k, v in self.origin.meta.items() if k in _META})
-        return node

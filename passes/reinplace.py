@@ -45,7 +45,7 @@ from functionalize.ir.ops import geometry_of
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_results
 from passes.base import FUNCTIONAL, INPLACE, Pass
-from passes.metadata import set_value
+from passes.metadata import origin_meta, set_value
 
 aten = torch.ops.aten
 
@@ -357,7 +357,7 @@ def _put_in_place(
                 memory = op.graph.create_node(
                     "call_function", aten.clone.default, (memory,), name="clone"
                 )
-                memory.meta = _origin_meta(op)
+                memory.meta = origin_meta(op)
                 set_value(memory)
                 at, index = write.at
                 if index is None:
@@ -372,16 +372,11 @@ def _put_in_place(
         name = found[0]._schema.name.rpartition("::")[2]
         named = {str(key): value for key, value in args.items()}
         node = op.graph.create_node("call_function", found[0], positional, named, name)
-    node.meta = _origin_meta(op) | {"val": None}
+    node.meta = origin_meta(op) | {"val": None}
     if op in moved:  # an in-place op with one output returns the tensor that it writes
         written = moved[op].meta
         node.meta |= {"val": written["val"], "tensor_meta": written["tensor_meta"]}
         moved[op] = node
-
-
-def _origin_meta(node: fx.Node) -> dict[str, Any]:
-    """The metadata that a replacement copies from `node`: all but the description of its value."""
-    return {k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta")}
 
 
 def _erase(op: fx.Node) -> None:

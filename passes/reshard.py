@@ -44,7 +44,7 @@ from functionalize.program.program import Program
 from functionalize.tape.queries import AUTOGRAD
 from passes.base import Pass
 from passes.graph_modules import on_graph_module
-from passes.metadata import revalue, set_value
+from passes.metadata import origin_meta, revalue, set_value
 from passes.patterns import Gather
 from passes.periods import Gap, Period, chain_of, gaps_of, nodes_of, split_node
 
@@ -260,7 +260,7 @@ def _part(graph: fx.Graph, gather: Gather, number: int) -> fx.Node:
             return user
     with graph.inserting_after(split):
         part = graph.call_function(operator.getitem, (split, number))
-    part.meta = {k: v for k, v in split.meta.items() if k not in ("val", "tensor_meta")}
+    part.meta = origin_meta(split)
     set_value(part)
     return part
 

@@ -5,9 +5,46 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 from typing import Any
 
 import torch
+
+# The labels under which FSDP2 runs its parts in the profiler (2.11 to 2.15), and what each part does to its group.
+FSDP_LABEL = "FSDP::"
+_LABEL = re.compile(rf"{FSDP_LABEL}(\w+)(?: \((.*)\))?")
+_ROLES = {
+    "pre_forward": "unshard",
+    "pre_backward": "unshard",
+    "all_gather": "unshard",
+    "all_gather_copy_out": "copy-out",
+    "post_forward": "reshard",
+    "post_backward_reshard": "reshard",
+    "post_backward_accumulate": "reduce",
+    "post_backward_rs_wait": "wait",
+    "post_backward_reduce": "reduce",
+}
+_PACKS = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "aten::_chunk_cat")
+
+
+def fsdp_role(label: str, recorded: Any, emitted: Any) -> tuple[str, str] | None:
+    """(group, role) of an op that FSDP2 ran under a label: role is unshard, copy-out, pack, reduce, wait or reshard.
+
+    group: the name of the module from the root that the user has sharded, "" for the root. recorded: the op. emitted:
+    the op of the graph that stands for it.
+    """
+    match = _LABEL.fullmatch(label)
+    if match is None or match[1] not in _ROLES:
+        return None
+    if "wait_tensor" in str(emitted):
+        return match[2] or "", "wait"
+    role = "pack" if _name_of(recorded).startswith(_PACKS) else _ROLES[match[1]]
+    return match[2] or "", role
+
+
+def _name_of(op: Any) -> str:
+    schema = getattr(op, "_schema", None)
+    return schema.name if schema is not None else ""
 
 
 def load_fsdp_ops() -> None:
@@ -42,6 +79,12 @@ def fsdp_classes() -> list[type]:
     state, group = _fsdp_state, _fsdp_param_group
     kinds = (state.FSDPStateContext, state.FSDPState, group.FSDPCommContext, group.FSDPParamGroup)
     return [*kinds, _fsdp_param.FSDPParam, FSDPModule]
+
+
+def class_before_fsdp(kind: type) -> type:
+    """The class that a module had before `fully_shard` gave it one that inherits from it (2.11 to 2.15)."""
+    first, *others = kind.__bases__
+    return others[0] if len(others) == 1 and first in fsdp_classes()[-1:] else kind
 
 
 def fsdp_lazy_init(state: Any) -> None:

@@ -28,7 +28,7 @@ from functionalize.ir.phases import phase_of
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_text import signed
 from functionalize.planning.timeline.program_memory import user_line
-from functionalize.program.printer import node_text, program_text
+from functionalize.program.printer import node_text, program_text, where_text
 from functionalize.program.program import Program
 
 _COLOURS = (("@@", "cyan"), ("+++", "bold"), ("---", "bold"), ("+", "green"), ("-", "red"))
@@ -192,9 +192,9 @@ def graph_text(program: Program, keep: Filter | None = None) -> str:
         before, after = lines[:first], lines[first + len(kept) :]
     text, last = before, None
     for node, line in zip(kept, lines[first:], strict=False):
-        where = phase_of(node) or "", node.meta.get("module", "")
-        if where != last and any(where):
-            text.append(f"    # {', '.join(filter(None, where))}")
+        where = where_text(node)
+        if where != last and where:
+            text.append(f"    # {where}")
         text.append(line)
         last = where
     return "\n".join([*text, *after]) + "\n"

@@ -32,6 +32,7 @@ from functionalize._compat.autograd import (
     next_node_number,
 )
 from functionalize._compat.dispatch import current_modes
+from functionalize._compat.fsdp import class_before_fsdp
 from functionalize._compat.modules import ReportedCall, own_call, set_own_call, without_reports
 from functionalize.fsdp.objects import fsdp_registered
 from functionalize.ir.ops import OpRecord
@@ -49,6 +50,7 @@ class ModuleCalls:
         self.running = ""  # the innermost module that is being called
         self._watched_modules: dict[nn.Module, None] = {}
         self._names: dict[int, str] = {}  # id of a module -> its name
+        self._types: dict[str, type] = {}  # name -> the class
         self._leaves: dict[int, tuple[str, str]] = {}  # id of a parameter -> its module, its name
         self._running: list[tuple[str, bool]] = []  # name, whether it was called inside a backward
         # Nodes from `_numbers[i]` up to the next number were created by module `_modules[i]`.
@@ -59,6 +61,7 @@ class ModuleCalls:
         """Register the names of the modules that a step can reach, and the module of each of their parameters."""
         for name, module in roots.walk():
             self._names.setdefault(id(module), name)
+            self._types.setdefault(name, type(module))
             self._watched_modules[module] = None
             for own, parameter in module._parameters.items():
                 self._leaves.setdefault(id(parameter), (name, f"{name}.{own}"))
@@ -73,6 +76,7 @@ class ModuleCalls:
     def observing(self, recorder: Recorder) -> Iterator[None]:
         """A context: calls are noted for the program of a recording."""
         self._tape, recorder.tape.place_of = recorder.tape, self._place_of
+        recorder.tape.class_of = self._class_of
         before, recorder.module_calls = recorder.module_calls, self
         self.watch()
         try:
@@ -107,11 +111,19 @@ class ModuleCalls:
             self._modules.append(self.running)
         if self._tape is not None:
             inside = bool(self._running) and self._running[-1][1]
-            self._tape.marks.append((len(self._tape.records), self.running, inside))
+            mark = len(self._tape.records), self.running, inside, len(self._running)
+            self._tape.marks.append(mark)
 
     def _place_of(self, leaf: torch.Tensor | None) -> tuple[str, str]:
         """The module of a parameter, and its full name."""
         return self._leaves.get(id(leaf), ("", ""))
+
+    def _class_of(self, name: str) -> str:
+        """The class of a module with its package, the user's also where the module is sharded."""
+        if name not in self._types:
+            return ""
+        found = class_before_fsdp(self._types[name])
+        return f"{found.__module__}.{found.__qualname__}"
 
     def module_at(self, position: Position | None) -> str:
         """The name of the module that the current op belongs to. position: in the backward, None in a forward."""

@@ -12,6 +12,9 @@ forward_seq_nr         where no op of the graph made that node (it was a view): 
 original_aten  the op that was recorded, where the node is its functional counterpart
 phase          the part of a training step that the op belongs to, see `ir/phases.py`
 module         the module that the op belongs to: that was called, in a backward that of the forward
+nn_module_stack        the modules that were being called, outermost first, as FX writes them: {name: (name, class)}
+fwd_nn_module_stack    the same, of an op in a backward: those of its forward
+fsdp           (group, role) of an op that FSDP2 ran, see `fsdp_role`
 custom         the user's `torch.fx.traceback.annotate` of the op, in a backward that of the forward
 gradient_of    the parameters whose gradients the value is, as autograd has accumulated them last
 
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.fsdp import fsdp_role
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes
@@ -83,7 +87,7 @@ def read_records(graph: fx.Graph) -> None:
             updates.append(node)
         if trace:
             node.meta["stack_trace"] = trace
-        tape.annotate(node.meta, record)
+        tape.annotate(node, record)
         node.meta["original_aten"] = record.target
         if node.target is record.target and torch.Tag.dynamic_output_shape in node.target.tags:
             node.meta["sized"] = _recorded(record.outputs, record.meta.get("born", {}))
@@ -102,13 +106,19 @@ class _Tape:
         self._readers = self._ownership.readers(emitted) if self._ownership is not None else {}
         self._text_of = text_of
 
-    def annotate(self, meta: dict[str, Any], record: OpRecord) -> None:
-        """Fill what comes from the autograd nodes of an op."""
+    def annotate(self, node: fx.Node, record: OpRecord) -> None:
+        """Fill what comes from the autograd nodes and the modules of an op."""
         if self._ownership is None:
             return
-        module = record.meta.get("module") or self._ownership.module(record)
-        custom = self._ownership.custom(record)
-        meta.update({k: v for k, v in (("module", module), ("custom", custom)) if v})
+        meta = node.meta
+        stack, of_forward = self._ownership.module_stack(record)
+        found = {
+            "module": record.meta.get("module") or self._ownership.module(record),
+            "custom": self._ownership.custom(record),
+            "fwd_nn_module_stack" if of_forward else "nn_module_stack": stack,
+            "fsdp": fsdp_role(self._ownership.label(record), record.target, node.target),
+        }
+        meta.update({k: v for k, v in found.items() if v})
         ran_in, made = self._ownership.of(record)
         if ran_in is None:
             if made is not None:

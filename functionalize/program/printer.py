@@ -32,6 +32,7 @@ from functionalize.ir.outputs import (
     SourceItself,
     Wrapped,
 )
+from functionalize.ir.phases import phase_of
 from functionalize.ir.scalars import applied_text, expression_text
 from functionalize.program.executable import Executable
 
@@ -129,8 +130,19 @@ def _output_text(role: Any, program: Executable, slots: Sequence[Any]) -> str:
     return f"a {type(role.value).__name__} of size {list(role.value.shape)}"
 
 
-def program_text(program: Executable, keep: Callable[[fx.Node], bool] | None = None) -> str:
-    """The whole program; `keep` filters the ops shown."""
+def where_text(node: fx.Node) -> str:
+    """Where an op comes from: its phase, its module, what it does for FSDP2."""
+    parts = [phase_of(node), node.meta.get("module")]
+    if "fsdp" in node.meta:
+        group, role = node.meta["fsdp"]
+        parts.append(f"FSDP {role} of {group or 'the root'}")
+    return ", ".join(filter(None, parts))
+
+
+def program_text(
+    program: Executable, keep: Callable[[fx.Node], bool] | None = None, where: bool = False
+) -> str:
+    """The whole program; `keep` filters the ops shown. where: with a comment where `where_text` changes."""
     nodes = list(program.graph.nodes)
     lines = ["program("]
     for spec in program.inputs:
@@ -139,6 +151,7 @@ def program_text(program: Executable, keep: Callable[[fx.Node], bool] | None = N
         lines.append(f"    {spec.name}: {spec.geometry if is_tensor else 'a number'}{emptied},")
     lines.append("):")
     slots: Sequence[Any] = ()
+    last = ""
     for node in nodes:
         if node.op == "placeholder":
             continue
@@ -146,6 +159,9 @@ def program_text(program: Executable, keep: Callable[[fx.Node], bool] | None = N
             slots = tuple(node.args[0])
             continue
         if keep is None or keep(node):
+            if where and (found := where_text(node)) != last:
+                last = found
+                lines.append(f"    # {found or 'elsewhere'}")
             lines.append(f"    {node_text(node)}")
     outs = ", ".join(_output_text(r, program, slots) for r in program.outputs)
     lines.append(f"    return {outs}")

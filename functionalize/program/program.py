@@ -37,9 +37,14 @@ class Program(Executable):
             copied[node] = graph.node_copy(node, copied.__getitem__)
         return replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
 
-    def print_readable(self, print_output: bool = True) -> str:
-        """The graph, then the epilogue, as text. print_output: also print it."""
-        text = program_text(self)
+    def print_readable(self, print_output: bool = True, provenance: bool = False) -> str:
+        """The graph, then the epilogue, as text. print_output: also print it.
+
+        provenance: with a comment where the phase, the module or the role for FSDP2 of the ops changes.
+        """
+        if provenance:
+            self.describe()
+        text = program_text(self, where=provenance)
         if print_output:
             print(text)
         return text

@@ -113,6 +113,9 @@ _META = (
     "original_aten",
     "phase",
     "module",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "fsdp",
     "custom",
     "gradient_of",
 )

@@ -11,7 +11,7 @@
                                      the dispatcher, and Dynamo would trace the recorder
     torch.distributed Work.wait      gloo runs ops inside it: they are part of the collective and not recorded
     torch.profiler.record_function   enters the profiler without the dispatch modes: it makes an eighth of the
-                                     ops of an FSDP2 step
+                                     ops of an FSDP2 step; labels of FSDP2's are noted
     torch.autograd's engine          the nodes of a backward are noted; one in another thread is refused
     torch.autograd.Function          makes an autograd node, see tape/notes.py
     torch.UntypedStorage.nbytes      in a call to a substituted function only, where resizes are not carried out:
@@ -37,6 +37,7 @@ from functionalize._compat.autograd import engine_entry, function_entry
 from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
+from functionalize._compat.fsdp import FSDP_LABEL
 from functionalize.recorder import effects, higher_order
 from functionalize.recorder import rng_patches as generators
 from functionalize.recorder.checks import Checks
@@ -228,7 +229,13 @@ def _unwatched_wait(original: Any) -> Any:
 
 
 def _undispatched(original: Any) -> Any:
+    is_entry = original.__name__ == "__enter__"
+
     def undispatched(self: Any, *args: Any) -> Any:
+        if self.name.startswith(FSDP_LABEL):
+            for recorder in _recorders():
+                if recorder.tape is not None:
+                    recorder.tape.labelled(self.name if is_entry else None)
         modes = current_modes()
         if not modes or not all(hasattr(mode, "resize_storage") for mode in modes):
             return original(self, *args)  # another mode may record the profiler's ops

@@ -35,14 +35,14 @@ class FunctionCall(NamedTuple):
     """A call of an `autograd.Function` that made a node.
 
     number: of the node. thread: that made it; 0 is the thread of the recording. at: the number of records before it.
-    module: the innermost module that was being called.
+    marks: the number of marks of modules before it.
     """
 
     number: int
     thread: int
     at: int
     traceback: CapturedTraceback
-    module: str
+    marks: int
 
 
 class Leaf(NamedTuple):
@@ -60,13 +60,17 @@ class Accumulated(NamedTuple):
     name: str
 
 
-# From a place in the records on: the innermost module that is being called, and whether its call began inside a
-# backward, as in a recomputation. A plain tuple, as every call of a module makes two.
-ModuleMark = tuple[int, str, bool]
+# From a place in the records on: the innermost module that is being called, whether its call began inside a backward,
+# as in a recomputation, and how many modules are being called. A plain tuple, as every call of a module makes two.
+ModuleMark = tuple[int, str, bool, int]
 
 
 def _nowhere(leaf: Tensor) -> tuple[str, str]:
     return "", ""
+
+
+def _no_class(module: str) -> str:
+    return ""
 
 
 class TapeNotes:
@@ -76,7 +80,8 @@ class TapeNotes:
     made: the number that the next node of the recording's thread has, as of the last op.
     leaves: the leaves into which a backward has accumulated a gradient.
     marks: which modules were called when, if that was observed (see lifetimes/module_calls.py).
-    place_of: returns the module and the full name of a parameter.
+    labels: from a place in the records on, the innermost label of FSDP2's for the profiler, or "".
+    place_of: returns the module and the full name of a parameter. class_of: the class of a module, by its name.
     """
 
     def __init__(self, records: list[OpRecord]) -> None:
@@ -85,7 +90,10 @@ class TapeNotes:
         self.leaves: list[Accumulated] = []
         self.backwards: list[BackwardCall] = []
         self.marks: list[ModuleMark] = []
+        self.labels: list[tuple[int, str]] = []
+        self._labels: list[str] = []
         self.place_of: Callable[[Tensor], tuple[str, str]] = _nowhere
+        self.class_of: Callable[[str], str] = _no_class
         self._used: dict[int, Leaf] = {}  # by the id of the tensor
         self._numbers: dict[int, int] = {}  # id of a `Leaf` in `leaves` -> the number of its node
         self.resolved: Any = None  # see `ownership.ownership_of`
@@ -164,14 +172,22 @@ class TapeNotes:
             before, self.made = self.made, made
         return before
 
+    def labelled(self, label: str | None) -> None:
+        """FSDP2 enters a part of its work under a label, or leaves it (None)."""
+        if label is not None:
+            self._labels.append(label)
+        elif self._labels:
+            self._labels.pop()
+        self.labels.append((len(self.records), self._labels[-1] if self._labels else ""))
+
     def function_called(self, args: Iterable[Any]) -> None:
         """An `autograd.Function` is about to make its node. It makes one also without need for gradients."""
         thread, number = self.thread(), next_node_number()
         self._swap(thread, number + 1)
         needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if needed and torch.is_grad_enabled():
-            module = self.marks[-1][1] if self.marks else ""
-            call = FunctionCall(number, thread, len(self.records), stack_here(), module)
+            at, marks = len(self.records), len(self.marks)
+            call = FunctionCall(number, thread, at, stack_here(), marks)
             self.functions.append(call)
             self._use(args, call)
 

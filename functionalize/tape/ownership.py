@@ -49,6 +49,8 @@ class Ownership:
         self._notes = notes
         self._places = {id(record): at for at, record in enumerate(notes.records)}
         self._mark_places = [mark[0] for mark in notes.marks]
+        self._label_places = list(map(_first, notes.labels))
+        self._stacks: list[dict[str, tuple[str, str]]] = []  # see `module_stack`
         self._names: dict[Key, str] = {}  # of the nodes that ran an op
         self._ran_in: dict[int, Key] = {}  # id of a record -> the node
         self._made: dict[int, Key] = {}
@@ -129,19 +131,46 @@ class Ownership:
         A module that is called inside a backward (activation checkpointing) counts as in a forward. An op that
         accumulates a gradient belongs to the module of the parameter.
         """
-        at = bisect_right(self._mark_places, self._places[id(record)]) - 1
-        _, module, again = self._notes.marks[at] if at >= 0 else (0, "", False)
-        if record.phase is None or again:
-            return module
-        if record.seq_nr is None:
-            return ""
-        if record.seq_nr < 0:
+        if record.phase is not None and record.seq_nr is not None and record.seq_nr < 0:
             return self._notes.leaves[-1 - record.seq_nr].module
+        at, _ = self._mark(record)
+        return self._notes.marks[at][1] if at >= 0 else ""
+
+    def module_stack(self, record: OpRecord) -> tuple[dict[str, tuple[str, str]], bool]:
+        """The modules that are being called, outermost first: name -> (name, class); whether those of its forward."""
+        if not self._stacks and self._notes.marks:
+            self._stacks = self._module_stacks()
+        at, of_forward = self._mark(record)
+        return (self._stacks[at] if at >= 0 else {}), of_forward
+
+    def _mark(self, record: OpRecord) -> tuple[int, bool]:
+        """The place of the mark for the module of an op, -1 if there is none; whether it is that of its forward."""
+        at = bisect_right(self._mark_places, self._places[id(record)]) - 1
+        if record.phase is None or (at >= 0 and self._notes.marks[at][2]):
+            return at, False
         maker = self.maker(record)
         if isinstance(maker, FunctionCall):
-            return maker.module
-        at = bisect_right(self._mark_places, self._places[id(maker)]) - 1 if maker else -1
-        return self._notes.marks[at][1] if at >= 0 else ""
+            return maker.marks - 1, True
+        return (bisect_right(self._mark_places, self._places[id(maker)]) - 1 if maker else -1), True
+
+    def _module_stacks(self) -> list[dict[str, tuple[str, str]]]:
+        running: list[str] = []
+        found: dict[tuple[str, ...], dict[str, tuple[str, str]]] = {}
+        stacks = []
+        for _, module, _, depth in self._notes.marks:
+            running = [*running[: max(depth - 1, 0)], *([module] if depth else [])]
+            stack = found.get(tuple(running))
+            if stack is None:
+                names = filter(None, running)
+                stack = {name: (name, self._notes.class_of(name)) for name in names}
+                found[tuple(running)] = stack
+            stacks.append(stack)
+        return stacks
+
+    def label(self, record: OpRecord) -> str:
+        """The label under which FSDP2 ran an op, or ""."""
+        at = bisect_right(self._label_places, self._places[id(record)]) - 1
+        return self._notes.labels[at][1] if at >= 0 else ""
 
     def custom(self, record: OpRecord) -> Any:
         """The user's annotations of an op: its own, else those of the op whose backward or recomputation it is."""

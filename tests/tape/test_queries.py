@@ -95,6 +95,8 @@ def test_a_file_keeps_them(tmp_path: Path) -> None:
         assert [n.name for n in each.forward_of(backward)] == [the(each, aten.tanh.default).name]
         assert "model(x).tanh()" in backward.meta["forward_stack_trace"]
         assert backward.meta["custom"] == {"stage": 1}
+        linear = {"model": ("model", "torch.nn.modules.linear.Linear")}
+        assert the(each, aten.addmm.default).meta["nn_module_stack"] == linear
         assert each.gradient_of("weight").meta["gradient_of"] == ["model.weight"]
 
 
