@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.expect import OrphanCheck, Snapshots
-from tests.leftovers import accept_settings, leftovers, restore
+from tests.leftovers import leftovers, restore, settle_process
 from tests.ranks import close_pools
 
 _SNAPSHOTS = pytest.StashKey[Snapshots]()
@@ -41,11 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if config.getoption("--fuzz-long") else "ci")
-    # The tests' tensors are tiny: where the processes of a run share the cores, a second thread makes an op of 10 µs
-    # wait milliseconds, and burns them.
-    torch.set_num_threads(1)
+    settle_process()
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
-    accept_settings()
     accept = bool(os.environ.get("EXPECTTEST_ACCEPT"))
     config.stash[_SNAPSHOTS] = snapshots = Snapshots(config.rootpath, accept)
     config.pluginmanager.register(OrphanCheck(config, snapshots), "orphan-snapshots")
@@ -57,12 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, capability)
 
 
-def pytest_collection_finish() -> None:
-    # Every full collection would visit the objects of torch and of the test modules, most of its time.
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist; elsewhere `atexit` does it
         close_pools()
@@ -72,6 +63,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def expect(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """``expect(case, text)``: compare ``text`` with the snapshot ``case`` of this test module."""
     return functools.partial(request.config.stash[_SNAPSHOTS].expect, request)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Full collections visit only what the tests of this module made, not torch and what the modules before it hold."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -116,8 +116,13 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], object]], ...] = (
 _BEFORE = [read() for _, read, _ in SETTINGS]
 
 
-def accept_settings() -> None:
-    """From now on the settings are to stay as they are now."""
+def settle_process() -> None:
+    """Give this process the settings that the tests run with; each test is to leave them."""
+    # The tests' tensors are tiny: where the processes of a run share the cores, a second thread makes an op of 10 µs
+    # wait milliseconds, and burns them.
+    torch.set_num_threads(1)
+    # Each full collection visits all that a test holds.
+    gc.set_threshold(2000, 20, 100)
     _BEFORE[:] = [read() for _, read, _ in SETTINGS]
 
 

@@ -52,7 +52,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tests.leftovers import accept_settings, leftovers
+from tests.leftovers import leftovers, settle_process
 
 T = TypeVar("T")
 
@@ -131,8 +131,7 @@ def _call(message: bytes) -> object:
 def _join(rank: int, world: int, folder: str) -> None:
     # Without it gloo looks up the host name, which need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    torch.set_num_threads(1)
-    accept_settings()
+    settle_process()
     gc.freeze()  # every full collection would visit the objects of torch
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group(
