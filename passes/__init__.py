@@ -12,6 +12,7 @@ from passes.elide_copies import ElideCopies, elide_copies
 from passes.fold_views import FoldViews, fold_views
 from passes.graph_modules import on_graph_module
 from passes.merge_duplicates import MergeDuplicates, merge_duplicates
+from passes.narrow_masks import NarrowMasks, narrow_masks
 from passes.offload import Offload, offload
 from passes.partition import Partition
 from passes.partitioned import Partitioned
@@ -35,6 +36,7 @@ __all__ = [
     "ElideCopies",
     "FoldViews",
     "MergeDuplicates",
+    "NarrowMasks",
     "Offload",
     "Partition",
     "Partitioned",
@@ -53,6 +55,7 @@ __all__ = [
     "elide_copies",
     "fold_views",
     "merge_duplicates",
+    "narrow_masks",
     "offload",
     "on_graph_module",
     "parse",

@@ -29,6 +29,7 @@ from passes.drop_dead_code import DropDeadCode
 from passes.elide_copies import ElideCopies
 from passes.fold_views import FoldViews
 from passes.merge_duplicates import MergeDuplicates
+from passes.narrow_masks import NarrowMasks
 from passes.offload import Offload
 from passes.partition import Partition
 from passes.prefetch import Prefetch
@@ -50,6 +51,7 @@ PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
             ElideCopies,
             FoldViews,
             MergeDuplicates,
+            NarrowMasks,
             Partition,
             Prefetch,
             Offload,
