@@ -59,6 +59,12 @@ def dispatched_to(frame: FrameType) -> type:
     return found
 
 
+def address_of_generator(generator: torch.Generator) -> int:
+    """The address of the generator in C++: an op receives another Python object for it."""
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    return address
+
+
 def plain_resize(storage: torch.UntypedStorage, nbytes: int) -> None:
     """`storage.resize_(nbytes)` by the base class's method, which no capture patches."""
     torch._C.StorageBase.resize_(storage, nbytes)  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from an op and its arguments.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.inputs import Call
 from functionalize.ir.ops import OpRecord, TensorRef
 from functionalize.recorder.op_kinds import kind_of
-from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import StorageInfo
+from functionalize.recorder.watched_recorder import WatchedRecorder
+from functionalize.state.drawing import GeneratorState
 
 _TENSORS = frozenset({Tensor, Parameter})
 _EXACT = frozenset(
@@ -56,7 +58,7 @@ class ComparedRecords(list[OpRecord]):
             comparison.fail(error)
 
 
-class AuditRecorder(Recorder):
+class AuditRecorder(WatchedRecorder):
     """Follows a signature. comparison: None until `begin`."""
 
     def __init__(self, signature: Signature) -> None:
@@ -78,6 +80,8 @@ class AuditRecorder(Recorder):
             except (LookupError, AttributeError):
                 continue  # the program does not read it: its own inputs were resolved
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                if isinstance(source, GeneratorState):
+                    self.calls.own_generators.know(source.place.generator, tensor)
                 now = storages[serial] = self.storages.bring_in(tensor, name).storage
                 self._addresses[serial] = self.storages.infos[now].address
         numbers = {}
@@ -102,6 +106,16 @@ class AuditRecorder(Recorder):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        calls = self._calls
+        if not calls.paused:
+            return self._followed(func, types, args, kwargs)
+        calls.paused = False
+        try:
+            return self._followed(func, types, args, kwargs)
+        finally:
+            sys.setprofile(calls.profile)
+
+    def _followed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         comparison = self.comparison
         row = comparison.next_row if comparison is not None and not self.suspended else None
         if (

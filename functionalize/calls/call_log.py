@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Protocol
 
+from functionalize.calls.own_generators import OwnGenerators
 from functionalize.ir.guards import Guard
 from functionalize.scalars.scalar_log import ScalarLog
 
@@ -17,9 +18,19 @@ class CallLog:
     draws: see `draws.py`; None if generators of Python are not looked at.
     hyperparameters: the live ones, see `state/hyperparameters.py`; None where optimizers were not searched for.
     streams: `sys.stdout` and `sys.stderr` when the step began.
+    own_generators: the `torch.Generator`s from which the step may draw.
     """
 
-    __slots__ = ("draws", "facts", "hyperparameters", "quiet_ops", "stepped", "streams", "targets")
+    __slots__ = (
+        "draws",
+        "facts",
+        "hyperparameters",
+        "own_generators",
+        "quiet_ops",
+        "stepped",
+        "streams",
+        "targets",
+    )
 
     def __init__(self) -> None:
         self.facts: list[Guard] = []
@@ -27,6 +38,7 @@ class CallLog:
         self.stepped: set[int] = set()
         self.quiet_ops = 0
         self.draws: Any = None
+        self.own_generators = OwnGenerators()
         self.hyperparameters: Any = None
         self.streams = (sys.stdout, sys.stderr)
 

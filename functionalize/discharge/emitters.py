@@ -69,8 +69,8 @@ class GraphEmitter(Emitter):
         kind = self._kinds.get(target) or self._kind(target)
         if kind.takes_generator and _has_generator(args, kwargs):
             raise UnsupportedOpError(
-                "draws from a torch.Generator argument, which a graph cannot hold: use the default "
-                "generator (torch.manual_seed), which replay draws from as eager does"
+                "draws from a torch.Generator argument, which a graph cannot hold: keep the generator in one "
+                "attribute or variable and seed it outside of the step, or use the default generator"
             )
         return self._node(kind, target, args, kwargs)
 

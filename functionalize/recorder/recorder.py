@@ -173,6 +173,10 @@ class Recorder(Watcher):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+        if op.random:
+            out = self.calls.own_generators.drawn(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         record = self.tape.record(func, args)
         if func is _LIFT_FRESH and self.storages.info_of(args[0]) is None:
             return self._literal(args[0])

@@ -29,6 +29,7 @@ from functionalize.saving.object_names import Names
 from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.state.alias_guard import SharedGuard
+from functionalize.state.drawing import GeneratorSet, GeneratorState
 from functionalize.state.hyperparameters import HyperparameterNumber
 from functionalize.state.moving_state import Appended, Assigned, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
@@ -72,6 +73,7 @@ def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         *(Form(kind, _refuse_moving, kind) for kind in (PlaceNumber, Assigned, Appended)),
         Form(DrawnNumber, lambda number: _refuse_draws(number.draws), DrawnNumber),
         Form(Draws, _refuse_draws, Draws),
+        *(Form(kind, _refuse_generator, kind) for kind in (GeneratorState, GeneratorSet)),
         Form(guards.ParameterGuard, _save_parameters, _load_parameters),
         Form(guards.HyperparameterGuard, _save_hyperparameters, _load_hyperparameters),
         Form(
@@ -114,8 +116,12 @@ def _refuse_moving(value: PlaceNumber | Assigned | Appended) -> tuple[Any, ...]:
     )
 
 
-def _refuse_draws(draws: Draws) -> tuple[Any, ...]:
+def _refuse_draws(draws: Draws | GeneratorSet) -> tuple[Any, ...]:
     raise SaveError(f"{draws.what}, a generator that a file cannot name: draw outside of the step")
+
+
+def _refuse_generator(value: GeneratorState | GeneratorSet) -> tuple[Any, ...]:
+    return _refuse_draws(GeneratorSet(value.place))
 
 
 # -- modules ---------------------------------------------------------------------------------------

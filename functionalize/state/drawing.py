@@ -1,17 +1,20 @@
-"""The generators in Python from which a step may draw, while it is recorded: see `calls/draws.py`.
+"""The generators from which a step may draw, while it is recorded: see `calls/draws.py`, `calls/own_generators.py`.
 
     with Drawing(places, recorder) as drawing, recorder: ...
     drawing.finish()          the effect of the draws, the generators that they explain, or what else moves one
 
 Those of the modules `random` and `numpy.random`, and those that the walk finds in one place alone: a guard says that
-the place holds the generator still. In the place of one of numpy there is a stand-in during the recording.
+the place holds the generator still. In the place of one of numpy there is a stand-in during the recording; the state of
+one of torch is a tensor from outside, and at the end a value of the program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
+
+import torch
 
 from functionalize._compat.dispatch import current_modes
 from functionalize.calls.draws import (
@@ -20,14 +23,22 @@ from functionalize.calls.draws import (
     process_generators,
     stand_in,
 )
+from functionalize.calls.own_generators import is_own
 from functionalize.ir.inputs import Call
+from functionalize.planning.timeline.timeline import Category
 from functionalize.recorder.recorder import Recorder
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.unchanged import Unchanged
+from functionalize.walk.code_names import names_in
 from functionalize.walk.fact_text import text_of
 from functionalize.walk.live_places import content, is_writable, put
 from functionalize.walk.parts import Held
 from functionalize.walk.walker import PythonState
+
+# Code that names one of these may set a generator to the state that it has on entry, which no comparison shows.
+_SETTERS = frozenset({"seed", "setstate", "set_state", "manual_seed", "graphsafe_set_state"})
+_SETTERS |= {"set_seed", "seed_everything"}
+_MAKERS = frozenset({"__init__", "__new__", "__post_init__", "__setstate__"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +60,39 @@ class GeneratorPlace:
             self.place.watched(call, facts)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GeneratorState:
+    """The source of the state of a `torch.Generator`, before the step draws from it: see calls/own_generators.py."""
+
+    place: GeneratorPlace
+    category: ClassVar[Category] = Category.RNG_STATE
+
+    def resolve(self, call: Call) -> Any:
+        return self.place.generator.get_state()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GeneratorSet:
+    """The effect of the draws from a `torch.Generator`: its state, a value of the program."""
+
+    place: GeneratorPlace
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"draws from `{self.place.name}`"
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Set it to the state after the draws of this replay."""
+        self.place.generator.set_state(value)
+
+
 def generators_of(state: PythonState) -> Iterator[GeneratorPlace]:
     """Those from which a replay can draw as the step does."""
     if state.hooks_run_outside:  # a captured forward repeats nothing in Python
+        return
+    codes = [code for code in state.names.codes if code.co_name not in _MAKERS]
+    if not all(_SETTERS.isdisjoint(names_in(code).names) for code in codes):
         return
     own = dict(process_generators())
     for name, generator in own.items():
@@ -59,10 +100,10 @@ def generators_of(state: PythonState) -> Iterator[GeneratorPlace]:
     known = set(map(id, own.values()))
     needs_exact = any_needs_exact(state.roots.functions)
     for path, (generator, place) in state.movers.items():
-        kind = kind_of_generator(generator)
+        kind = "torch" if is_own(generator) else kind_of_generator(generator)
         if kind is None or place is None or id(generator) in state.shared | known:
             continue
-        if kind == "Random" or (is_writable(place) and not needs_exact):
+        if kind in ("Random", "torch") or (is_writable(place) and not needs_exact):
             yield GeneratorPlace(text_of(path), generator, place)
 
 
@@ -76,7 +117,10 @@ class Drawing:
     def __init__(self, generators: Sequence[GeneratorPlace], recorder: Recorder) -> None:
         self.explained: set[int] = set()
         self.unexplained: str | None = None
-        self._generators, self._recorder = generators, recorder
+        self._recorder = recorder
+        self._generators = [each for each in generators if not is_own(each.generator)]
+        own = (each for each in generators if is_own(each.generator))
+        self._own = [(each, each.generator.get_state()) for each in own]
         self._draws: Draws | None = None
         self._stand_ins: list[tuple[GeneratorPlace, Any]] = []
 
@@ -109,18 +153,36 @@ class Drawing:
 
     def finish(self) -> None:
         """After the step: add the effect to those of the recording."""
-        draws = self._draws
+        self._finish_own()
+        draws, is_used = self._draws, False
         if draws is None:
             return
         for each in self._generators:
             if not any(each.generator is moved for moved in draws.moved()):
                 continue
             if draws.is_all_of(each.generator):
-                self.explained.add(id(each.generator))
-                self._recorder.calls.guard(each)
+                self._explain(each)
+                is_used = True
             else:
-                what = f"draws from `{each.name}`, reads or writes it, which a replay would not"
-                self.unexplained = self.unexplained or what
-        if self.explained:
+                self._refuse(each)
+        if is_used:
             self._recorder.python_effects.insert(0, (draws, "; ".join(draws.texts)))
         draws.finish()
+
+    def _finish_own(self) -> None:
+        """The effects of draws from generators of torch."""
+        for each, before in self._own:
+            state = self._recorder.calls.own_generators.moved(each.generator)
+            if state is not None:
+                self._explain(each)
+                self._recorder.python_effects.insert(0, (GeneratorSet(each), state))
+            elif not torch.equal(each.generator.get_state(), before):
+                self._refuse(each)
+
+    def _explain(self, each: GeneratorPlace) -> None:
+        self.explained.add(id(each.generator))
+        self._recorder.calls.guard(each)
+
+    def _refuse(self, each: GeneratorPlace) -> None:
+        what = f"draws from `{each.name}`, reads or writes it, which a replay would not"
+        self.unexplained = self.unexplained or what

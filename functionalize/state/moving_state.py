@@ -34,14 +34,22 @@ from typing import Any, ClassVar, NamedTuple, Self
 from torch import Tensor
 
 from functionalize.calls.draws import Draws
+from functionalize.calls.own_generators import is_own
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, is_expression
 from functionalize.planning.timeline.timeline import Category
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import as_live, expression_of, is_live
 from functionalize.state.arguments import flatten_result, unflatten_result
-from functionalize.state.drawing import Drawing, GeneratorPlace, generators_of
+from functionalize.state.drawing import (
+    Drawing,
+    GeneratorPlace,
+    GeneratorSet,
+    GeneratorState,
+    generators_of,
+)
 from functionalize.state.hyperparameters import number_tensor
+from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.code_uses import only_appended, stored_constants
@@ -136,8 +144,17 @@ class MovingPlaces:
 
     def of_effects(self, effects: Sequence[Any]) -> MovingPlaces:
         """Those of a recording with these effects: without generators, if it has drawn from none."""
-        has_drawn = any(isinstance(each, Draws) for each in effects)
+        has_drawn = any(isinstance(each, (Draws, GeneratorSet)) for each in effects)
         return self if has_drawn else replace(self, generators=())
+
+    def bring_in(self, places: Places, recorder: Recorder) -> None:
+        """Add the states of the generators of torch to the tensors that a recording may read."""
+        for each in self.generators if recorder.live else ():
+            if is_own(each.generator):
+                state, name = each.generator.get_state(), f"{each.name}.state"
+                ref = recorder.storages.bring_in(state, name)
+                places.widest[ref.storage] = name, GeneratorState(each), ref
+                recorder.calls.own_generators.know(each.generator, state)
 
     @staticmethod
     def of(state: PythonState) -> MovingPlaces:

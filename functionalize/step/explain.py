@@ -18,6 +18,7 @@ from functionalize.ir.inputs import Argument, Captured, InputSpec, WholeStorage
 from functionalize.program.program import Program
 from functionalize.run.boxed import boxed
 from functionalize.state import sources
+from functionalize.state.drawing import GeneratorState
 from functionalize.state.hyperparameters import HyperparameterNumber
 from functionalize.state.moving_state import PlaceNumber
 from functionalize.step.cache import CachedProgram, ProgramCache
@@ -155,6 +156,8 @@ def _text(source: Any) -> str:
         return f"`{source.key}` of group {source.group} of `{source.name}`"
     if isinstance(source, DrawnNumber):
         return f"a number drawn by {source.text}"
+    if isinstance(source, GeneratorState):
+        return f"the state of the generator `{source.place.name}`"
     if isinstance(source, PlaceNumber):
         return f"`{source.name}`, a number that Python keeps"
     if isinstance(source, Held):

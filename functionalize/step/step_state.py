@@ -121,6 +121,8 @@ class EntryState:
         roots = state.roots
         found = list(parameters(roots, leaves))
         places = Places.now(roots, leaves, found, recorder.storages)
+        moving = MovingPlaces.of(state)
+        moving.bring_in(places, recorder)
         fsdp = FSDPState.now(roots.states().values())
         deaths: dict[int, int] = {}
         gradients = [slot.resolve(call) for _, slot in places.slots]
@@ -135,7 +137,7 @@ class EntryState:
             SlotGuard.of(call, places.slots),
             lifted,
             list(_fixed_tensors(roots, fsdp, state.live)),
-            MovingPlaces.of(state),
+            moving,
         )
 
     @property

@@ -276,3 +276,24 @@ def test_a_generator_of_two_places_is_refused() -> None:
 def test_a_program_that_draws_is_not_saved(tmp_path: Any) -> None:
     with pytest.raises(SaveError, match=r"draws from `self\.rng`"):
         compared(mixup).save(tmp_path / "step.fzp")
+
+
+class Seeding:
+    """Seeds its generator in one kind of call; at its first one the generator has that state already."""
+
+    def __init__(self) -> None:
+        self.python = random.Random(4)
+
+    def step(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 5:
+            self.python.seed(4)
+            return x * self.python.random()
+        return x * 2
+
+
+def test_a_seed_in_the_step_that_the_generator_has_already() -> None:
+    eager, ours = Seeding(), Seeding()
+    captured = fz.capture(ours.step, on_uncapturable="eager")
+    for n in (3, 3, 3, 5, 5, 5, 5):
+        x = torch.ones(n)
+        assert torch.equal(eager.step(x), captured(x))
