@@ -5,6 +5,7 @@
     print("loss " + str(loss))                also `"%.3f" % loss`, `"{:.3f}".format(loss)`
     message = f"loss {loss:.3f}"              the call, if no other instruction loads `message`, and no loop or
     log.info(message)                         second assignment may give it another text
+    print(", ".join(f"{v:.3f}" for v in m))   the call; in the code of the generator: `ELEMENT`
     print(f"loss {loss:.3f}".upper())         None
     print(f"{a if b else c:.3f}")             None: more than one way leads to the call
 
@@ -22,15 +23,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from functionalize.scalars.callees import Attribute, Global, Local, is_name, root
-
-
-class Text(NamedTuple):
-    """A text put together: constants, and the offsets of the instructions that format values; -1: an unknown text."""
-
-    parts: tuple[str | int, ...]
+from functionalize.scalars.text_parts import (
+    BUILDS,
+    CLOSURE,
+    EFFECTS,
+    BuiltItems,
+    CodeConstant,
+    Comprehension,
+    Text,
+    is_constant_text,
+    parts_of_join,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +55,10 @@ class CallSite:
     formats: Mapping[int, str]
 
 
+# The callee of a `CallSite` in the code of a comprehension: the text becomes an element, and goes nowhere else.
+ELEMENT = object()
 _NULL = object()
 _OTHER = object()
-
-
-class _Constant(NamedTuple):
-    value: Any
 
 
 class _NotKnown(Exception):
@@ -141,6 +145,10 @@ class _Run:
         return None
 
     def _has_target(self, value: Any) -> bool:
+        if type(value) is BuiltItems:
+            return any(map(self._has_target, value.values))
+        if type(value) is Comprehension:
+            return value.at == self.target
         return type(value) is Text and self.target in value.parts
 
     def _pop(self, count: int = 1) -> list[Any]:
@@ -155,12 +163,12 @@ class _Run:
 
     def _step(self, step: dis.Instruction) -> CallSite | None:
         name, arg, value = step.opname, step.arg or 0, step.argval
-        if name == "STORE_FAST" and self.stack and self._has_target(self.stack[-1]):
+        if name == "STORE_FAST" and self._is_on_top():
             return self._stored(step, self._pop()[0])
         if name == "LOAD_FAST" and step.offset == self.target:
             self._push(Text((step.offset,)))
         elif name == "LOAD_CONST":
-            self._push(_Constant(value))
+            self._push(CodeConstant(value))
         elif name == "LOAD_GLOBAL":
             self._push(*([_NULL] if arg & 1 else []), Global(value))
         elif name in ("LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"):
@@ -174,7 +182,7 @@ class _Run:
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             (owner,) = self._pop()
             is_callee = name == "LOAD_METHOD" or (arg & 1 and _LOADS_METHODS)
-            is_known = is_name(owner) or _is_text(owner)
+            is_known = is_name(owner) or is_constant_text(owner)
             found = Attribute(owner, value) if is_known else _OTHER
             self._push(*([_NULL] if is_callee else []), found)
         elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"):
@@ -187,18 +195,29 @@ class _Run:
             self.keywords = tuple(self.constants[arg])
         elif name == "CALL_KW":
             (names,) = self._pop()
-            if type(names) is not _Constant:
+            if type(names) is not CodeConstant:
                 raise _NotKnown
             self.keywords = tuple(names.value)
             return self._call(step, arg)
         elif name == "CALL":
             return self._call(step, arg)
-        elif name in _EFFECTS:
-            pops, pushes = _EFFECTS[name]
+        elif name in EFFECTS:
+            pops, pushes = EFFECTS[name]
             self._pop(pops)
             self._push(*[_OTHER] * pushes)
-        elif name in _BUILDS:
-            self._pop(arg * _BUILDS[name] + (name == "BUILD_CONST_KEY_MAP"))
+        elif name in ("BUILD_LIST", "BUILD_TUPLE"):
+            self._push(BuiltItems(tuple(self._pop(arg))))
+        elif name == "MAKE_FUNCTION" and not arg & ~CLOSURE:
+            *_, code = self._pop(2 if arg else 1)
+            self._push(code)
+        elif name == "LOAD_CLOSURE":
+            self._push(_OTHER)
+        elif self._is_element(name, arg):
+            return CallSite(
+                step.offset, ELEMENT, (self._pop()[0],), {}, dict(self.conversions), self.formats
+            )
+        elif name in BUILDS:
+            self._pop(arg * BUILDS[name] + (name == "BUILD_CONST_KEY_MAP"))
             self._push(_OTHER)
         elif self.is_made:
             raise _NotKnown
@@ -206,16 +225,30 @@ class _Run:
             self.stack = []
         return None
 
+    def _is_element(self, name: str, arg: int) -> bool:
+        """Whether an instruction makes the text an element of what a comprehension makes."""
+        made_by = {"<genexpr>": "YIELD_VALUE", "<listcomp>": "LIST_APPEND"}.get(self.code.co_name)
+        return name == made_by and (name == "YIELD_VALUE" or arg > 1) and self._is_on_top()
+
+    def _is_on_top(self) -> bool:
+        """Whether the text is the topmost value."""
+        return (
+            bool(self.stack) and type(self.stack[-1]) is Text and self._has_target(self.stack[-1])
+        )
+
     def _format(self, step: dis.Instruction, name: str, arg: int) -> None:
         has_spec = name == "FORMAT_WITH_SPEC" or (name == "FORMAT_VALUE" and bool(arg & 4))
-        spec = self._pop()[0] if has_spec else _Constant("")
+        spec = self._pop()[0] if has_spec else CodeConstant("")
         (value,) = self._pop()
         if name == "CONVERT_VALUE":  # of Python 3.13: the next instruction formats the text
             self.conversions[step.offset] = ""
             self._push(Text((step.offset,)))
         elif type(value) is Text:  # a text that was converted
             (at,) = value.parts if len(value.parts) == 1 else (None,)
-            if not isinstance(at, int) or type(spec) is not _Constant:
+            if at is None and spec == CodeConstant("") and name == "FORMAT_VALUE" and not arg & 2:
+                self._push(value)
+                return
+            if not isinstance(at, int) or type(spec) is not CodeConstant:
                 if self._has_target(value) or self._has_target(spec):
                     raise _NotKnown
                 self._push(Text((step.offset,)))
@@ -224,31 +257,37 @@ class _Run:
             self._push(value)
         else:
             if name == "FORMAT_VALUE" and arg & 3:
-                if type(spec) is not _Constant:
+                if type(spec) is not CodeConstant:
                     if step.offset == self.target:
                         raise _NotKnown
-                    spec = _Constant("")
+                    spec = CodeConstant("")
                 self.conversions[step.offset] = str(spec.value)
             self._push(Text((step.offset,)))
 
     def _operated(self, step: dis.Instruction, left: Any, right: Any) -> Any:
         """`"%.3f" % value`, and texts that are added."""
-        if step.argrepr == "%" and _is_text(left) and not self._has_target(right):
+        if step.argrepr == "%" and is_constant_text(left) and not self._has_target(right):
             self.formats[step.offset] = left.value
             return Text((step.offset,))
         if step.offset == self.target:
             raise _NotKnown
-        is_sum = step.argrepr == "+" and all(type(e) is Text or _is_text(e) for e in (left, right))
+        is_sum = step.argrepr == "+" and all(
+            type(e) is Text or is_constant_text(e) for e in (left, right)
+        )
         return self._joined([left, right]) if is_sum else _OTHER
 
     def _made(self, at: int, callee: Any, values: list[Any], names: tuple[str, ...]) -> Any:
         """What the call at `at` makes: a text by `str(value)` and `"{:.3f}".format(value)`."""
         if callee == Global("str") and len(values) == 1 and not names:
             return Text((at,))
-        if type(callee) is Attribute and callee.name == "format" and _is_text(callee.of):
+        if type(callee) is Attribute and callee.name == "format" and is_constant_text(callee.of):
             fields = list(string.Formatter().parse(callee.of.value))
             if not any(conversion or "{" in (spec or "") for _, _, spec, conversion in fields):
                 return Text((-1, at, -1))
+        if callee == Attribute(getattr(callee, "of", None), "join") and is_constant_text(callee.of):
+            parts = parts_of_join(at, callee.of.value, values[0]) if len(values) == 1 else None
+            if parts is not None:
+                return Text(parts)
         if at == self.target:
             raise _NotKnown
         return _OTHER
@@ -275,7 +314,7 @@ class _Run:
         for value in values:
             if type(value) is Text:
                 parts += value.parts
-            elif type(value) is _Constant and type(value.value) is str:
+            elif type(value) is CodeConstant and type(value.value) is str:
                 parts.append(value.value)
             else:
                 raise _NotKnown
@@ -286,9 +325,16 @@ class _Run:
         pair = self._pop(2)
         names, self.keywords = self.keywords, ()
         callees = [each for each in pair if each is not _NULL]
-        if not any(map(self._has_target, values)):
+        if not count and type(pair[0]) is CodeConstant and type(pair[0].value) is CodeType:
+            self._push(Comprehension(pair[0].value, step.offset))
+            return None
+        is_text = all(type(each) is Text for each in values if self._has_target(each))
+        if not is_text or not any(map(self._has_target, values)):
             callee = callees[0] if len(callees) == 1 else None
-            self._push(self._made(step.offset, callee, values, names))
+            made = self._made(step.offset, callee, values, names)
+            if not is_text and not self._has_target(made):
+                raise _NotKnown
+            self._push(made)
             return None
         if len(callees) != 1 or not is_name(callees[0]):
             raise _NotKnown
@@ -303,10 +349,6 @@ class _Run:
             dict(self.conversions),
             self.formats,
         )
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is _Constant and type(value.value) is str
 
 
 def _only_use(code: CodeType, store: dis.Instruction) -> int | None:
@@ -339,15 +381,6 @@ def _only_use(code: CodeType, store: dis.Instruction) -> int | None:
 _LOADS_METHODS = sys.version_info >= (3, 12)  # LOAD_ATTR does, if a bit of its argument is set
 _SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "COPY_FREE_VARS"})
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RERAISE", "RAISE_VARARGS", "SEND", "FOR_ITER"})
-# What other instructions take from the stack and put on it.
-_EFFECTS = {
-    "BINARY_SUBSCR": (2, 1), "COMPARE_OP": (2, 1), "CONTAINS_OP": (2, 1),
-    "IS_OP": (2, 1), "UNARY_NEGATIVE": (1, 1), "UNARY_NOT": (1, 1), "UNARY_INVERT": (1, 1),
-    "TO_BOOL": (1, 1), "BINARY_SLICE": (3, 1), "STORE_FAST": (1, 0), "STORE_DEREF": (1, 0),
-    "STORE_GLOBAL": (1, 0), "POP_TOP": (1, 0), "STORE_ATTR": (2, 0), "STORE_SUBSCR": (3, 0),
-}  # fmt: skip
-_BUILDS = {"BUILD_TUPLE": 1, "BUILD_LIST": 1, "BUILD_SET": 1, "BUILD_SLICE": 1, "BUILD_MAP": 2}
-_BUILDS |= {"BUILD_CONST_KEY_MAP": 1}
 
 
 def drops_result(frame: FrameType) -> bool:

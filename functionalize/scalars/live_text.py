@@ -1,6 +1,7 @@
 """The text of a live number: no fact where it goes into a call that every replay makes again, with the number of then.
 
     print(f"loss {loss:.3f}")        `taken` by the replaced `print`: ("loss ", Formatted(loss, ".3f"))
+    print(", ".join(f"{v:.3f}" for v in losses))   the same: an element of the joined text for each number
     print("%.3f" % loss)             the same, where C code asks for the value of the number (`is_formatted`)
     return f"loss {loss:.3f}"        a fact: a guard on the text
 
@@ -24,9 +25,10 @@ from typing import Any
 from torch import Tensor
 
 from functionalize._compat.stacks import CapturedTraceback
-from functionalize.scalars.call_sites import CallSite, Text, instruction_at, site_at
+from functionalize.scalars.call_sites import ELEMENT, CallSite, instruction_at, site_at
 from functionalize.scalars.callees import callee_of
 from functionalize.scalars.scalar_log import Number, ScalarLog, learned, learned_at
+from functionalize.scalars.text_parts import Text
 
 TAKES_TEXT = "__functionalize_takes_text__"
 _LOGGING = logging.info.__code__.co_filename
@@ -60,6 +62,8 @@ class _Pending:
     """A text that no call has taken yet. at: the offset of the instruction that formatted it, in the frame `frame`.
 
     learned: the function and its arguments, whose result Python has.
+    element: for an element that a comprehension makes, its frame, its text, and the offset of the formatting there;
+    `frame` and `at` are then those of the call during which it runs.
     """
 
     frame: FrameType
@@ -68,6 +72,7 @@ class _Pending:
     piece: Formatted
     learned: tuple[Callable[..., Any], tuple[Any, ...]]
     traceback: CapturedTraceback
+    element: tuple[FrameType, Text, int] | None = None
 
 
 Template = tuple[str | Formatted, ...]
@@ -96,23 +101,32 @@ def _is_pending(
 ) -> bool:
     """Whether only a call that is repeated receives the text that the instruction of a frame formats."""
     at, learned = instruction_at(frame), (function, args)
-    site = site_at(frame.f_code, at)
-    if site is None or not _takes_text(callee_of(site, frame)):
+    site, element = site_at(frame.f_code, at), None
+    inner, inside = site, at
+    if inner is not None and inner.callee is ELEMENT and inner.args[0] and frame.f_back is not None:
+        element = frame, inner.args[0], at
+        frame = frame.f_back
+        at = instruction_at(frame)
+        site = site_at(frame.f_code, at)
+    if site is None or inner is None or not _takes_text(callee_of(site, frame)):
         return False
-    if at in site.formats:
-        function, args = site.formats[at].__mod__, ()
+    if inside in inner.formats:
+        function, args = inner.formats[inside].__mod__, ()
     try:
         text = function(number.hint, *args)
     except (TypeError, ValueError):  # more than one value is formatted
         return False
-    piece = Formatted(number, function, args, site.conversions.get(at, ""), text)
+    piece = Formatted(number, function, args, inner.conversions.get(inside, ""), text)
     texts: list[_Pending] = number.log.texts
-    for stale in [p for p in texts if p.frame is frame and p.at == at]:
+    made_here = (p for p in texts if p.frame is frame and p.at == at)
+    own = None if element is None else element[0]
+    for stale in [p for p in made_here if p.element is None or p.element[0] is not own]:
         texts.remove(
             stale
         )  # an exception ended the call that was to receive it, or it is one of several numbers
         _learn(stale)
-    texts.append(_Pending(frame, at, site, piece, learned, CapturedTraceback.extract()))
+    trace = CapturedTraceback.extract()
+    texts.append(_Pending(frame, at, site, piece, learned, trace, element))
     return True
 
 
@@ -139,7 +153,10 @@ def taken(
     mine = [p for p in log.texts if p.frame is frame and p.site.offset == at]
     if not mine:
         return {}
-    site, pieces = mine[0].site, {p.at: p.piece for p in mine}
+    site = mine[0].site
+    pieces: dict[int, list[_Pending]] = {}
+    for each in mine:
+        pieces.setdefault(each.at, []).append(each)
     found: dict[int | str, Template] = {}
     wanted: list[tuple[int | str, Text | None]] = [*enumerate(site.args), *site.keywords.items()]
     values: list[tuple[int | str, Any]] = [*enumerate(args), *keywords.items()]
@@ -167,16 +184,33 @@ def _learn(pending: _Pending) -> None:
     learned_at(pending.traceback, function, pending.piece.number, *args)
 
 
-def _template(text: Text, pieces: Mapping[int, Formatted], value: Any) -> Template | None:
+def _pieces(at: int, pieces: Mapping[int, list[_Pending]]) -> list[str | Formatted | None]:
+    """What an instruction formats: a number, or elements that are joined, with unknown texts between them."""
+    found = pieces.get(at, [])
+    parts: list[str | Formatted | None] = [None]
+    for each in found:
+        if each.element is None:
+            return [each.piece]
+        _, text, inside = each.element
+        parts += [
+            p if isinstance(p, str) else each.piece if p == inside else None for p in text.parts
+        ]
+        parts.append(None)
+    return parts
+
+
+def _template(text: Text, pieces: Mapping[int, list[_Pending]], value: Any) -> Template | None:
     """The parts of a text, which is `value` now; None if a number may be at more than one place in it.
 
     Parts between the numbers may be unknown: they are texts of constants of the step.
     """
     if type(value) is not str:
         return None
-    parts: list[str | Formatted | None] = [
-        part if isinstance(part, str) else pieces.get(part) for part in text.parts
-    ]
+    if any(len({p.element[2] for p in found if p.element}) > 1 for found in pieces.values()):
+        return None  # of which elements the numbers are is not known
+    parts: list[str | Formatted | None] = []
+    for each in text.parts:
+        parts += [each] if isinstance(each, str) else _pieces(each, pieces)
     places = _places(parts, value)
     if len(places) != 1:
         return None

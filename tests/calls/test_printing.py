@@ -114,6 +114,61 @@ def test_texts_that_are_made_in_other_ways_are_live() -> None:
     assert replayed(in_other_ways).stats.captures == 1
 
 
+def joins(loss: Tensor, twin: Any) -> None:
+    n = loss.item()
+    values = {"loss": n, "half": n / 2, "rows": 4}
+    print(", ".join(f"{k} {v:.3f}" for k, v in values.items()))
+    print("all " + " | ".join([f"{v:>9.4f}" for v in values.values() if v]), flush=True)
+    print(" ".join([f"{n:.4f}", "of", str(n * 2)]), "-".join((f"{n:.1f}", f"{n:.5f}")))
+    print(
+        f"step: {', '.join(f'{v:.6f}' for v in (n, n * 3))}", "; ".join(f"{n * k}" for k in (1, 7))
+    )
+    line = "/".join(f"{v:.3e}" for v in values.values())
+    print(line)
+
+
+def test_joined_texts_are_live() -> None:
+    assert replayed(joins).stats.captures == 1
+
+
+def upper(loss: Tensor, twin: Any) -> None:
+    n = loss.item() * 1e-8
+    print(", ".join(map(str.upper, (f"{n * k:.1e}" for k in (1, 2)))))
+
+
+def in_order(loss: Tensor, twin: Any) -> None:
+    n = loss.item()
+    print(", ".join(sorted(f"{n * k:.1f}" for k in (3, 1, 2))))
+
+
+def two_in_an_element(loss: Tensor, twin: Any) -> None:
+    n = loss.item()
+    print(", ".join(f"{a:.2f}/{b:.2f}" for a, b in ((n, 1.0), (1.0, n))))
+
+
+def begun_before(loss: Tensor, twin: Any) -> None:
+    n = loss.item()
+    texts = (f"{n * k:.3f}" for k in (1, 2, 3))
+    first = next(texts)
+    print(", ".join(texts), first)
+
+
+def a_list_of_texts(loss: Tensor, twin: Any) -> None:
+    texts = [f"{loss.item() * k:.3f}" for k in (1, 2)]
+    print(", ".join(texts), texts)
+    print([f"{loss.item():.3f}"], *[f"{loss.item():.2f}"])
+
+
+def chosen_elements(loss: Tensor, twin: Any) -> None:
+    n = loss.item()
+    print(", ".join(f"{n * k:.1f}" for k in (1, 2, 3) if f"{n * k:.1f}" > "0.5"))
+    print(max(f"{n * k:.1f}" for k in (1, 2)), len(", ".join(f"{n * k:.1f}" for k in (1, 2))))
+
+
+def one_of_equal_texts(loss: Tensor, twin: Any) -> None:
+    print(", ".join(f"{v:.0f}" for v in (round(loss.item()), 1.0, 0.0)))
+
+
 def two_numbers(loss: Tensor, twin: Any) -> None:
     print("%.3f %.3f" % (loss.item(), loss.item() * 2))
     print("{:.3f} {:.3f}".format(loss.item(), loss.item() * 2))
@@ -181,6 +236,13 @@ def formats_of_others(loss: Tensor, twin: Any) -> None:
         formats_of_others,
         two_numbers,
         equal_texts,
+        upper,
+        in_order,
+        two_in_an_element,
+        begun_before,
+        a_list_of_texts,
+        chosen_elements,
+        one_of_equal_texts,
     ],
 )
 def test_text_that_goes_elsewhere_is_as_in_eager(after: Any) -> None:
