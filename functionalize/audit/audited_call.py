@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ from functionalize.walk.live_places import NO_PLACES
 log = logging.getLogger("functionalize")
 
 
-# What else differs after the step, as text: of its recorder, and its effects in Python.
-Also = Callable[[Recorder, Sequence[Any]], str | None]
+# What else differs after the step, as text: of its recorder, its effects in Python, and the generators that it moved.
+Also = Callable[[Recorder, Sequence[Any], Container[int]], str | None]
 
 
 class AuditedCall:
@@ -154,7 +154,8 @@ class AuditedCall:
             difference = self._expected.difference(plain_tree(leaves))
         if difference is None and self.also is not None:
             with torch.set_grad_enabled(grad_mode):
-                difference = self.also(comparison.recorder, [effect for effect, _ in effects])
+                found = [effect for effect, _ in effects]
+                difference = self.also(comparison.recorder, found, moving.explained)
         return AuditVerdict(difference)
 
     def _judge(self, verdict: Callable[[], AuditVerdict]) -> None:

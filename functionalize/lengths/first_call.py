@@ -5,41 +5,33 @@
 
 An audit of a recorded program compares ops, results and gradients: the program was recorded at these very sizes, so
 its guards are those of this path through the code. Of a predicted program this is not known, so compared are, too:
-numbers that the code learned, calls that a replay makes again, FSDP2's state, and that the step changed nothing that
-is guarded, as for a recording (`step_state.py`).
+numbers that the code learned, calls that a replay makes again, FSDP2's state, and what every audit compares.
 Invariant: it reads, and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from functionalize.audit.left_state import GuardedBefore, LeftState
 from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState
 from functionalize.ir.scalars import expression_text
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
-from functionalize.state.step_guards import ModuleGuard
 from functionalize.templates.leaves import identity
 from functionalize.walk.roots import Roots
 
 
-class StateBefore(Protocol):
+class StateBefore(GuardedBefore, Protocol):
     """The state when the step began: `EntryState`."""
 
     fsdp: FSDPState
 
     @property
     def roots(self) -> Roots: ...
-
-    @property
-    def modules(self) -> ModuleGuard: ...
-
-    def changed(self, modes: bool = True) -> str | None:
-        """A change that the step made and that a replay would not repeat; None if there is none."""
-        ...
 
 
 class Expected(Protocol):
@@ -58,8 +50,13 @@ class FirstCall:
     expected: Expected
     signature: Signature
 
-    def difference(self, recorder: Recorder, effects: Sequence[Any]) -> str | None:
-        """The first thing that is not as predicted, as text. effects: of the step in Python."""
+    def difference(
+        self, recorder: Recorder, effects: Sequence[Any], explained: Container[int]
+    ) -> str | None:
+        """The first thing that is not as predicted, as text.
+
+        effects: of the step in Python. explained: ids of the generators from which it draws, too.
+        """
         learned = sorted(_learned(recorder))
         expected = sorted(_fact(f.expression, f.value) for f in self.signature.facts)
         if learned != expected:
@@ -70,10 +67,8 @@ class FirstCall:
         known = {identity(fact) for fact in self.expected.program.facts}
         if recorder.checks.once or any(identity(f) not in known for f in recorder.calls.facts):
             return "the step makes calls on which other guards stand than in recorded calls"
-        changed = self.before.changed(modes=False)
-        if changed is not None:
-            return f"the step {changed}"
-        return self._fsdp()
+        left = LeftState(self.before, self.expected.effects)
+        return left.difference(recorder, effects, explained) or self._fsdp()
 
     def _fsdp(self) -> str | None:
         after = FSDPState.now(list(self.before.roots.modules.values()))

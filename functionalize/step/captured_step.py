@@ -79,8 +79,6 @@ log = logging.getLogger("functionalize")
 class CapturedStep(ReplayedStep):
     """A training step that is recorded in its steady state and replayed after."""
 
-    _hooks_run_outside = False  # whether autograd runs the hooks of plain parameters after a replay
-
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(train_step, options)
         functools.update_wrapper(self, train_step)

@@ -19,6 +19,8 @@ import torch
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize.audit.audited_call import AuditedCall
 from functionalize.audit.comparison import AuditVerdict
+from functionalize.audit.left_state import LeftState
+from functionalize.audit.signature import Signature
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.lengths.first_call import FirstCall
@@ -65,6 +67,8 @@ _COLLECTIVES_DIFFER = (
 
 class ReplayedStep:
     """The programs of a step, and the calls that they cover."""
+
+    _hooks_run_outside = False  # whether autograd runs the hooks of plain parameters after a replay
 
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         self.stats = Stats()
@@ -252,6 +256,12 @@ class ReplayedStep:
         self._cache.used(cached)
         self._kinds.replayed(self._cache.key_of(cached))
         try:
+            if cached.signature is not None:
+                before = self._state_before(call, cached.signature)
+                audited.also = LeftState(before, cached.effects).difference
+        except Exception as error:  # the op stream and the results are compared alone
+            log.error("a bug in functionalize, please report it: an audit failed", exc_info=error)
+        try:
             with only_young_collections():
                 result = audited.run(self._fn, call.args, call.kwargs, call.spec)
         except Exception:
@@ -284,6 +294,18 @@ class ReplayedStep:
             self.stats.differed(message)
             self._cache.drop(cached)
         return message
+
+    def _state_before(self, call: Invocation, signature: Signature) -> EntryState:
+        """What a step may change and a replay may not: read before an audited call."""
+        return EntryState.now(
+            self._fn,
+            call.leaves,
+            Recorder(True, live=signature.live),
+            self._changed_hyperparameters,
+            leaf_names(self._fn, call.spec),
+            self._hooks_run_outside,
+            signature.moving.live if signature.moving is not None else NO_PLACES,
+        )
 
     # -- predictions ---------------------------------------------------------------------------
 
@@ -329,18 +351,10 @@ class ReplayedStep:
         """The first call of a predicted program: it runs for real; if it is another one, the program is dropped."""
         signature = cached.signature
         assert signature is not None
-        places = signature.moving.live if signature.moving is not None else NO_PLACES
         self._cache.drop(cached)
         self.stats.audits += 1
         try:
-            before = EntryState.now(
-                self._fn,
-                call.leaves,
-                Recorder(True, live=signature.live),
-                self._changed_hyperparameters,
-                leaf_names(self._fn, call.spec),
-                live=places,
-            )
+            before = self._state_before(call, signature)
         except Exception as error:  # recordings refuse such objects by name
             result = self._fn(*call.args, **call.kwargs)
             self._mispredicted(cached, call, f"its state cannot be read: {error}")

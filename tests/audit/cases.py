@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.walk.cases import HELD, MOVED, READ
+from tests.walk.cases import HELD, MOVED, READ, TENSORS
 
 Loss = Callable[[Tensor], Tensor]
 Made = tuple[Loss, Callable[[], object] | None]
@@ -46,7 +46,7 @@ def holder(**values: Any) -> Any:
 
 def hidden(name: str) -> Callable[[nn.Module], Made]:
     """A case of `tests.walk`: what code reads, what holds it, what moves when it is read."""
-    make, number, change = {**READ, **HELD, **MOVED}[name]
+    make, number, change = {**READ, **HELD, **MOVED, **TENSORS}[name]
 
     def made(model: nn.Module) -> Made:
         held = holder(value=make())
@@ -61,7 +61,11 @@ def hidden(name: str) -> Callable[[nn.Module], Made]:
     return made
 
 
-CASES |= {name: hidden(name) for name in (*READ, *HELD, *MOVED)}
+# By its place a replay finds an element of another tuple, and another attribute of a parameter.
+_FOUND_BY_PLACE = {"a tuple", "a tensor of a parameter"}
+CASES |= {
+    name: hidden(name) for name in (*READ, *HELD, *MOVED, *TENSORS) if name not in _FOUND_BY_PLACE
+}
 
 
 # -- code of base classes, ops and geometries --------------------------------------------------------
@@ -218,6 +222,76 @@ def a_loader(model: nn.Module) -> Made:
     torch.manual_seed(0)
     loader = iter(DataLoader(TensorDataset(torch.randn(200, 6)), batch_size=None))
     return lambda x: (model(x) + model(next(loader)[0])).square().mean(), None
+
+
+# -- what the step moves and no op reads -------------------------------------------------------------
+
+
+@case("a count in a function's attribute")
+def a_count(model: nn.Module) -> Made:
+    def loss(x: Tensor) -> Tensor:
+        loss.calls += 1  # type: ignore[attr-defined]
+        found: Tensor = model(x).square().mean()
+        return found
+
+    loss.calls = 0  # type: ignore[attr-defined]
+    return loss, None
+
+
+@case("an activation that a forward keeps")
+def an_activation(model: nn.Module) -> Made:
+    class Remembers(nn.Module):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x.detach() * 2
+            return x
+
+    model.remembers = Remembers()
+    return lambda x: model.remembers(model(x)).square().mean(), None
+
+
+@case("an activation that a hook keeps")
+def an_activation_of_a_hook(model: nn.Module) -> Made:
+    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+        module.last = out.detach() * 2
+
+    model.register_forward_hook(keep)
+    return lambda x: model(x).square().mean(), None
+
+
+class Sink:
+    """Behind a module, as a framework keeps metrics."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, list[Tensor]] = {}
+
+    def log(self, name: str, value: Tensor) -> None:
+        self.metrics.setdefault(name, []).append(value)
+
+
+@case("metrics that a module logs")
+def metrics(model: nn.Module) -> Made:
+    model.trainer = Sink()  # type: ignore[assignment]
+
+    def loss(x: Tensor) -> Tensor:
+        found: Tensor = model(x).square().mean()
+        model.trainer.log("loss", found.detach())  # type: ignore[union-attr, operator]
+        return found
+
+    return loss, None
+
+
+@case("a mode that a later call sets")
+def a_mode(model: nn.Module) -> Made:
+    config = holder(trains=True)
+
+    def loss(x: Tensor) -> Tensor:
+        found: Tensor = model(x).square().mean()
+        model.train(config.trains)
+        return found
+
+    return loss, lambda: setattr(config, "trains", False)
 
 
 @contextlib.contextmanager

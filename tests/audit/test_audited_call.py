@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import sqlite3
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import functionalize as fz
 from functionalize.audit.audit_recorder import AuditRecorder
 from functionalize.audit.comparison import Comparison
+from functionalize.audit.left_state import LeftState
 from functionalize.errors import AuditError, UncapturableError
+from functionalize.step.recording import StepRecording
 from tests.audit.cases import CASES, REPLACEMENTS, Loss, replaced
 from tests.audit.unguarded import unguarded
 from tests.step.twins import batch
@@ -83,6 +89,64 @@ def test_an_audit_alone_finds_a_replaced(name: str) -> None:
         for i in range(8):
             captured(batch(i))
     assert (captured.stats.replays, captured.stats.audit_failures) == (7, 1)
+
+
+def written(name: str, file: Any) -> Callable[[Tensor], object]:
+    """An effect of the step. file: opened before the step begins."""
+    effects: dict[str, Callable[[Tensor], object]] = {
+        "a file": lambda loss: open("new.txt", "a").close(),
+        "an open file": lambda loss: file.write("a step\n"),
+        "a stream": lambda loss: sys.stderr.write("a step\n"),
+        "a descriptor": lambda loss: os.write(file.fileno(), b"a step\n"),
+        "torch.save": lambda loss: torch.save({"n": 1}, "a.pt"),
+        "a database": lambda loss: sqlite3.connect(":memory:").close(),
+        "a process": lambda loss: subprocess.run(["true"], check=True),
+        "the text of a tensor": lambda loss: str(loss),
+        "a formatted tensor": lambda loss: "%s" % loss,  # noqa: UP031
+        "the text of a vector": lambda loss: f"{loss.expand(2)}",
+    }
+    return effects[name]
+
+
+EFFECTS = {
+    "a file": "writes to the file `new.txt`",
+    "an open file": "writes to the file `held.txt`",
+    "a stream": "writes to sys.stderr",
+    "a descriptor": "calls os.write",
+    "torch.save": "saves by torch.save",
+    "a database": "calls sqlite3.connect",
+    "a process": "calls subprocess.Popen",
+    "the text of a tensor": "Python reads a tensor as text",
+    "a formatted tensor": "Python reads a tensor as text",
+    "the text of a vector": "Python reads a tensor as text",
+}
+
+
+@pytest.mark.usefixtures("guards_off")
+@pytest.mark.parametrize("name", EFFECTS)
+def test_an_audit_alone_finds_an_effect(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """A recording that refuses nothing: replays leave out what the step does beside its ops."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(StepRecording, "refusal", lambda self: None)
+    with open("held.txt", "w") as file:
+        effect = written(name, file)
+
+        def make(model: nn.Module) -> Loss:
+            def loss(x: Tensor) -> Tensor:
+                found = model(x).square().mean()
+                effect(found.detach())
+                return found
+
+            return loss
+
+        captured = fz.capture(model_and_step(make)[0])
+        until_captured(captured)
+        for i in range(8):
+            captured(batch(i))
+    assert (captured.stats.replays, captured.stats.audit_failures) == (7, 1), captured.explain()
+    assert EFFECTS[name] in captured.stats.differences[0]
 
 
 def scaled_step(config: dict[str, float]) -> Callable[[Tensor], Tensor]:
@@ -258,7 +322,10 @@ def test_what_the_step_returns_is_compared() -> None:
 
 
 @pytest.mark.usefixtures("guards_off")
-def test_an_audited_step_frees_its_old_gradients_when_eager_does() -> None:
+def test_an_audited_step_frees_its_old_gradients_when_eager_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LeftState, "difference", lambda *args: None)  # a list grows
     model, seen = nn.Linear(6, 2), {}
     freed: list[bool] = []
 

@@ -13,7 +13,7 @@ from functionalize.ir.guards import ConstantGuard, NumberGuard
 from functionalize.program.executable import Executable
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.state.step_guards import SlotGuard
-from functionalize.step.step_state import EntryState
+from functionalize.step.step_state import EntryState, ExitState
 
 _KEPT = (SlotGuard, FSDPStateGuard, ConstantGuard, NumberGuard)
 
@@ -31,8 +31,16 @@ def unguarded() -> Iterator[None]:
         finally:
             self.facts = facts
 
+    exit_now = ExitState.now
+
+    def exit_unchanged(*args: Any, **kwargs: Any) -> ExitState:
+        """What a recording leaves, without a look at what it has changed. Audits look."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EntryState, "changed", lambda self, modes=True, explained=(): None)
+            return exit_now(*args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executable, "resolve", without_facts)
-        patch.setattr(EntryState, "changed", lambda self, modes=True, explained=(): None)
+        patch.setattr(ExitState, "now", staticmethod(exit_unchanged))
         patch.setattr(SurroundingsGuard, "refusal", None)
         yield

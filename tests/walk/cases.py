@@ -351,6 +351,26 @@ class Floated(float):
     scale: float
 
 
+class Numbered(int):
+    scale: float
+
+
+class Gathered(set[int]):
+    scale = 1.0
+
+
+class EqualToAll:
+    """Equals everything."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Meta(type):
     scale = 1.0
 
@@ -591,6 +611,22 @@ HELD: dict[str, Case] = {
         lambda: Floated(1.0),
         lambda v: getattr(v, "scale", 1.0) * v,
         set_("scale"),
+    ),
+    "a subclass of int": (
+        lambda: Numbered(1),
+        lambda v: getattr(v, "scale", 1.0) * v,
+        set_("scale"),
+    ),
+    "a subclass of set": (lambda: Gathered([1]), lambda v: v.scale, set_("scale")),
+    "an object that equals all": (
+        lambda: EqualToAll(1.0),
+        lambda v: v.scale,
+        lambda v: EqualToAll(2.0),
+    ),
+    "a key that equals another": (
+        lambda: {1: 1.0},
+        lambda v: 2.0 if type(next(iter(v))) is bool else 1.0,
+        lambda v: {True: 1.0},
     ),
     "a function": (
         lambda: functools.wraps(counted)(lambda x: 1.0),
