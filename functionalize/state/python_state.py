@@ -30,7 +30,7 @@ from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_uses import lines_of_changes
 from functionalize.walk.data_parts import process_generators
 from functionalize.walk.discovery import walked, walked_again
-from functionalize.walk.fact_text import Path, change_text, portable, text_of
+from functionalize.walk.fact_text import Path, change_text, is_live_kind, portable, text_of
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
 from functionalize.walk.walker import PythonState
@@ -163,11 +163,25 @@ def _difference(
         return None
     for new, old, path, was_path in zip(now, facts, paths_now, paths, strict=False):
         if path != was_path:
+            moved = _replaced_holder(facts, paths, now, paths_now)
+            if moved is not None:
+                return f"`{moved}` is another object"
             return f"`{text_of(path)}` is there, was not (`{text_of(was_path)}` was)"
         if new != old:
             return change_text(path, new, old)
     longer, what = (paths_now, "new") if len(now) > len(facts) else (paths, "gone")
     return f"`{text_of(longer[min(len(now), len(facts))])}` is {what}"
+
+
+def _replaced_holder(
+    facts: list[Any], paths: list[Path], now: list[Any], paths_now: list[Path]
+) -> str | None:
+    """The name of an object that another one has replaced, so that a live place in it is none any more; else None."""
+    live = {text_of(path) for fact, path in zip(now, paths_now, strict=True) if is_live_kind(fact)}
+    for fact, path in zip(facts, paths, strict=True):
+        if is_live_kind(fact) and text_of(path) not in live and path:
+            return text_of(path[0])
+    return None
 
 
 def _entries(roots: Roots) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -223,9 +223,10 @@ class StepRecording:
             first = self.unowned[0]
             where = self._where(lambda r: any(x == first.ref for x in refs_in(r.args)))
             kind = "Python made from numbers" if first.literal else "no module or optimizer holds"
+            found = "" if self._is_unreachable(first) else f"\n  found as `{first.info.name}`"
             return (
                 f"reads a tensor ({first.ref.geometry}) that {kind}, and which may be another one at "
-                f"every step: pass it as an argument\n  first used by {where}"
+                f"every step: pass it as an argument{found}\n  first used by {where}"
             )
         if not self.outliving:
             return None

@@ -49,6 +49,11 @@ def change_text(path: Path, new: Any, old: Any) -> str:
     return f"`{text_of(path)}` is {now}, was {was}"
 
 
+def is_live_kind(fact: Any) -> bool:
+    """Whether a fact is the type of the number at a live place."""
+    return type(fact) is tuple and len(fact) == 2 and fact[0] == "kind" and fact[1] in (int, float)
+
+
 def _attributes(fact: Any) -> Any:
     is_object = isinstance(fact, tuple) and len(fact) == 3 and fact[0] == "object"
     return fact[2] if is_object else None

@@ -616,6 +616,18 @@ def storage_of_a_parameter(w: World) -> Step:
     return step
 
 
+@moves
+def tensor_that_a_hook_keeps(w: World) -> Step:
+    w.kept = {}
+
+    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+        module.last = out.detach()
+        w.kept["last"] = out.detach() * 2
+
+    w.model[0].register_forward_hook(keep)  # type: ignore[index]
+    return lambda x: w.train(x).detach()
+
+
 # -- lists -----------------------------------------------------------------------------------------
 
 
@@ -885,5 +897,83 @@ def element_of_a_tuple(w: World) -> Step:
     def step(x: Tensor) -> Tensor:
         w.pair = (w.pair[0] + 1, "a")
         return w.train(x).detach()
+
+    return step
+
+
+# -- objects that the step replaces by others ------------------------------------------------------
+
+
+@refused(
+    r"`w.meter` is another object\n  `meter` of a World\n  changed at .*w.meter = Average", at=3
+)
+def meter_that_is_made_anew(w: World) -> Step:
+    w.meter = AverageMeter()
+
+    def step(x: Tensor) -> Tensor:
+        w.meter = AverageMeter()
+        loss = w.train(x)
+        w.meter.update(loss.item())
+        return loss.detach()
+
+    return step
+
+
+@refused(
+    r"`w.history` is a list of 2, was a list of 1\n  `history` of a World\n  changed at .*w.history = "
+)
+def list_that_is_extended_by_another(w: World) -> Step:
+    w.history = []
+
+    def step(x: Tensor) -> None:
+        w.history = w.history + [w.train(x).item()]  # noqa: RUF005
+
+    return step
+
+
+@refused(r"`w.recent` is another object\n  `recent` of a World\n  changed at .*w.recent = ", at=3)
+def last_losses(w: World) -> Step:
+    w.recent = [0.0, 0.0, 0.0]
+
+    def step(x: Tensor) -> float:
+        w.recent = [*w.recent[1:], w.train(x).item()]
+        return sum(w.recent)
+
+    return step
+
+
+@refused(r"`w.metrics` is another object\n  `metrics` of a World\n  changed at .*w.metrics = ")
+def metrics_in_a_new_dict(w: World) -> Step:
+    w.metrics = {}
+
+    def step(x: Tensor) -> None:
+        loss = w.train(x)
+        w.metrics = {"loss": loss.detach(), "number": loss.item()}
+
+    return step
+
+
+@refused(r"`w.average.weight` is another tensor|`w.average.0.weight` is another tensor")
+def average_in_a_new_dict(w: World) -> Step:
+    w.average = {k: p.detach().clone() for k, p in w.model.named_parameters()}
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.average = {k: w.average[k] * 0.9 + p.detach() for k, p in w.model.named_parameters()}
+        return loss.detach()
+
+    return step
+
+
+@refused(r"assigns another tensor to `hidden_0`")
+def hidden_state_in_a_new_tuple(w: World) -> Step:
+    w.hidden = (torch.zeros(2), torch.zeros(2))
+
+    def step(x: Tensor) -> Tensor:
+        first, second = w.hidden
+        out: Tensor = w.model(x).mean(0) + first - second
+        w.train(x)
+        w.hidden = (out.detach(), second + 1)
+        return out.detach()
 
     return step
