@@ -8,6 +8,7 @@ world.reset(1)         sets the numbers of holder 1 back, from outside
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 
 class Holder:
-    """Numbers, a tensor, lists and a dict, in attributes."""
+    """Numbers, a tensor, lists, a dict and generators, in attributes."""
 
     def __init__(self) -> None:
         self.count, self.total, self.phase = 0, 0.0, 0
@@ -29,6 +30,12 @@ class Holder:
         self.read: list[Any] = []
         self.by_name: dict[str, Any] = {"count": 0, "loss": 0.0}
         self.numbers = [0, 0.0]
+        self.g, self.rng = torch.Generator().manual_seed(5), random.Random(5)
+
+    @property
+    def drawn(self) -> Any:
+        """The states of its generators."""
+        return self.g.get_state(), self.rng.getstate()
 
 
 def counts(h: Holder, x: Tensor) -> Any:
@@ -107,12 +114,29 @@ def exchanges(h: Holder, x: Tensor) -> Any:
     h.total, h.numbers[1] = h.numbers[1] + 0.5, h.total
 
 
+def draws_noise(h: Holder, x: Tensor) -> Any:
+    return x + torch.randn(x.shape, generator=h.g) * torch.rand((), generator=h.g).item()
+
+
+def draws_in_place(h: Holder, x: Tensor) -> Any:
+    return x * torch.empty_like(x).bernoulli_(0.5, generator=h.g)[torch.randperm(3, generator=h.g)]
+
+
+def draws_a_number(h: Holder, x: Tensor) -> Any:
+    h.total += h.rng.gauss(0, 1)
+    return x * h.rng.uniform(0.5, 1.5)
+
+
+def draws_and_decides(h: Holder, x: Tensor) -> Any:
+    return x * 2 if torch.rand((), generator=h.g).item() < 0.5 else x * 3
+
+
 MOVES: dict[str, Callable[[Holder, Tensor], Any]] = {
     each.__name__: each
     for each in (
         *(counts, counts_and_reads, adds, averages, takes_turns, starts_again, keeps, keeps_and_reads),
         *(appends_a_loss, appends_a_tensor, appends_a_record, appends_and_reads, enters, changes_elements),
-        *(toggles, exchanges),
+        *(toggles, exchanges, draws_noise, draws_in_place, draws_a_number, draws_and_decides),
     )
 }  # fmt: skip
 _HARD = frozenset({"appends_and_reads", "toggles"})  # no program repeats them
@@ -165,11 +189,14 @@ class MovingWorld:
         if at is not None:
             self.held[at].count, self.held[at].total, self.held[at].phase = 0, 0.0, 0
             self.held[at].losses.append("reset")
+            self.held[at].g.manual_seed(7)
+            self.held[at].rng.seed(7)
 
     @property
     def state(self) -> list[Any]:
         """All that the step may move."""
-        return [*map(vars, self.held), *self.layer.state_dict().values()]
+        weights = self.layer.state_dict().values()
+        return [*map(vars, self.held), *weights, *(each.drawn for each in self.held)]
 
 
 @st.composite
