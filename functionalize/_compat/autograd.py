@@ -159,6 +159,11 @@ def hook_functions(tensor: torch.Tensor) -> list[Any]:
     return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
 
 
+def saved_hooks_entry() -> tuple[Any, str]:
+    """(class, name) of the method that makes hooks on saved tensors active."""
+    return torch.autograd.graph.saved_tensors_hooks, "__enter__"
+
+
 def saved_tensor_hooks() -> tuple[Any, ...]:
     """The active default pack and unpack hooks of saved tensors, or () (torch 2.11 to 2.13)."""
     found = torch._C._autograd._top_saved_tensors_default_hooks(True)

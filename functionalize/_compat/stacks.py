@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 import torch
 from torch._C._profiler import (  # makes the content of a CapturedTraceback
@@ -24,6 +25,15 @@ _ENGINE_CODE = (
 def stack_here() -> CapturedTraceback:
     """`CapturedTraceback.extract()` in a third of the time: it imports the module at every call."""
     return CapturedTraceback(_gather(True, False, False), 1)  # Python frames; names cost a third
+
+
+def entered_frame() -> FrameType | None:
+    """The outermost Python frame that the innermost running call of autograd's engine has called; None if none."""
+    frame: FrameType | None = sys._getframe(1)
+    below: FrameType | None = None
+    while frame is not None and frame.f_code is not _ENGINE_CODE:
+        frame, below = frame.f_back, frame
+    return below if frame is not None else None
 
 
 class Stacks:

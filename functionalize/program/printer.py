@@ -131,11 +131,13 @@ def _output_text(role: Any, program: Executable, slots: Sequence[Any]) -> str:
 
 
 def where_text(node: fx.Node) -> str:
-    """Where an op comes from: its phase, its module, what it does for FSDP2."""
+    """Where an op comes from: its phase, its module, what it does for FSDP2, its hook."""
     parts = [phase_of(node), node.meta.get("module")]
     if "fsdp" in node.meta:
         group, role = node.meta["fsdp"]
         parts.append(f"FSDP {role} of {group or 'the root'}")
+    elif "hook" in node.meta:
+        parts.append(node.meta["hook"][0])
     return ", ".join(filter(None, parts))
 
 

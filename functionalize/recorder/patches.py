@@ -14,6 +14,7 @@
                                      ops of an FSDP2 step; labels of FSDP2's are noted
     torch.autograd's engine          the nodes of a backward are noted; one in another thread is refused
     torch.autograd.Function          makes an autograd node, see tape/notes.py
+    saved_tensors_hooks              are noted, see tape/hooks.py
     torch.UntypedStorage.nbytes      in a call to a substituted function only, where resizes are not carried out:
     torch.UntypedStorage.size        the size that the function has set
 
@@ -33,7 +34,7 @@ from typing import Any, Self
 import torch
 from torch.autograd.profiler import record_function
 
-from functionalize._compat.autograd import engine_entry, function_entry
+from functionalize._compat.autograd import engine_entry, function_entry, saved_hooks_entry
 from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
@@ -257,6 +258,17 @@ def _noted_function(original: Any) -> Any:
     return unwrap_dead_wrappers
 
 
+def _noted_saving(original: Any) -> Any:
+    def __enter__(self: Any) -> Any:
+        for recorder in _recorders():
+            if recorder.tape is not None:
+                recorder.tape.saved_by(self.pack_hook, self.unpack_hook)
+        return original(self)
+
+    __enter__.__doc__ = original.__doc__
+    return __enter__
+
+
 def _watched_engine(original: Any) -> Any:
     def _engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not _watchers():
@@ -298,6 +310,8 @@ def _capture_patches() -> Iterator[Patch]:
     yield owner, name, _watched_engine(getattr(owner, name))
     owner, name = function_entry()
     yield owner, name, _noted_function(getattr(owner, name))
+    owner, name = saved_hooks_entry()
+    yield owner, name, _noted_saving(getattr(owner, name))
     work = work_class()
     if work is not None:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +26,12 @@ from functionalize._compat.autograd import (
     autograd_position,
     current_node_leaf,
     next_node_number,
+    saved_tensor_hooks,
 )
-from functionalize._compat.stacks import CapturedTraceback, Stacks, stack_here
+from functionalize._compat.stacks import CapturedTraceback, Stacks, entered_frame, stack_here
 from functionalize.ir.ops import Made, OpRecord
 from functionalize.tape.backwards import BackwardCall, walked
+from functionalize.tape.hooks import is_user_hook, kind_of_hook
 
 
 class FunctionCall(NamedTuple):
@@ -81,6 +84,7 @@ class TapeNotes:
     leaves: the leaves into which a backward has accumulated a gradient.
     marks: which modules were called when, if that was observed (see lifetimes/module_calls.py).
     labels: from a place in the records on, the innermost label of FSDP2's for the profiler, or "".
+    packs: the hooks of the user's that were called for saved tensors.
     place_of: returns the module and the full name of a parameter. class_of: the class of a module, by its name.
     """
 
@@ -92,6 +96,8 @@ class TapeNotes:
         self.marks: list[ModuleMark] = []
         self.labels: list[tuple[int, str]] = []
         self._labels: list[str] = []
+        self.packs: set[CodeType] = set()
+        self._unpacks: set[CodeType] = set()
         self.place_of: Callable[[Tensor], tuple[str, str]] = _nowhere
         self.class_of: Callable[[str], str] = _no_class
         self._used: dict[int, Leaf] = {}  # by the id of the tensor
@@ -105,6 +111,7 @@ class TapeNotes:
     def start(self) -> None:
         """The recording begins, or goes on, in this thread."""
         self._main, self.made = threading.get_ident(), next_node_number()
+        self.saved_by(*saved_tensor_hooks())
 
     def thread(self) -> int:
         """The running thread; 0 is the thread of the recording."""
@@ -142,6 +149,12 @@ class TapeNotes:
             record.seq_nr = self._leaf()
             if self._stacks.is_shared(record.traceback):
                 record.meta["accumulates"] = True
+        if not self._stacks.is_shared(record.traceback) and (frame := entered_frame()) is not None:
+            inside = record.autograd_node is not None
+            leaf = current_node_leaf() if inside else None
+            kind = kind_of_hook(frame, inside, leaf, self._unpacks)
+            if kind is not None:
+                record.meta["hook"] = kind
         if torch.is_grad_enabled():  # else it makes none
             self._moved(record, args)
 
@@ -171,6 +184,12 @@ class TapeNotes:
         else:
             before, self.made = self.made, made
         return before
+
+    def saved_by(self, *hooks: Any) -> None:
+        """Tensors that autograd saves go through these hooks: that which packs, and that which unpacks."""
+        if len(hooks) == 2 and all(map(is_user_hook, hooks)):
+            self.packs.add(hooks[0].__code__)
+            self._unpacks.add(hooks[1].__code__)
 
     def labelled(self, label: str | None) -> None:
         """FSDP2 enters a part of its work under a label, or leaves it (None)."""

@@ -19,15 +19,17 @@ import re
 from bisect import bisect_right
 from collections.abc import Container, Iterable
 from operator import itemgetter
+from traceback import FrameSummary
 from typing import Any, NamedTuple
 
 from functionalize._compat.autograd import SEES_FUNCTIONS, is_engine_frame, is_function_frame
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.ops import OpRecord, TensorRef, refs_in
 from functionalize.tape.backwards import BackwardCall
+from functionalize.tape.hooks import PACK
 from functionalize.tape.notes import FunctionCall, TapeNotes
 from functionalize.tape.tape import RecordedBackward, TapeNode
-from functionalize.util.user_stack import line_or_empty
+from functionalize.util.user_stack import line_after, line_or_empty
 
 Key = tuple[int, int]  # thread, number
 Maker = OpRecord | FunctionCall
@@ -171,6 +173,26 @@ class Ownership:
         """The label under which FSDP2 ran an op, or ""."""
         at = bisect_right(self._label_places, self._places[id(record)]) - 1
         return self._notes.labels[at][1] if at >= 0 else ""
+
+    def hook(self, record: OpRecord) -> tuple[str, str] | None:
+        """The kind of the hook in which an op ran, and the user's innermost line in it; None outside of hooks."""
+        kind = record.meta.get("hook")
+        if kind is not None:
+            return kind, line_after(record.traceback, is_engine_frame)
+        if record.phase is not None or not self._notes.packs or record.traceback is None:
+            return None
+        if not any(map(self._is_pack, record.traceback.summary())):
+            return None
+        return PACK, line_after(record.traceback, lambda file, line: False)
+
+    def _is_pack(self, frame: FrameSummary) -> bool:
+        line = frame.lineno or 0
+        return any(
+            frame.filename == code.co_filename
+            and frame.name == code.co_name
+            and line in [at for *_, at in code.co_lines()]
+            for code in self._notes.packs
+        )
 
     def custom(self, record: OpRecord) -> Any:
         """The user's annotations of an op: its own, else those of the op whose backward or recomputation it is."""

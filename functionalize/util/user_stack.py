@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -58,6 +58,14 @@ def line_or_empty(captured: CapturedTraceback | None) -> str:
     """The same as 'file:line, in function: code'; empty where no frame is the user's."""
     frames = user_frames(captured.summary()) if captured is not None else []
     return _text(frames[-1]) if frames else ""
+
+
+def line_after(captured: CapturedTraceback | None, begins: Callable[[str, int], bool]) -> str:
+    """The same of the frames inside the last one for which `begins(file, line)` holds; of all, if there is none."""
+    frames = list(captured.summary()) if captured is not None else []
+    starts = [i for i, f in enumerate(frames) if begins(f.filename, f.lineno or 0)]
+    inside = user_frames(frames[starts[-1] + 1 :] if starts else frames)
+    return _text(inside[-1]) if inside else ""
 
 
 def line_of_traceback(found: TracebackType | None) -> str:
