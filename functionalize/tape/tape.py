@@ -74,4 +74,4 @@ class Tape:
                 lines.append(f"{head:<44}  {node.parameter or node.line}".rstrip())
                 if ran := self.ops.get(node.number):
                     lines.append(f"{'':>12}{', '.join(op.name for op in ran)}")
-        return "\n".join(lines)
+        return "\n".join(lines) or "no backward"

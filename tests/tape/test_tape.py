@@ -159,5 +159,10 @@ def test_passes_and_files_keep_it(step: Any, tmp_path: Path) -> None:
     assert passes.run(first.program, "default").tape().backwards == tape.backwards
 
 
+def test_a_program_without_a_backward_says_so() -> None:
+    program = fz.trace(torch.sin, torch.ones(3))
+    assert str(program.tape()) == "no backward" and not program.tape().nodes
+
+
 def test_two_recordings_have_equal_tapes(step: Any) -> None:
     assert str(captured(step).program.tape()) == str(captured(step).program.tape())
