@@ -65,6 +65,9 @@ PRELOADED = [
 ]
 START_SECONDS = 120.0  # importing torch on a busy machine takes a while
 GRACE_SECONDS = 1.0  # after a failure, for the others to report theirs
+# The server imports torch once; a fork of it takes milliseconds. The first ranks of a pool are processes of their own,
+# so that the ranks hash strings differently, as they do in a job: nothing that they must agree on may depend on it.
+UNFORKED = 1
 
 
 class RankError(RuntimeError):
@@ -173,12 +176,10 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._processes = []
         self._pipes: list[Connection] = []
-        # The server imports torch once; a fork of it takes milliseconds. Rank 0 is a process of its own, so that the
-        # ranks hash strings differently, as they do in a job: nothing that they must agree on may depend on it.
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(PRELOADED)
         for rank in range(world):
-            context: Any = server if rank else multiprocessing.get_context("spawn")
+            context: Any = multiprocessing.get_context("spawn") if rank < UNFORKED else server
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(theirs, rank, world, self._folder.name), daemon=True

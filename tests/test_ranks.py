@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import HungCollectiveWarning, RankError, RankTimeout, run_on_ranks
+from tests import ranks
+from tests.ranks import HungCollectiveWarning, RankError, RankTimeout, close_pools, run_on_ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_pools() -> Iterator[None]:
+    """Most tests here cost a pool, and need nothing that a pool of forks does not have."""
+    close_pools()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "UNFORKED", 0)
+        yield
+    close_pools()
 
 
 class Unpicklable(Exception):
