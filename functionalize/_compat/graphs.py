@@ -60,7 +60,12 @@ class NodeWriter:
         else:
             self._used.add(name)
             self._counts[base] = count + 1
-        return self._append(name, "call_function", target, args, kwargs, nodes)
+        node = fx.Node(self._graph, name, "call_function", target, args, kwargs)
+        self._names[node] = name  # as in `_append`, without its call
+        self._prepend(node)
+        nodes[node] = None
+        self._graph._len += 1
+        return node
 
     def placeholder(self, name: str) -> fx.Node:
         """Append a placeholder."""

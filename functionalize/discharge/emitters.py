@@ -64,7 +64,8 @@ class GraphEmitter(Emitter):
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that calls `target`; `meta["record"]` holds its op record until the graph module is built."""
-        if self.record is not None and self.record.live:
+        record = self.record
+        if record is not None and record.live:
             args, kwargs = map_numbers(self._live, args), map_numbers(self._live, kwargs)
         kind = self._kinds.get(target) or self._kind(target)
         if kind.takes_generator and _has_generator(args, kwargs):
@@ -72,11 +73,18 @@ class GraphEmitter(Emitter):
                 "draws from a torch.Generator argument, which a graph cannot hold: keep the generator in one "
                 "attribute or variable and seed it outside of the step, or use the default generator"
             )
-        return self._node(kind, target, args, kwargs)
+        node = self.nodes.call(target, args, kwargs, kind.name, kind.nodes)
+        if record is not None:
+            node.meta["record"] = record
+        return node
 
     def part(self, values: fx.Node, index: int) -> fx.Node:
         """A node that calls `operator.getitem`; a fused op has hundreds of these."""
-        return self._node(self._getitem, operator.getitem, (values, index), {})
+        kind = self._getitem
+        node = self.nodes.call(operator.getitem, (values, index), {}, kind.name, kind.nodes)
+        if self.record is not None:
+            node.meta["record"] = self.record
+        return node
 
     def _node(self, kind: _Kind, target: Any, args: Any, kwargs: Any) -> fx.Node:
         node = self.nodes.call(target, args, kwargs, kind.name, kind.nodes)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from functionalize.discharge.byte_ranges import Extent
 from functionalize.discharge.layout import UNKNOWN, result_geometries
 from functionalize.discharge.loops import operands_of
 from functionalize.discharge.resize import checked_nbytes, resize
@@ -43,7 +42,7 @@ from functionalize.errors import (
     InvariantError,
     UnsupportedOpError,
 )
-from functionalize.ir.ops import Geometry, OpRecord, TensorRef, map_refs, refs_in
+from functionalize.ir.ops import NESTED, Geometry, OpRecord, TensorRef, map_refs, refs_in
 from functionalize.util.user_stack import located
 
 aten = torch.ops.aten
@@ -154,9 +153,14 @@ class Functionalizer:
 
     def pure(self, record: OpRecord) -> Value:
         """Read every tensor argument, emit the op."""
-        args = map_refs(self.read, record.args)
-        kwargs = map_refs(self.read, record.kwargs) if record.kwargs else {}
-        return self.emit.call(record.target, *args, **kwargs)
+        read = self.read
+        args = [
+            read(a) if type(a) is TensorRef else map_refs(read, a) if type(a) in NESTED else a
+            for a in record.args
+        ]
+        if not record.kwargs:
+            return self.emit.call(record.target, *args)
+        return self.emit.call(record.target, *args, **map_refs(read, record.kwargs))
 
     def _bind(self, record: OpRecord, outputs: Any, values: Value) -> None:
         if type(outputs) is TensorRef:
@@ -179,7 +183,8 @@ class Functionalizer:
         _, device = record.meta["born"][ref.storage]
         self.declare_output(record, ref, self.emit.empty(ref.geometry, device))
         made = self.storages[ref.storage]
-        made.valid, made.intact, made.copied = Extent(), False, why
+        made.intact, made.copied = False, why
+        made.valid.truncate(0)
 
     # -- views ---------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def resize(storage: FunctionalStorage, nbytes: int) -> None:
     if nbytes == 0:
         storage.forget()
         if storage.original_nbytes == 0:
-            root, storage.base = storage.views[storage.root], storage.original_base
+            root, storage.base = storage.top, storage.original_base
             root.hold(storage.base, root.version)
             storage.written = False
     elif nbytes < old:

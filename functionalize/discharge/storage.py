@@ -38,13 +38,12 @@ class FunctionalStorage:
     external: whether it is an input's storage, so that `emit.whole` can read its bytes outside of the root.
     version: the number of writes so far.
     pending: writes that are not in the base yet, or None; base_version: the version of the base without them.
-    valid: the bytes with defined contents.
     copied: of a copy of undefined bytes: what a read of these bytes says; else None.
     written: whether the contents may differ from those on entry.
     entry_lost: whether the contents of entry were dropped (by a resize to 0 bytes).
     intact: never resized nor widened, and the root lies inside: every byte is valid, and reads skip that check.
     widened: whether the root is the whole storage, see Note [Widening the base].
-    views: every geometry seen so far.
+    views: every geometry seen so far. top: that of the root.
     """
 
     serial: int
@@ -63,18 +62,24 @@ class FunctionalStorage:
     entry_lost: bool = False
     widened: bool = False
     copied: str | None = None
-    valid: Extent = field(init=False)
     intact: bool = field(init=False)
     pending: PendingWrites | None = None
     views: dict[Geometry, View] = field(init=False)
+    top: View = field(init=False)
+    _valid: Extent | None = None
 
     def __post_init__(self) -> None:
-        self.base = self.original_base
-        self.nbytes = self.original_nbytes
-        self.valid = Extent((0, self.nbytes))
-        self.intact = self.root.end <= self.nbytes
-        version = self.version if self.nbytes or not self.root.numel else -1
-        self.views = {self.root: View(self.root, None, None, self.base, version)}
+        root, nbytes = self.root, self.original_nbytes
+        self.base, self.nbytes, self.intact = self.original_base, nbytes, root.end <= nbytes
+        version = self.version if nbytes or not root.numel else -1
+        self.top = View(root, None, None, self.base, version)
+        self.views = {root: self.top}
+
+    @property
+    def valid(self) -> Extent:
+        """The bytes with defined contents; of most storages nothing asks for them."""
+        self._valid = self._valid or Extent((0, self.original_nbytes))
+        return self._valid
 
     # -- views ---------------------------------------------------------------------------------
 
@@ -89,7 +94,7 @@ class FunctionalStorage:
         """The view that `view` is derived from (the root if no op was recorded), and the step between them."""
         if view.step is not None and view.parent is not None:
             return self.views[view.parent], view.step
-        return self.views[self.root], self.make_step(self.root, view.geometry)
+        return self.top, self.make_step(self.root, view.geometry)
 
     def _reachable_view(self, geometry: Geometry, emit: Emitter, write: bool = False) -> View:
         """The view of `geometry`, derived from the root; widens the root if it does not contain the geometry."""
@@ -140,7 +145,7 @@ class FunctionalStorage:
         The new root may be a few bytes longer than the storage, to be a whole number of elements of every dtype seen.
         """
         self._flush(emit)
-        window = self.views[self.root]
+        window = self.top
         # Two sources of the new base: the storage as on entry, and the old base, pasted over it if it has been written
         # (or if there is no entry to read). Either may be missing.
         has_entry = bool(self.external and self.original_nbytes and not self.entry_lost)
@@ -167,7 +172,7 @@ class FunctionalStorage:
         if uneven:
             for view in self.views.values():
                 view.version = -1
-        self.views[flat] = View(flat, None, None, whole, self.version)
+        self.top = self.views[flat] = View(flat, None, None, whole, self.version)
         window.parent = window.step = None
         self.widened, self.intact = True, False
 
@@ -322,10 +327,9 @@ class FunctionalStorage:
             view.hold(new, self.version)
 
     def _rebase(self, base: Value) -> None:
-        self.version += 1
-        self.base_version = self.version
+        self.version = self.base_version = self.version + 1
         self.base = base
-        self.views[self.root].hold(base, self.version)
+        self.top.hold(base, self.version)
 
     def _flush(self, emit: Emitter) -> None:
         """Apply the pending writes to the base: by one `cat` where they are adjacent, else one after the other."""
@@ -343,7 +347,7 @@ class FunctionalStorage:
             if view.version >= before:
                 view.version = self.version
         with emit.made_for(order[-1].record):
-            old = partial(self._old_value, self.views[self.root], emit)
+            old = partial(self._old_value, self.top, emit)
             base = joined(emit, self.root, list(writes), old)
         if base is not None:
             self._rebase(base)
@@ -362,7 +366,7 @@ class FunctionalStorage:
         return False
 
     def _old_value(self, view: View, emit: Emitter) -> Value:
-        if self.views[self.root].version >= self.base_version:
+        if self.top.version >= self.base_version:
             return self._regenerate(view, emit)
         return emit.empty(view.geometry, self.device)
 
@@ -370,21 +374,19 @@ class FunctionalStorage:
 
     def retake_views(self) -> None:
         """Make every view stale, so that its next read starts from the base; not if the base lacks a pending write."""
-        root = self.views[self.root]
-        if self.pending or root.version != self.version:
+        if self.pending or self.top.version != self.version:
             return
-        root.output_lists = None
+        self.top.output_lists = None
         for view in self.views.values():
-            if view is not root:
+            if view is not self.top:
                 view.version = -1
 
     def forget(self) -> None:
         """Drop the contents: no view has a current value, no byte is valid."""
-        self.version += 1
-        self.base_version = self.version
+        self.version = self.base_version = self.version + 1
         self.pending = None
-        self.valid, self.intact = Extent(), False
-        self.entry_lost = True
+        self.valid.truncate(0)
+        self.intact, self.entry_lost = False, True
 
     def keep_prefix(self, nbytes: int) -> None:
         """Only the first `nbytes` bytes remain valid; the base's value is still current for those."""
@@ -392,9 +394,7 @@ class FunctionalStorage:
         self.intact = False
         if self.pending:
             return
-        root = self.views[self.root]
-        is_current = root.version == self.version
-        self.version += 1
+        before, self.version = self.version, self.version + 1
         self.base_version = self.version
-        if is_current:
-            root.version = self.version
+        if self.top.version == before:
+            self.top.version = self.version

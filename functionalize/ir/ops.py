@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -137,7 +137,13 @@ def _overlap(dims: list[tuple[int, int]], numel: int, span: int) -> bool:
 
 
 _ENUMERATED = 2**14
-_NO_NEG = frozenset({torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+_NO_BITS = frozenset({torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+# By dtype, which lazy bits a tensor may have: 0: none, 1: the negative one, 2: the conjugate one, too.
+_LAZY_BITS = {
+    dtype: 0 if dtype in _NO_BITS else 1 + dtype.is_complex
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
@@ -151,9 +157,11 @@ def geometry_fields(tensor: Tensor) -> tuple[Any, ...]:
     To compare with a `Geometry`, which it may equal: a recording compares five tensors per op, and most are known.
     """
     dtype = tensor.dtype
-    neg = dtype not in _NO_NEG and tensor.is_neg()
-    conj = dtype.is_complex and tensor.is_conj()
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, conj, neg
+    bits = _LAZY_BITS[dtype]
+    if not bits:
+        return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, False, False
+    conj = bits == 2 and tensor.is_conj()
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, conj, tensor.is_neg()
 
 
 def contiguous_geometry(size: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Geometry:
@@ -183,7 +191,7 @@ def map_refs(fn: Callable[[TensorRef], Any], arg: Any) -> Any:
         return fn(arg)
     if kind is list or kind is tuple:
         new = [
-            fn(a) if type(a) is TensorRef else map_refs(fn, a) if type(a) in _NESTED else a
+            fn(a) if type(a) is TensorRef else map_refs(fn, a) if type(a) in NESTED else a
             for a in arg
         ]
         return new if kind is list else tuple(new)
@@ -192,7 +200,21 @@ def map_refs(fn: Callable[[TensorRef], Any], arg: Any) -> Any:
     return arg
 
 
-_NESTED = frozenset({list, tuple, dict})
+NESTED = frozenset({list, tuple, dict})  # what arguments of ops may be nested in
+
+
+def storages_in(records: Iterable[OpRecord]) -> set[int]:
+    """The storages of all arguments of ops."""
+    found: set[int] = set()
+    for record in records:
+        for arg in record.args:
+            if type(arg) is TensorRef:
+                found.add(arg[0])
+            elif type(arg) in NESTED:
+                found.update([ref[0] for ref in refs_in(arg)])
+        if record.kwargs:
+            found.update([ref[0] for ref in refs_in(record.kwargs)])
+    return found
 
 
 def refs_in(arg: Any) -> list[TensorRef]:
@@ -210,7 +232,7 @@ def _collect(arg: Any, found: list[TensorRef]) -> None:
         for a in arg:
             if type(a) is TensorRef:
                 found.append(a)
-            elif type(a) in _NESTED:
+            elif type(a) in NESTED:
                 _collect(a, found)
     elif kind is dict:
         for a in arg.values():

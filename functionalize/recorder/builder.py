@@ -118,11 +118,7 @@ class Builder:
             self._declare(serial, indices)
 
     def _declare(self, serial: int, indices: list[int]) -> None:
-        def width(index: int) -> tuple[bool, int]:
-            g = self.inputs[index].geometry
-            return g.is_dense and not g.conj and not g.neg, g.end - g.start
-
-        base = max(indices, key=width) if len(indices) > 1 else indices[0]
+        base = max(indices, key=self._width) if len(indices) > 1 else indices[0]
         spec = self.inputs[base]
         self._base_input[serial] = base
         ref = TensorRef(serial, spec.geometry)
@@ -135,6 +131,10 @@ class Builder:
             if g not in storage.views:
                 version = storage.version if spec.nbytes else -1
                 storage.views[g] = View(g, None, None, self._nodes[index], version)
+
+    def _width(self, index: int) -> tuple[bool, int]:
+        g = self.inputs[index].geometry
+        return g.is_dense and not g.conj and not g.neg, g.end - g.start
 
     def _placeholder(self, spec: InputSpec, serial: int) -> fx.Node:
         node = self.emit.nodes.placeholder(spec.name)
@@ -192,14 +192,15 @@ class Builder:
 
     def run(self, records: Iterable[OpRecord]) -> None:
         """Run the engine over records that follow those of the previous call."""
-        scalars = {id(s.record): s for s in self.recorder.scalars}
+        scalars, run = {id(s.record): s for s in self.recorder.scalars}, self.engine.run
         for record in records:
             # A record may return a number to Python: a frozen one (`scalar`) or a live one (`read`).
             scalar = scalars.get(id(record)) if scalars else None
-            read = record.meta.get("read")
+            meta = record.meta
+            read = meta.get("read") if meta else None
             if scalar is None and read is None:
-                self.engine.run(record)
-                if "accumulates" in record.meta:
+                run(record)
+                if meta and "accumulates" in meta:
                     self._note_gradient(record)
                 continue
             node = self.engine.step(record)
