@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import (  # to copy a constant for real inside
     _disable_current_modes as disable_current_modes,
 )
 from torch.utils._python_dispatch import (  # which recorder is active in this thread
-    _get_current_dispatch_mode_stack as current_modes,
+    _get_dispatch_stack_at as _mode_at,
 )
+from torch.utils._python_dispatch import _len_torch_dispatch_stack as _count_modes
 
 from functionalize._compat.fakes import FakeTensorMode
 
@@ -41,7 +42,6 @@ __all__ = [
     "TorchDispatchMode",
     "auto_functionalized",
     "can_auto_functionalize",
-    "current_modes",
     "disable_current_modes",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
@@ -50,7 +50,18 @@ __all__ = [
 
 
 DISPATCH_CODE = find_torch_dispatch_rule.__code__
+DISPATCH_GLOBALS = (
+    find_torch_dispatch_rule.__globals__
+)  # reading a frame's code is audited, its globals are not
 _CLASS = DISPATCH_CODE.co_varnames[1]
+
+
+def current_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that are active in this thread, the innermost last."""
+    count = _count_modes()
+    if count == 1:  # in most recordings
+        return [_mode_at(0)]
+    return [_mode_at(i) for i in range(count)]
 
 
 def dispatched_to(frame: FrameType) -> type:

@@ -38,10 +38,16 @@ def is_dtensor_type(kind: type) -> bool:
     return issubclass(kind, DTensor)
 
 
+@functools.cache
+def is_dtensor_class(kind: type) -> bool:
+    """Whether a class is DTensor itself, and no subclass."""
+    return is_dtensor_type(kind) and kind.__mro__[1] is torch.Tensor
+
+
 def spec_of_dtensor(made: Any) -> Any:
     """The spec of a DTensor; None for anything else, a subclass of DTensor, and a DTensor that requires a gradient."""
     kind: Any = type(made)
-    if not is_dtensor_type(kind) or kind.__mro__[1] is not torch.Tensor or made.requires_grad:
+    if not is_dtensor_class(kind) or made.requires_grad:
         return None
     return made._spec
 

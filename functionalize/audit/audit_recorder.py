@@ -66,6 +66,7 @@ class AuditRecorder(WatchedRecorder):
         self.comparison: Comparison | None = None
         self.records = ComparedRecords(self)
         self.storages.holds_externals = False
+        self.tape.stacks.handlers = 2
         self._signature = signature
         self._addresses: dict[int, int] = {}  # number of a storage in the signature -> address
         # By id of the op (hashing an op takes longer): what calls it, None for one that `Recorder` handles.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from functionalize._compat.stacks import CapturedTraceback
 from functionalize.audit.digest import Digest, digest
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.inputs import Captured, Source
-from functionalize.ir.ops import OpRecord, TensorRef, refs_in
+from functionalize.ir.ops import OpRecord, TensorRef, refs_in, storages_in
 from functionalize.ir.scalars import LiveNumber, Read, ScalarInput, bottom_up, map_numbers
 from functionalize.program.json_codec import Form, plain_form
 from functionalize.program.program_file import group_arguments
@@ -128,7 +129,7 @@ class Signature:
         """The signature of a recording that has ended and is in the steady state."""
         frozen = {id(each.record): each.value for each in recorder.scalars}
         records = recorder.records[: state.records]
-        rows = tuple([row_of(record, id(record) in frozen) for record in records])
+        rows = tuple([row_of(r, bool(frozen) and id(r) in frozen) for r in records])
         facts = [
             NumberFact(row.read, frozen[id(record)])
             for row, record in zip(rows, records, strict=True)
@@ -141,7 +142,7 @@ class Signature:
         pairs = zip(rows, records, strict=True)
         with_numbers = [row for row, record in pairs if record.live]
         leaves = tuple([leaf_of(leaf, recorder) for leaf in state.leaves])
-        used = {ref.storage for row in rows for ref in refs_in([row.args, row.kwargs])}
+        used = storages_in(records)
         used |= {ref.storage for ref in refs_in([parts for parts in leaves if type(parts) is list])}
         outside = [e for e in recorder.storages.externals if e.ref.storage in used]
         sources, literals = [], {}
@@ -178,26 +179,26 @@ def row_of(record: OpRecord, reads: bool) -> Row:
     args = tuple([a if type(a) in _KEPT else constant(a) for a in args])
     if kwargs:
         kwargs = {k: constant(v) for k, v in kwargs.items()}
-    names_groups = getattr(record.target, "namespace", "") in ("_c10d_functional", "functionalize")
-    for at in group_arguments(record.target) if names_groups else ():
+    for at in _group_arguments(record.target):
         if isinstance(at, int) and at < len(args):
             args = (*args[:at], GroupName(str(args[at])), *args[at + 1 :])
         elif isinstance(at, str) and at in kwargs:
             kwargs = {**kwargs, at: GroupName(str(kwargs[at]))}
-    read = record.meta.get("read")
+    read = gradients = None
+    if record.meta:
+        read, gradients = record.meta.get("read"), record.meta.get("gradients")
     if read is None and reads:
         read = Read(record)
-    gradients = record.meta.get("gradients")
-    return Row(
-        record.target,
-        args,
-        kwargs,
-        record.outputs,
-        record.resized,
-        gradients,
-        read,
-        record.traceback,
-    )
+    outputs, resized = record.outputs, record.resized
+    fields = (record.target, args, kwargs, outputs, resized, gradients, read, record.traceback)
+    return tuple.__new__(Row, fields)  # half the time of calling the class
+
+
+@cache
+def _group_arguments(target: Any) -> list[int | str]:
+    """The positions and names of an op's arguments that are names of process groups, of ops that communicate."""
+    space = getattr(target, "namespace", "")
+    return group_arguments(target) if space in ("_c10d_functional", "functionalize") else []
 
 
 _KEPT = frozenset({*_PLAIN, TensorRef, LiveNumber})

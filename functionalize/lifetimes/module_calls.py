@@ -176,13 +176,12 @@ class _WatchedModules:
 def _reporting_call(
     module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    found = [
-        calls
-        for mode in current_modes()
-        if (calls := getattr(mode, "module_calls", None)) is not None
-    ]
-    for calls in found:
-        calls.enter(module)
+    found = []
+    for mode in current_modes():
+        calls = getattr(mode, "module_calls", None)
+        if calls is not None:
+            calls.enter(module)
+            found.append(calls)
     try:
         return (own or module._call_impl)(*args, **kwargs)
     finally:

@@ -11,7 +11,8 @@ Invariant: the texts depend on the collectives alone, not on the rest of the gra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,12 +72,21 @@ def _fingerprint(texts: Sequence[str]) -> int:
 
 def groups_of(target: Any, args: Iterable[Any]) -> list[str]:
     """The names of the process groups that an op communicates in; none for a wait."""
+    names = _names_of_groups(target)
+    return names(args) if names is not None else []
+
+
+@cache
+def _names_of_groups(target: Any) -> Callable[[Iterable[Any]], list[str]] | None:
+    """What finds the names of the groups among the arguments of an op; None for an op that does not communicate."""
     space = getattr(target, "namespace", "")
     if space == "c10d":
-        return [group_name(a) for a in args if is_group(a)]
+        return lambda args: [group_name(a) for a in args if is_group(a)]
     if space == _FUNCTIONAL and not str(target).split(".")[1].startswith(_SILENT):
-        return [a for a in args if isinstance(a, str) and a.lower() not in _REDUCTIONS][-1:]
-    return [a for a in args if isinstance(a, str)][:1] if target is BARRIER else []
+        return lambda args: [
+            a for a in args if isinstance(a, str) and a.lower() not in _REDUCTIONS
+        ][-1:]
+    return (lambda args: [a for a in args if isinstance(a, str)][:1]) if target is BARRIER else None
 
 
 def _text(

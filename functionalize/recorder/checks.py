@@ -121,17 +121,18 @@ class Checks:
             ref = record.args[0]
             if len(ref.geometry.size) > 1 or func is not aten.t_.default:
                 self._check_bounds(ref, "takes a view of")
-        if self._storages.met_resized and not op.reads_no_data:
-            for ref in refs_in([record.args, record.kwargs]):
+        if op.reads_no_data:
+            return
+        refs = refs_in([record.args, record.kwargs])
+        if self._storages.met_resized:
+            for ref in refs:
                 self._check_bounds(ref, "uses")
-        if op.mutating and not op.reads_no_data:
-            expanded = [
-                ref for ref in refs_in([record.args, record.kwargs]) if ref.geometry.overlaps
-            ]
-            for at, name in written_arguments(func):
+        if op.mutating:
+            expanded = [ref for ref in refs if ref.geometry.overlaps]
+            for at, name in written_arguments(func) if expanded else ():
                 inside = at is not None and at < len(record.args)
                 written = record.args[at or 0] if inside else record.kwargs.get(name)
-                for ref in refs_in(written) if expanded else ():
+                for ref in refs_in(written):
                     name = self._storages.infos[ref.storage].name
                     check_overlap(name, ref.geometry)
                     for other in expanded:
@@ -142,10 +143,11 @@ class Checks:
     def after_view(self, record: OpRecord, args: tuple[Any, ...], out: Any) -> None:
         """Raise if a view extends past the end of its storage and eager raises; restore the storage's size.
 
-        To be called after ops on a resized storage and after those that choose their own strides (`op.restrides`).
+        To be called after those that read and write no data, if on a resized storage or with strides of their own
+        (`op.restrides`).
         """
         func = record.target
-        if not is_data_free(func) or func in MAY_GROW or func in CHECKED_INPLACE_VIEWS:
+        if func in MAY_GROW or func in CHECKED_INPLACE_VIEWS:
             return
         for tensor in tensors_in(args):
             info = self._storages.info_of(tensor)

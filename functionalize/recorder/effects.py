@@ -17,7 +17,8 @@ a frame keeps old values until its next call, and the dict of `locals()` changes
 kind of call is watched, and of these none that is kept with the lifetimes of its storages; a call of `locals` ends the
 watch. At the first Python function of an op's dispatch the profile function switches itself off, and the recorder
 switches it on after the op: of 24 events per op of a transformer 8 remain. A watched recording is a twelfth slower, and
-nearly all of that is the two switches, each of which raises an audit event.
+nearly all of that is the two switches, each of which raises an audit event. So does a look at the code of a frame, but
+not one at its globals, which are compared first.
 No condition that is known before the step spares the watch: a write may be in code of a library, which the walk does
 not read, in a method that is found by a computed name, or in a function that the step imports.
 
@@ -50,7 +51,7 @@ from typing import Any
 
 import torch
 
-from functionalize._compat.dispatch import DISPATCH_CODE, dispatched_to
+from functionalize._compat.dispatch import DISPATCH_CODE, DISPATCH_GLOBALS, dispatched_to
 from functionalize.calls.clocks import CLOCKS, clock_text
 from functionalize.calls.doors import Doors
 from functionalize.calls.repeated_calls import repeated_calls, state_patches
@@ -255,7 +256,12 @@ class CallWatch:
 
         def profile(frame: FrameType, event: str, function: Any) -> None:
             if event == "call":
-                if frame.f_code is DISPATCH_CODE and self.pauses and dispatched_to(frame) is mode:
+                if (
+                    frame.f_globals is DISPATCH_GLOBALS
+                    and frame.f_code is DISPATCH_CODE
+                    and self.pauses
+                    and dispatched_to(frame) is mode
+                ):
                     sys.setprofile(None)
                     self.paused = True
             elif event == "c_call" and function.__name__ in _C_FUNCTIONS:
@@ -273,6 +279,11 @@ class CallWatch:
 
         self.profile = profile
 
+    @property
+    def is_on(self) -> bool:
+        """Whether Python calls `profile` now."""
+        return sys.getprofile() is self.profile
+
     def start(self) -> None:
         """Watch, unless the user profiles or a recording around this one watches."""
         self.paused = False
@@ -281,7 +292,7 @@ class CallWatch:
 
     def stop(self) -> bool:
         """Stop watching. Returns whether the watch has seen all calls since `start`."""
-        if sys.getprofile() is not self.profile:
+        if not self.is_on:
             return False
         sys.setprofile(None)
         return True

@@ -150,7 +150,10 @@ _ACTIVE = _ActiveWatchers()
 
 def _watchers() -> list[Any]:
     """The watchers active in this thread, innermost first: a capture may run inside another."""
-    return [mode for mode in reversed(current_modes()) if hasattr(mode, "resize_storage")]
+    modes = current_modes()
+    if len(modes) == 1:
+        return modes if hasattr(modes[0], "resize_storage") else []
+    return [mode for mode in reversed(modes) if hasattr(mode, "resize_storage")]
 
 
 def _recorders() -> list[Watcher]:
@@ -174,8 +177,10 @@ def _watched_resize() -> Any:
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: Any) -> Any:
-        resize = original
-        for watcher in reversed(_watchers()):
+        resize, watchers = original, _watchers()
+        if len(watchers) == 1 and not watchers[0].suspended:
+            return watchers[0].resize_storage(self, size, original)
+        for watcher in reversed(watchers):
             if not watcher.suspended:
                 resize = partial(_resize_in, watcher, resize)
         return resize(self, size)
@@ -237,8 +242,8 @@ def _undispatched(original: Any) -> Any:
             for recorder in _recorders():
                 if recorder.tape is not None:
                     recorder.tape.labelled(self.name if is_entry else None)
-        modes = current_modes()
-        if not modes or not all(hasattr(mode, "resize_storage") for mode in modes):
+        watchers = _watchers()
+        if not watchers or len(watchers) < len(current_modes()):
             return original(self, *args)  # another mode may record the profiler's ops
         with no_python_dispatch():
             return original(self, *args)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from functionalize._compat.autograd import autograd_position
 from functionalize._compat.dispatch import disable_current_modes, is_traceable_wrapper_subclass_type
@@ -49,6 +50,7 @@ from functionalize.util.user_stack import located
 aten = torch.ops.aten
 _LIFT_FRESH = aten.lift_fresh.default
 _DEVICE = torch.ops.prim.device.default
+_TENSORS = frozenset({Tensor, Parameter})
 _CONSTANTS = frozenset({bool, int, float, str, NoneType, torch.dtype})
 _NO_BYTES = Geometry((0,), (1,), 0, torch.uint8)
 
@@ -222,7 +224,7 @@ class Recorder(Watcher):
         storages.met_resized = False
         if self._stand_ins is not None:
             args, kwargs = self._to_fake(args), self._to_fake(kwargs)
-        record.args = tuple([ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in args])
+        record.args = tuple([ref(a) if type(a) in _TENSORS else self._map_in(a) for a in args])
         if kwargs:
             record.kwargs = {k: self._map_in(v) for k, v in kwargs.items()}
         if self._met_number or (scalars is not None and scalars.carrying is not None):
@@ -303,7 +305,7 @@ class Recorder(Watcher):
             return self._ref(arg)
         if isinstance(arg, (list, tuple)):
             ref = self._ref
-            return [ref(a) if isinstance(a, Tensor) else self._map_in(a) for a in arg]
+            return [ref(a) if type(a) in _TENSORS else self._map_in(a) for a in arg]
         if kind in SYMBOLIC:
             self._met_number = True
         return placed(arg) if kind is torch.device else arg
@@ -317,7 +319,7 @@ class Recorder(Watcher):
 
     def _finish(self, op: OpKind, record: OpRecord, args: Any, kwargs: Any, out: Any) -> None:
         storages = self.storages
-        if op.restrides or storages.met_resized:
+        if op.reads_no_data and (op.restrides or storages.met_resized):
             self.checks.after_view(record, args, out)
         if record.target is RESIZE_STORAGE:
             storages.note_size(storage_of(args[0]))
@@ -367,8 +369,10 @@ class Recorder(Watcher):
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
         """`UntypedStorage.resize_` was called, which does not dispatch; `original` carries it out."""
-        record = OpRecord(RESIZE_STORAGE, (), {}, None, (), stack_here(), *autograd_position())
-        record.tape = self.tape
+        record = OpRecord(RESIZE_STORAGE, (), {}, None, (), stack_here())
+        if not self.tape.is_off:
+            record.seq_nr, record.autograd_node, record.phase = autograd_position()
+            record.tape = self.tape
         info = self.storages.info_at(storage)
         size = plain(size)
         try:

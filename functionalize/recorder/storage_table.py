@@ -22,9 +22,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.storages import WeakStorage
 from functionalize.ir.ops import Geometry, TensorRef, geometry_fields, geometry_of
 from functionalize.recorder.op_kinds import check_plain, storage_of
 
@@ -32,8 +32,8 @@ _new_tuple = tuple.__new__  # makes a named tuple in half the time of calling it
 _NOT_HELD = torch.empty(0)
 
 
-class StorageInfo:
-    """The table's entry for one storage.
+class StorageInfo(WeakStorage):
+    """The table's entry for one storage; a weak reference to it.
 
     serial: its number. name: for messages. nbytes, original_nbytes: its size now, and when the table first saw it.
     resized: whether a tensor on it may extend past its end.
@@ -49,7 +49,6 @@ class StorageInfo:
         "resized",
         "seen",
         "serial",
-        "weak",
     )
 
     def __init__(
@@ -60,12 +59,12 @@ class StorageInfo:
         geometry: Geometry | None = None,
     ) -> None:
         """geometry: of the tensor, if it is known, so that it is not read."""
+        self._reference = storage._weak_ref()  # `WeakStorage.__init__`, without its call
         self.serial, self.address = serial, storage._cdata
-        self.weak = StorageWeakRef(storage)
-        self.nbytes = self.original_nbytes = storage.nbytes()
+        self.nbytes = self.original_nbytes = nbytes = storage.nbytes()
         self.device = tensor.device
         self.name = "a temporary"
-        self.resized = self.nbytes == 0
+        self.resized = nbytes == 0
         self.seen = _new_tuple(TensorRef, (serial, geometry or geometry_of(tensor)))
 
     def ref(self, tensor: Tensor) -> TensorRef:
@@ -74,11 +73,6 @@ class StorageInfo:
         if fields != self.seen[1]:
             self.seen = _new_tuple(TensorRef, (self.serial, _new_tuple(Geometry, fields)))
         return self.seen
-
-    @property
-    def alive(self) -> bool:
-        """Whether the storage still exists."""
-        return not self.weak.expired()
 
 
 class External:
@@ -171,15 +165,13 @@ class StorageTable:
         info.name, ref = name, info.seen
         held = literal
         if held is None:
-            held = self._held(tensor) if holds else _NOT_HELD
+            held = self._held(tensor) if holds and self.holds_externals else _NOT_HELD
         if info.resized:
             self.keep_size(info, storage)
         self.externals.append(External(info, ref, held, literal is not None))
         return ref
 
     def _held(self, tensor: Tensor) -> Tensor:
-        if not self.holds_externals:
-            return _NOT_HELD
         if tensor.grad_fn is None:
             return tensor
         with disable_current_modes():  # neither this recording nor an enclosing one records it
@@ -196,7 +188,11 @@ class StorageTable:
             info = self.infos[ref.storage]
         if info.resized:
             self.met_resized = True
-        return info.ref(tensor)
+        fields = geometry_fields(tensor)  # `info.ref(tensor)`, without its call
+        seen = info.seen
+        if fields != seen[1]:
+            seen = info.seen = _new_tuple(TensorRef, (info.serial, _new_tuple(Geometry, fields)))
+        return seen
 
     def out_ref(self, tensor: Tensor) -> TensorRef:
         """The reference to a result of an op. If its storage is new, the op has allocated it."""
@@ -239,8 +235,10 @@ class StorageTable:
 
     def _add(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
         check_plain(tensor)
-        info = StorageInfo(len(self.infos), tensor, storage)
-        self.register(info)
+        infos = self.infos
+        info = StorageInfo(len(infos), tensor, storage)
+        self._by_address[info.address] = info  # `register`, without its call
+        infos.append(info)
         if self._observer is not None:
             self._observer.storage_seen(info, storage)
         return info

@@ -22,6 +22,7 @@ class WatchedRecorder(Recorder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._calls = CallWatch(recorded_checks, type(self))
+        self.tape.stacks.handlers = 2
 
     def start(self) -> None:
         super().start()
@@ -40,3 +41,12 @@ class WatchedRecorder(Recorder):
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             sys.setprofile(calls.profile)
+
+    def resize_storage(self, storage: Any, size: Any, original: Any) -> Any:
+        if not self._calls.is_on or not self._calls.pauses:
+            return super().resize_storage(storage, size, original)
+        sys.setprofile(None)
+        try:
+            return super().resize_storage(storage, size, original)
+        finally:
+            sys.setprofile(self._calls.profile)

@@ -24,7 +24,7 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source, watch
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
-from functionalize.util.tensor_wrappers import is_plain, plain_tensors_by_path
+from functionalize.util.tensor_wrappers import is_plain, local_tensor, plain_tensors_by_path
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.parts import Held
@@ -180,6 +180,10 @@ def _watch_parameters(optimizer: torch.optim.Optimizer, group: int, facts: Uncha
 
 def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Source, Tensor]]:
     """`value` itself, or the plain tensors inside it, each with its source."""
+    local = local_tensor(value)
+    if local is not None:
+        yield name, Inner(source, "_local_tensor"), local
+        return
     for path, tensor in plain_tensors_by_path(value):
         short = ".".join([name, *(part for part in path if part != "_local_tensor")])
         yield short, reduce(Inner, path, source), tensor

@@ -20,7 +20,7 @@ from torch import Tensor
 from functionalize.ir.inputs import Argument, Source
 from functionalize.ir.ops import TensorRef
 from functionalize.recorder.storage_table import StorageTable
-from functionalize.state.alias_guard import AliasPlace
+from functionalize.state.alias_guard import AliasPlace, address
 from functionalize.state.sources import Gradient, Inner, Slot, candidates, slots
 from functionalize.walk.roots import Roots
 
@@ -52,13 +52,17 @@ class Places:
         widest: dict[int, tuple[str, Source, TensorRef]] = {}
         shared: dict[int, list[AliasPlace]] = {}
         for name, source, tensor in candidates(roots, leaves, held):
-            outer = source.of if isinstance(source, Inner) else source
-            ref = storages.bring_in(tensor, name, holds=not isinstance(outer, Gradient))
-            before = widest.get(ref.storage)
-            if before is None or ref.geometry.end > before[2].geometry.end:
-                widest[ref.storage] = (name, source, ref)
-            place = AliasPlace(name, source, ref.geometry, id(tensor))
-            shared.setdefault(ref.storage, []).append(place)
+            outer = source.of if type(source) is Inner else source
+            ref = storages.bring_in(tensor, name, holds=type(outer) is not Gradient)
+            serial, geometry = ref
+            before = widest.get(serial)
+            place = AliasPlace(name, source, geometry, address(tensor))
+            if before is None:
+                widest[serial], shared[serial] = (name, source, ref), [place]
+                continue
+            shared[serial].append(place)
+            if geometry.end > before[2].geometry.end:
+                widest[serial] = (name, source, ref)
         return Places(roots, leaves, held, widest, shared)
 
     def arguments(self) -> set[int]:

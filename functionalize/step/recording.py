@@ -44,7 +44,7 @@ from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
 from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
 from functionalize.ir.inputs import Call, Captured, chain_of
-from functionalize.ir.ops import OpRecord, refs_in
+from functionalize.ir.ops import OpRecord, refs_in, storages_in
 from functionalize.ir.outputs import Constant, OutputRole
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
@@ -53,7 +53,7 @@ from functionalize.recorder.op_kinds import kind_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.run.boxed import boxed
-from functionalize.state.alias_guard import SharedGuard
+from functionalize.state.alias_guard import SharedGuard, address
 from functionalize.state.arguments import hidden
 from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable
@@ -131,8 +131,7 @@ class StepRecording:
     @functools.cached_property
     def _used(self) -> set[int]:
         """The storages of all arguments of ops."""
-        records = self.recorder.records
-        return {ref.storage for r in records for ref in refs_in([r.args, r.kwargs])}
+        return storages_in(self.recorder.records)
 
     def _is_unreachable(self, external: External) -> bool:
         return external.ref.storage not in self.entry.places.widest
@@ -156,7 +155,7 @@ class StepRecording:
     @property
     def summary(self) -> RecordingSummary:
         """The part with which the next recording is compared."""
-        pins = (*(e.info.weak for e in self.unowned), *(i.weak for i in self.outliving))
+        pins = (*(e.info for e in self.unowned), *self.outliving)
         lists, previous = self.entry.moving.live.lists, self.previous
         places = LivePlaces(self._moved, lists) | self.exit.moved
         seen = (self._moves,) if self._moves is not None else ()
@@ -217,7 +216,7 @@ class StepRecording:
             return f"{recorder.checks.once[0]}, in a cached function: at one call only"
         if recorder.checks.repeated and recorder.checks.is_watched is None:
             return f"{recorder.checks.repeated[0]}: recorded once more, to see whether it reads a clock"
-        if not recorder.live and (recorder.scalars or liftable(self.entry.roots.optimizers)):
+        if awaits_live_numbers(recorder, self.entry):
             return "reads numbers that may change: recorded once more, with these live"
         if self.unowned and (previous is None or self.identities != previous.identities):
             first = self.unowned[0]
@@ -304,6 +303,8 @@ class StepRecording:
     def dropped(self, program: Program) -> list[Gradient]:
         """The slots that a replay of `program` empties first, see `state/dropped_gradients.py`."""
         entry, records = self.entry, self.recorder.records
+        if not entry.deaths:
+            return []
         places = (place for s in self._used for place in entry.places.shared.get(s, ()))
         read = {id(source) for place in places for source in chain_of(place.source)}
         latest = 0
@@ -317,7 +318,7 @@ class StepRecording:
         """Whether a tensor object was in some place on entry."""
         shared, ref = self.entry.places.shared, self.recorder.storages.ref
         return any(
-            place.tensor == id(inner)
+            place.tensor == address(inner)
             for inner in plain_tensors(leaf)
             for place in shared.get(ref(inner).storage, ())
         )
@@ -351,6 +352,14 @@ class StepRecording:
                 yield TensorInput(name, ref, source)
             else:
                 yield TensorInput(external.info.name, external.ref, Captured(external.tensor))
+
+
+def awaits_live_numbers(recorder: Recorder, entry: EntryState) -> bool:
+    """Whether a recording is not kept, since the next one has numbers live that are constants in this one.
+
+    Known before the step runs if it has an optimizer.
+    """
+    return not recorder.live and bool(recorder.scalars or liftable(entry.roots.optimizers))
 
 
 def _is_read(record: OpRecord) -> bool:

@@ -21,6 +21,7 @@ no rank waits for a rank that has refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,7 +49,7 @@ from functionalize.step.outcome import (
     Verdict,
     WarmUp,
 )
-from functionalize.step.recording import RecordingSummary, StepRecording
+from functionalize.step.recording import RecordingSummary, StepRecording, awaits_live_numbers
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.step.vote import Level, RankVote, Rendezvous, reads_numbers
 from functionalize.util.text import without_numbers
@@ -147,12 +148,13 @@ def record(
         entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside, live)
         recorder.arguments = entry.places.arguments()
         observer = recorder.observer
-        calls = (
-            observer.notes.calls
-            if isinstance(observer, LifetimeObserver)
-            else ModuleCalls(numbered=False)
-        )
-        calls.register(entry.roots)
+        if isinstance(observer, LifetimeObserver):
+            calls = observer.notes.calls
+        else:
+            calls = ModuleCalls(numbered=False)
+            recorder.tape.is_off = awaits_live_numbers(recorder, entry)
+        if not recorder.tape.is_off:
+            calls.register(entry.roots)
     except Exception as error:
         return Refused.of(error)
     hyperparameters = lifted(entry.roots.optimizers, entry.hyperparameters, recorder)
@@ -161,7 +163,7 @@ def record(
         with (
             hyperparameters as hyper,
             MovingState(entry.moving, recorder) as moving,
-            calls.observing(recorder),
+            nullcontext() if recorder.tape.is_off else calls.observing(recorder),
             recorder,
         ):
             result = fn(*call.args, **call.kwargs)

@@ -27,6 +27,7 @@ from functionalize.ir.guards import ConstantGuard, Guard, frozen_constant
 from functionalize.ir.inputs import Argument, Call, Source, chain_of
 from functionalize.ir.outputs import SourceItself
 from functionalize.recorder.recorder import Recorder
+from functionalize.state.alias_guard import address
 from functionalize.state.arguments import flatten_result
 from functionalize.state.dropped_gradients import watch
 from functionalize.state.hyperparameters import Key, liftable
@@ -158,11 +159,11 @@ class EntryState:
         moves alike.
         """
         call = Call(self.leaves, [])
-        for name, source, was, address in self.fixed:
+        for name, source, was, at in self.fixed:
             try:
                 if source.resolve(call) is not was:
                     return f"assigns another tensor to `{name}`"
-                if address_of(was) != address:
+                if address_of(was) != at:
                     return f"gives `{name}` another storage (`.data = ...` or `set_`)"
             except (LookupError, AttributeError):
                 return f"removes `{name}`"
@@ -318,7 +319,11 @@ def _places_of(
         storage = recorder.storages.ref(inner).storage
         for place in entry.places.shared.get(storage, ()):
             source = next(s for s in chain_of(place.source) if not isinstance(s, Inner))
-            if place.tensor != id(inner) or isinstance(source, Argument) or id(source) in assigned:
+            if (
+                place.tensor != address(inner)
+                or isinstance(source, Argument)
+                or id(source) in assigned
+            ):
                 continue
             if isinstance(source, ModuleTensor) and (id(source.entries), source.name) in swapped:
                 continue  # it holds FSDP2's sharded and unsharded parameter in turn; each has another source

@@ -25,6 +25,7 @@ from functionalize._compat.autograd import (
     FIRST_OF_LEAVES,
     autograd_position,
     current_node_leaf,
+    in_backward,
     next_node_number,
     saved_tensor_hooks,
 )
@@ -48,11 +49,16 @@ class FunctionCall(NamedTuple):
     marks: int
 
 
-class Leaf(NamedTuple):
-    """A leaf that the step uses. maker: the first op or `Function` that used it, for which autograd made its node."""
+class Leaf:
+    """A leaf that the step uses. maker: the first op or `Function` that used it, for which autograd made its node.
 
-    weak: weakref.ref[Tensor]
-    maker: OpRecord | FunctionCall | None
+    number: of the node that accumulates its gradient, in the numbering of the recording; 0: none has.
+    """
+
+    __slots__ = ("maker", "number", "weak")
+
+    def __init__(self, leaf: Tensor, maker: OpRecord | FunctionCall | None) -> None:
+        self.weak, self.maker, self.number = weakref.ref(leaf), maker, 0
 
 
 class Accumulated(NamedTuple):
@@ -86,6 +92,7 @@ class TapeNotes:
     labels: from a place in the records on, the innermost label of FSDP2's for the profiler, or "".
     packs: the hooks of the user's that were called for saved tensors.
     place_of: returns the module and the full name of a parameter. class_of: the class of a module, by its name.
+    is_off: whether nothing is noted, since no program is made of the recording.
     """
 
     def __init__(self, records: list[OpRecord]) -> None:
@@ -100,12 +107,12 @@ class TapeNotes:
         self._unpacks: set[CodeType] = set()
         self.place_of: Callable[[Tensor], tuple[str, str]] = _nowhere
         self.class_of: Callable[[str], str] = _no_class
-        self._used: dict[int, Leaf] = {}  # by the id of the tensor
-        self._numbers: dict[int, int] = {}  # id of a `Leaf` in `leaves` -> the number of its node
+        self.is_off = False
+        self._used: dict[int, Leaf] = {}  # by the address of the tensor
         self.resolved: Any = None  # see `ownership.ownership_of`
         self.made = 0
         self._main = 0
-        self._stacks = Stacks()
+        self.stacks = Stacks()
         self._made: dict[int, int] = {}  # thread -> the same number, of other threads
 
     def start(self) -> None:
@@ -120,11 +127,16 @@ class TapeNotes:
 
     def backward_called(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
         """A backward of `outputs` begins. inputs: if it is of these alone."""
+        if self.is_off:
+            return
         call = walked(outputs, inputs, self._leaf_number, self.thread(), stack_here())
         self.backwards.append(call)
 
     def record(self, func: Any, args: Iterable[Any]) -> OpRecord:
         """The record of an op that is being dispatched; for a mode's handler."""
+        if self.is_off:
+            stack = self.stacks.here() if in_backward() else stack_here()
+            return OpRecord(func, (), {}, None, (), stack)
         seq_nr, node, phase = autograd_position()
         if phase is None:
             # Outside of a backward no stack is shared: the calling frame need not be looked up.
@@ -132,7 +144,7 @@ class TapeNotes:
             if next_node_number() != self.made:
                 self._moved(record, args)
         else:
-            stack = self._stacks.here()
+            stack = self.stacks.here()
             record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase, None, self)
             self._in_backward(record, args)
         if fx_traceback.current_meta:
@@ -147,9 +159,9 @@ class TapeNotes:
             record.thread = self.thread()
         if record.seq_nr is not None and record.seq_nr >= FIRST_OF_LEAVES:
             record.seq_nr = self._leaf()
-            if self._stacks.is_shared(record.traceback):
+            if self.stacks.is_shared(record.traceback):
                 record.meta["accumulates"] = True
-        if not self._stacks.is_shared(record.traceback) and (frame := entered_frame()) is not None:
+        if not self.stacks.is_shared(record.traceback) and (frame := entered_frame()) is not None:
             inside = record.autograd_node is not None
             leaf = current_node_leaf() if inside else None
             kind = kind_of_hook(frame, inside, leaf, self._unpacks)
@@ -160,8 +172,11 @@ class TapeNotes:
 
     def _moved(self, record: OpRecord, args: Iterable[Any]) -> None:
         """Note the nodes that were made since the op before, and the leaves among the arguments."""
-        thread, made = self.thread(), next_node_number()
-        before = self._swap(thread, made)
+        made, thread = next_node_number(), threading.get_ident()
+        if thread == self._main:
+            before, self.made = self.made, made
+        else:
+            before = self._swap(thread, made)
         if made > before:
             record.makes = Made(before, made - 1, torch.is_grad_enabled())
             self._use(args, record)
@@ -170,9 +185,9 @@ class TapeNotes:
         for a in args:
             if isinstance(a, Tensor):
                 if a.requires_grad and a.is_leaf:
-                    found = self._used.get(id(a))
+                    found = self._used.get(_address(a))
                     if found is None or found.weak() is not a:
-                        self._used[id(a)] = Leaf(weakref.ref(a), maker)
+                        self._used[_address(a)] = Leaf(a, maker)
             elif type(a) is list or type(a) is tuple:
                 self._use(a, maker)
 
@@ -193,6 +208,8 @@ class TapeNotes:
 
     def labelled(self, label: str | None) -> None:
         """FSDP2 enters a part of its work under a label, or leaves it (None)."""
+        if self.is_off:
+            return
         if label is not None:
             self._labels.append(label)
         elif self._labels:
@@ -201,6 +218,8 @@ class TapeNotes:
 
     def function_called(self, args: Iterable[Any]) -> None:
         """An `autograd.Function` is about to make its node. It makes one also without need for gradients."""
+        if self.is_off:
+            return
         thread, number = self.thread(), next_node_number()
         self._swap(thread, number + 1)
         needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
@@ -216,10 +235,13 @@ class TapeNotes:
         return None if leaf is None else self._leaf_number(leaf)
 
     def _leaf_number(self, leaf: Tensor) -> int:
-        found = self._used.get(id(leaf))
+        found = self._used.get(_address(leaf))
         if found is None or found.weak() is not leaf:
-            found = self._used[id(leaf)] = Leaf(weakref.ref(leaf), None)
-        number = self._numbers.setdefault(id(found), -1 - len(self.leaves))
-        if number == -1 - len(self.leaves):
+            found = self._used[_address(leaf)] = Leaf(leaf, None)
+        if not found.number:
+            found.number = -1 - len(self.leaves)
             self.leaves.append(Accumulated(found, *self.place_of(leaf)))
-        return number
+        return found.number
+
+
+_address = object.__hash__  # `id` raises an audit event, which takes longer

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from functionalize._compat.dispatch import is_traceable_wrapper_subclass
+from functionalize._compat.distributed import is_dtensor_class
 
 _PLAIN = frozenset({Tensor, nn.Parameter})  # a parameter of a subclass has the subclass's type
 
@@ -25,10 +26,22 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
+def local_tensor(value: Any) -> Tensor | None:
+    """The plain tensor inside a `DTensor` of torch's own type, the usual wrapper; None may also mean undecided."""
+    kind: Any = type(value)
+    if not is_dtensor_class(kind):
+        return None
+    local: Tensor = value._local_tensor
+    return local if is_plain(local) else None
+
+
 def plain_tensors(value: Any) -> list[Tensor]:
     """The plain tensors inside a value: itself, or those of a wrapper subclass."""
     if is_plain(value):
         return [value]
+    local = local_tensor(value)
+    if local is not None:
+        return [local]
     return [tensor for _, tensor in plain_tensors_by_path(value)]
 
 

@@ -94,6 +94,28 @@ def test_record_raises_what_the_step_raises_and_restores_torch() -> None:
     assert current_modes() == modes
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_recording_that_will_not_be_kept_has_no_notes_about_autograd(live: bool) -> None:
+    """The first one of a step with an optimizer, whose learning rate is live in the next one. It has lines."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = Recorder(ignore_fake=True, live=live, for_real=True)
+    run = record(step, invocation(torch.ones(1, 2)), first, frozenset())
+    assert isinstance(run, RecordedRun)
+    notes = first.tape
+    assert live is bool(notes.marks) is bool(notes.leaves) is bool(notes.backwards)
+    assert live is any(r.makes is not None for r in first.records)
+    assert live is any(r.autograd_node is not None for r in first.records)
+    assert all(r.traceback is not None for r in first.records)
+    assert isinstance(judge(run, None, None), Steady if live else WarmUp)
+
+
 # -- judge -----------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import functionalize as fz
 from functionalize._compat.distributed import fake_process_group
-from functionalize.util.tensor_wrappers import is_plain, plain_tensors, plain_tensors_by_path
+from functionalize.util.tensor_wrappers import (
+    is_plain,
+    local_tensor,
+    plain_tensors,
+    plain_tensors_by_path,
+)
 
 
 def test_a_tensor_is_inside_itself() -> None:
@@ -46,6 +51,20 @@ def test_the_mesh_of_a_dtensor_is_no_tensor() -> None:
         sharded = DTensor.from_local(local, init_device_mesh("cpu", (2,)))
         ((path, inner),) = plain_tensors_by_path(sharded)
         assert path == ("_local_tensor",) and inner is sharded._local_tensor
+        assert local_tensor(sharded) is inner and plain_tensors(sharded)[0] is inner
+
+
+def test_the_local_tensor_is_that_of_a_plain_dtensor() -> None:
+    class Own(DTensor):
+        pass
+
+    with fake_process_group(0, 2):
+        nested = DTensor.from_local(
+            TwoTensor(torch.ones(2), torch.zeros(2)), init_device_mesh("cpu", (2,))
+        )
+        assert local_tensor(nested) is None and len(plain_tensors(nested)) == 2
+        own = Own.__new__(Own, torch.ones(2), nested._spec, requires_grad=False)
+    assert [local_tensor(value) for value in (own, torch.ones(2), 3, None)] == [None] * 4
 
 
 def read_and_free(wrapper: Any) -> Tensor:
