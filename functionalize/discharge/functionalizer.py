@@ -304,6 +304,9 @@ class Functionalizer:
         if target is None:
             return
         for i, ref in enumerate(target):
+            if have is None and type(ref) is TensorRef:  # `put`, without three calls
+                self.storage(ref.storage).write(ref.geometry, self.part(value, i), self.emit)
+                continue
             each = have[i] if isinstance(have, list) else have
             self._write_result(ref, self.part(value, i), each)
 

@@ -255,7 +255,7 @@ class FunctionalStorage:
 
     def check_writable(self, geometry: Geometry) -> None:
         """Raise if `geometry` overlaps itself or reaches past the end of the storage."""
-        if geometry.overlaps or geometry.end > self.nbytes:
+        if not geometry.is_writable(self.nbytes):
             check_overlap(self.name, geometry)
             check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "writes")
 

@@ -83,6 +83,11 @@ class Geometry(NamedTuple):
         """Whether two elements share a memory location."""
         return _layout(self).overlaps
 
+    def is_writable(self, nbytes: int) -> bool:
+        """Whether no two elements share memory, and all lie inside a storage of `nbytes` bytes."""
+        layout = _layout(self)
+        return not layout.overlaps and layout.end <= nbytes
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         text = f"{dtype}{list(self.size)}"

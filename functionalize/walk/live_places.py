@@ -63,7 +63,7 @@ class LivePlaces:
 
     def keys_of(self, container: Any) -> frozenset[Any]:
         """The keys of the live places in a container."""
-        return self._keys.get(id(container), _NO_KEYS)
+        return self._keys.get(id(container), _NO_KEYS) if self._keys else _NO_KEYS
 
 
 NO_PLACES = LivePlaces()

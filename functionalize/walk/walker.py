@@ -220,7 +220,7 @@ class PythonState:
         return None
 
     def _is_live_list(self, value: Any) -> bool:
-        if id(value) not in self.live.lists:
+        if not self.live.lists or id(value) not in self.live.lists:
             return False
         if id(value) in self.seen:
             self.shared.add(id(value))
