@@ -4,7 +4,8 @@
 
     eager       the step
     replay      `fz.capture(step, audit=False)`
-    audited     `fz.capture(step, audit=1)`: every call runs for real and is compared
+    late        every call runs for real and is compared, as every 4,001st is by default
+    audited     `fz.capture(step, audit=1)`: also what it changes in Python, and all its effects, as in the early audits
     amortised   what the default schedule adds to a run of so many replays, in percent: the audited calls of the
                 schedule, each by as much as it is slower than a replay
 
@@ -23,6 +24,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,9 +36,26 @@ from benchmarks.machine import machine
 from benchmarks.memory_truth import Case
 from functionalize.audit.schedule import AuditSchedule
 
+
+class Late(AuditSchedule):
+    """Every call is audited as late ones are."""
+
+    def is_thorough(self, call: int) -> bool:
+        """Never."""
+        return False
+
+
+def audited_late(step: Any) -> Any:
+    """A captured step whose calls are all audited as late ones are."""
+    captured = fz.capture(step, audit=1)
+    captured._options = replace(captured._options, audit=Late(1))
+    return captured
+
+
 WAYS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda step: step,
     "replay": lambda step: fz.capture(step, audit=False),
+    "late": audited_late,
     "audited": lambda step: fz.capture(step, audit=1),
 }
 
@@ -62,17 +81,21 @@ def seconds(layers: int, width: int, runs: int = 9) -> dict[str, float]:
 def amortised(found: dict[str, float], steps: int) -> float:
     """Percent that the default schedule adds to `steps` replays."""
     schedule = AuditSchedule.of("auto")
-    audits = sum(schedule.is_due(call) for call in range(1, steps + 1))
-    return 100 * audits * (found["audited"] / found["replay"] - 1) / steps
+    calls = [call for call in range(1, steps + 1) if schedule.is_due(call)]
+    thorough = sum(map(schedule.is_thorough, calls))
+    seconds = thorough * found["audited"] + (len(calls) - thorough) * found["late"]
+    return 100 * (seconds / found["replay"] - len(calls)) / steps
 
 
 def table(rows: dict[tuple[int, int, int], dict[str, float]], steps: int) -> str:
     """One row for each depth, width and number of ranks."""
-    lines = ["layers  width  ranks  eager ms  replay ms  audited ms  audited/eager  amortised %"]
+    lines = [
+        "layers  width  ranks  eager ms  replay ms  late ms  audited ms  audited/eager  amortised %"
+    ]
     for (layers, width, ranks), found in rows.items():
-        eager, replay, audited = (1e3 * found[way] for way in WAYS)
+        eager, replay, late, audited = (1e3 * found[way] for way in WAYS)
         lines.append(
-            f"{layers:<8}{width:<7}{ranks:<7}{eager:>8.1f}{replay:>11.1f}{audited:>12.1f}"
+            f"{layers:<8}{width:<7}{ranks:<7}{eager:>8.1f}{replay:>11.1f}{late:>9.1f}{audited:>12.1f}"
             f"{audited / eager:>15.2f}{amortised(found, steps):>13.2f}"
         )
     return "\n".join(lines)

@@ -29,6 +29,7 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.inputs import Call
 from functionalize.ir.ops import OpRecord, TensorRef
 from functionalize.recorder.op_kinds import kind_of
+from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import StorageInfo
 from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.state.drawing import GeneratorState
@@ -59,10 +60,11 @@ class ComparedRecords(list[OpRecord]):
 
 
 class AuditRecorder(WatchedRecorder):
-    """Follows a signature. comparison: None until `begin`."""
+    """Follows a signature. comparison: None until `begin`. watches: whether the profile function sees its calls."""
 
-    def __init__(self, signature: Signature) -> None:
+    def __init__(self, signature: Signature, watches: bool = False) -> None:
         super().__init__(ignore_fake=True, live=signature.live)
+        self._watches = watches
         self.comparison: Comparison | None = None
         self.records = ComparedRecords(self)
         self.storages.holds_externals = False
@@ -95,7 +97,10 @@ class AuditRecorder(WatchedRecorder):
         return self.comparison
 
     def start(self) -> None:
-        super().start()
+        if self._watches:
+            super().start()
+        else:
+            Recorder.start(self)
         self.storages.holds_externals = False
 
     # -- ops -----------------------------------------------------------------------------------

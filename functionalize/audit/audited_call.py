@@ -46,7 +46,7 @@ Also = Callable[[Recorder, Sequence[Any], Container[int]], str | None]
 class AuditedCall:
     """A call that is about to run, and afterwards its verdict; None: the audit itself has failed.
 
-    also: asked where nothing else differs.
+    also: asked where nothing else differs; then a profile function sees the effects of the step, too.
     """
 
     def __init__(
@@ -98,7 +98,10 @@ class AuditedCall:
         signature = self._signature
         if signature is None:
             return fn(*args, **kwargs)
-        recorder, leaves = AuditRecorder(signature), arguments.flatten(args, kwargs)[0]
+        recorder, leaves = (
+            AuditRecorder(signature, self.also is not None),
+            arguments.flatten(args, kwargs)[0],
+        )
         try:
             with torch.no_grad():
                 comparison = self._begin(signature, recorder)

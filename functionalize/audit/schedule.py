@@ -7,9 +7,11 @@
 
 The calls of each program are counted from its capture. Call 2**k is audited k - 3 calls later, and the long distance
 is a prime: a value that changes with a period of 2, 4 or 8 calls would have its recorded value at every call 2**k or
-4000 * k. The distance bounds the cost: 33 audits in 100,000 calls are less than 0.3 % of the replays, as long as an
-audited call takes less than ten of them; 6 to 7.6 are measured (`benchmarks/audit.py`). Each of them compares results,
-too, where these can be compared: that is the smaller part of its time.
+4000 * k. The distance bounds the cost: 33 audits in 100,000 calls are less than 0.3 % of the replays, as long as a late
+audit takes less than eight of them, 6 to 7.6 are measured (`benchmarks/audit.py`), and an early one thirteen, 10.2 to
+11.7. Each of them compares results, too, where these can be compared: that is the smaller part of its time.
+What the step changed in Python, and effects that only a profile function sees, cost as much again: of the default
+schedule the early calls alone are compared so (`is_thorough`), 9 of the 33, and all calls of a schedule of one's own.
 Invariant: the schedule depends on the program's own calls alone. Ranks that vote audit together if one of them is due.
 """
 
@@ -55,3 +57,7 @@ class AuditSchedule:
         if self.every is None:
             return call in _EARLY or (call > 2**_LAST and call % _EVERY == 0)
         return self.every > 0 and call % self.every == 0
+
+    def is_thorough(self, call: int) -> bool:
+        """Whether what such a call changes in Python, and all its effects, are looked at."""
+        return self.every is not None or call in _EARLY

@@ -256,7 +256,8 @@ class ReplayedStep:
         self._cache.used(cached)
         self._kinds.replayed(self._cache.key_of(cached))
         try:
-            if cached.signature is not None:
+            is_thorough = self._options.audit.is_thorough(cached.replays + cached.audits)
+            if cached.signature is not None and is_thorough:
                 before = self._state_before(call, cached.signature)
                 audited.also = LeftState(before, cached.effects).difference
         except Exception as error:  # the op stream and the results are compared alone

@@ -27,8 +27,12 @@ def test_no_short_period_hides_a_change(period: int) -> None:
     assert {call % period for call in calls} == set(range(period))
 
 
-def test_audits_that_take_ten_replays_are_less_than_0_3_percent_of_them() -> None:
-    assert len(due("auto", 100_000)) * (10 - 1) < 0.003 * 100_000
+def test_audits_that_take_eight_replays_and_early_ones_thirteen_are_less_than_0_3_percent() -> None:
+    calls, schedule = due("auto", 100_000), AuditSchedule.of("auto")
+    thorough = [call for call in calls if schedule.is_thorough(call)]
+    assert thorough == calls[:9]
+    assert (len(calls) - 9) * (8 - 1) + 9 * (13 - 1) < 0.003 * 100_000
+    assert all(map(AuditSchedule.of(3).is_thorough, due(3, 9000)))
 
 
 def test_a_number_is_a_distance() -> None:
