@@ -51,9 +51,18 @@ def without_reports(value: Any) -> Any:
     return value.args[1] if isinstance(value, ReportedCall) else value
 
 
+_MODULES = importlib.import_module("torch.nn.modules.module")
+_OPTIMIZERS = importlib.import_module("torch.optim.optimizer")
+
+
 def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:
     """(description, ids) of the global hooks of modules and optimizers; ids are never reused (torch 2.11 to 2.13)."""
     return tuple((f"the global {name}", tuple(_not_ours(table))) for name, table in _hook_tables())
+
+
+def has_hooks_of_everything() -> bool:
+    """Whether there may be global hooks of modules and optimizers."""
+    return any(table for _, table in _hook_tables())
 
 
 def global_hooks() -> list[Any]:
@@ -62,16 +71,14 @@ def global_hooks() -> list[Any]:
 
 
 def _hook_tables() -> tuple[tuple[str, dict[int, Any]], ...]:
-    from torch.nn.modules import module
-    from torch.optim import optimizer
-
+    modules, optimizers = _MODULES, _OPTIMIZERS
     return (
-        ("forward pre-hooks", module._global_forward_pre_hooks),
-        ("forward hooks", module._global_forward_hooks),
-        ("backward pre-hooks", module._global_backward_pre_hooks),
-        ("backward hooks", module._global_backward_hooks),
-        ("step pre-hooks", optimizer._global_optimizer_pre_hooks),
-        ("step post-hooks", optimizer._global_optimizer_post_hooks),
+        ("forward pre-hooks", modules._global_forward_pre_hooks),
+        ("forward hooks", modules._global_forward_hooks),
+        ("backward pre-hooks", modules._global_backward_pre_hooks),
+        ("backward hooks", modules._global_backward_hooks),
+        ("step pre-hooks", optimizers._global_optimizer_pre_hooks),
+        ("step post-hooks", optimizers._global_optimizer_post_hooks),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,12 +29,37 @@ class Call:
     """One replay: the flat leaves of the arguments, and the inputs resolved so far.
 
     committed: whether the replay may have changed something. memo: what sources remember during the call.
+    owners: of places in which the replay leaves tensors, if they are known.
     """
 
     leaves: Sequence[Any]
     inputs: list[Any]
     committed: bool = False
     memo: dict[Any, Any] = field(default_factory=dict)
+    owners: Owners | None = None
+
+
+class Owners:
+    """Places that are attributes of objects known since an earlier call: hundreds of them are assigned at once.
+
+    known: place -> the object, the name of its attribute.
+    """
+
+    def __init__(self, known: Mapping[Any, tuple[Any, str]]) -> None:
+        self._known = known
+        self._lists: dict[int, tuple[Sequence[Any], list[tuple[Any, str]]]] = {}
+
+    def assign(self, places: Sequence[Any], values: Sequence[Any]) -> bool:
+        """Assign to each place its value. False: some place is not known, and nothing was assigned."""
+        if id(places) not in self._lists:
+            found = [self._known[place] for place in places if place in self._known]
+            self._lists[id(places)] = places, found
+        found = self._lists[id(places)][1]
+        if len(found) != len(places):
+            return False
+        for (owner, name), value in zip(found, values, strict=True):
+            setattr(owner, name, value)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

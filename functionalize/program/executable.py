@@ -34,7 +34,7 @@ from functionalize.program.metadata import annotate, tensors_of
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import ownership_of
 from functionalize.tape.tape import RecordedBackward
-from functionalize.util.structure import flatten, paths, sketch
+from functionalize.util.structure import flatten, paths, rebuilder, sketch
 
 _ADVICE = ". Nothing was changed: trace again for arguments like these"
 
@@ -86,6 +86,7 @@ class Executable:
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
     _builder: OutputBuilder | None = field(default=None, init=False, repr=False)
+    _rebuild: Callable[[list[Any]], Any] | None = field(default=None, init=False, repr=False)
     _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False)
 
     @property
@@ -191,8 +192,10 @@ class Executable:
                 homes = apply_epilogue(self.epilogue, call.inputs, results)
             if self._builder is None or self._builder.roles is not self.outputs:
                 self._builder = OutputBuilder(self.outputs)
+                self._rebuild = rebuilder(self.out_spec)
+            assert self._rebuild is not None
             outs = self._builder.build(call, homes, results)
-        return pytree.tree_unflatten(outs, self.out_spec)
+        return self._rebuild(outs)
 
     def results(self, call: Call, vote: Vote | None, writes: bool = False) -> Sequence[Any]:
         """The graph's results, after the guards on numbers; before the epilogue.

@@ -18,11 +18,10 @@ Invariant: if `call` returns a call, then `Executable.resolve` without it would 
 from __future__ import annotations
 
 import logging
-import weakref
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import call as call_of
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -30,9 +29,9 @@ from torch import Tensor
 
 from functionalize._compat.fast_guards import tensor_match
 from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
-from functionalize.ir.inputs import Call, Source, watch
+from functionalize.ir.inputs import Call, Owners, Source, watch
 from functionalize.ir.outputs import SourceItself
-from functionalize.util.unchanged import Unchanged, token
+from functionalize.util.unchanged import Read, Unchanged, reading, token
 
 log = logging.getLogger("functionalize")
 
@@ -74,7 +73,8 @@ class _LastCall:
     """The inputs of a call, by weak references, and the facts by which they were found.
 
     before, after: guards that are asked at every call, before and after the inputs are known.
-    moving: the inputs that are looked up at every call, with their indices.
+    moving: the inputs that are looked up at every call, with their indices. inner: those that are read from the tensors
+    around them, which stay the same: for each index, the tensor and its attribute.
     """
 
     def __init__(
@@ -82,24 +82,37 @@ class _LastCall:
         facts: Unchanged,
         call: Call,
         moving: Sequence[tuple[int, Source]],
+        inner: Mapping[int, tuple[Any, str]],
         before: Sequence[Guard],
         after: Sequence[Any],
         windows: _Windows,
     ) -> None:
         self._facts, self._before, self._after, self._windows = facts, before, after, windows
-        self._moving = moving
-        indices = {index for index, _ in moving}
+        self._owners = Owners(facts.places)
+        self._moving, skipped = moving, {*inner, *(index for index, _ in moving)}
+        order = [i for i in range(len(call.inputs)) if i not in inner]
         self._inputs: list[Callable[[], Any]] = [
-            token(None if i in indices else each) for i, each in enumerate(call.inputs)
+            token(None if i in skipped else call.inputs[i]) for i in order
         ]
+        self._inner: list[Read] = []
+        for name in dict.fromkeys(name for _, name in inner.values()):
+            several = [i for i, (_, each) in inner.items() if each == name]
+            self._inner.append(reading((name,), [inner[i][0] for i in several]))
+            order += several
+        # With one more, since of a single one there is no tuple.
+        self._in_order = itemgetter(*sorted(range(len(order)), key=order.__getitem__), 0)
 
     @staticmethod
     def of(program: Any, call: Call) -> _LastCall | None:
         """Of a call for which all guards have passed just now; None for a program that finds no input by itself."""
         facts, moving = Unchanged(), []
+        inner: dict[int, tuple[Any, str]] = {}
         before = _left(program.facts, call, facts)
         for index, spec in enumerate(program.inputs):
-            if not watch(spec.source, call, facts):
+            wrapper = getattr(spec.source, "wrapper", None)
+            if wrapper is not None and (found := wrapper(call, facts)) is not None:
+                inner[index] = found
+            elif not watch(spec.source, call, facts):
                 moving.append((index, spec.source))
         if len(moving) == len(program.inputs):
             return None
@@ -109,6 +122,9 @@ class _LastCall:
         whole = [g for g in others if isinstance(g, AliasGuard) and g.keeps_apart(indices)]
         after = _left([g for g in others if g not in whole], call, facts)
         after += _left([r for r in program.outputs if isinstance(r, SourceItself)], call, facts)
+        elsewhere = {id(tensor) for tensor, _ in facts.aliases}
+        for index in [i for i in inner if id(call.inputs[i]) in elsewhere]:
+            facts.attribute(*inner.pop(index))  # another place must hold the same object
         facts.freeze()
         fixed = {id(t) for i, t in enumerate(call.inputs) if i not in dict(moving)}
         aliases = [
@@ -116,17 +132,21 @@ class _LastCall:
         ]  # they stay the same object
         facts.aliases.clear()
         tensors = _Windows(indices, dict(moving), call.inputs, aliases, bool(whole))
-        return _LastCall(facts, call, moving, before, after, tensors)
+        return _LastCall(facts, call, moving, inner, before, after, tensors)
 
     def repeated(self, leaves: Sequence[Any]) -> Call | None:
         """The next call with its inputs; None: something may have changed."""
         if not self._facts.hold():
             return None
-        call = Call(leaves, [])
+        call = Call(leaves, [], owners=self._owners)
         try:
             if any(guard.failure(call) is not None for guard in self._before):
                 return None
-            inputs = call.inputs = list(map(call_of, self._inputs))
+            found = list(map(call_of, self._inputs))
+            for read in self._inner:
+                found += read()
+            *inputs, _ = self._in_order(found)
+            call.inputs = inputs
             for index, source in self._moving:
                 inputs[index] = source.resolve(call)
             if not self._windows.hold(inputs):
@@ -156,18 +176,31 @@ class _Windows:
         each = {id(tensor): (tensor, i) for tensor, i in aliases}.values()
         fixed = [i for i in indices if i not in moving]
         moved = [i for i in indices if i in moving]
-        self._fixed, self._moved, self._are_apart = fixed, moved, are_apart
+        self._fixed, self._moved = fixed, moved
         self._aliases = [token(tensor) for tensor, i in each if i not in moving]
         self._moved_aliases = [(token(tensor), moved.index(i)) for tensor, i in each if i in moving]
         tensors = self._tensors(inputs)
         self._match = tensor_match(tensors)
-        self._offsets = array("q", map(_offset, tensors))
+        # A tensor of the size of its storage has no place for an offset.
+        self._with_offsets = [i for i, t in enumerate(tensors) if not _is_whole(t)]
+        self._offsets = self._offsets_of(tensors)
         storages = list(map(_storage, tensors))
-        self._sizes = array("q", map(_nbytes, storages))
-        # The object of a storage lives as long as the storage, so a weak reference names it.
-        del storages[len(fixed) + len(self._aliases) :]
-        self._storages = list(map(weakref.ref, storages))
-        self._known = frozenset(map(id, storages))
+        self._sizes = _sizes_of(storages)
+        self._apart = len(tensors) if are_apart else len(fixed) + len(self._aliases)
+        first: dict[Any, int] = {}
+        for at, storage in enumerate(storages):
+            first.setdefault(storage, at)
+        shared = [
+            (at, first[storage]) for at, storage in enumerate(storages) if first[storage] < at
+        ]
+        if not are_apart:  # `AliasGuard` is asked which inputs share a storage
+            places = len(tensors) - len(self._moved_aliases)
+            shared = [(at, to) for at, to in shared if at >= places or at < self._apart]
+        self._shared, self._sharing = [at for at, _ in shared], [to for _, to in shared]
+        self._count = len(set(storages[: self._apart]))
+
+    def _offsets_of(self, tensors: Sequence[Any]) -> array[int]:
+        return array("q", map(_offset, map(tensors.__getitem__, self._with_offsets)))
 
     def _tensors(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The tensors whose storages stay the same, and the others."""
@@ -177,23 +210,28 @@ class _Windows:
         return [*same, *map(read, self._moved), *moved]
 
     def hold(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether each tensor is the same window on a storage of the same size, shared by the same tensors."""
+        """Whether each tensor is the same window on a storage of the same size, shared by the same tensors.
+
+        Of storages it is compared which tensors share one.
+        """
         tensors = self._tensors(inputs)
         if not tensors:
             return True
-        if not self._match(tensors) or array("q", map(_offset, tensors)) != self._offsets:
+        if not self._match(tensors) or self._offsets_of(tensors) != self._offsets:
             return False
         storages = list(map(_storage, tensors))  # the same object for the same storage
-        if not all(map(is_, map(call_of, self._storages), storages)):
+        if _sizes_of(storages) != self._sizes or len(set(storages[: self._apart])) != self._count:
             return False
-        if array("q", map(_nbytes, storages)) != self._sizes:
-            return False
-        moved, count = storages[len(self._storages) :], len(self._moved)
-        others = set(map(id, moved[:count]))
-        if self._are_apart and not (len(others) == count and self._known.isdisjoint(others)):
-            return False
-        pairs = zip(moved[count:], self._moved_aliases, strict=True)
-        return all(storage is moved[at] for storage, (_, at) in pairs)
+        read = storages.__getitem__
+        return all(map(is_, map(read, self._shared), map(read, self._sharing)))
+
+
+def _sizes_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    return list(map(_nbytes, storages))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 _storage, _nbytes = Tensor.untyped_storage, torch.UntypedStorage.nbytes

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from functionalize.ir.inputs import Call
 from functionalize.ir.ops import OpRecord
-from functionalize.state.sources import Gradient, Slot
+from functionalize.state.sources import Gradient, Slot, assign
 
 Deaths = MutableMapping[
     int, int
@@ -65,8 +65,7 @@ def droppable(
 
 def drop(call: Call, slots: Sequence[Gradient]) -> None:
     """Empty the slots."""
-    for slot in slots:
-        slot.assign(call, None)
+    assign(call, slots, [None] * len(slots))
 
 
 def put_back(call: Call, slots: Sequence[Gradient]) -> None:

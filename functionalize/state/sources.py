@@ -162,11 +162,15 @@ class Inner:
     def resolve(self, call: Call) -> Any:
         return getattr(self.of.resolve(call), self.attribute)
 
+    def wrapper(self, call: Call, facts: Unchanged) -> tuple[Any, str] | None:
+        """The tensor around it, as long as the facts hold, and the attribute; None: unknown."""
+        return (self.of.resolve(call), self.attribute) if watch(self.of, call, facts) else None
+
     def watched(self, call: Call, facts: Unchanged) -> bool:
-        if not watch(self.of, call, facts):
-            return False
-        facts.attribute(self.of.resolve(call), self.attribute)
-        return True
+        found = self.wrapper(call, facts)
+        if found is not None:
+            facts.attribute(*found)
+        return found is not None
 
 
 def _watch_parameters(optimizer: torch.optim.Optimizer, group: int, facts: Unchanged) -> bool:
@@ -296,8 +300,16 @@ def leave(
         for slot in slots:
             slot.assign(call, None)
     effects.apply()
-    for slot, gradient in zip(slots, gradients, strict=True):
-        slot.assign(call, gradient)
+    if effects.assigned:  # the slots may be found elsewhere now
+        call.owners = None
+    assign(call, slots, gradients)
+
+
+def assign(call: Call, slots: Sequence[Slot], values: Sequence[Tensor | None]) -> None:
+    """Assign to each slot its value."""
+    if call.owners is None or not call.owners.assign(slots, values):
+        for slot, value in zip(slots, values, strict=True):
+            slot.assign(call, value)
 
 
 def _may_have_grad(source: Source, value: Tensor) -> bool:

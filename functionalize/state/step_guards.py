@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from functionalize._compat.autograd import HOOKS_OF_TENSORS, hooks_of, saved_tensor_hooks
-from functionalize._compat.dispatch import function_modes
-from functionalize._compat.modules import hooks_of_everything
+from functionalize._compat.dispatch import FLAGS, function_modes
+from functionalize._compat.modules import has_hooks_of_everything, hooks_of_everything
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call, Source, watch
 from functionalize.state.hyperparameters import Key, is_liftable
@@ -33,6 +33,9 @@ class ModeGuard:
     def now() -> ModeGuard:
         """The guard for the modes as they are."""
         return ModeGuard(_modes())
+
+    def watched(self, call: Call, facts: Unchanged) -> None:
+        facts.read(_modes_without_names)
 
     def failure(self, call: Call) -> str | None:
         for (name, old), (_, new) in zip(self.facts, _modes(), strict=True):
@@ -60,6 +63,15 @@ def _modes() -> tuple[tuple[str, Any], ...]:
         ("the function modes", tuple(map(_mode_text, function_modes()))),
         *hooks_of_everything(),
     )
+
+
+def _modes_without_names() -> list[Any]:
+    """The same values."""
+    found = [read() for read in FLAGS]
+    found += map(torch.is_autocast_enabled, ("cpu", "cuda"))
+    found += torch.get_autocast_dtype("cpu"), torch.backends.mha.get_fastpath_enabled()
+    found += tuple(map(_spot, saved_tensor_hooks())), tuple(map(_mode_text, function_modes()))
+    return [*found, hooks_of_everything()] if has_hooks_of_everything() else found
 
 
 # Which kernels scaled_dot_product_attention may use. The CPU reads the same flags as CUDA.
@@ -381,6 +393,7 @@ class SlotGuard:
                 left.append(each)
             else:
                 facts.presence(*holder)
+                facts.place(each[0], *holder)
         if not left:
             return None
         slots, names, present = zip(*left, strict=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import OrderedDict, UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import NoneType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -67,6 +67,21 @@ def _is_size(value: Any) -> bool:
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
     """The inverse of `flatten`: opened objects are created without calling their `__init__`."""
     return pytree.tree_unflatten(leaves, spec)
+
+
+def rebuilder(spec: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
+    """A function that does what `unflatten` does, and that copies a list of leaves at once, however long it is."""
+    children, start = spec.children(), 0
+    if spec.type is list and all(child.is_leaf() for child in children):
+        return list
+    if spec.type not in (list, tuple):
+        return lambda leaves: unflatten(leaves, spec)
+    parts: list[tuple[slice, Callable[[list[Any]], Any]]] = []
+    for child in children:
+        parts.append((slice(start, start + child.num_leaves), rebuilder(child)))
+        start += child.num_leaves
+    kind: Any = spec.type
+    return lambda leaves: kind([make(leaves[part]) for part, make in parts])
 
 
 def paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:

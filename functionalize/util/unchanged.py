@@ -41,10 +41,12 @@ class Unchanged:
     """Facts about objects: added one by one, tested together.
 
     aliases: tensors that must stay windows on the storage of an input, each with the index of that input.
+    places: what stands for attributes of objects, each with its object and the name.
     """
 
     def __init__(self) -> None:
         self.aliases: list[tuple[Tensor, int]] = []
+        self.places: dict[Any, tuple[Any, str]] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._dicts: dict[int, _Dict] = {}
         self._lists: list[Any] = []
@@ -122,6 +124,11 @@ class Unchanged:
         elif self._is_new("presence", name, id(owner)):
             self._presence.setdefault(name, []).append(owner)
 
+    def place(self, place: Any, owner: Any, name: str) -> None:
+        """Something stands for `owner.name`, as long as the facts hold."""
+        if not _is_weak(owner):
+            self.places[place] = owner, name
+
     def kind(self, value: Any) -> None:
         """The class of an object."""
         self._kinds.append(value)
@@ -163,10 +170,10 @@ class Unchanged:
             self._same(partial(map, getitem, holders, keys))
         for is_plain, names, owners in _by_names(self._attributes):
             with plain_reads() if is_plain else nullcontext():
-                self._same(_reading(names, owners), is_plain)
+                self._same(reading(names, owners), is_plain)
         for is_plain, names, owners in _by_names(self._presence):
             with plain_reads() if is_plain else nullcontext():
-                self._equal(_presence(_reading(names, owners)), is_plain)
+                self._equal(_presence(reading(names, owners)), is_plain)
         self._same(partial(map, type, self._kinds))
         self._tests += [_States(optimizer).hold for optimizer in self._optimizers]
         for read in self._reads:
@@ -251,6 +258,7 @@ class _Versions:
         self._versions = self._read()
 
     def _read(self) -> array[int]:
+        tuple(self._tables)  # a short loop over all: the processor fetches many at a time
         return array("Q", map(dict_version, self._tables) if dict_version else ())
 
     def hold(self) -> bool:
@@ -369,8 +377,8 @@ def _by_names(
         yield is_plain, found, several
 
 
-def _reading(names: tuple[str, ...], owners: Sequence[Any]) -> Read:
-    """A function that reads the attributes of each owner."""
+def reading(names: tuple[str, ...], owners: Sequence[Any]) -> Read:
+    """A function that reads the attributes of each owner, of which it keeps no tensor alive."""
     read, is_weak = attrgetter(*names), any(map(_is_weak, owners))
     held = list(map(token, owners)) if is_weak else list(owners)
 

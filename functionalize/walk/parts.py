@@ -344,6 +344,17 @@ def of_torch(value: Any, names: NameFilter) -> Parts:
     return Parts(("kind", kind), [attribute(table, key) for key in numbers])
 
 
+def has_only_attributes(value: Any) -> bool:
+    """Whether `of_torch` finds in an object nothing but attributes in its `__dict__`."""
+    kind: Any = type(value)
+    is_plain = kind.__getattribute__ is object.__getattribute__ and not hasattr(kind, "__getattr__")
+    if not is_plain or type(table_of(value)) is not dict:
+        return False
+    return kind.__module__.startswith("torch.") and of_torch(value, NameFilter()) == Parts(
+        ("kind", kind)
+    )
+
+
 def attributes_of_tensor(tensor: Any, table: dict[str, Any], names: NameFilter) -> list[Part]:
     """What a script has assigned to a tensor; of a wrapper, the numbers, since its other attributes are its own.
 

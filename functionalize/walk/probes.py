@@ -38,7 +38,7 @@ from functionalize.walk.data_parts import CLASSES, NAMESPACES
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
 from functionalize.walk.object_parts import is_patchable, parts_of, registered, subclasses
-from functionalize.walk.parts import Held, Part, Parts
+from functionalize.walk.parts import Held, Part, Parts, has_only_attributes
 
 _values = methodcaller("values")
 # Of these types, the parts of an object never change.
@@ -292,12 +292,21 @@ class Probes:
             facts.kind(value)
         for owner, name, _ in self._attributes:
             facts.attribute(owner, name)
+        kinds: set[type] = set()
         for look in self._looks:
-            if type(look[0]) is OrderedDict:  # hooks, nearly always none
+            kind = type(look[0])
+            if kind is OrderedDict:  # hooks, nearly always none
                 facts.table(look[0])
                 facts.table(vars(look[0]))
+            elif has_only_attributes(look[0]) and not self._live.keys_of(vars(look[0])):
+                facts.kind(look[0])
+                facts.attribute(look[0], "__dict__")
+                facts.table(vars(look[0]))
+                kinds.update(kind.__mro__)
             else:
                 facts.read(partial(self._looks_hold, *look))
+        for kind in kinds:  # none of them is given a method or a property
+            facts.names(vars(kind), lambda _: ())
         for read, _ in self._values:
             facts.read(read)
         for optimizer, read, _ in self._optimizers:

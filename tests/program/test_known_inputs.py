@@ -18,7 +18,10 @@ from functionalize._compat.fast_guards import (
     window_in_python,
     window_within,
 )
-from functionalize.state.step_guards import ModuleGuard
+from functionalize.ir.inputs import Call
+from functionalize.state.sources import Gradient
+from functionalize.state.step_guards import ModeGuard, ModuleGuard
+from functionalize.util.unchanged import Unchanged
 from tests.steps import make_step
 
 X = torch.ones(2, 4)
@@ -57,6 +60,53 @@ def test_a_second_replay_asks_no_guard_on_modules(monkeypatch: pytest.MonkeyPatc
     step(X)
     assert found  # and has the words
     assert "training = False, had True" in step.explain()
+
+
+def test_a_second_replay_assigns_gradients_to_known_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _, step = captured_step()
+    looked_up: list[Any] = []
+    assign = Gradient.assign
+    monkeypatch.setattr(Gradient, "assign", lambda *args: looked_up.append(args) or assign(*args))
+    kept = model[0].weight.grad
+    step(X)
+    assert not looked_up and model[0].weight.grad is not kept
+    model[2].weight = nn.Parameter(torch.zeros(2, 4))  # the optimizer has the old one
+    step(X), step(X)
+    assert model[2].weight.grad is not None and looked_up
+
+
+CHANGED_MODES: dict[str, Callable[[], Any]] = {
+    "grad mode": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
+    "attention": lambda: nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH),
+    "a device mode": lambda: torch.device("cpu"),
+    "saved tensors": lambda: torch.autograd.graph.save_on_cpu(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_MODES)
+def test_a_mode_is_noticed_without_asking_its_guard(name: str) -> None:
+    facts = Unchanged()
+    assert ModeGuard.now().watched(Call((), []), facts) is None
+    facts.freeze()
+    assert facts.hold()
+    with CHANGED_MODES[name]():
+        assert not facts.hold()
+    assert facts.hold()
+
+
+def test_a_global_hook_is_noticed_without_asking_its_guard() -> None:
+    facts = Unchanged()
+    ModeGuard.now().watched(Call((), []), facts)
+    facts.freeze()
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    assert not facts.hold()
+    handle.remove()
+    assert facts.hold()
 
 
 def test_a_loaded_state_is_learned_and_the_old_one_is_released(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.errors import GuardError, UncapturableError
 from functionalize.state import arguments
+from functionalize.util import structure
 
 
 @dataclass
@@ -357,3 +358,15 @@ def test_trace_takes_and_returns_objects() -> None:
     text = r"the arguments are \(Pair\(x=\*, y=\[\*\]\), more=Encoding\(data=.*, were \(Pair\(x=\*, y=\*\), "
     with pytest.raises(GuardError, match=text):
         program(Pair(x, [3]), more=Encoding({"z": z}))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [1, [], (), (1, [2, 3]), [1, [2, (3,)]], ({"a": 1}, [2, Point(3, 4)], Frozen(5)), ((), [[1]])],
+)
+def test_a_compiled_structure_builds_what_the_structure_builds(tree: Any) -> None:
+    leaves, spec = structure.flatten(tree, result=True)
+    rebuild, expected = structure.rebuilder(spec), structure.unflatten(leaves, spec)
+    for _ in range(2):
+        assert rebuild(leaves) == expected and type(rebuild(leaves)) is type(expected)
+    assert not leaves or rebuild(leaves) is not leaves
