@@ -237,8 +237,10 @@ class FSDPStateGuard:
                     facts.elements(value)
                 elif type(value) is dict:
                     facts.table(value)
-                elif type(value) is set:
+                elif type(value) is set and value:
                     facts.read(place.read)
+                elif type(value) is set:
+                    facts.emptiness(value)
         if self.backward:
             facts.read(self.state.recent)
 

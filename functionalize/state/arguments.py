@@ -12,6 +12,7 @@ would return with old contents; a generator or a coroutine, whose code runs afte
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,17 @@ from functionalize.util import structure
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of a call's arguments, and their structure."""
+    if not kwargs and structure.are_leaves(
+        args
+    ):  # no structure is made: its class is written in Python
+        return list(args), _positional(len(args))
     return structure.flatten((args, kwargs))
+
+
+@functools.lru_cache(maxsize=64)
+def _positional(count: int) -> pytree.TreeSpec:
+    """The structure of a call with positional arguments alone, which are leaves."""
+    return structure.flatten(((0,) * count, {}))[1]
 
 
 def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec]:

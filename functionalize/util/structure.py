@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import NoneType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from functionalize._compat.graphs import pytree
 _NUMBERS = (bool, int, float, complex, str, bytes, NoneType)
 _ATOMS = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _CLOSED = frozenset({Tensor, nn.Parameter, *_ATOMS})
+_LEAVES = _CLOSED - {torch.Size}  # of which pytree makes a tuple
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _BASES = (
@@ -58,6 +59,11 @@ def flatten(tree: Any, *, result: bool = False) -> tuple[list[Any], pytree.TreeS
         tree = pytree.tree_unflatten(opened, spec)
         return pytree.tree_flatten(tree, is_leaf=_is_size if result else None)
     return leaves, spec
+
+
+def are_leaves(values: Iterable[Any]) -> bool:
+    """Whether values are tensors and numbers, which `flatten` does not open."""
+    return all(type(each) in _LEAVES for each in values)
 
 
 def _is_size(value: Any) -> bool:

@@ -50,6 +50,7 @@ class Unchanged:
         self._seen: set[tuple[Any, ...]] = set()
         self._dicts: dict[int, _Dict] = {}
         self._lists: list[Any] = []
+        self._empty: list[Any] = []
         self._spaces: list[tuple[Any, Names]] = []
         self._entries: list[tuple[Any, Any]] = []
         self._attributes: dict[str, list[Any]] = {}
@@ -101,6 +102,10 @@ class Unchanged:
         if self._is_new("elements", id(items)):
             self._lists.append(items)
 
+    def emptiness(self, container: Any) -> None:
+        """That a container is empty, as it is."""
+        self._empty.append(container)
+
     def entry(self, holder: Any, key: Any) -> None:
         """`holder[key]`."""
         if type(holder) is dict:
@@ -147,7 +152,7 @@ class Unchanged:
     def freeze(self) -> None:
         """Read all that was added. Add nothing afterwards."""
         filled, empty = _split(self._dicts.values(), lambda each: each.is_empty)
-        tables = [each.table for each in empty]
+        tables = [*(each.table for each in empty), *self._empty]
         self._tests.append(lambda: not any(tables))  # nearly all dicts of hooks
         for each in filled:
             each.freeze()

@@ -29,7 +29,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from functionalize._compat.fast_guards import ChangeCount
+from functionalize._compat.fast_guards import ChangeCount, table_of_class
 from functionalize.util.packages import is_users
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.bound_methods import WHOLE
@@ -268,7 +268,12 @@ class Probes:
             facts.table(table)
         for table in self._empty:
             facts.table(table)
-        facts.read(self._classes_hold)
+        tables = list(map(table_of_class, self._classes))
+        if None in tables:
+            facts.read(self._classes_hold)
+        else:
+            for table in tables:
+                facts.table(table)
         for items, _ in self._lists:
             facts.elements(items)
         for holder, keys, tokens in self._with_tensors:

@@ -65,16 +65,28 @@ def test_a_second_replay_asks_no_guard_on_modules(monkeypatch: pytest.MonkeyPatc
 def test_a_second_replay_assigns_gradients_to_known_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, _, step = captured_step()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    parameters = dict(model.named_parameters())
+
+    def train(x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step = fz.capture(train, audit=False)
+    for _ in range(6):
+        step(X)
     looked_up: list[Any] = []
     assign = Gradient.assign
     monkeypatch.setattr(Gradient, "assign", lambda *args: looked_up.append(args) or assign(*args))
-    kept = model[0].weight.grad
-    step(X)
-    assert not looked_up and model[0].weight.grad is not kept
-    model[2].weight = nn.Parameter(torch.zeros(2, 4))  # the optimizer has the old one
-    step(X), step(X)
-    assert model[2].weight.grad is not None and looked_up
+    kept = {name: p.grad for name, p in parameters.items()}
+    step(X), step(X + 1)
+    assert not looked_up
+    for name, p in parameters.items():
+        assert p.grad is not kept[name]
+    expected = torch.autograd.grad(model(X + 1).square().mean(), list(parameters.values()))
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters.values(), expected, strict=True))
 
 
 CHANGED_MODES: dict[str, Callable[[], Any]] = {

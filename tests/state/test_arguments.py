@@ -6,6 +6,7 @@ import enum
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -370,3 +371,13 @@ def test_a_compiled_structure_builds_what_the_structure_builds(tree: Any) -> Non
     for _ in range(2):
         assert rebuild(leaves) == expected and type(rebuild(leaves)) is type(expected)
     assert not leaves or rebuild(leaves) is not leaves
+
+
+@pytest.mark.parametrize(
+    "args", [(), (1,), (torch.ones(2), None), (torch.Size((2, 3)), 1.0), ([1],)]
+)
+def test_positional_arguments_have_the_structure_that_pytree_finds(args: tuple[Any, ...]) -> None:
+    leaves, spec = arguments.flatten(args, {})
+    expected, structure_found = structure.flatten((args, {}))
+    assert spec == structure_found and all(map(is_, leaves, expected))
+    assert len(leaves) == len(expected) and arguments.flatten(args, {"a": 1})[1] != spec
