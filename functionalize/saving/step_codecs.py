@@ -31,6 +31,7 @@ from functionalize.state import step_guards as guards
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.drawing import GeneratorSet, GeneratorState
 from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.moving_state import Appended, Assigned, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.walk.parts import Held
@@ -47,7 +48,7 @@ _PLAIN = (
     fsdp_state.FSDPStateGuard,
     fsdp.FSDPTensor,
     fsdp_state.Place,
-    guards.ModeGuard,
+    ModeGuard,
     guards.SlotGuard,
     HyperparameterNumber,
     SharedGuard,

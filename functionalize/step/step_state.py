@@ -31,6 +31,7 @@ from functionalize.state.alias_guard import address
 from functionalize.state.arguments import flatten_result
 from functionalize.state.dropped_gradients import watch
 from functionalize.state.hyperparameters import Key, liftable
+from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.moving_state import MovingPlaces, moved, with_live_places
 from functionalize.state.python_effects import PythonEffect, unrepeatable
 from functionalize.state.python_state import SurroundingsGuard
@@ -45,7 +46,6 @@ from functionalize.state.sources import (
 )
 from functionalize.state.step_guards import (
     HyperparameterGuard,
-    ModeGuard,
     ModuleGuard,
     ParameterGuard,
     SlotGuard,

@@ -268,12 +268,11 @@ class Probes:
             facts.table(table)
         for table in self._empty:
             facts.table(table)
-        tables = list(map(table_of_class, self._classes))
-        if None in tables:
+        classes = list(map(table_of_class, self._classes))
+        if None in classes:
             facts.read(self._classes_hold)
-        else:
-            for table in tables:
-                facts.table(table)
+        for each in filter(None, classes):
+            facts.table(each)
         for items, _ in self._lists:
             facts.elements(items)
         for holder, keys, tokens in self._with_tensors:

@@ -19,8 +19,9 @@ from functionalize._compat.fast_guards import (
     window_within,
 )
 from functionalize.ir.inputs import Call
+from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.sources import Gradient
-from functionalize.state.step_guards import ModeGuard, ModuleGuard
+from functionalize.state.step_guards import ModuleGuard
 from functionalize.util.unchanged import Unchanged
 from tests.steps import make_step
 
