@@ -9,8 +9,9 @@ a source with a method `watched` adds the objects that it reads to one `Unchange
     guard.watched(call, facts) -> what is left to ask at every call: a guard, or None
     source.watched(call, facts) -> whether it finds the same tensor object as long as the facts hold
 
-Then the inputs are those of the last call. Their geometry, devices and storages may have changed in place, so these are
-read at every call, by a few functions of C over all tensors.
+Then the inputs are those of the last call, or what the wrappers around them (DTensors) hold now. Their geometry,
+devices and storages may have changed in place, so these are read at every call, by a few functions of C over all
+tensors.
 
 Invariant: if `call` returns a call, then `Executable.resolve` without it would return one with the same inputs.
 """
@@ -181,7 +182,7 @@ class _Windows:
         self._moved_aliases = [(token(tensor), moved.index(i)) for tensor, i in each if i in moving]
         tensors = self._tensors(inputs)
         self._match = tensor_match(tensors)
-        # A tensor of the size of its storage has no place for an offset.
+        # A tensor that fills its storage has no offset.
         self._with_offsets = [i for i, t in enumerate(tensors) if not _is_whole(t)]
         self._offsets = self._offsets_of(tensors)
         storages = list(map(_storage, tensors))

@@ -23,9 +23,7 @@ from functionalize.util import structure
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of a call's arguments, and their structure."""
-    if not kwargs and structure.are_leaves(
-        args
-    ):  # no structure is made: its class is written in Python
+    if not kwargs and structure.are_leaves(args):  # to make a structure takes Python code
         return list(args), _positional(len(args))
     return structure.flatten((args, kwargs))
 
