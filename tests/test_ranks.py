@@ -165,8 +165,8 @@ def wait_for_each_other(file: str, times: int) -> int:
 
 
 def test_a_hang_inside_collectives_is_repeated_once(tmp_path: Path) -> None:
-    with pytest.warns(HungCollectiveWarning, match="did not return within 2 s; repeated") as seen:
-        assert run_on_ranks(wait_for_each_other, str(tmp_path / "once"), 1, timeout=2) == [0, 1]
+    with pytest.warns(HungCollectiveWarning, match="did not return within 1 s; repeated") as seen:
+        assert run_on_ranks(wait_for_each_other, str(tmp_path / "once"), 1, timeout=1) == [0, 1]
     assert "in wait_for_each_other" in str(seen[0].message), "where the ranks stood"
     with pytest.raises(RankTimeout), pytest.warns(HungCollectiveWarning):
-        run_on_ranks(wait_for_each_other, str(tmp_path / "twice"), 2, timeout=2)
+        run_on_ranks(wait_for_each_other, str(tmp_path / "twice"), 2, timeout=1)

@@ -149,7 +149,7 @@ def reads_and_writes() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "write"), list(reads_and_writes()))
 def test_work_is_linear_in_the_parts(name: str, write: bool) -> None:
     counts = []
-    for n in (25, 200):
+    for n in (25, 100):
         program, of_trace = traced(name, n, write)
         size = len(program.graph.nodes)
         assert len(lists_in(program.graph)) <= 1

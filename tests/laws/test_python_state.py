@@ -48,7 +48,7 @@ def test_most_examples_replay() -> None:
 MOVED: Counter[str] = Counter()
 
 
-@settings(max_examples=max(150, settings.default.max_examples // 4))
+@settings(max_examples=max(100, settings.default.max_examples // 4))
 @given(moving_examples())
 def test_no_replay_moves_state_otherwise_than_eager(example: MovingExample) -> None:
     eager, ours = MovingWorld(example), MovingWorld(example)
