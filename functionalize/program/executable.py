@@ -47,7 +47,7 @@ class Vote(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Executable:
     """A captured callable as data that can be replayed; `Program` adds text, lowering and files.
 
@@ -88,6 +88,11 @@ class Executable:
     _builder: OutputBuilder | None = field(default=None, init=False, repr=False)
     _rebuild: Callable[[list[Any]], Any] | None = field(default=None, init=False, repr=False)
     _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        # Guards hold tensors whose storages FSDP2 has emptied: the text of one reads freed memory.
+        ops = sum(node.op == "call_function" for node in self.graph.nodes)
+        return f"<{type(self).__name__}: {ops} ops, {len(self.inputs)} inputs, {len(self.outputs)} outputs>"
 
     @property
     def graph_module(self) -> fx.GraphModule:

@@ -21,7 +21,7 @@ from functionalize.tape.queries import backward_of, forward_of, gradient_of
 from functionalize.tape.tape import Tape
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Program(Executable):
     """A captured callable as a value; `Executable` lists its fields."""
 
