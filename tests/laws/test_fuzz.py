@@ -87,7 +87,7 @@ def check_lowered(example: Example) -> None:
 
 
 @given(examples())
-@times(500)
+@times(300)
 def test_programs(example: Example) -> None:
     check(example)
 
@@ -107,19 +107,19 @@ FREED_INTO_OVERLAPPING = Example(
 
 @given(examples(max_lines=30))
 @example(FREED_INTO_OVERLAPPING)
-@times(100)
+@times(60)
 def test_long_programs(example: Example) -> None:
     check(example)
 
 
 @given(examples(max_lines=5))
-@times(200)
+@times(120)
 def test_short_programs(example: Example) -> None:
     """Among few lines, a larger part is of the kind that must be refused."""
     check(example)
 
 
 @given(examples())
-@times(100)
+@times(60)
 def test_lowered(example: Example) -> None:
     check_lowered(example)

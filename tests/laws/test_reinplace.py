@@ -29,13 +29,13 @@ def check(example: Example, pipeline: str) -> None:
 
 
 @given(examples())
-@times(100)
+@times(60)
 def test_reinplace(example: Example) -> None:
     check(example, "reinplace")
 
 
 @given(examples(max_lines=30))
-@times(75)
+@times(50)
 def test_reinplace_after_the_default_pipeline(example: Example) -> None:
     check(example, "default,reinplace")
 
@@ -132,6 +132,6 @@ def check_lines(program: list[Line], returned: list[int]) -> int:
 
 
 @given(lines())
-@times(200)
+@times(120)
 def test_optimizers(example: tuple[list[Line], list[int]]) -> None:
     check_lines(*example)
