@@ -13,6 +13,8 @@ from torch.utils._traceback import (  # a stack that is symbolised lazily
     CapturedTraceback,
 )
 
+from functionalize._compat.references import address
+
 __all__ = [
     "CapturedTraceback",
 ]  # names of torch that are used elsewhere
@@ -54,7 +56,7 @@ class Stacks:
         """The stack of the op that is being dispatched, for a function that a mode's handler calls."""
         frame = sys._getframe(1 + self.handlers).f_back
         task = torch._C._current_graph_task_id()
-        if task == self._task and _address(frame) == self._engine:
+        if task == self._task and address(frame) == self._engine:
             assert self._stack is not None
             return self._stack
         while frame is not None and frame.f_code.co_name == "__torch_dispatch__":  # of other modes
@@ -62,14 +64,9 @@ class Stacks:
         if frame is None or frame.f_code is not _ENGINE_CODE:
             return stack_here()
         if self._stack is None or task != self._task:
-            self._task, self._stack, self._engine = task, stack_here(), _address(frame)
+            self._task, self._stack, self._engine = task, stack_here(), address(frame)
         return self._stack
 
     def is_shared(self, stack: CapturedTraceback | None) -> bool:
         """Whether a stack is that of the nodes in C++ of the running backward, so that no hook ran the op."""
         return stack is self._stack and stack is not None
-
-
-_address = (
-    object.__hash__
-)  # `id` and a frame's code are audited, which takes longer than the look-up

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from functionalize._compat.references import address
 from functionalize.fsdp.contract import Handling, names
 from functionalize.fsdp.objects import (
     PLAIN,
@@ -51,7 +52,6 @@ class Contents(NamedTuple):
     items: tuple[Any, ...] | frozenset[Any]
 
 
-_address = object.__hash__  # as `id`, which raises an audit event at every call
 _KINDS: Mapping[str, type] = {"dict": dict, "list": list, "set": set}
 _EMPTY = {kind: Contents(name, frozenset() if kind is set else ()) for name, kind in _KINDS.items()}
 
@@ -117,7 +117,7 @@ class FSDPState:
         """Read the state of every FSDP2 module under these roots."""
         states = [state for root in roots for state in fsdp_states(root)]
         found = [place for state in states for place in _places(state)]
-        places = list({(_address(place.table), place.key): place for place in found}.values())
+        places = list({(address(place.table), place.key): place for place in found}.values())
         orders: list[list[Any]] = []
         indices: list[tuple[list[int], int]] = []
         for state in states:
@@ -135,7 +135,7 @@ class FSDPState:
 
     def _where(self) -> list[Any]:
         """The identities of the places and lists. They change when FSDP2 is initialized."""
-        places = [(place.key, _address(place.table)) for place in self.places]
+        places = [(place.key, address(place.table)) for place in self.places]
         return [places, list(map(id, self._orders)), [id(numbers) for numbers, _ in self._indices]]
 
     def tables(self) -> set[tuple[int, str]]:

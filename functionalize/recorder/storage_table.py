@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.dispatch import disable_current_modes
-from functionalize._compat.storages import WeakStorage
+from functionalize._compat.references import WeakStorage
 from functionalize.ir.ops import Geometry, TensorRef, geometry_fields, geometry_of
 from functionalize.recorder.op_kinds import check_plain, storage_of
 

@@ -21,10 +21,6 @@ from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.state.sources import Inner, ModuleTensor, OptimizerParameter
 from functionalize.util.unchanged import Unchanged
 
-address = (
-    object.__hash__
-)  # as `id`, which raises an audit event in CPython, and takes three times as long
-
 
 class AliasPlace(NamedTuple):
     """A place that holds a tensor. tensor: the `address` of the tensor, valid during the recording."""

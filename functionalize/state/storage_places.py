@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
+from functionalize._compat.references import address
 from functionalize.ir.inputs import Argument, Source
 from functionalize.ir.ops import TensorRef
 from functionalize.recorder.storage_table import StorageTable
-from functionalize.state.alias_guard import AliasPlace, address
+from functionalize.state.alias_guard import AliasPlace
 from functionalize.state.sources import Gradient, Inner, Slot, candidates, slots
 from functionalize.walk.roots import Roots
 

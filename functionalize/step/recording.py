@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.graphs import pytree
+from functionalize._compat.references import address
 from functionalize.audit.signature import Signature
 from functionalize.calls.late_numbers import check_not_needed
 from functionalize.fsdp.objects import fsdp_keepalives
@@ -53,7 +54,7 @@ from functionalize.recorder.op_kinds import kind_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.run.boxed import boxed
-from functionalize.state.alias_guard import SharedGuard, address
+from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.arguments import hidden
 from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable

@@ -21,13 +21,13 @@ from typing import Any
 from torch import Tensor
 
 from functionalize._compat.graphs import pytree
+from functionalize._compat.references import address
 from functionalize.audit.signature import StateAround
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState
 from functionalize.ir.guards import ConstantGuard, Guard, frozen_constant
 from functionalize.ir.inputs import Argument, Call, Source, chain_of
 from functionalize.ir.outputs import SourceItself
 from functionalize.recorder.recorder import Recorder
-from functionalize.state.alias_guard import address
 from functionalize.state.arguments import flatten_result
 from functionalize.state.dropped_gradients import watch
 from functionalize.state.hyperparameters import Key, liftable

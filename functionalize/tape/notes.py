@@ -29,6 +29,7 @@ from functionalize._compat.autograd import (
     next_node_number,
     saved_tensor_hooks,
 )
+from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback, Stacks, entered_frame, stack_here
 from functionalize.ir.ops import Made, OpRecord
 from functionalize.tape.backwards import BackwardCall, walked
@@ -185,9 +186,9 @@ class TapeNotes:
         for a in args:
             if isinstance(a, Tensor):
                 if a.requires_grad and a.is_leaf:
-                    found = self._used.get(_address(a))
+                    found = self._used.get(address(a))
                     if found is None or found.weak() is not a:
-                        self._used[_address(a)] = Leaf(a, maker)
+                        self._used[address(a)] = Leaf(a, maker)
             elif type(a) is list or type(a) is tuple:
                 self._use(a, maker)
 
@@ -235,13 +236,10 @@ class TapeNotes:
         return None if leaf is None else self._leaf_number(leaf)
 
     def _leaf_number(self, leaf: Tensor) -> int:
-        found = self._used.get(_address(leaf))
+        found = self._used.get(address(leaf))
         if found is None or found.weak() is not leaf:
-            found = self._used[_address(leaf)] = Leaf(leaf, None)
+            found = self._used[address(leaf)] = Leaf(leaf, None)
         if not found.number:
             found.number = -1 - len(self.leaves)
             self.leaves.append(Accumulated(found, *self.place_of(leaf)))
         return found.number
-
-
-_address = object.__hash__  # `id` raises an audit event, which takes longer

@@ -309,7 +309,7 @@ class Probes:
                 kinds.update(kind.__mro__)
             else:
                 facts.read(partial(self._looks_hold, *look))
-        for kind in kinds:  # none of them is given a method or a property
+        for kind in kinds:  # none of them gets a method or a property
             facts.names(vars(kind), lambda _: ())
         for read, _ in self._values:
             facts.read(read)

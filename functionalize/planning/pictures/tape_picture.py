@@ -77,8 +77,8 @@ def tape_picture(tape: Tape, path: str | Path, *, title: str = "") -> None:
                 panel.text(
                     -0.1, y, f"{node.name} {node.number}", ha="right", va="center", color=colour
                 )
-                told = node.parameter or node.line
-                panel.text(lanes * _LANE + 0.1, y, shorter(told, 90), va="center", color=GREY)
+                text = node.parameter or node.line
+                panel.text(lanes * _LANE + 0.1, y, shorter(text, 90), va="center", color=GREY)
             top += len(backward.nodes)
 
 
