@@ -3,6 +3,7 @@
     step = make_step(model, optimizer)       step(x) is the detached loss, the mean of the squared outputs
     step = make_loss_step(loss, optimizer)   for a loss of the batch, or a model that returns it
     train(model, optimizer, x)               the same, called once
+    program_of(model, optimizer, x)          the program of `make_step`, captured
 
 Steps on ranks, with inputs and targets, are in `tests/fsdp/steps.py`.
 """
@@ -13,6 +14,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+import functionalize as fz
 
 Step = Callable[[Tensor], Tensor]
 
@@ -30,6 +33,14 @@ def make_step(model: nn.Module, optimizer: Optimizer) -> Step:
         return train(model, optimizer, x)
 
     return step
+
+
+def program_of(model: nn.Module, optimizer: Optimizer, x: Tensor) -> fz.Program:
+    captured = fz.capture(make_step(model, optimizer))
+    for _ in range(4):
+        captured(x)
+    assert captured.program is not None
+    return captured.program
 
 
 def make_loss_step(loss_of: Callable[[Tensor], Tensor], optimizer: Optimizer) -> Step:

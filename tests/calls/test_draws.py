@@ -14,69 +14,44 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.calls.draws import state_of
 from functionalize.errors import SaveError
+from tests.calls import trainers
+from tests.calls.trainers import CALLS, Between, compare, nothing
 
-CALLS = 16
 shared = np.random.default_rng(9)
 
 
-class Trainer:
-    """A script with generators of its own. augment: what it does to a batch."""
+class Trainer(trainers.Trainer):
+    """A script with generators of Python and numpy."""
 
     def __init__(self, augment: Callable[[Trainer, Tensor], Tensor]) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(3, 3)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        super().__init__(augment)
         self.rng, self.python = np.random.default_rng(3), random.Random(4)
         self.legacy = np.random.RandomState(5)
-        self.augment, self.kept = augment, 0.0
+        self.kept = 0.0
 
-    def step(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(self.augment(self, x)).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def state(self) -> Any:
-        """All that a step changes."""
-        generators = [self.rng, self.python, self.legacy]
-        weights = [p.detach().numpy().tobytes() for p in self.model.parameters()]
-        return weights, [state_of(each) for each in generators], self.kept
+    def state(self) -> list[Any]:
+        generators = [self.rng, self.python, self.legacy, shared]
+        of_process = random.getstate(), repr(np.random.get_state())
+        return [*super().state(), *map(state_of, generators), self.kept, *of_process]
 
 
-def process_state() -> Any:
-    return random.getstate(), repr(np.random.get_state()), state_of(shared)
+def shared_states() -> Any:
+    return random.getstate(), np.random.get_state(), shared.bit_generator.state
 
 
-def set_process_state(state: Any, first: bool = False) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    shared.bit_generator.state = state[2]
+def set_shared_states(states: Any) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    shared.bit_generator.state = states[2]
 
 
-def compared(
-    augment: Any,
-    between: Callable[[Trainer, int], Any] = lambda t, i: None,
-    calls: int = CALLS,
-    **options: Any,
-) -> Any:
+def compared(augment: Any, between: Between = nothing, calls: int = CALLS, **options: Any) -> Any:
     """The captured step, after calls that left all that eager leaves. between: called before each call."""
     random.seed(1)
     np.random.seed(2)
-    eager, ours = Trainer(augment), Trainer(augment)
-    captured = fz.capture(ours.step, **options)
-    for i in range(calls):
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
-        found = []
-        before = random.getstate(), np.random.get_state(), shared.bit_generator.state
-        for step, each in ((eager.step, eager), (captured, ours)):
-            set_process_state(before)
-            between(each, i)
-            loss = step(x)
-            found.append((loss.item(), each.state(), process_state()))
-        assert found[0] == found[1], i
-    assert not captured.stats.differences
-    return captured
+    return compare(
+        lambda: Trainer(augment), shared_states, set_shared_states, between, calls, **options
+    )
 
 
 def mixup(self: Trainer, x: Tensor) -> Tensor:

@@ -12,59 +12,40 @@ from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from functionalize.errors import SaveError
+from tests.calls import trainers
+from tests.calls.trainers import CALLS, Between, compare, nothing
 
-CALLS = 16
 shared = torch.Generator()
 
 
-class Trainer:
-    """A script with generators of its own. augment: what it does to a batch."""
+class Trainer(trainers.Trainer):
+    """A script with generators of torch's class."""
 
     def __init__(self, augment: Callable[[Trainer, Tensor], Tensor]) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(3, 3)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        super().__init__(augment)
         self.g, self.held = torch.Generator().manual_seed(3), {"g": torch.Generator()}
-        self.augment = augment
-
-    def step(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(self.augment(self, x)).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
 
     def generators(self) -> list[torch.Generator]:
         return [self.g, self.held["g"], shared, torch.default_generator]
 
-    def state(self) -> Any:
-        """All that a step changes, to the bit."""
-        weights = [p.detach().numpy().tobytes() for p in self.model.parameters()]
-        return weights, [g.get_state().numpy().tobytes() for g in self.generators()]
+    def state(self) -> list[Any]:
+        return [*super().state(), *(g.get_state().numpy().tobytes() for g in self.generators())]
 
 
-def compared(
-    augment: Any,
-    between: Callable[[Trainer, int], Any] = lambda t, i: None,
-    calls: int = CALLS,
-    **options: Any,
-) -> Any:
+def shared_states() -> list[Tensor]:
+    return [shared.get_state(), torch.default_generator.get_state()]
+
+
+def set_shared_states(states: list[Tensor]) -> None:
+    shared.set_state(states[0])
+    torch.default_generator.set_state(states[1])
+
+
+def compared(augment: Any, between: Between = nothing, calls: int = CALLS, **options: Any) -> Any:
     """The captured step, after calls that left all that eager leaves. between: called before each call."""
-    eager, ours = Trainer(augment), Trainer(augment)
-    captured = fz.capture(ours.step, **options)
-    for i in range(calls):
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
-        found = []
-        before = [g.get_state() for g in (shared, torch.default_generator)]
-        for step, each in ((eager.step, eager), (captured, ours)):
-            for generator, state in zip((shared, torch.default_generator), before, strict=True):
-                generator.set_state(state)
-            between(each, i)
-            loss = step(x)
-            found.append((loss.item(), each.state()))
-        assert found[0] == found[1], (i, captured.explain())
-    assert not captured.stats.differences
-    return captured
+    return compare(
+        lambda: Trainer(augment), shared_states, set_shared_states, between, calls, **options
+    )
 
 
 def noise(self: Trainer, x: Tensor) -> Tensor:

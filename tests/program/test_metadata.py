@@ -15,7 +15,7 @@ import passes
 from functionalize._compat.autograd import SEES_FUNCTIONS
 from functionalize._compat.distributed import fake_process_group
 from functionalize.ir.commit import is_commit
-from tests.steps import make_step
+from tests.steps import program_of
 
 aten = torch.ops.aten
 PROVENANCE = (
@@ -51,12 +51,9 @@ def program() -> fz.Program:
             fully_shard(block)
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        step = fz.capture(make_step(model, optimizer))
-        for _ in range(4):
-            step(torch.randn(3, 4))
-        assert step.program is not None
-        step.program.describe()
-        return step.program
+        found = program_of(model, optimizer, torch.randn(3, 4))
+        found.describe()
+        return found
 
 
 def ops(program: fz.Program) -> list[fx.Node]:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 import passes
 from functionalize._compat.distributed import fake_process_group
-from tests.steps import make_loss_step, make_step
+from tests.steps import make_loss_step, program_of
 
 aten = torch.ops.aten
 
@@ -143,9 +143,5 @@ def test_fsdp_reduces_what_a_gradient_is() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        step = fz.capture(make_step(model, optimizer))
-        for _ in range(4):
-            step(torch.randn(3, 4))
-        assert step.program is not None
-        gradient = step.program.gradient_of("1.weight")
+        gradient = program_of(model, optimizer, torch.randn(3, 4)).gradient_of("1.weight")
         assert gradient.target is aten.mm.default and gradient.meta["module"] == "model.1"
