@@ -104,6 +104,12 @@ def function_entry() -> tuple[Any, str]:
     return torch._functorch.utils, "unwrap_dead_wrappers"
 
 
+def running_node_name() -> str | None:
+    """The name of the autograd node that runs in this thread, such as "MaxBackward1"; None outside of one."""
+    node = _current_node()
+    return None if node is None else node.name()
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -163,7 +163,8 @@ class AuditRecorder(WatchedRecorder):
         try:
             run = self._runs[id(func)]
         except KeyError:
-            run = self._runs[id(func)] = kind_of(func).run if is_simple(func) else None
+            run = self.formulas.watched(func, kind_of(func).run) if is_simple(func) else None
+            self._runs[id(func)] = run
         if run is None or len(row.args) != len(args) or not _TENSORS.issuperset(types):
             return False
         scalars = self.scalar_arguments

@@ -95,7 +95,7 @@ class _Trace:
     def program(self) -> Program:
         """Run the function, discharge the recorded ops, and build outputs, epilogue and guards."""
         out_leaves, out_spec = flatten_result(self.run())
-        reason = hidden(out_leaves)
+        reason = next(iter(self.recorder.checks.unrepeatable), None) or hidden(out_leaves)
         if reason is not None:
             raise UncapturableError(reason)
         builder = Builder(self.recorder)

@@ -81,7 +81,7 @@ class MemoryRecorder(Watcher):
         self._task = -1  # the id of autograd's graph task that ran last
         self._task_line: Line | None = None  # the user's line that called backward
         self._handlings: dict[
-            int, tuple[str, Any]
+            int, tuple[str, Any, Any]
         ] = {}  # by id of the op: hashing an op takes longer
 
     def add_place(self, name: str, source: Source, tensor: Tensor) -> None:
@@ -121,8 +121,15 @@ class MemoryRecorder(Watcher):
                 return NotImplemented
         known = self._handlings.get(id(func))
         if known is None:
-            known = self._handlings[id(func)] = _handling_of(func), kind_of(func).run
-        handling, run = known
+            op = kind_of(func)
+            run = self.formulas.watched(func, op.run)
+            formula = self.formulas.applied if op.has_formula and run is op.run else None
+            known = self._handlings[id(func)] = _handling_of(func), run, formula
+        handling, run, formula = known
+        if formula is not None and not self.suspended:
+            out = formula(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         if handling is _SKIPPED or self.suspended:
             out = run(*args, **kwargs)
             if self._in_world:

@@ -33,7 +33,7 @@ from functionalize.recorder.storage_table import StorageInfo, StorageTable
 
 
 class LifetimeObserver:
-    """Observes one recorder. See `RecordingObserver` in `recorder.py` and `StorageObserver` in `storage_table.py`."""
+    """Observes one recorder. See `RecordingObserver` in `recorder/storage_table.py`."""
 
     notes: StepNotes
 

@@ -26,6 +26,7 @@ from functionalize.discharge.rules.mutations import is_mutating, written_argumen
 from functionalize.discharge.rules.op_quirks import READS_GRAD_MODE
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import UnsupportedTensorError
+from functionalize.recorder.eager_formulas import FORMULA_OPS
 
 aten = torch.ops.aten
 _QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -272,6 +273,7 @@ class OpKind:
     reads_grad_mode: computes a different result under `no_grad`.
     makes: "quantised" or "nested" if the result is more than a strided tensor, else "".
     may_be_refused: `Checks.refuse` must be called before it runs.
+    has_formula: eager may compute something else in its place, see eager_formulas.py.
     run: calls the op with one Python frame less.
     """
 
@@ -292,6 +294,7 @@ class OpKind:
     reads_grad_mode: bool
     makes: str
     may_be_refused: bool
+    has_formula: bool
     run: Callable[..., Any]
 
 
@@ -325,5 +328,6 @@ def kind_of(func: Any) -> OpKind:
         or makes != ""
         or func in CHECKED_INPLACE_VIEWS
         or func is RESIZE_STORAGE,
+        has_formula=func in FORMULA_OPS,
         run=entry_of(func),
     )

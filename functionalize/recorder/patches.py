@@ -5,6 +5,7 @@
     .__repr__, .__reduce_ex__, ...
     torch.Tensor.item, fused optimizers   return and accept live numbers, see scalar_patches.py
     torch.get_rng_state, ...         set and read generators: recorded as ops, see rng_patches.py
+    torch.linalg.svdvals, ...        compute no vectors, as in eager, see eager_formulas.py
     torch.cond, while_loop, ...      run as in eager and are refused, see higher_order.py
     builtins.print, logging, ...     effects, which a replay does not repeat: see effects.py
     torch._dynamo's frame hook       code under torch.compile runs uncompiled: compiled code calls kernels without
@@ -39,9 +40,10 @@ from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
 from functionalize._compat.fsdp import FSDP_LABEL
-from functionalize.recorder import effects, higher_order
+from functionalize.recorder import eager_formulas, effects, higher_order
 from functionalize.recorder import rng_patches as generators
 from functionalize.recorder.checks import Checks
+from functionalize.recorder.eager_formulas import EagerFormulas
 from functionalize.scalars import scalar_patches as number_patches
 from functionalize.scalars.scalar_arguments import ScalarArguments
 from functionalize.tape.notes import TapeNotes
@@ -65,6 +67,7 @@ class Watcher(TorchDispatchMode):
     scalar_arguments: the live numbers of the recording as arguments of ops; None if its numbers are not live.
     module_calls: what observes the calls of modules (see lifetimes/module_calls.py), while it does.
     tape: the notes about autograd's nodes, of a recording that becomes a program.
+    formulas: computes what eager does where torch does something else under a mode.
     """
 
     checks: Checks | None = None
@@ -75,6 +78,7 @@ class Watcher(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.suspended = 0
+        self.formulas = EagerFormulas()
         self._entered = 0
 
     def start(self) -> None:
@@ -303,6 +307,7 @@ def _capture_patches() -> Iterator[Patch]:
         yield torch.Tensor, name, _watched_read(name)
     yield from generators.patches(_recorders)
     yield from number_patches.patches(_recorders)
+    yield from eager_formulas.patches(lambda: bool(_watchers()))
     yield from higher_order.patches(recorded_checks, lambda: bool(_watchers()))
     effects.watch_audit_events(_is_recording, recorded_checks)
     yield from effects.patches(recorded_checks, _checked_recorders)

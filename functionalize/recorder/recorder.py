@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from functionalize.recorder.checks import Checks
 from functionalize.recorder.op_kinds import OpKind, kind_of, storage_of
 from functionalize.recorder.patches import Watcher
 from functionalize.recorder.stand_ins import StandIns, restore_strides
-from functionalize.recorder.storage_table import StorageObserver, StorageTable
+from functionalize.recorder.storage_table import RecordingObserver, StorageTable
 from functionalize.scalars.live_scalars import SYMBOLIC, as_live, plain
 from functionalize.scalars.live_text import learn_texts
 from functionalize.scalars.scalar_arguments import ScalarArguments, has_live
@@ -53,22 +53,6 @@ _DEVICE = torch.ops.prim.device.default
 _TENSORS = frozenset({Tensor, Parameter})
 _CONSTANTS = frozenset({bool, int, float, str, NoneType, torch.dtype})
 _NO_BYTES = Geometry((0,), (1,), 0, torch.uint8)
-
-
-class RecordingObserver(StorageObserver, Protocol):
-    """The callbacks of a recorder: when it is entered and left, and for each record."""
-
-    def attach(self, records: list[OpRecord]) -> None:
-        """`records` is the list to which every record will be appended."""
-
-    def start(self, recorder: Recorder) -> None:
-        """The recorder is entered."""
-
-    def stop(self) -> None:
-        """The recorder is left; also called if it could not be entered."""
-
-    def recorded(self, record: OpRecord, args: tuple[Any, ...]) -> None:
-        """A record was appended. args: with which the op ran; empty for a resize that did not dispatch."""
 
 
 class Recorder(Watcher):
@@ -177,6 +161,10 @@ class Recorder(Watcher):
                 return out
         if op.random:
             out = self.calls.own_generators.drawn(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        if op.has_formula:
+            out = self.formulas.applied(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
         record = self.tape.record(func, args)

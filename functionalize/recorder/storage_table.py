@@ -18,14 +18,14 @@ from outside are held: they were alive before, and the program may need their co
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.references import WeakStorage
-from functionalize.ir.ops import Geometry, TensorRef, geometry_fields, geometry_of
+from functionalize.ir.ops import Geometry, OpRecord, TensorRef, geometry_fields, geometry_of
 from functionalize.recorder.op_kinds import check_plain, storage_of
 
 _new_tuple = tuple.__new__  # makes a named tuple in half the time of calling its class
@@ -104,6 +104,22 @@ class StorageObserver(Protocol):
     def storage_seen(self, info: StorageInfo, storage: torch.UntypedStorage) -> None: ...
 
     def storage_resized(self, serial: int, nbytes: int) -> None: ...
+
+
+class RecordingObserver(StorageObserver, Protocol):
+    """The callbacks of a recorder: when it is entered and left, and for each record."""
+
+    def attach(self, records: list[OpRecord]) -> None:
+        """`records` is the list to which every record will be appended."""
+
+    def start(self, recorder: Any) -> None:
+        """The recorder is entered."""
+
+    def stop(self) -> None:
+        """The recorder is left; also called if it could not be entered."""
+
+    def recorded(self, record: OpRecord, args: tuple[Any, ...]) -> None:
+        """A record was appended. args: with which the op ran; empty for a resize that did not dispatch."""
 
 
 class StorageTable:

@@ -8,10 +8,8 @@ what differs, and why; a test keeps them from outliving their reason.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +18,8 @@ from hypothesis import settings
 from torch import Tensor
 
 from functionalize.util.torch_release import minor_of
-from tests.discharge.eager import clones, one_thread, same_as_eager
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.testing._internal import common_methods_invocations as database
-    from torch.testing._internal import common_utils
+from tests.discharge.eager import clones, same_as_eager
+from tests.op_database import OPS, full_name, function_of, plain_runs
 
 HERE = minor_of(torch.__version__)
 DTYPES = (torch.float32, torch.int64, torch.bfloat16)
@@ -36,7 +30,6 @@ UNDEFINED = "what eager resizes and does not write is undefined"
 NOT_RESIZED = "torch's fake kernel does not resize `out`: refused"
 GAPS = "no functional op draws normal numbers into a tensor with gaps: refused"
 ALL = "eager sums all elements in float64 if `out` is not float32: refused"
-SUBCLASS = "a composite of torch's takes another kernel for a subclass, which a fake tensor is"
 BATCH_NORM = "eager takes another formula for an `out` with gaps: refused"
 IGNORES_STRIDES = "eager ignores the strides of `out` and writes past it, a bug of torch"
 RESTRIDES = "eager gives an `out` of the right size new strides, a bug of torch"
@@ -57,13 +50,6 @@ SKIPPED: dict[tuple[str, str], str] = {
     ("normal.in_place", "in-place, gaps"): GAPS,
     ("randn", "gaps"): GAPS,
     **{(op, dtype): ALL for op in ("std", "var") for dtype in ("float64", "bfloat16")},
-    **{("linalg.cond", kind): SUBCLASS for kind in ("out", "resized", "gaps", "float64")},
-    **{("norm.nuc", kind): SUBCLASS for kind in ("out", "resized", "gaps")},
-    **{
-        (op, kind): SUBCLASS
-        for op in ("linalg.matrix_rank", "linalg.matrix_rank.hermitian")
-        for kind in ("out", "resized", "gaps", "float64", "float32", "bfloat16")
-    },
     ("native_batch_norm", "gaps"): BATCH_NORM,
     ("_native_batch_norm_legit", "gaps"): BATCH_NORM,
     ("nn.functional.avg_pool3d", "gaps"): IGNORES_STRIDES,
@@ -109,14 +95,10 @@ def with_gaps(t: Tensor) -> Tensor:
     return wide[..., 1::2]
 
 
-def full_name(op: Any) -> str:
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
-
-
 def samples(op: Any, every: bool) -> Iterator[Any]:
     for dtype in DTYPES:
         if dtype in op.supported_dtypes("cpu"):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             inputs = op.sample_inputs("cpu", dtype, requires_grad=False)
             yield from itertools.islice(inputs, SAMPLES if every else 1)
 
@@ -146,7 +128,7 @@ def out_cases(op: Any, every: bool) -> Iterator[Case]:
         return
 
     def fn(x: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        return op.op(x, *args, **kwargs, out=out)
+        return function_of(op)(x, *args, **kwargs, out=out)
 
     def case(kind: str, s: Any, want: Any, make: Callable[[Tensor], Tensor]) -> Case:
         out = pytree.tree_map(lambda t: make(t) if isinstance(t, Tensor) else t, want)
@@ -182,20 +164,13 @@ def check(case: Case, strides: bool = True) -> None:
 
 
 @pytest.fixture(autouse=True)
-def plain_runs() -> Iterator[None]:
-    """One thread, no warnings of torch's about odd `out`s, no seeds set by the database itself, and no names of tests.
-
-    For each op it reads the source of every frame on the stack, to find the test that runs: most of the time here.
-    """
-    run = mock.patch.object(database, "wrapper_set_seed", lambda op, *a, **k: op(*a, **k))
-    name = mock.patch.object(common_utils, "extract_test_fn", lambda: None)
-    with run, name, one_thread(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def cheap_database() -> Iterator[None]:
+    with plain_runs():
         yield
 
 
-OPS = [op for op in database.op_db if op.supports_out or op.get_inplace() is not None]
-BY_NAME = {full_name(op): op for op in OPS}
+WRITING = [op for op in OPS if op.supports_out or op.get_inplace() is not None]
+BY_NAME = {full_name(op): op for op in WRITING}
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))

@@ -1,0 +1,211 @@
+"""Eager's formulas where torch has another one while a dispatch mode is active.
+
+    torch.linalg.svdvals(a)       eager computes no singular vectors; under a mode torch does, and the values round
+                                  differently: the recorded op is `_linalg_svd(a, False, False)` as in eager
+    x.max().backward()            eager fills zeros with the gradient where `x` has its maximum; under a mode torch
+                                  multiplies by a mask, which makes -0.0 of zeros and NaN of an infinite gradient
+    x.prod().backward()           eager divides the product by `x` if no element is 0: the recording reads how many are
+    x.masked_fill(mask, value)    the gradient of `value`: eager adds the selected elements alone, whose number depends
+                                  on data, so a recording refuses it
+
+torch asks `isTensorSubclassLike` in each of these places, which is true of every tensor while a mode is active. The
+formulas of a backward are recognised by the running node and the last ops of torch's other formula.
+Invariant: the formula is that of a tensor on the CPU without a mode, for the recorded call, for every replay and for
+an audited call.
+Refusals: singular or eigenvalues by a function that was read before the recording (`from torch.linalg import svdvals`),
+since its replacement is not called. Not covered: complex `cumprod`, `pinv` and `lstsq`; products of fakes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.autograd import forward_mode_is_on, running_node_name
+from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.stacks import CapturedTraceback
+from functionalize.util.patching import Patch
+from functionalize.util.user_stack import line_of
+
+aten = torch.ops.aten
+_SVD, _EIGH = aten._linalg_svd.default, aten._linalg_eigh.default
+_MUL, _WHERE, _SLICE, _DETACH = (
+    aten.mul.Tensor,
+    aten.where.self,
+    aten.slice.Tensor,
+    aten.detach.default,
+)
+FORMULA_OPS = frozenset({_SVD, _EIGH, _MUL, _WHERE, _SLICE, _DETACH})
+_SPREAD = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"})
+_PRODUCT = frozenset({"ProdBackward0", "ProdBackward1"})
+_FILLED = "MaskedFillBackward1"
+_ALL = _SPREAD | _PRODUCT | {_FILLED}
+
+_VALUES_ONLY = threading.local()  # depth: how many functions below are running in this thread
+
+
+class EagerFormulas:
+    """The formulas of one recording."""
+
+    def __init__(self) -> None:
+        self._busy = False
+        self._factors: Tensor | None = None  # of the product whose backward runs
+        self._product: Tensor | None = None
+
+    def applied(self, mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of one of `FORMULA_OPS` by eager's formula; NotImplemented if torch computes what eager does.
+
+        mode: the watcher that handles the op; it sees the ops of the formula instead.
+        """
+        if self._busy:
+            return NotImplemented
+        if func is _SVD or func is _EIGH:
+            return self._run(mode, _decomposed, mode, func, args, kwargs)
+        node = running_node_name()
+        if node not in _ALL:
+            return NotImplemented
+        if func is _DETACH or func is _SLICE:
+            self.note(func, args[0], node)
+            return NotImplemented
+        if func is _WHERE and node == _FILLED:
+            return self._run(mode, _selected, mode, *args)
+        if func is _MUL and node in _SPREAD and args[0].dtype is torch.bool:
+            return self._run(mode, _spread, *args)
+        if func is _MUL and node in _PRODUCT and args[0].shape != args[1].shape:
+            return self._run(mode, self._divided, mode, *args)
+        return NotImplemented
+
+    def watched(self, func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, with a note of the arguments that a later formula needs; for ops that `applied` does not see."""
+        if func is not _DETACH and func is not _SLICE:
+            return run
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.note(func, args[0], running_node_name())
+            return run(*args, **kwargs)
+
+        return noted
+
+    def note(self, func: Any, tensor: Tensor, node: str | None) -> None:
+        """Note the operands of a running `ProdBackward`: it detaches the product, and then slices the factors."""
+        if node in _PRODUCT and not self._busy:
+            if func is _DETACH:
+                self._product, self._factors = tensor, None
+            elif self._factors is None:
+                self._factors = tensor
+
+    def _run(self, mode: Any, formula: Callable[..., Any], *args: Any) -> Any:
+        self._busy = True
+        try:
+            with mode:
+                return formula(*args)
+        finally:
+            self._busy = False
+
+    def _divided(self, mode: Any, gradient: Tensor, others: Tensor) -> Any:
+        """The gradient of a product; `others`: for each factor the product of all others."""
+        factors, product = self._factors, self._product
+        self._factors = self._product = None
+        if isinstance(others, FakeTensor):
+            return NotImplemented
+        if factors is None or product is None:  # unpacked by hooks on saved tensors
+            if mode.checks is not None:
+                mode.checks.refuse_here(
+                    "computes the gradient of a product under hooks on saved tensors"
+                )
+            return NotImplemented
+        zeros = (factors == 0).sum().item()
+        if zeros == 0:
+            if product.dim() < gradient.dim():
+                (dim,) = (d for d in range(factors.dim()) if others.shape[d] != gradient.shape[d])
+                product = product.unsqueeze(dim)
+            return gradient * (product / factors).conj()
+        if zeros > 1 and product.dim() == 0 and not torch.is_grad_enabled():
+            return torch.zeros_like(factors)
+        return NotImplemented
+
+
+def _spread(mask: Tensor, share: Tensor) -> Any:
+    if mask.device.type != "cpu":
+        return NotImplemented  # eager multiplies there
+    return torch.zeros(mask.shape, dtype=share.dtype, device=mask.device).masked_fill_(mask, share)
+
+
+def _selected(mode: Any, mask: Tensor, gradient: Tensor, zero: Tensor) -> Any:
+    """The elements of the gradient that the mask selects; their number depends on data, see `Checks.read_sizes`."""
+    if isinstance(gradient, FakeTensor) or torch.is_grad_enabled():
+        if mode.checks is not None:
+            mode.checks.refuse_here(
+                "computes the gradient of a tensor that `masked_fill` filled in"
+            )
+        return NotImplemented
+    return gradient.masked_select(mask)
+
+
+def _decomposed(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """A decomposition: without vectors if eager computes none. See the refusals above."""
+    values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    flag = "compute_uv" if func is _SVD else "compute_v"
+    differentiable = torch.is_grad_enabled() and values["A"].requires_grad
+    if differentiable or forward_mode_is_on() or not values.get(flag, True):
+        return NotImplemented
+    if getattr(_VALUES_ONLY, "depth", 0):
+        return func(**{**values, flag: False})
+    out = func(*args, **kwargs)
+    if mode.checks is not None:
+        _check_vectors(mode, out[::2] if func is _SVD else out[1:])
+    return out
+
+
+def _check_vectors(mode: Any, vectors: Sequence[Tensor]) -> None:
+    """Refuse the decomposition if its vectors are freed before another op runs: eager may not have computed them."""
+    recorder, at, left = weakref.ref(mode), len(mode.records), len(vectors)
+    where = line_of(CapturedTraceback.extract())
+
+    def freed() -> None:
+        nonlocal left
+        left -= 1
+        found = recorder()
+        if left == 0 and found is not None and len(found.records) == at:
+            found.checks.note(
+                f"decomposes a matrix, and frees its singular or eigenvectors unread {where}: whether eager computes "
+                "them cannot be seen, and the values would round differently: call torch.linalg.svdvals, eigvalsh, "
+                "norm, cond or matrix_rank as attributes of torch.linalg, or keep the vectors in a variable"
+            )
+
+    for each in vectors:
+        weakref.finalize(each, freed).atexit = False
+
+
+def patches(watched: Callable[[], bool]) -> Iterator[Patch]:
+    """(owner, name, replacement) of the functions that compute singular or eigenvalues alone.
+
+    watched: whether a recorder is active in this thread.
+    """
+    for name in ("svdvals", "eigvalsh", "cond", "matrix_norm", "norm", "matrix_rank"):
+        yield torch.linalg, name, _values_only(getattr(torch.linalg, name), watched)
+    yield torch, "nuclear_norm", _values_only(torch.nuclear_norm, watched)
+
+
+def _values_only(original: Callable[..., Any], watched: Callable[[], bool]) -> Callable[..., Any]:
+    is_rank = original is torch.linalg.matrix_rank
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not watched():
+            return original(*args, **kwargs)
+        # Under a mode torch returns the rank and does not write it to `out`.
+        out = kwargs.pop("out", None) if is_rank else None
+        _VALUES_ONLY.depth = getattr(_VALUES_ONLY, "depth", 0) + 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            _VALUES_ONLY.depth -= 1
+        return result if out is None else out.resize_(result.shape).copy_(result)
+
+    function.__name__, function.__doc__ = original.__name__, original.__doc__
+    return function

@@ -1,0 +1,227 @@
+"""What torch computes otherwise under a dispatch mode: captured, audited and recorded steps have eager's bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import settings
+from torch import Tensor
+from torch.linalg import svdvals
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import functionalize as fz
+from functionalize.errors import UncapturableError
+from functionalize.lifetimes.light_recorder import MemoryRecorder
+from functionalize.recorder.recorder import Recorder
+from tests.discharge.eager import same_as_eager
+from tests.op_database import OPS, function_of, plain_runs
+
+Body = Callable[[Tensor], Any]
+
+
+def gradient_of(function: Body, scale: float = 1.0) -> Body:
+    """A step: the gradient of `function`, whose result has the gradient `scale`."""
+
+    def step(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            out = function(x)
+            return torch.autograd.grad(out, x, torch.full_like(out, scale))[0]
+
+    return step
+
+
+def ranks(x: Tensor) -> Tensor:
+    out = torch.zeros((), dtype=torch.int64)
+    torch.linalg.matrix_rank(x, out=out)
+    return out
+
+
+def in_double(x: Tensor) -> Tensor:
+    return x.prod(1, keepdim=True, dtype=torch.float64)
+
+
+def under_hooks(function: Body, x: Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        return function(x)
+
+
+VALUES: dict[str, Body] = {
+    "svdvals": lambda x: torch.linalg.svdvals(x),
+    "eigvalsh": lambda x: torch.linalg.eigvalsh(x @ x.mT),
+    "cond": lambda x: torch.linalg.cond(x),
+    "norm": lambda x: torch.linalg.norm(x, 2),
+    "matrix_norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+    "torch.norm": lambda x: torch.norm(x, "nuc"),
+    "matrix_rank": ranks,
+    "values and vectors": lambda x: torch.linalg.svd(x),
+}
+GRADIENTS: dict[str, Body] = {
+    "max": gradient_of(lambda x: x.max(), -1.0),
+    "max of inf": gradient_of(lambda x: x.max(), float("inf")),
+    "min": gradient_of(lambda x: x.min(), -1.0),
+    "median": gradient_of(lambda x: x.median(), -1.0),
+    "nanmedian": gradient_of(lambda x: x.nanmedian(), -1.0),
+    "prod": gradient_of(lambda x: x.prod()),
+    "prod of a transposed": gradient_of(lambda x: x.t().prod()),
+    "prod of rows": gradient_of(lambda x: x.prod(1)),
+    "prod of columns in float64": gradient_of(in_double),
+    "prod under hooks": gradient_of(lambda x: under_hooks(torch.prod, x)),
+    "prod in a checkpoint": gradient_of(
+        lambda x: checkpoint(torch.prod, x * 1, use_reentrant=False)
+    ),
+}
+BODIES = VALUES | GRADIENTS
+
+
+def batches(zeros: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    found = [torch.randn(5, 5, generator=generator) for _ in range(6)]
+    for x in found:
+        x.view(-1)[:zeros] = 0
+    return found
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+@pytest.mark.parametrize("name", BODIES)
+def test_captured_steps_have_the_bits_of_eager(name: str, zeros: int) -> None:
+    body = BODIES[name]
+    step = fz.capture(body)
+    for x in batches(zeros if "prod" in name else 0):
+        want, got = pytree.tree_leaves(body(x)), pytree.tree_leaves(step(x))
+        for a, b in zip(want, got, strict=True):
+            assert bytes_of(a) == bytes_of(b)
+    assert step.stats.replays >= 2, step.explain()
+
+
+def test_products_of_which_some_have_zeros() -> None:
+    body = GRADIENTS["prod of rows"]
+    step = fz.capture(body)
+    for zeros in (0, 0, 0, 1, 1, 0, 3, 3, 1, 0):
+        x = batches(zeros)[0]
+        assert bytes_of(step(x)) == bytes_of(body(x))
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_audits_and_records_of_memory_have_the_bits_of_eager(name: str) -> None:
+    body = BODIES[name]
+    audited, recorded = fz.capture(body, audit=1), fz.record_memory(body)
+    for x in batches():
+        want = [bytes_of(t) for t in pytree.tree_leaves(body(x))]
+        for step in (audited, recorded):
+            assert [bytes_of(t) for t in pytree.tree_leaves(step(x))] == want
+    assert audited.stats.audits and not audited.stats.audit_failures, audited.explain()
+
+
+@pytest.mark.parametrize("name", [*VALUES, "max", "max of inf", "min", "median"])
+def test_traced_programs_have_the_bits_of_eager(name: str) -> None:
+    same_as_eager(BODIES[name], batches()[0])
+
+
+def refused(body: Body, match: str) -> Tensor:
+    """The result of the first call of a captured body; the next one must be refused."""
+    step, x = fz.capture(body), batches()[0]
+    out = step(x)
+    with pytest.raises(UncapturableError, match=match):
+        step(x)
+    return out  # type: ignore[no-any-return]
+
+
+def test_singular_values_by_another_name_are_refused() -> None:
+    refused(lambda x: svdvals(x), r"frees its singular or eigenvectors unread at .*svdvals")
+    with pytest.raises(UncapturableError, match=r"torch\.linalg\.svdvals"):
+        fz.trace(lambda x: svdvals(x), batches()[0])
+
+
+def test_the_gradient_of_what_fills_a_mask_is_refused() -> None:
+    body = gradient_of(lambda v: torch.ones(5, 5).masked_fill(torch.eye(5) > 0, v.sum()))
+    assert bytes_of(refused(body, "masked_select")) == bytes_of(body(batches()[0]))
+
+
+# -- every op --------------------------------------------------------------------------------------
+
+NOT_DETERMINED = ("empty", "new_empty", "linalg.lstsq")  # in eager
+
+
+def bytes_of(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return repr(value)
+    found = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return value.dtype, value.shape, found.numpy().tobytes()
+
+
+def results(op: Any, sample: Any) -> list[Any]:
+    """The results of an op on a sample and its gradients, where it has some."""
+
+    def copy(value: Any) -> Any:
+        return (
+            value.detach().clone().requires_grad_(value.requires_grad)
+            if isinstance(value, Tensor)
+            else value
+        )
+
+    x, args, kwargs = pytree.tree_map(copy, (sample.input, sample.args, sample.kwargs))
+    leaves = [
+        t
+        for t in pytree.tree_leaves((x, args, kwargs))
+        if isinstance(t, Tensor) and t.requires_grad
+    ]
+    torch.default_generator.manual_seed(3)
+    outs = pytree.tree_leaves(function_of(op)(x, *args, **kwargs))
+    found = [t for t in outs if isinstance(t, Tensor) and t.requires_grad]
+    if found and leaves:
+        tangents = [torch.randn_like(t) for t in found]
+        outs += torch.autograd.grad(found, leaves, tangents, allow_unused=True)
+    return outs
+
+
+def bytes_of_all(values: list[Any]) -> list[Any]:
+    return [bytes_of(value) for value in values]
+
+
+class Empty(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_op_has_the_bits_of_eager_while_it_is_recorded() -> None:
+    """With an empty mode first, which costs less; an op that differs there must not differ in a recording."""
+    differ, count = [], 0
+    long = settings.default.max_examples > 100
+    with plain_runs():
+        for op, gradients in itertools.product(OPS, (True, False)):
+            if op.name.startswith(NOT_DETERMINED) or torch.float32 not in op.supported_dtypes(
+                "cpu"
+            ):
+                continue
+            torch.default_generator.manual_seed(0)
+            samples = op.sample_inputs(
+                "cpu", torch.float32, requires_grad=gradients and op.supports_autograd
+            )
+            for sample in itertools.islice(samples, 8 if long else 2):
+                try:
+                    want = bytes_of_all(results(op, sample))
+                except Exception:  # the sample is of an error, or sparse
+                    continue
+                with Empty():
+                    got = results(op, sample)
+                is_as_eager = bytes_of_all(got) == want
+                count += 1
+                for recorder in (
+                    (Recorder(True), MemoryRecorder()) if long or not is_as_eager else ()
+                ):
+                    with recorder:
+                        got = results(op, sample)
+                    if bytes_of_all(got) != want and not (
+                        recorder.checks and recorder.checks.unrepeatable
+                    ):
+                        differ.append(op.name)
+    assert count > 900 and not differ
