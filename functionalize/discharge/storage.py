@@ -117,7 +117,7 @@ class FunctionalStorage:
             return False
         unit = view.geometry.dtype.itemsize  # a new base begins at offset 0, the root may not
         while view.step is not None and view.parent is not None:
-            view, unit = self.views[view.parent], max(unit, view.geometry.dtype.itemsize)
+            unit, view = max(unit, view.parent.dtype.itemsize), self.views[view.parent]
             if write and self._is_uneven(view.geometry, True):
                 return False
         g, root = view.geometry, self.root
@@ -149,8 +149,8 @@ class FunctionalStorage:
         # Two sources of the new base: the storage as on entry, and the old base, pasted over it if it has been written
         # (or if there is no entry to read). Either may be missing.
         has_entry = bool(self.external and self.original_nbytes and not self.entry_lost)
-        has_base = window.version == self.version and (self.written or not has_entry)
-        has_base = has_base and self.root.numel > 0
+        is_current = window.version == self.version and self.root.numel > 0
+        has_base = is_current and (self.written or not has_entry)
         end = max(self.nbytes, self.root.end if has_base else 0, has_entry * self.original_nbytes)
         dtype = self.root.dtype
         unit = max(itemsize, *(g.dtype.itemsize for g in self.views))

@@ -131,6 +131,13 @@ def unusual_stride_of_an_element_in_parts(a: Tensor, c: Tensor, b: Tensor) -> Te
     return a * 2 + torch.view_as_real(c) + torch.view_as_real(torch.view_as_complex(column))
 
 
+def parts_of_an_element_beside_a_window(a: Tensor, c: Tensor) -> None:
+    """The base begins in the middle of an element of `c`: no view of it, and none of its views, can be read there."""
+    torch.mul(a.view(-1), 2, out=a)
+    parts = c.real.view(-1)
+    parts.copy_(parts)
+
+
 def shrunk_before_the_window(a: Tensor) -> None:
     a.add_(1)
     R(a, 7)
@@ -370,6 +377,12 @@ CASES: tuple[tuple[Callable[..., Any], Callable[[], Args]], ...] = (
             values(1, 2, dtype=torch.int32),
             torch.view_as_complex(values(1, 2)),
             values(2, 1, seed=1),
+        ),
+    ),
+    (
+        parts_of_an_element_beside_a_window,
+        lambda: windows(
+            (torch.float32, (7,), (1,), 1), (torch.complex64, (3,), (1,), 1), nbytes=32
         ),
     ),
     (shrunk_before_the_window, lambda: (values(8)[2:],)),
