@@ -27,7 +27,7 @@ from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
-from functionalize.walk.code_uses import lines_of_changes
+from functionalize.walk.code_uses import lines_of_changes, lines_of_uses
 from functionalize.walk.data_parts import process_generators
 from functionalize.walk.discovery import walked, walked_again
 from functionalize.walk.fact_text import Path, change_text, is_live_kind, portable, text_of
@@ -115,9 +115,12 @@ class SurroundingsGuard:
         )
 
     def origin(self, name: str) -> str:
-        """Whose `name` is, a path as text, and the lines of the step's code that change it; for a message."""
+        """Whose `name` is, a path as text, and the lines of the step's code that change it; for a message.
+
+        Of a generator or an iterator: the lines that use it.
+        """
         state, last = self.state, name.rpartition(".")[2]
-        paths = [path for path in state.paths if path and text_of(path) == name]
+        paths = [p for p in (*state.paths, *state.moving_paths) if p and text_of(p) == name]
         owners = (state.owners.get(id(path[0])) for path in paths)
         owner = next((each for each in owners if each is not None), None)
         is_named = owner is not None and owner not in (types.FunctionType, types.MethodType)
@@ -125,7 +128,10 @@ class SurroundingsGuard:
         lines = lines_of_changes(state.names.codes, last)
         if not lines and last.isdigit():
             lines = lines_of_changes(state.names.codes, name.rpartition(".")[0].rpartition(".")[2])
-        return text + "".join(f"\n  changed at {line}" for line in lines[:_MOST_LINES])
+        found = "changed"
+        if not lines and any(text_of(path) == name for path in state.moving_paths):
+            lines, found = lines_of_uses(state.names.codes, last), "used"
+        return text + "".join(f"\n  {found} at {line}" for line in lines[:_MOST_LINES])
 
     def portable(self) -> list[list[str]]:
         """Pairs of path and fact, as texts that are comparable between processes."""

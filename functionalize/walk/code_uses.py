@@ -2,6 +2,7 @@
 
     only_appended(codes, "losses")     True for `self.losses.append(x)` alone, False as soon as code reads it otherwise
     lines_of_changes(codes, "n")       ["train.py:12, in step: self.n += 1"]
+    lines_of_uses(codes, "rng")        ["train.py:13, in step: x = x * self.rng.random()"]
     stored_constants(codes, "n")       {(int, "0")} for `self.n = 0`
 
 Invariant: what is not understood counts as a read.
@@ -13,7 +14,7 @@ import dis
 import functools
 import linecache
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from functionalize.walk.code_names import codes_of
 
@@ -57,6 +58,26 @@ def only_appended(codes: Iterable[types.CodeType], name: str) -> bool:
 
 def lines_of_changes(codes: Iterable[types.CodeType], name: str) -> list[str]:
     """The lines that assign a name, or an entry of it, or call a method of it that changes containers."""
+
+    def is_change(step: dis.Instruction, then: object, on_line: set[str]) -> bool:
+        return (
+            (step.opname in _STORES and step.argval == name)
+            or (step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") and name in on_line)
+            or (step.argval == name and then in _MOVERS)
+        )
+
+    return _lines(codes, is_change)
+
+
+def lines_of_uses(codes: Iterable[types.CodeType], name: str) -> list[str]:
+    """The lines that read a name."""
+    return _lines(codes, lambda step, *_: step.argval == name and step.opname.startswith("LOAD_"))
+
+
+def _lines(
+    codes: Iterable[types.CodeType], wanted: Callable[[dis.Instruction, object, set[str]], bool]
+) -> list[str]:
+    """The lines with an instruction that is wanted. wanted: of it, the next argument, and the names on the line."""
     found: dict[str, None] = {}
     for code in _every(codes):
         steps, line = _steps(code), code.co_firstlineno
@@ -68,12 +89,7 @@ def lines_of_changes(codes: Iterable[types.CodeType], name: str) -> list[str]:
             if isinstance(step.argval, str):
                 on_line.add(step.argval)
             then = steps[at + 1].argval if at + 1 < len(steps) else None
-            is_change = (
-                (step.opname in _STORES and step.argval == name)
-                or (step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") and name in on_line)
-                or (step.argval == name and then in _MOVERS)
-            )
-            if is_change:
+            if wanted(step, then, on_line):
                 text = linecache.getline(code.co_filename, line).strip()
                 found[f"{code.co_filename}:{line}, in {code.co_name}: {text}"] = None
     return list(found)

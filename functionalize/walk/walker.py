@@ -54,6 +54,7 @@ from functionalize.walk.parts import (
     Part,
     Parts,
     Visit,
+    attribute,
     attributes_of_tensor,
     table_of,
 )
@@ -117,6 +118,7 @@ class PythonState:
             self.probes.give_up()
         self._seen_moving: dict[int, Path] = {}
         self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
+        self._of_modules: set[int] = set()  # ids of lists and tuples that are attributes of modules
         self._queue: deque[Visit] = deque()
         self._unnamed: deque[Visit] = deque()  # objects that determine no ops
         self._classes: set[tuple[type, bool]] = set()
@@ -286,18 +288,22 @@ class PythonState:
     # -- tensors, modules and optimizers -----------------------------------------------------------
 
     def _keep(self, visit: Visit, value: Any) -> None:
-        is_loose = visit.is_loose or visit.moving is not None
-        if isinstance(value, Tensor):
+        kind, is_loose = type(value), visit.is_loose or visit.moving is not None
+        if issubclass(kind, Tensor):
             if visit.place is None or is_loose:
-                return self._note(visit, Identity(weakref.ref(value), type(value)))
+                holder = None if visit.place is None else visit.place.container
+                holder = holder.resolve() if isinstance(holder, Held) else holder
+                has_source = id(holder) in self._of_modules  # it is read through the module
+                found = InPlace(kind, 0) if has_source else Identity(weakref.ref(value), kind)
+                return self._note(visit, found)
             if id(value) not in self._searched or not visit.is_fact:
                 self.roots.tensors.append((visit.name, visit.place, value))
-            self._note(visit, InPlace(type(value), visit.place.home))
+            self._note(visit, InPlace(kind, visit.place.home))
             return self._attributes_of_tensor(visit, value)
-        self._note(visit, Identity(weakref.ref(value), type(value)))
+        self._note(visit, Identity(weakref.ref(value), kind))
         if is_loose:
             return None
-        is_module = isinstance(value, nn.Module)
+        is_module = issubclass(kind, nn.Module)
         table: dict[str, Any] = self.roots.modules if is_module else self.roots.optimizers
         if any(value is known for known in table.values()):
             return None
@@ -370,21 +376,18 @@ class PythonState:
                 continue
             if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
                 continue
-            if isinstance(value, (list, tuple)):  # tensors directly in a list have sources
-                if isinstance(value, list):
-                    self.probes.add_list(value)
-                value = [None if issubclass(type(each), Tensor) else each for each in value]
-                self._alive.append(value)
-            self._push(loose, Part(key, value, key))
+            if isinstance(value, (list, tuple)):
+                self._of_modules.add(id(value))
+            self._push(loose, attribute(table, key)._replace(value=value))
 
     def _optimizer(self, visit: Visit, optimizer: torch.optim.Optimizer) -> None:
         """The class of an optimizer, its hooks, replaced methods, and numbers in its state."""
         self._note(visit, type(optimizer))
         self.probes.add_kind(optimizer)
         self._class_of(visit, type(optimizer))
-        for key, value in vars(optimizer).items():
+        for key in vars(optimizer):
             if key not in _OF_EVERY_OPTIMIZER:
-                self._push(visit, Part(key, value, key))
+                self._push(visit, attribute(vars(optimizer), key))
         self.probes.add_attribute(optimizer, "__dict__")
         self.probes.add_table(vars(optimizer))
         self.probes.add_optimizer(optimizer, partial(state_numbers, live=self.live))

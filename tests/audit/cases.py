@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.walk.cases import HELD, MOVED, READ, TENSORS
@@ -294,6 +296,9 @@ def a_mode(model: nn.Module) -> Made:
     return loss, lambda: setattr(config, "trains", False)
 
 
+# -- what a script sets around a call ----------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
@@ -304,18 +309,47 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-REPLACEMENTS: dict[str, tuple[Any, str, Callable[..., Any], Callable[[nn.Module], Loss]]] = {
-    "F.relu": (F, "relu", F.gelu, lambda model: lambda x: F.relu(model(x)).square().mean()),
-    "torch.sin": (
-        torch,
-        "sin",
-        torch.cos,
-        lambda model: lambda x: torch.sin(model(x)).square().mean(),
-    ),
-    "nn.Linear.forward": (
-        nn.Linear,
-        "forward",
-        lambda self, x: F.linear(x, self.weight * 2, self.bias),
-        lambda model: lambda x: model(x).square().mean(),
-    ),
+class CosForSin(TorchFunctionMode):
+    """A function mode of a script."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.cos if func is torch.sin else func)(*args, **(kwargs or {}))
+
+
+_call, _step = nn.Module.__call__, torch.optim.SGD.step
+
+
+def doubled_step(self: torch.optim.SGD, closure: Any = None) -> Any:
+    _step(self, closure)
+    return _step(self, closure)
+
+
+def square(model: nn.Module) -> Loss:
+    return lambda x: model(x).square().mean()
+
+
+def sine(model: nn.Module) -> Loss:
+    return lambda x: torch.sin(model(x)).square().mean()
+
+
+def relu(model: nn.Module) -> Loss:
+    return lambda x: F.relu(model(x)).square().mean()
+
+
+def twice(self: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight * 2, self.bias)
+
+
+def doubled_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _call(self, *args, **kwargs) * 2
+
+
+# What is around the later calls, and the loss.
+AROUND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[nn.Module], Loss]]] = {
+    "replaced F.relu": (lambda: replaced(F, "relu", F.gelu), relu),
+    "replaced torch.sin": (lambda: replaced(torch, "sin", torch.cos), sine),
+    "replaced nn.Linear.forward": (lambda: replaced(nn.Linear, "forward", twice), square),
+    "replaced nn.Module.__call__": (lambda: replaced(nn.Module, "__call__", doubled_call), square),
+    "replaced SGD.step": (lambda: replaced(torch.optim.SGD, "step", doubled_step), square),
+    "function mode": (CosForSin, sine),
 }

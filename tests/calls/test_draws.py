@@ -15,9 +15,15 @@ import functionalize as fz
 from functionalize.calls.draws import state_of
 from functionalize.errors import SaveError
 from tests.calls import trainers
-from tests.calls.trainers import CALLS, Between, compare, nothing
+from tests.calls.trainers import CALLS, Between, Drawer, compare, nothing
 
 shared = np.random.default_rng(9)
+
+
+def scaled(self: Any, x: Tensor) -> Tensor:
+    """The forward of a module."""
+    x = x * self.rng.uniform(0.5, 1.5) + self.python.gauss(0, 1)
+    return x * self.old[0].normal()
 
 
 class Trainer(trainers.Trainer):
@@ -28,9 +34,13 @@ class Trainer(trainers.Trainer):
         self.rng, self.python = np.random.default_rng(3), random.Random(4)
         self.legacy = np.random.RandomState(5)
         self.kept = 0.0
+        held = {"rng": np.random.default_rng(6), "old": [np.random.RandomState(7)]}
+        self.layer = Drawer(scaled, **held, python=random.Random(8))
 
     def state(self) -> list[Any]:
-        generators = [self.rng, self.python, self.legacy, shared]
+        layer = self.layer
+        of_layer = [layer.rng, layer.python, *layer.old]
+        generators = [self.rng, self.python, self.legacy, shared, *of_layer]
         of_process = random.getstate(), repr(np.random.get_state())
         return [*super().state(), *map(state_of, generators), self.kept, *of_process]
 
@@ -72,13 +82,17 @@ def with_helper(self: Trainer, x: Tensor) -> Tensor:
     return sum((x * scale(0, k) for k in (1, 2)), x)
 
 
+def in_a_forward(self: Trainer, x: Tensor) -> Tensor:
+    return self.layer(x)  # type: ignore[no-any-return]
+
+
 def unused(self: Trainer, x: Tensor) -> Tensor:
     self.rng.random()
     self.legacy.randint(10)
     return x
 
 
-@pytest.mark.parametrize("augment", [mixup, of_all_generators, with_helper, unused])
+@pytest.mark.parametrize("augment", [mixup, of_all_generators, with_helper, in_a_forward, unused])
 def test_replays_draw_what_eager_draws(augment: Any) -> None:
     captured = compared(augment)
     assert captured.stats.captures == 1
@@ -90,7 +104,8 @@ def test_a_drawn_number_is_explained() -> None:
 
 
 def test_audited_calls_draw_once() -> None:
-    assert compared(of_all_generators, audit=1).stats.audits >= CALLS - 3
+    for augment in (of_all_generators, in_a_forward):
+        assert compared(augment, audit=1).stats.audits >= CALLS - 3
 
 
 def test_passes_keep_draws() -> None:
@@ -156,17 +171,25 @@ def reseeds(self: Trainer, i: int) -> None:
 def replaces(self: Trainer, i: int) -> None:
     if i == 8:
         self.rng, self.python = np.random.default_rng(30), random.Random(40)
+        self.layer.old[0] = np.random.RandomState(50)
 
 
 def test_a_seed_between_calls_needs_no_other_program() -> None:
     assert compared(of_all_generators, reseeds).stats.captures == 1
 
 
-def test_another_generator_is_noticed() -> None:
-    captured = compared(lambda self, x: mixup(self, x) * self.python.random(), replaces)
+@pytest.mark.parametrize(
+    ("augment", "name"),
+    [
+        (lambda self, x: mixup(self, x) * self.python.random(), "self.rng"),
+        (in_a_forward, "layer.old.0"),
+    ],
+)
+def test_another_generator_is_noticed(augment: Any, name: str) -> None:
+    captured = compared(augment, replaces)
     assert captured.stats.captures == 2
     (missed,) = captured.stats.guard_failures
-    assert missed == "`self.rng` is another generator"
+    assert missed == f"`{name}` is another generator"
 
 
 def test_an_exception_leaves_the_generator_in_its_place() -> None:

@@ -13,9 +13,30 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 from functionalize.errors import SaveError
 from tests.calls import trainers
-from tests.calls.trainers import CALLS, Between, compare, nothing
+from tests.calls.trainers import CALLS, Between, Drawer, compare, nothing
 
 shared = torch.Generator()
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise to every step, from a generator of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.g, self.scale, self.steps = torch.Generator().manual_seed(6), 0.0, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.steps += 1
+        if self.scale:
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p += torch.randn(p.shape, generator=self.g) * (self.scale / self.steps)
+
+
+def noise_of_a_layer(self: Any, x: Tensor) -> Tensor:
+    x = x + torch.randn(x.shape, generator=self.g)
+    return x * torch.rand(3, generator=self.several[0])
 
 
 class Trainer(trainers.Trainer):
@@ -24,9 +45,13 @@ class Trainer(trainers.Trainer):
     def __init__(self, augment: Callable[[Trainer, Tensor], Tensor]) -> None:
         super().__init__(augment)
         self.g, self.held = torch.Generator().manual_seed(3), {"g": torch.Generator()}
+        self.layer = Drawer(noise_of_a_layer, g=torch.Generator(), several=[torch.Generator()])
+        self.optimizer = Langevin(self.model.parameters(), lr=0.1)
 
     def generators(self) -> list[torch.Generator]:
-        return [self.g, self.held["g"], shared, torch.default_generator]
+        of_layer = [self.layer.g, *self.layer.several]
+        of_objects = [self.g, self.held["g"], *of_layer, self.optimizer.g]
+        return [*of_objects, shared, torch.default_generator]
 
     def state(self) -> list[Any]:
         return [*super().state(), *(g.get_state().numpy().tobytes() for g in self.generators())]
@@ -84,12 +109,22 @@ def in_a_recomputation(self: Trainer, x: Tensor) -> Tensor:
     return checkpoint(lambda x: nn.functional.dropout(self.model(x), 0.5), x, use_reentrant=False)
 
 
+def in_a_forward(self: Trainer, x: Tensor) -> Tensor:
+    return self.layer(x)  # type: ignore[no-any-return]
+
+
+def in_an_optimizer(self: Trainer, x: Tensor) -> Tensor:
+    self.optimizer.scale = 0.1
+    return x
+
+
 def unused(self: Trainer, x: Tensor) -> Tensor:
     torch.rand(2, generator=self.g)
     return x
 
 
 ALL = [noise, in_place, of_many_kinds, beside_torchs, one_number, as_python, in_a_recomputation]
+ALL += [in_a_forward, in_an_optimizer]
 
 
 @pytest.mark.parametrize("augment", [*ALL, unused])
@@ -161,15 +196,30 @@ def test_a_seed_between_calls_needs_no_other_program() -> None:
     assert compared(noise, reseeds).stats.captures == 1
 
 
-def test_another_generator_is_noticed() -> None:
+@pytest.mark.parametrize(
+    ("augment", "name"),
+    [(noise, "self.g"), (in_a_forward, "layer.g"), (in_an_optimizer, "optimizer.g")],
+)
+def test_another_generator_is_noticed(augment: Any, name: str) -> None:
     def replaces(self: Trainer, i: int) -> None:
         if i == 8:
-            self.g = torch.Generator().manual_seed(30)
+            for each in (self, self.layer, self.optimizer):
+                each.g = torch.Generator().manual_seed(30)
 
-    captured = compared(noise, replaces)
+    captured = compared(augment, replaces)
     assert captured.stats.captures == 2
     (missed,) = captured.stats.guard_failures
-    assert missed == "`self.g` is another generator"
+    assert missed == f"`{name}` is another generator"
+
+
+def test_another_generator_in_a_list_of_a_module_is_noticed() -> None:
+    def replaces(self: Trainer, i: int) -> None:
+        if i == 8:
+            self.layer.several[0] = torch.Generator().manual_seed(30)
+
+    captured = compared(in_a_forward, replaces)
+    assert captured.stats.captures == 2
+    assert "`layer.several.0` is another generator" in captured.stats.guard_failures
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -229,16 +279,18 @@ def test_a_generator_of_two_places_is_refused() -> None:
     assert "draws from `self.g`" in captured.explain()
 
 
-def test_a_captured_forward_refuses_draws() -> None:
-    model, g = nn.Linear(3, 3), torch.Generator()
-    captured = fz.capture(
-        lambda x: model(x + torch.rand(3, generator=g)).sum(),
-        backward=True,
-        on_uncapturable="eager",
-    )
+def test_a_captured_forward_refuses_draws_with_owner_and_line() -> None:
+    model = nn.Sequential(Drawer(noise_of_a_layer, g=torch.Generator()), nn.Linear(3, 3))
+    model[0].several = [torch.Generator()]
+    captured = fz.capture(lambda x: model(x).sum(), backward=True, on_uncapturable="eager")
     for _ in range(4):
         captured(torch.ones(2, 3)).backward()
     assert captured.stats.replays == 0
+    message = captured.explain()
+    assert "draws from `model.0.g`" in message
+    assert "`g` of a Drawer" in message
+    assert "used at " in message
+    assert "in noise_of_a_layer: x = x + torch.randn(x.shape, generator=self.g)" in message
 
 
 def test_a_program_that_draws_is_not_saved(tmp_path: Any) -> None:

@@ -25,6 +25,19 @@ def nothing(trainer: Any, call: int) -> None:
     """What runs between calls by default."""
 
 
+class Drawer(nn.Module):
+    """draw(self, x): the forward, which draws from generators that the module holds."""
+
+    def __init__(self, draw: Callable[[Any, Tensor], Tensor], **held: Any) -> None:
+        super().__init__()
+        self.draw = draw
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(self, x)
+
+
 class Trainer:
     """augment: what the step does to a batch."""
 
