@@ -142,6 +142,7 @@ def _overlap(dims: list[tuple[int, int]], numel: int, span: int) -> bool:
 
 
 _ENUMERATED = 2**14
+MASKS = (torch.bool, torch.uint8)  # as indices these select elements
 _NO_BITS = frozenset({torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 # By dtype, which lazy bits a tensor may have: 0: none, 1: the negative one, 2: the conjugate one, too.
 _LAZY_BITS = {
@@ -281,6 +282,16 @@ class OpRecord:
     thread: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     live: bool = False
+
+
+def is_sized_by_data(record: OpRecord) -> bool:
+    """Whether the size of a result depends on the contents of an argument; of `x[indices]` if one of them is a mask."""
+    if torch.Tag.dynamic_output_shape not in getattr(record.target, "tags", ()):
+        return False
+    if record.target is not torch.ops.aten.index.Tensor:
+        return True
+    indices = record.args[1]
+    return any(each is not None and each.geometry.dtype in MASKS for each in indices)
 
 
 def tensor_metadata(geometry: Geometry) -> TensorMetadata:

@@ -37,7 +37,14 @@ from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes
 from functionalize.ir.inputs import InputSpec
-from functionalize.ir.ops import Geometry, OpRecord, TensorRef, geometry_of, tensor_metadata
+from functionalize.ir.ops import (
+    Geometry,
+    OpRecord,
+    TensorRef,
+    geometry_of,
+    is_sized_by_data,
+    tensor_metadata,
+)
 from functionalize.ir.phases import set_phases
 from functionalize.tape.ownership import ownership_of
 from functionalize.util.gc_pause import only_young_collections
@@ -90,7 +97,7 @@ def read_records(graph: fx.Graph) -> None:
             node.meta["stack_trace"] = trace
         tape.annotate(node, record)
         node.meta["original_aten"] = record.target
-        if node.target is record.target and torch.Tag.dynamic_output_shape in node.target.tags:
+        if node.target is record.target and is_sized_by_data(record):
             node.meta["sized"] = _recorded(record.outputs, record.meta.get("born", {}))
     set_phases(graph, updates)
     for node in graph.nodes:

@@ -26,6 +26,7 @@ from functionalize.discharge.rules.mutations import is_mutating, written_argumen
 from functionalize.discharge.rules.op_quirks import READS_GRAD_MODE
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import UnsupportedTensorError
+from functionalize.ir.ops import MASKS
 from functionalize.recorder.eager_formulas import FORMULA_OPS
 
 aten = torch.ops.aten
@@ -227,7 +228,7 @@ def sizing_numbers(
     """
     values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     if func is aten.index.Tensor:
-        masks = [i for i in values["indices"] if i is not None and i.dtype in _MASKS]
+        masks = [i for i in values["indices"] if i is not None and i.dtype in MASKS]
         return [SizingNumber(mask.count_nonzero(), "constants") for mask in masks]
     if func is aten.nonzero.default:
         return [SizingNumber(values["self"].count_nonzero(), "constants")]
@@ -251,9 +252,6 @@ def sizing_numbers(
         by_rank = values.get("driver") in ("gelss", "gelsd") and rows > columns
         return None if by_rank else []
     return None
-
-
-_MASKS = (torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

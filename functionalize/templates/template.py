@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from functionalize.ir.inputs import Argument
+from functionalize.ir.ops import MASKS, is_sized_by_data
 from functionalize.program.printer import node_text, program_text
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Formula, Sizes, fit
@@ -70,7 +72,7 @@ class Template:
             if difference is not None:
                 return Mismatch(number, *difference)
         for node in programs[0].graph.nodes:
-            if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+            if _is_sized_by_data(node):
                 return Mismatch(0, f"`{node_text(node)}`", "its size depends on data")
         if not calls:
             calls, names = list(map(_shapes_of, programs)), _names_of(programs[0])
@@ -108,7 +110,7 @@ class Template:
         """The program for these sizes. Its `meta` is filled anew where it is read."""
         program = with_integers(self.reference, self.predicted(sizes))
         for node in program.graph.nodes:
-            for key in ("val", "tensor_meta"):
+            for key in ("val", "tensor_meta", "sized"):
                 node.meta.pop(key, None)
         program._described = False
         return program
@@ -147,6 +149,18 @@ def _first_difference(a: Leaves, b: Leaves) -> tuple[str, str] | None:
         shorter = min(len(a.tokens), len(b.tokens)) - 1
         return a.place(shorter), "one of the programs ends"
     return None
+
+
+def _is_sized_by_data(node: fx.Node) -> bool:
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    record = node.meta.get("record")  # until the program is described
+    if record is not None and record.target is node.target:
+        return is_sized_by_data(record)
+    if node.target is not torch.ops.aten.index.Tensor:
+        return True
+    values = [each.meta.get("val") for each in node.args[1] if each is not None]  # type: ignore[union-attr]
+    return any(value is None or value.dtype in MASKS for value in values)
 
 
 def _arguments(program: Program) -> list[Any]:

@@ -17,6 +17,8 @@ from functionalize.templates.template import Mismatch, Template
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step, make_step
 
+aten = torch.ops.aten
+
 
 def program_at(step: Any, make: Callable[..., Tensor], sizes: tuple[int, ...]) -> Program:
     """The program that is recorded for these sizes, or was."""
@@ -168,6 +170,22 @@ def test_lengths_under_fsdp_and_dropout() -> None:
     assert found == [(s, True) for s in (2, 3, 16, 33, 64)]
 
 
+@pytest.mark.parametrize("described", [False, True])
+def test_elements_picked_by_number(described: bool) -> None:
+    """`x[indices]` has a size that depends on data only if an index is a mask."""
+    step = captured(lambda x: x[torch.arange(len(x)) // 2] * 2)
+    programs = [program_at(step, torch.randn, (rows,)) for rows in (8, 12, 20)]
+    if described:
+        for program in programs:
+            program.describe()
+    template = Template.of(programs)
+    assert isinstance(template, Template), template
+    made = template.at((37,))
+    made.describe()
+    shapes = [n.meta["val"].shape for n in made.graph.nodes if n.target is aten.index.Tensor]
+    assert shapes == [(37,)]
+
+
 # -- what parts ------------------------------------------------------------------------------------
 
 
@@ -206,6 +224,12 @@ def test_a_limit() -> None:
     assert isinstance(found, Mismatch)
     assert found.place == "`full = aten.full.default([8], 0, dtype=float32)`"
     assert found.why.startswith("no function of the sizes [(8,), (12,), (20,), (37,)] gives (8,")
+
+
+def test_elements_picked_by_a_mask() -> None:
+    table, mask = torch.randn(3), torch.tensor([True, False, True])
+    found = template_of(lambda x: x * table[mask].sum(), 8, 12, 20)
+    assert isinstance(found, Mismatch) and found.why == "its size depends on data"
 
 
 def test_a_constant_that_depends_on_the_length() -> None:
