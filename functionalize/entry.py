@@ -51,7 +51,7 @@ def capture(
     a number n (every n-th call; 1: all), False (none), "raise" ("auto", and a difference raises `AuditError`). A
     difference drops the program and is logged, see `docs/capture.md`. With `backward` the forward alone is compared.
     record_after: the number of calls of a kind (shapes and numbers of the arguments) after which it is recorded, while
-    two or more recorded kinds wait for their first replay; else, and with `backward`, a kind is recorded at once. With
+    a recorded kind waits for its first replay; else, and with `backward`, a kind is recorded at once. With
     1, the passes too run at once; else those of a large step wait, and its second recording, see `docs/capture.md`.
     max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
     dynamic: once three calls that differ in sizes only were recorded, predict the programs for other sizes. The first

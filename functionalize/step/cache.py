@@ -43,7 +43,7 @@ CALLS_BEFORE_FIRST_PASSES, LARGE = 48, 1000  # LARGE: nodes; passes take a quart
 # Of most steps the first recording is not kept. So with passes the second one can wait as well: a recording takes as
 # long as some 5 eager steps, and 60 calls later both, and the passes, take less than half of the time of the run.
 CALLS_BEFORE_SECOND_RECORDING, MANY = 60, 500  # MANY: recorded ops
-_KINDS_TRUSTED = 2  # recorded kinds without a replay, before further kinds wait
+_FEW_KINDS = 2  # recorded kinds without a replay, before further ones must come twice as often
 _KINDS_REMEMBERED = 4096
 _MOST_DOUBLINGS = 10
 STRUCTURE = "the structure of the arguments changed"
@@ -262,9 +262,9 @@ class Kinds:
     """How often each kind of call came, its kind being its key in the cache; which kinds are recorded.
 
     A recording costs several eager steps, and only replays return that. So a new kind is recorded at once only while
-    fewer than two recorded kinds wait for their first replay. After that it is recorded when it has come `record_after`
-    times, and twice as often for each further kind that waits. So of lengths that never return two are recorded, and
-    few of lengths that return seldom. With `record_after=1` every kind is recorded at once.
+    no recorded kind waits for its first replay. Else it is recorded when it has come `record_after` times, and twice as
+    often for each kind that waits beyond two. So of lengths that never return one is recorded, and few of lengths that
+    return seldom. With `record_after=1` every kind is recorded at once.
     Invariant: memory is bounded; a kind that was not seen for `_KINDS_REMEMBERED` others counts from zero again.
     """
 
@@ -272,6 +272,7 @@ class Kinds:
         self._after = record_after
         self._kinds: OrderedDict[int, KindOfCall] = OrderedDict()  # by hash: holds no argument
         self._unreplayed = 0
+        self._records_next = False
 
     @property
     def defers(self) -> bool:
@@ -280,15 +281,20 @@ class Kinds:
 
     def is_rare(self, key: Hashable, doublings: int = _MOST_DOUBLINGS) -> bool:
         """Count a call without a program; whether its kind came too seldom to be recorded."""
-        if not self.defers:
+        if not self.defers or self._records_next:
             return False
         kind = self._of(key)
         kind.calls += 1
-        waiting = self._unreplayed - _KINDS_TRUSTED
-        return waiting >= 0 and kind.calls < self._after << min(waiting, doublings)
+        waiting = max(self._unreplayed - _FEW_KINDS, 0)
+        return self._unreplayed > 0 and kind.calls < self._after << min(waiting, doublings)
+
+    def record_next(self) -> None:
+        """Record the next call, whatever its kind."""
+        self._records_next = True
 
     def recorded(self, key: Hashable) -> None:
         """A call of this kind is recorded."""
+        self._records_next = False
         kind = self._of(key)
         self._unreplayed += not kind.unreplayed
         kind.unreplayed = True

@@ -300,6 +300,8 @@ class CapturedStep(ReplayedStep):
                 self._unsettled.add(call.reason, agreed.outcome.reason)
             elif self._kinds.defers:  # all ranks decide together which calls they record
                 self._vote = votes | self._vote
+            if run.recorder.scalars and not run.recorder.live:
+                self._kinds.record_next()  # ranks find out together whether they must vote
             self._let_wait(call.key, run.recorder)
 
     def _build(self, recording: StepRecording, call: Invocation) -> Built:

@@ -103,8 +103,8 @@ def test_sizes_of_one_are_recorded_as_they_are() -> None:
 def test_unique_lengths_run_eagerly() -> None:
     sizes = [(2, length) for length in range(21, 61)]
     stats = trained(plain_loss, [*LEARNED, *sizes]).stats
-    assert (stats.captures, stats.predictions) == (3, 2)  # two wait for their first replay
-    assert stats.rare == 38
+    assert (stats.captures, stats.predictions) == (3, 1)  # one waits for its first replay
+    assert stats.rare == 39
 
 
 # -- where a size decides something ----------------------------------------------------------------
@@ -278,7 +278,8 @@ def test_a_step_that_raises_at_a_new_length() -> None:
     for _ in range(4):
         with pytest.raises(LookupError, match="too long"):
             captured(torch.ones(37))
-    assert torch.equal(captured(torch.ones(16)), torch.ones(16).sin())
+    for _ in range(2):  # at first it is rare, as a program waits for its first replay
+        assert torch.equal(captured(torch.ones(16)), torch.ones(16).sin())
     assert captured.stats.predictions == 1
 
 

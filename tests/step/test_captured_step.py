@@ -119,8 +119,10 @@ def test_modes_are_guarded() -> None:
 def test_constants_and_structure_are_guarded() -> None:
     step = fz.capture(lambda x, n=1: x * n)
     assert torch.equal(step(batch(0)), batch(0))
-    assert torch.equal(step(batch(1)), batch(1))
-    assert torch.equal(step(batch(1), n=3), batch(1) * 3)
+    for _ in range(2):
+        assert torch.equal(step(batch(1)), batch(1))
+    for _ in range(2):
+        assert torch.equal(step(batch(1), n=3), batch(1) * 3)
     assert torch.equal(step(batch(1), n=4), batch(1) * 4)
     assert step.stats.guard_failures == [
         "the structure of the arguments changed",
@@ -288,7 +290,7 @@ def test_an_exception_passes_through_and_leaves_nothing() -> None:
             run(torch.randn(5, 7))
         assert not isinstance(raised.value, FunctionalizeError)
     assert "resize_" not in vars(torch.UntypedStorage)
-    for i in range(4):
+    for i in range(5):
         torch.manual_seed(i)
         expected = eager(batch(i))
         torch.manual_seed(i)
