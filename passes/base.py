@@ -24,13 +24,15 @@ class Pass(ABC):
 
     name: as in pipelines and in the history. accepts: the stages it can run at. produces: the stage
     it leaves a program at that it rewrote (None: the one it found). changes_collectives: it may merge, split, drop or
-    reorder them, so that ranks must run it alike.
+    reorder them, so that ranks must run it alike. is_optional: a captured step leaves it out once ranks ran it
+    differently.
     """
 
     name: ClassVar[str]
     accepts: ClassVar[tuple[str, ...]] = (FUNCTIONAL,)
     produces: ClassVar[str | None] = None
     changes_collectives: ClassVar[bool] = False
+    is_optional: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, program: Program) -> int:

@@ -69,14 +69,15 @@ PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
 # cleanup: removes nodes; results and collectives are unchanged.
 # default: preserves every bit of every result, needs no more memory than before; collectives are issued as in eager.
 # fast: may round differently (small sums over more than two ranks are merged) and needs more memory: parameters stay
-# gathered for the backward, and communication overlaps with compute.
+# gathered for the backward as far as 1.3 times the peak of `default` allows (1.25 times eager's in what was measured).
 _CLEANUP = "remove_noops,elide_copies,fold_views,merge_duplicates,drop_dead_code"
 PIPELINES: Mapping[str, str] = types.MappingProxyType(
     {
         "cleanup": _CLEANUP,
         "default": f"{_CLEANUP},reinplace,schedule_memory",
         "fast": (
-            f"{_CLEANUP},reshard{{keep=all}},bucket_reduces{{mb=1, rounding=true}},prefetch,reinplace"
+            f"{_CLEANUP},reshard{{keep=budget, growth=1.3}},bucket_reduces{{mb=1, rounding=true}},"
+            "prefetch{reduces=1},reinplace,schedule_memory"
         ),
     }
 )

@@ -15,7 +15,9 @@ microbatches there is a gap between each forward and backward, and a group may b
 
 budget_mb bounds the peak (`planning/timeline/liveness.py`) of the resulting graph, in MiB. The peak includes
 activations, whose sizes may differ between ranks, so that ranks would choose differently: use kept_mb then, which
-bounds only the gathered parameters kept at the same time; their sizes are equal on all ranks.
+bounds only the gathered parameters kept at the same time; their sizes are equal on all ranks. growth bounds the peak
+by a multiple of what the program needs as it is, written in place and in the order of `schedule_memory`. If the ranks
+of a captured step choose differently then, all leave this pass out.
 
 Invariant: every reader reads the same bits. Collectives that are neither erased nor added keep their order.
 Refuses
@@ -42,11 +44,14 @@ from functionalize.planning.time.costs import seconds
 from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
 from functionalize.tape.queries import AUTOGRAD
-from passes.base import Pass
+from passes.base import INPLACE, Pass
 from passes.graph_modules import on_graph_module
 from passes.metadata import origin_meta, revalue, set_value
+from passes.overlap import scratch_in
 from passes.patterns import Gather
 from passes.periods import Gap, Period, chain_of, gaps_of, nodes_of, split_node
+from passes.reinplace import Reinplace
+from passes.schedule_memory import ScheduleMemory
 
 _MB = 2**20
 _KEEP = ("all", "none", "budget")
@@ -61,7 +66,8 @@ class Reshard(Pass):
     """Keep gathered parameters for backward, or gather them again.
 
     keep: `all`, `none`, or `budget`: with a peak of at most budget_mb MiB, and at most kept_mb MiB of kept
-    parameters. machine: the machine whose times are modelled, see `planning/machines`.
+    parameters, or with a peak of at most growth times the one without. machine: the machine whose times are modelled,
+    see `planning/machines`.
     """
 
     name: ClassVar[str] = "reshard"
@@ -70,13 +76,25 @@ class Reshard(Pass):
     budget_mb: float | None = None
     kept_mb: float | None = None
     machine: str = "auto"
+    growth: float | None = None
 
     def __post_init__(self) -> None:
         if self.keep not in _KEEP:
             raise PassError(f"`reshard`: keep is all, none or budget, not {self.keep!r}")
         limits = self.budget_mb is not None or self.kept_mb is not None
-        if limits != (self.keep == "budget"):
-            raise PassError("`reshard`: budget_mb and kept_mb go with keep=budget, which needs one")
+        if limits and self.growth is not None:
+            raise PassError(
+                "`reshard`: growth is a limit of its own, without budget_mb and kept_mb"
+            )
+        if (limits or self.growth is not None) != (self.keep == "budget"):
+            raise PassError(
+                "`reshard`: budget_mb, kept_mb and growth go with keep=budget, which needs one"
+            )
+
+    @property
+    def is_optional(self) -> bool:  # type: ignore[override]
+        """Whether the limit is relative, so that leaving the pass out exceeds no budget."""
+        return self.growth is not None
 
     def apply(self, program: Program) -> int:
         graph = program.graph
@@ -87,11 +105,25 @@ class Reshard(Pass):
             while gaps := [gap for gap in gaps_of(graph) if not gap.kept]:
                 count += _merge(graph, gaps)
             return count
+        if self.growth is not None:
+            return self._grown(program, self.growth)
         count = self._while_any(graph, _shrink, _split) + self._while_any(graph, _grow, _merge)
         over = _GapRoom(graph, self).over()
         if over:
             program.history = (*program.history, f"{self.name}: {over}")
         return count
+
+    def _grown(self, program: Program, growth: float) -> int:
+        """Keep what fits into `growth` times the peak that the program will have in place and in memory order."""
+        gaps = [gap for gap in gaps_of(program.graph) if not gap.kept]
+        if not gaps:
+            return 0
+        trial = program.copy()
+        trial.stage = INPLACE if Reinplace().apply(trial) else trial.stage
+        ScheduleMemory().apply(trial)
+        room = _GapRoom(trial.graph, self, growth)
+        fits = {gap.after[0].gather.start.name for gap in _grow(room)}
+        return _merge(program.graph, [g for g in gaps if g.after[0].gather.start.name in fits])
 
     def _while_any(self, graph: fx.Graph, choose: _Choose, change: _Change) -> int:
         """Choose and rewrite repeatedly, until no choice is left."""
@@ -118,9 +150,9 @@ def reshard(
 
 
 class _GapRoom:
-    """The gaps of a graph, and the memory in use at each place."""
+    """The gaps of a graph, and the memory in use at each place. growth: the limit, as a multiple of the peak."""
 
-    def __init__(self, graph: fx.Graph, options: Reshard) -> None:
+    def __init__(self, graph: fx.Graph, options: Reshard, growth: float | None = None) -> None:
         self.gaps, self.live = gaps_of(graph), Liveness(graph)
         machine = machine_named(options.machine, graph)
         self.seconds = {
@@ -136,6 +168,10 @@ class _GapRoom:
         for gap in self.gaps:
             if gap.kept:
                 self.used[1, self._inside(gap)] += self._nbytes(gap)
+        if growth is not None:
+            for nbytes, begin, end in _in_flight(self.live):
+                self.used[0, begin:end] += nbytes
+            self.limits = [int(growth * self.peaks()[0]), None]
         self.first_peaks = self.peaks()
 
     def over(self) -> str:
@@ -208,6 +244,12 @@ class _GapRoom:
         if last > self.last[storage]:
             self.used[0, self.last[storage] + 1 : last + 1] += storage.nbytes
             self.last[storage] = last
+
+
+def _in_flight(live: Liveness) -> Iterator[tuple[int, int, int]]:
+    """What gloo allocates for each collective: bytes, the place from which they are live, the first after that."""
+    for at, (nbytes, waits) in scratch_in(live).items():
+        yield nbytes, at, max(waits, default=at + 1)
 
 
 def _grow(room: _GapRoom) -> list[Gap]:

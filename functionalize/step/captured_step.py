@@ -51,7 +51,7 @@ from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
 from functionalize.step.recording import RecordingSummary, StepRecording
-from functionalize.step.replayed_step import EVERY_CALL, RARE, WAITS, ReplayedStep
+from functionalize.step.replayed_step import EVERY_CALL, WAITS, ReplayedStep
 from functionalize.step.stages import (
     MAX_WARMUPS,
     MOST_WARMUPS,
@@ -66,7 +66,7 @@ from functionalize.step.stages import (
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.step_file import SavedStep, load_step, save_step
 from functionalize.step.step_memory import StepMemory
-from functionalize.step.vote import Level, RankVote
+from functionalize.step.vote import RARE, Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.own_values import own_values
 from functionalize.util.text import without_numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from functionalize.audit.schedule import AuditOption, AuditSchedule
@@ -93,12 +93,21 @@ class CaptureOptions:
         """Whether a pass bounds the memory of a program, and so decides by the sizes of its values."""
         return any(getattr(each, "budget_mb", None) is not None for each in self.passes)
 
+    def alike(self) -> CaptureOptions | None:
+        """The options without the passes that ranks ran differently and may leave out; None if there are none."""
+        kept = tuple(each for each in self.passes if not getattr(each, "is_optional", False))
+        if len(kept) == len(self.passes):
+            return None
+        return replace(self, passes=kept)  # `compares` stays: the ranks vote as before
+
     def applied(self, program: Program) -> Program:
         """The program, or a copy of it after the passes, ready to run."""
         if self.passes:
             import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, self.passes)
+        elif self.compares:
+            program.describe()  # the sizes of what collectives send
         program.runner = self.runner
         if self.runner is not boxed:
             program.prepare()  # compile now: a failure becomes a refusal, and no replay waits for the compiler

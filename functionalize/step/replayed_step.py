@@ -45,24 +45,17 @@ from functionalize.step.cache import (
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Refused, Unkept
 from functionalize.step.recording import RecordingSummary
-from functionalize.step.stages import (
-    Invocation,
-)
+from functionalize.step.stages import Invocation
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
-from functionalize.step.vote import Level, RankVote, reads_numbers
+from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, reads_numbers
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.walk.live_places import NO_PLACES
 
 log = logging.getLogger("functionalize")
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
 _MOST_FAILURES = 3  # of audits, before the step is refused
-RARE = "on a rank, calls of this kind came too seldom to be recorded or optimised"
 WAITS = "the program of this kind of call waits for its passes"
-_COLLECTIVES_DIFFER = (
-    "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
-    "have arguments of different sizes: give passes that decide by memory no budget"
-)
 
 
 class ReplayedStep:
@@ -119,9 +112,7 @@ class ReplayedStep:
                 self.stats.rare += 1
                 return False, RARE
             if worst is Level.DIFFERENT:
-                if _COLLECTIVES_DIFFER not in self.stats.guard_failures:
-                    log.warning("%s runs eagerly: %s", self._name, _COLLECTIVES_DIFFER)
-                return False, _COLLECTIVES_DIFFER
+                return False, self._note_different()
             if worst not in (Level.KEPT, Level.AUDITED):
                 return False, self._cache.reason or "a guard failed on another rank"
         if waits:
@@ -152,6 +143,16 @@ class ReplayedStep:
             # With a vote, the graph has issued its collectives: no other program is tried, all ranks run eagerly.
             found = None if self._vote is not None else next(matching, None)
         return False, self._cache.reason
+
+    def _note_different(self) -> str:
+        """The programs of the ranks differ: without the optional passes all make new ones; returns the reason."""
+        if (alike := self._options.alike()) is not None:  # of all ranks, whose votes are equal
+            self._options, self._cache = alike, self._empty_cache()
+            self.stats.missed(CHOSE)
+            return CHOSE
+        if DIFFER not in self.stats.guard_failures:
+            log.warning("%s runs eagerly: %s", self._name, DIFFER)
+        return DIFFER
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         vote = self._vote
@@ -333,14 +334,13 @@ class ReplayedStep:
         found = lengths.predicted(call.key)
         if found is None:
             return self._is_rare(call)
-        waits = 0 if found.is_passed or not self._options.rewrites else CALLS_BEFORE_PASSES
         cached = replace(
             found.rest,
             program=found.program,
             signature=found.signature,
             prediction=found,
             reason=f"a prediction from {found.group.recorded} recorded calls of other sizes",
-            waits=waits,
+            waits=0 if found.is_passed or not self._options.rewrites else CALLS_BEFORE_PASSES,
             replays=0,
             audits=0,
         )

@@ -9,7 +9,8 @@ again).
 
 A pass may merge, split or drop collectives. Ranks can then communicate only if all replay programs with equal
 collectives: they vote in the same way, and before a replay each sends the fingerprint of the collectives in its graph.
-If two differ (other shapes, other budgets), all ranks run the step eagerly.
+If two differ (other shapes, other budgets), all ranks run the step eagerly; if an optional pass may be the reason,
+they record it again without that pass.
 
 Note [Who records]
 A number may be read on one rank alone (`if rank == 0: print(loss.item())`), so a rank cannot know from its own
@@ -50,6 +51,15 @@ from functionalize.recorder.recorder import Recorder
 
 _NAMESPACE = "_c10d_functional"
 _PATIENCE = timedelta(minutes=5)
+RARE = "on a rank, calls of this kind came too seldom to be recorded or optimised"
+DIFFER = (
+    "after the passes the programs of the ranks issue different collectives for this call, as they may where ranks "
+    "have arguments of different sizes: give passes that decide by memory no budget"
+)
+CHOSE = (
+    "the ranks, whose arguments differ in size, chose different parameters to keep gathered: all programs are made "
+    "again, and keep none"
+)
 
 # process group -> fingerprint of the collectives in it, see program/collective_order.py
 Fingerprints = Mapping[str, int]

@@ -304,7 +304,11 @@ def test_a_forward_alone_refuses_passes_that_change_collectives() -> None:
 
 
 def dropped(
-    on: tuple[int, ...], rows: tuple[int, ...], longer_on: tuple[int, ...], numbers: bool
+    on: tuple[int, ...],
+    rows: tuple[int, ...],
+    longer_on: tuple[int, ...],
+    numbers: bool,
+    kind: Any = DropAnUnreadReduce,
 ) -> tuple[list[str], Any, int, str]:
     """Twins whose step reduces something that nobody reads; a pass drops that reduction."""
     scripts = []
@@ -323,7 +327,7 @@ def dropped(
 
         scripts.append((model, optimizer, step))
     (twin, twin_optimizer, eager), (model, optimizer, mine) = scripts
-    captured = fz.capture(mine, passes=[DropAnUnreadReduce(on, rows)])
+    captured = fz.capture(mine, passes=[kind(on, rows)])
     found: list[str] = []
     group = dist.group.WORLD
     issued = 0
@@ -367,6 +371,26 @@ def test_programs_that_do_not_fit_together_run_eagerly() -> None:
     assert (first.replays, second.replays) == (0, 0)
     assert first.eager == second.eager >= 8
     assert "after the passes the programs of the ranks issue different collectives" in why
+
+
+@dataclass(frozen=True)
+class DropIfLucky(DropAnUnreadReduce):
+    """The same, which a step may leave out."""
+
+    name: ClassVar[str] = "drop_if_lucky"
+    is_optional: ClassVar[bool] = True
+
+
+def test_without_an_optional_pass_that_ranks_ran_differently_all_replay() -> None:
+    (found, first, _, _), (second_found, second, _, _) = run_on_ranks(
+        dropped, (0,), (4, 6), (), False, DropIfLucky
+    )
+    assert found == second_found == []
+    assert first.replays == second.replays >= 5
+    assert first.eager == second.eager == 1
+    assert first.collectives == second.collectives
+    (why,) = second.guard_failures
+    assert why.startswith("the ranks, whose arguments differ in size, chose different parameters")
 
 
 def test_programs_for_some_arguments_do_not_fit_together() -> None:

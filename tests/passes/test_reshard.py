@@ -12,7 +12,10 @@ import functionalize as fz
 import passes
 from functionalize.errors import PassError
 from functionalize.ir.phases import phase_of
+from functionalize.planning.decide.ordering import Schedule, Uses
+from functionalize.planning.timeline.liveness import Liveness
 from passes import Reshard
+from passes.overlap import scratch_in
 from passes.patterns import gathers
 from tests.fsdp import steps
 from tests.fsdp.features import FEATURES
@@ -127,6 +130,22 @@ def test_a_budget_for_what_is_kept():
     assert len(gathers(after.graph)) == 6
 
 
+def test_keeps_what_fits_into_a_multiple_of_the_peak_in_memory_order():
+    before = traced_step(8, twice=True)
+
+    def needs(pipeline):
+        live = Liveness(passes.run(before, f"{pipeline},reinplace,schedule_memory").graph)
+        return Schedule(Uses.among(live, scratch_in(live)), range(len(live.nodes))).peak
+
+    low, high = needs("reshard{keep=budget,growth=1}"), needs("reshard")
+    assert low == needs("verify") < high
+    for growth in (1.1, 1.2, 1.3):
+        after = passes.run(before, [Reshard("budget", growth=growth)])
+        assert 0 < 16 - len(gathers(after.graph)) < 8
+        assert low < needs(f"reshard{{keep=budget,growth={growth}}}") <= growth * low
+    assert needs(f"reshard{{keep=budget,growth={high / low + 1:.1f}}}") == high
+
+
 def test_a_budget_that_cannot_be_met_is_told():
     n, after = resharded(traced_step(4, twice=False), keep="budget", budget_mb=MB)
     assert n > 0
@@ -186,11 +205,15 @@ def test_refuses_unknown_readers():
 def test_refuses_wrong_options():
     with pytest.raises(PassError, match=r"^`reshard`: keep is all, none or budget, not 'some'$"):
         Reshard("some")
-    wrong = r"^`reshard`: budget_mb and kept_mb go with keep=budget, which needs one$"
+    wrong = r"^`reshard`: budget_mb, kept_mb and growth go with keep=budget, which needs one$"
     with pytest.raises(PassError, match=wrong):
         Reshard("budget")
     with pytest.raises(PassError, match=wrong):
         Reshard("all", budget_mb=1.0)
+    with pytest.raises(PassError, match=wrong):
+        Reshard("none", growth=1.0)
+    with pytest.raises(PassError, match="growth is a limit of its own, without budget_mb"):
+        Reshard("budget", budget_mb=1.0, growth=1.2)
     with pytest.raises(PassError, match=r"^no machine `abacus`"):
         resharded(traced_step(1, twice=True), keep="budget", budget_mb=1.0, machine="abacus")
 
@@ -216,6 +239,7 @@ def against_eager(name: str, pipeline: str) -> tuple[list[str], int, int]:
         ("bf16", "reshard", 3),
         ("bf16", "reshard{keep=none}", 6),
         ("blocks_and_root", "reshard{keep=budget, kept_mb=0.0012}", 4),
+        ("blocks_and_root", "fast", 3),
     ],
 )
 def test_a_feature(name, pipeline, left):
