@@ -39,6 +39,8 @@ METHODS: Mapping[str, frozenset[str]] = {
     "Generator": frozenset([*_NUMPY.split(), "integers"]),
     "RandomState": frozenset([*_NUMPY.split(), "rand", "randn", "randint", "random_sample"]),
 }
+# What sets a generator, by whatever name the step has found it.
+SETTERS = frozenset({"seed", "setstate", "set_state"})
 _CONSTANTS = frozenset({bool, int, float, str, type(None), type, range})
 
 
@@ -67,10 +69,12 @@ class Draws:
     """The draws of one recording, in their order, and afterwards an effect of its program.
 
     names: of the generators that the step finds in the same places at every call, by id.
+    were_set: ids of those that the step has set, be it to the state that they had.
     """
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
+        self.were_set: set[int] = set()
         self._made: list[Draw] = []
         self._numbers: list[Any] = []
         self._entries: dict[int, tuple[Any, Any]] = {}  # id -> the generator, a copy of it on entry
@@ -90,16 +94,22 @@ class Draws:
 
     def is_all_of(self, generator: Any) -> bool:
         """Whether these draws alone have moved a generator from its state on entry to its state now."""
+        if id(generator) in self.were_set:
+            return False
         copy = copied(self._entries[id(generator)][1], None)
         for draw, number in zip(self._made, self._numbers, strict=True):
             if draw.generator is generator and repr(draw.made(copy)) != repr(number):
                 return False
         return state_of(copy) == state_of(generator)
 
-    def moved(self) -> list[Any]:
-        """The generators whose state is not that on entry."""
-        found = self._entries.values()
-        return [each for each, before in found if state_of(each) != state_of(before)]
+    def used(self) -> list[Any]:
+        """The generators that the step has drawn from or set, or whose state is not that on entry."""
+        ids = self.were_set | {id(draw.generator) for draw in self._made}
+        return [
+            each
+            for key, (each, before) in self._entries.items()
+            if key in ids or state_of(each) != state_of(before)
+        ]
 
     def finish(self) -> None:
         """Release what only a recording needs."""
@@ -283,12 +293,17 @@ def draw_patches(recorders: Recorders) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, replacement): methods of `random.Random`, functions of the modules `random` and `numpy.random`."""
     for name in METHODS["Random"]:
         yield random.Random, name, _method(recorders, name, getattr(random.Random, name))
+    for name in ("seed", "setstate"):
+        yield random.Random, name, _setter(recorders, None, getattr(random.Random, name))
     for module, generator in process_generators():
         for name in METHODS[str(kind_of_generator(generator))]:
             original = getattr(sys.modules[module], name, None)
             if getattr(original, "__self__", None) is generator:
                 function = _function(recorders, generator, name, original)
                 yield sys.modules[module], name, function
+        for name in SETTERS & vars(sys.modules[module]).keys():
+            original = getattr(sys.modules[module], name)
+            yield sys.modules[module], name, _setter(recorders, generator, original)
 
 
 def _method(recorders: Recorders, name: str, original: Any) -> Any:
@@ -308,6 +323,21 @@ def _function(recorders: Recorders, generator: Any, name: str, original: Any) ->
     return function
 
 
+def _setter(recorders: Recorders, generator: Any, original: Any) -> Any:
+    """generator: None: the first argument, of a method."""
+
+    def setter(*args: Any, **keywords: Any) -> Any:
+        found = args[0] if generator is None and args else generator
+        for recorder in recorders():
+            draws = recorder.calls.draws
+            if draws is not None and id(found) in draws.names:
+                draws.were_set.add(id(found))
+        return original(*args, **keywords)
+
+    setter.__name__, setter.__doc__ = original.__name__, original.__doc__
+    return setter
+
+
 def stand_in(recorders: Recorders, generator: Any) -> Any:
     """An object to take the place of a generator of numpy, whose methods cannot be replaced: it calls those of it."""
     kind = type(generator)
@@ -318,6 +348,8 @@ def stand_in(recorders: Recorders, generator: Any) -> Any:
 
         def __getattribute__(self, name: str) -> Any:
             method = getattr(generator, name)
+            if name in SETTERS:
+                return _setter(recorders, generator, method)
             return _function(recorders, generator, name, method) if name in known else method
 
     return Drawer(_bits(generator))

@@ -158,7 +158,7 @@ class Drawing:
         if draws is None:
             return
         for each in self._generators:
-            if not any(each.generator is moved for moved in draws.moved()):
+            if not any(each.generator is used for used in draws.used()):
                 continue
             if draws.is_all_of(each.generator):
                 self._explain(each)

@@ -117,7 +117,8 @@ class RecordedRun:
     def recording(self) -> StepRecording:
         plain_keys(self.result)
         self.moving.finish()
-        key, changed = self.moving.key, self.changed or self.moving.refusal
+        key = self.moving.key
+        changed = self.changed or self.moving.refusal or self.moving.unexplained
         effects = [*self.recorder.python_effects, *self.moving.effects]
         plain_keys([value for _, value in effects])
         if self.recorder.scalar_log is not None:

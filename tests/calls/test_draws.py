@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class Trainer(trainers.Trainer):
         super().__init__(augment)
         self.rng, self.python = np.random.default_rng(3), random.Random(4)
         self.legacy = np.random.RandomState(5)
-        self.kept = 0.0
+        self.kept, self.seeds = 0.0, methodcaller("".join(("se", "ed")), 3)
         held = {"rng": np.random.default_rng(6), "old": [np.random.RandomState(7)]}
         self.layer = Drawer(scaled, **held, python=random.Random(8))
 
@@ -239,9 +240,34 @@ def draws_and_more(self: Trainer, x: Tensor) -> Tensor:
     return x * self.python.random() + len(self.python.randbytes(3))
 
 
+def seeds_by_a_computed_name(self: Trainer, x: Tensor) -> Tensor:
+    """From the second call on the step leaves the state that it has found."""
+    self.seeds(random)
+    return x * random.random()
+
+
+def seeds_numpy_by_a_computed_name(self: Trainer, x: Tensor) -> Tensor:
+    self.seeds(np.random)
+    return x * np.random.rand()
+
+
+def seeds_its_own_by_a_computed_name(self: Trainer, x: Tensor) -> Tensor:
+    self.seeds(self.legacy)
+    return x * self.legacy.normal()
+
+
+def seeds_and_draws_nothing(self: Trainer, x: Tensor) -> Tensor:
+    self.seeds(self.python)
+    return x * 2
+
+
 @pytest.mark.parametrize(
     ("augment", "name"),
     [
+        (seeds_by_a_computed_name, "random"),
+        (seeds_numpy_by_a_computed_name, "numpy.random"),
+        (seeds_its_own_by_a_computed_name, "self.legacy"),
+        (seeds_and_draws_nothing, "self.python"),
         (permutes, "self.rng"),
         (fills, "self.legacy"),
         (shuffles, "self.python"),
