@@ -59,6 +59,8 @@ _PLAIN = (
     sources.OptimizerParameter,
     sources.OptimizerState,
 )
+# Effects that are refused by name below; all others are calls.
+NAMED_EFFECTS = (Assigned, Appended, Draws, GeneratorSet)
 _NO_CALL = Call((), [])
 
 

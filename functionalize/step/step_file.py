@@ -39,7 +39,7 @@ from functionalize.run import RUNNERS
 from functionalize.saving.fingerprint import fingerprint, mismatch, world
 from functionalize.saving.object_names import Names, check_order
 from functionalize.saving.saved_groups import describe, names_here
-from functionalize.saving.step_codecs import Gone, forms
+from functionalize.saving.step_codecs import NAMED_EFFECTS, Gone, forms
 from functionalize.state.hyperparameters import Key
 from functionalize.step.cache import CachedProgram
 from functionalize.step.vote import RankVote
@@ -129,6 +129,11 @@ def _contents(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Wri
 
 def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number: int) -> Json:
     value = writer.encoder.value
+    for effect in cached.python_effects:
+        if not isinstance(effect, NAMED_EFFECTS):
+            raise SaveError(
+                f"{effect.what}, a call that a replay makes again and a file cannot name: make it outside of the step"
+            )
     return {
         "program": writer.program(cached.program, f"program_{number}"),
         "key": value(key, "the arguments"),

@@ -401,7 +401,7 @@ def test_tensors_have_the_contents_that_they_have_at_the_print(options: dict[str
 
 def test_a_program_with_prints_is_not_saved(tmp_path: Any) -> None:
     captured = compared(several)
-    with pytest.raises(SaveError):
+    with pytest.raises(SaveError, match="it prints, a call that a replay makes again and a file"):
         captured.save(tmp_path / "step.fzp")
 
 
