@@ -11,8 +11,10 @@ import pytest
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.ir.guards import ConstantGuard, NumberGuard
 from functionalize.program.executable import Executable
+from functionalize.state.moving_state import MovingState
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.state.step_guards import SlotGuard
+from functionalize.step.stages import RecordedRun
 from functionalize.step.step_state import EntryState, ExitState
 
 _KEPT = (SlotGuard, FSDPStateGuard, ConstantGuard, NumberGuard)
@@ -39,8 +41,17 @@ def unguarded() -> Iterator[None]:
             patch.setattr(EntryState, "changed", lambda self, modes=True, explained=(): None)
             return exit_now(*args, **kwargs)
 
+    recording = RecordedRun.recording
+
+    def with_draws(self: Any) -> Any:
+        """A recording, whatever has moved a generator."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MovingState, "unexplained", None)
+            return recording(self)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executable, "resolve", without_facts)
+        patch.setattr(RecordedRun, "recording", with_draws)
         patch.setattr(ExitState, "now", staticmethod(exit_unchanged))
         patch.setattr(SurroundingsGuard, "refusal", None)
         yield
