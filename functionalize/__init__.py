@@ -12,6 +12,7 @@ from functionalize.functions.transforms import trace
 from functionalize.lifetimes.record_memory import record_memory
 from functionalize.program.program import Program
 from functionalize.step.step_file import load
+from functionalize.step_backward.trace_backward import trace_backward
 from functionalize.sweep.plan import plan
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "record_memory",
     "resize_storage_bytes_",
     "trace",
+    "trace_backward",
     "world",
 ]
 

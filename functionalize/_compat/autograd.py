@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -142,6 +143,18 @@ def hook_tables(tensor: torch.Tensor) -> list[dict[Any, Any]]:
 def leaf_of(node: Any) -> torch.Tensor | None:
     """The leaf into which an autograd node accumulates a gradient; None for another node."""
     return getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
+
+
+def nodes_of(outputs: Iterable[Any]) -> dict[Any, None]:
+    """The autograd nodes through which a backward from tensors, or gradient edges, goes; each once."""
+    found: dict[Any, None] = {}
+    todo = [gradient_node(each) for each in outputs]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            todo += [following for following, _ in node.next_functions]
+    return found
 
 
 def gradient_node(each: Any) -> Any:

@@ -59,6 +59,15 @@ def fsdp_state_of(module: object) -> Any:
     return None if find is None else find(module)
 
 
+def fsdp_modules() -> list[torch.nn.Module]:
+    """Every module of the process that `fully_shard` was applied to (2.11 to 2.15)."""
+    if _fsdp_state_finder() is None:
+        return []
+    from torch.distributed._composable_state import _module_state_mapping
+
+    return [module for module in list(_module_state_mapping) if fsdp_state_of(module) is not None]
+
+
 @functools.cache
 def _fsdp_state_finder() -> Any:
     try:

@@ -146,6 +146,16 @@ class FSDPState:
         """A hashable key, equal for states from which the same program may start."""
         return tuple([v if isinstance(v, _BY_VALUE) else id(v) for v in self.values])
 
+    def restore(self) -> None:
+        """Make FSDP2's state this one again, if FSDP2 has not set itself up since."""
+        for place, was in zip(self.places, self.values, strict=True):
+            if not same_value(place.read(), was):
+                place.write(was)
+        for order, groups in zip(self._orders, self.orders, strict=True):
+            order[:] = groups
+        for (numbers, _), were in zip(self._indices, self.indices, strict=True):
+            numbers[:] = were
+
     def difference(self, backward: bool) -> str | None:
         """Text about a difference between FSDP2's state now and this one, or None.
 

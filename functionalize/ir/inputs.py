@@ -30,6 +30,7 @@ class Call:
 
     committed: whether the replay may have changed something. memo: what sources remember during the call.
     owners: of places in which the replay leaves tensors, if they are known.
+    freed: the inputs that nothing but the graph reads: the graph frees each after its last use.
     """
 
     leaves: Sequence[Any]
@@ -37,6 +38,14 @@ class Call:
     committed: bool = False
     memo: dict[Any, Any] = field(default_factory=dict)
     owners: Owners | None = None
+    freed: Sequence[int] = ()
+
+    def take_inputs(self) -> list[Any]:
+        """The inputs for the graph, without those that it frees from now on."""
+        inputs = list(self.inputs)
+        for i in self.freed:
+            self.inputs[i] = None
+        return inputs
 
 
 class Owners:

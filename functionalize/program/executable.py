@@ -217,7 +217,7 @@ class Executable:
 
         try:
             with below_autograd(), without_function_modes():
-                results = self.run(list(call.inputs), check, writes)
+                results = self.run(call.take_inputs(), check, writes)
         except (
             ArithmeticError
         ) as error:  # raised by Python arithmetic: the user's code may catch it

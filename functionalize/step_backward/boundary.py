@@ -29,6 +29,7 @@ from functionalize._compat.autograd import (
     graph_is_kept,
     hook_tables,
     leaf_of,
+    nodes_of,
     will_execute,
 )
 from functionalize.errors import UncapturableError
@@ -152,18 +153,8 @@ def _attached(
 
 def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     """The leaves into which a backward from `outputs` would accumulate, each once."""
-    found: dict[int, Tensor] = {}
-    seen: set[Any] = set()
-    todo = [t.grad_fn for t in outputs]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = leaf_of(node)
-        if leaf is not None:
-            found.setdefault(id(leaf), leaf)
-        todo += [following for following, _ in node.next_functions]
+    leaves = (leaf_of(node) for node in nodes_of(outputs))
+    found = {id(leaf): leaf for leaf in leaves if leaf is not None}
     return list(found.values())
 
 

@@ -1,0 +1,282 @@
+"""`trace_backward`: the backward of a graph that eager has built, as a program.
+
+    loss = model(batch)                          eager, with its hooks
+    program = fz.trace_backward(loss)            nothing has changed yet
+    program()                                    the gradients are there, as after `loss.backward()`
+
+The backward runs for real while it is recorded, with `retain_graph=True`; then what it did to tensors is undone: their
+contents, their sizes, `.grad`, FSDP2's state in Python, the generators. All that autograd runs is in the program: hooks
+of tensors and nodes, backwards of custom Functions, recomputed forwards, FSDP2's collectives.
+
+Note [What runs once]
+Python runs at the trace, and not again: a hook that counts, prints or appends does so once, as in one backward of
+eager. What it did to tensors is undone and done again by the program. If the trace is refused, a later
+`loss.backward()` runs this Python a second time.
+
+Invariant: after the trace, and after an exception, every tensor that was there has its contents, its storage, its
+version and its `.grad`. The graph can still be used.
+Refusals (`UncapturableError`): what no program repeats (ops without a rule, reads of tensors by `.numpy()`); a hook
+that keeps a gradient which becomes `.grad`; assignments to `.data` of a leaf; a backward inside of a recording, of
+another backward, or in a fake world.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from functionalize._compat.autograd import in_backward, leaf_of, nodes_of
+from functionalize._compat.dispatch import (
+    current_modes,
+    disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.fsdp import fsdp_modules
+from functionalize.errors import UncapturableError
+from functionalize.fake_world.world import in_world
+from functionalize.fsdp.objects import fsdp_params
+from functionalize.fsdp.python_state import FSDPEffects, FSDPState, FSDPStateGuard
+from functionalize.fsdp.releases import warn_if_untested, why_not_here
+from functionalize.ir.generators import generator_states, set_generators
+from functionalize.ir.inputs import Argument, Call, Captured, chain_of
+from functionalize.lifetimes.module_calls import ModuleCalls
+from functionalize.recorder.builder import Builder, TensorInput
+from functionalize.recorder.recorder import Recorder
+from functionalize.recorder.storage_table import External, StorageInfo
+from functionalize.state.arguments import flatten_result, hidden
+from functionalize.state.sources import Gradient
+from functionalize.state.step_guards import SlotGuard, check_writable
+from functionalize.step.recording import StepRecording
+from functionalize.step.step_state import EntryState, ExitState
+from functionalize.step_backward.traced_backward import GraphValues, TracedBackward
+from functionalize.step_backward.undo import UndoingRecorder
+from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.structure import flatten
+from functionalize.util.tensor_wrappers import address_of, is_plain, plain_tensors
+
+Ends = Tensor | GradientEdge
+
+
+def trace_backward(
+    loss: Ends | Sequence[Ends],
+    inputs: Ends | Sequence[Ends] | None = None,
+    gradient: Tensor | Sequence[Tensor] | None = None,
+) -> TracedBackward:
+    """The backward of the graph of `loss` (tensors or gradient edges) as a program: call it once, without arguments.
+
+    The call does what `loss.backward(gradient)` does and returns None; with `inputs`, it returns what
+    `torch.autograd.grad(loss, inputs, gradient)` returns. gradient: as there; needed where `loss` has not one element.
+    Nothing is changed yet, but Python in hooks and in custom Functions runs now, and not in the call. Every rank of
+    an FSDP2 model traces, and calls the program. The graph stays: drop it (`del loss`), and the program frees its
+    values as it goes.
+
+    Raises eager's exceptions, and `UncapturableError` for a backward that no program repeats; nothing is changed then.
+    """
+    for refused, what in (
+        (in_world(), "in a fake world: capture the whole step there"),
+        (in_backward(), "inside of a backward: trace it outside"),
+        (any(isinstance(m, Recorder) for m in current_modes()), "inside of a recording"),
+    ):
+        if refused:
+            raise UncapturableError(f"a backward cannot be traced {what}")
+    warn_if_untested()
+    roots = _several(loss)
+    tangents = _tangents(roots) if gradient is None else _several(gradient)
+    with only_young_collections():
+        program, made = _UndoneRun(
+            roots, tangents, None if inputs is None else _several(inputs)
+        ).program()
+    found = program.resolve_slowly(program.values.leaves)
+    if isinstance(found, str):
+        raise UncapturableError(f"the trace of a backward has changed its own state: {found}")
+    program.values.seal()
+    del found
+    # A hook may hold a gradient that the run has made, which would be `.grad` itself in eager.
+    if any(info.alive for _, info in made):
+        gc.collect()
+    name = next((name for name, info in made if info.alive), None)
+    if name is not None:
+        raise UncapturableError(
+            f"a hook keeps the tensor that becomes `{name}`, which would be another one after a call of the program: "
+            "let it keep a copy"
+        )
+    return program
+
+
+def _several(each: Any) -> list[Any]:
+    return [each] if isinstance(each, (Tensor, GradientEdge)) else list(each)
+
+
+def _tangents(roots: Sequence[Any]) -> list[Tensor]:
+    """The gradients of the roots with which eager begins if none are passed."""
+    if any(not isinstance(root, Tensor) or root.numel() != 1 for root in roots):
+        raise RuntimeError(
+            "grad can be implicitly created only for scalar outputs: pass `gradient` to trace_backward"
+        )
+    return [torch.ones_like(root, memory_format=torch.preserve_format) for root in roots]
+
+
+class _UndoneRun:
+    """One recorded run of a backward, undone at its end."""
+
+    def __init__(self, roots: list[Any], tangents: list[Tensor], inputs: list[Any] | None) -> None:
+        self.roots, self.tangents, self.inputs = roots, tangents, inputs
+        self.recorder = UndoingRecorder(ignore_fake=True)
+        on_tape = [leaf_of(node) for node in nodes_of(roots)] + [*roots, *(inputs or [])]
+        leaves = [t for t in on_tape if isinstance(t, Tensor) and t.is_leaf]
+        retained: list[Tensor] = []
+        for tensor in _with_gradients():  # a nested backward may accumulate into any leaf
+            (leaves if tensor.is_leaf else retained).append(tensor)
+        self.leaves = list({id(t): t for t in leaves}.values())
+        self.entry = self._entry(retained)
+
+    def _entry(self, retained: Sequence[Tensor]) -> EntryState:
+        modules = fsdp_modules()
+        inner = {id(m) for module in modules for m in [*module.modules()][1:]}
+        roots = [module for module in modules if id(module) not in inner]
+        managed = {id(p) for m in modules for p in m.parameters()}
+        for _, param in (pair for m in modules for pair in fsdp_params(m)):
+            managed |= {id(param.sharded_param), id(getattr(param, "_unsharded_param", None))}
+        others = [leaf for leaf in self.leaves if id(leaf) not in managed]
+        names = [f"tangent_{i}" for i in range(len(self.tangents))]
+        names += [f"leaf_{i}" for i in range(len(others))] + ["model" for _ in roots]
+        reached = [*self.tangents, *others, *roots]
+        entry = EntryState.now(_hooks, reached, self.recorder, names=names)
+        for i, tensor in enumerate(retained):
+            entry.slots.append((f"retained_{i}.grad", Gradient(Captured(tensor))))
+        return entry
+
+    def _run(self) -> Any:
+        if self.inputs is None:
+            torch.autograd.backward(self.roots, self.tangents, retain_graph=True)
+            return None
+        return torch.autograd.grad(self.roots, self.inputs, self.tangents, retain_graph=True)
+
+    def program(self) -> tuple[TracedBackward, list[tuple[str, StorageInfo]]]:
+        """The program; and the storages of new gradients, which nothing may hold any more, by the names of slots."""
+        entry, recorder = self.entry, self.recorder
+        call = Call(entry.leaves, [])
+        gradients = [slot.resolve(call) for _, slot in entry.slots]
+        was = [(leaf, leaf.detach(), address_of(leaf)) for leaf in self.leaves]
+        generators = generator_states()
+        calls = ModuleCalls(numbered=False)
+        calls.register(entry.roots)
+        try:
+            with calls.observing(recorder), recorder:
+                result = self._run()
+            with torch.no_grad(), disable_current_modes():
+                moved = any(address_of(leaf) != at for leaf, _, at in was)
+                return self._built(result, gradients, moved)
+        finally:
+            set_generators(generators)
+            recorder.undo()
+            for leaf, alias, at in was:
+                if address_of(leaf) != at:
+                    leaf.data = alias
+            for _, slot in entry.slots:
+                slot.assign(call, None)  # `grad_dtype` may change only where there is no gradient
+            entry.fsdp.restore()
+            for (_, slot), gradient in zip(entry.slots, gradients, strict=True):
+                slot.assign(call, gradient)
+
+    def _built(
+        self, result: Any, before: Sequence[Tensor | None], moved: bool
+    ) -> tuple[TracedBackward, list[tuple[str, StorageInfo]]]:
+        """The same from a run that was not undone yet. before: the gradients in the slots when it began."""
+        entry, recorder, call = self.entry, self.recorder, Call(self.entry.leaves, [])
+        modules = list(entry.roots.modules.values())
+        changed = []
+        for (name, slot), was in zip(entry.slots, before, strict=True):
+            now = slot.resolve(call)
+            if now is not was:
+                check_writable(name, slot, call)
+                changed.append((name, slot, now))
+        slots, gradients = [slot for _, slot, _ in changed], [now for _, _, now in changed]
+        effects = FSDPEffects.between(entry.fsdp, FSDPState.now(modules))
+        recorder.checks.check_generators(lambda: "after its last random op")
+        leaves, spec = flatten_result((result, gradients))
+        reasons = [
+            *recorder.checks.unrepeatable,
+            *recorder.checks.late_sizes(recorder),
+            recorder.checks.unwritten(recorder.records),
+            hidden(leaves),
+            why_not_here(modules),
+            effects if isinstance(effects, str) else None,
+            "gives a leaf another storage (`.data = ...` or `set_`)" if moved else None,
+        ]
+        reason = next((text for text in reasons if text), None)
+        if reason is not None or isinstance(effects, str):
+            raise UncapturableError(f"{reason}. Nothing was changed: call backward() itself")
+        exit = ExitState(leaves, spec, slots, effects, [], None)
+        recording = _BackwardRecording(recorder, entry, exit)
+        program = recording.program(flatten((tuple(recording.values), {}))[1])
+        used = {id(source) for each in program.inputs for source in chain_of(each.source)}
+        used |= set(map(id, slots))
+        guarded = [
+            (slot, name, was is not None)
+            for (name, slot), was in zip(entry.slots, before, strict=True)
+            if id(slot) in used
+        ]
+        present = SlotGuard(*zip(*guarded, strict=True)) if guarded else SlotGuard((), (), ())
+        program.facts = (FSDPStateGuard(entry.fsdp), present)
+        fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program) if f.init}
+        values = GraphValues(recording.values, len(entry.leaves))
+        values.drop_unused(program, slots)
+        outside = {e.info.serial for e in recorder.storages.externals}
+        returned = _several(result) if result is not None else []
+        named = [
+            *((n, t) for n, _, t in changed),
+            *((f"gradient {i}", t) for i, t in enumerate(returned)),
+        ]
+        infos = [
+            (n, recorder.storages.info_of(t)) for n, each in named for t in plain_tensors(each)
+        ]
+        made = [(n, info) for n, info in infos if info is not None and info.serial not in outside]
+        return TracedBackward(**fields, slots=slots, effects=effects, values=values), made
+
+
+class _BackwardRecording(StepRecording):
+    """values: the arguments of the program: tangents and leaves, then the tensors that no other source finds."""
+
+    def __init__(self, recorder: Recorder, entry: EntryState, exit: ExitState) -> None:
+        super().__init__(recorder, entry, exit)
+        self.values: list[Any] = list(entry.leaves)
+        self._saved: dict[int, int] = {}  # storage -> its index among the values
+        for external in recorder.storages.externals:
+            if not external.literal and external.ref.storage not in entry.places.widest:
+                self._saved[external.ref.storage] = len(self.values)
+                self.values.append(external.tensor)
+
+    def _inputs(
+        self, builder: Builder, externals: Sequence[External] | None = None
+    ) -> Iterator[TensorInput]:
+        for each in super()._inputs(builder, externals):
+            at = self._saved.get(each.ref.storage)
+            if at is None:
+                yield each
+            else:
+                name = f"saved_{at - len(self.entry.leaves)}"
+                yield TensorInput(name, each.ref, Argument(at))
+
+
+def _hooks() -> None:
+    """Stands for the code that a backward runs: which Python state that reads does not matter, it runs once."""
+
+
+def _with_gradients() -> Iterator[Tensor]:
+    """The tensors of the process in which a backward may leave a gradient: leaves, and after `retain_grad`."""
+    for each in gc.get_objects():
+        kind = type(each)
+        if not issubclass(kind, Tensor) or issubclass(kind, FakeTensor):
+            continue
+        if (each.is_leaf and each.requires_grad) or each.retains_grad:
+            strided = each.layout is torch.strided and not (each.is_quantized or each.is_nested)
+            if strided and (is_plain(each) or is_traceable_wrapper_subclass(each)):
+                yield each

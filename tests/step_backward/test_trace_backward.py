@@ -1,0 +1,39 @@
+"""`trace_backward`: every kind of hook and of graph, equal to eager's backward bit for bit; what a trace leaves."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.step_backward.eager_graphs import CASES, EAGER, TRACED, Run, model
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.stride() == b.stride() and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a is None and b is None
+
+
+def results(case: Any, run: Run) -> list[Any]:
+    """What a case returns, all gradients and the generator, after each of three calls."""
+    m, found = model(), []
+    torch.manual_seed(1)
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of anomaly mode
+            found.append(case(m, torch.randn(5, 3), run))
+        found.append([None if p.grad is None else p.grad.clone() for p in m.parameters()])
+        found.append(torch.get_rng_state())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_as_eager(case: Any) -> None:
+    for ours, eager in zip(results(case, TRACED), results(case, EAGER), strict=True):
+        assert same(ours, eager)
