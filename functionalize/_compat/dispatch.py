@@ -171,10 +171,8 @@ def no_python_dispatch() -> AbstractContextManager[None]:
 
 
 def function_modes() -> list[Any]:
-    """The active `TorchFunctionMode`s, the innermost last (torch 2.11 to 2.13)."""
-    from torch.overrides import _get_current_function_mode_stack
-
-    return list(_get_current_function_mode_stack())
+    """The active `TorchFunctionMode`s, the innermost last (torch 2.11 to 2.15)."""
+    return list(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
 
 
 # Functions of C that read torch's flags: the public ones in Python cost a replay ten times as much (2.11 to 2.15).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -53,6 +54,18 @@ def without_reports(value: Any) -> Any:
 
 _MODULES = importlib.import_module("torch.nn.modules.module")
 _OPTIMIZERS = importlib.import_module("torch.optim.optimizer")
+_MODULE_HOOKS = {
+    "forward pre-hooks": "_global_forward_pre_hooks",
+    "forward hooks": "_global_forward_hooks",
+    "backward pre-hooks": "_global_backward_pre_hooks",
+    "backward hooks": "_global_backward_hooks",
+}
+_OPTIMIZER_HOOKS = {
+    "step pre-hooks": "_global_optimizer_pre_hooks",
+    "step post-hooks": "_global_optimizer_post_hooks",
+}
+_of_modules = attrgetter(*_MODULE_HOOKS.values())
+_of_optimizers = attrgetter(*_OPTIMIZER_HOOKS.values())
 
 
 def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -62,7 +75,7 @@ def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def has_hooks_of_everything() -> bool:
     """Whether there may be global hooks of modules and optimizers."""
-    return any(table for _, table in _hook_tables())
+    return any(_of_modules(_MODULES)) or any(_of_optimizers(_OPTIMIZERS))
 
 
 def global_hooks() -> list[Any]:
@@ -70,16 +83,10 @@ def global_hooks() -> list[Any]:
     return [table[number] for _, table in _hook_tables() for number in _not_ours(table)]
 
 
-def _hook_tables() -> tuple[tuple[str, dict[int, Any]], ...]:
-    modules, optimizers = _MODULES, _OPTIMIZERS
-    return (
-        ("forward pre-hooks", modules._global_forward_pre_hooks),
-        ("forward hooks", modules._global_forward_hooks),
-        ("backward pre-hooks", modules._global_backward_pre_hooks),
-        ("backward hooks", modules._global_backward_hooks),
-        ("step pre-hooks", optimizers._global_optimizer_pre_hooks),
-        ("step post-hooks", optimizers._global_optimizer_post_hooks),
-    )
+def _hook_tables() -> Iterator[tuple[str, dict[int, Any]]]:
+    """(description, hooks by number)."""
+    tables = (*_of_modules(_MODULES), *_of_optimizers(_OPTIMIZERS))
+    return zip((*_MODULE_HOOKS, *_OPTIMIZER_HOOKS), tables, strict=True)
 
 
 def _not_ours(table: dict[int, Any]) -> Iterator[int]:
