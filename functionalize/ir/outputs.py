@@ -9,7 +9,7 @@ SourceItself(s)      the object at a place: a parameter
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,6 +97,15 @@ class Wrapped:
 
 
 OutputRole = Result | InputView | LeafItself | SourceItself | SameAs | Constant | Wrapped
+
+
+def viewed_by(role: OutputRole) -> Iterator[int]:
+    """The inputs on whose storages an output is a view."""
+    if isinstance(role, InputView):
+        yield role.input
+    elif isinstance(role, Wrapped):
+        for inner in role.inner.values():
+            yield from viewed_by(inner)
 
 
 def output_of(

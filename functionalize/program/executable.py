@@ -27,7 +27,7 @@ from functionalize.ir.epilogue import Action, apply_epilogue
 from functionalize.ir.generators import generators_restored_on_error, is_random
 from functionalize.ir.guards import Guard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec
-from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself
+from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, viewed_by
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.metadata import annotate, tensors_of
@@ -227,6 +227,12 @@ class Executable:
         if not is_checked:
             self._check([results[guard.slot] for guard in self.value_guards], vote)
         return results
+
+    def read_by_graph_only(self) -> list[int]:
+        """The inputs that neither an output, nor the epilogue, nor a write of the graph needs."""
+        needed = {n for each in self.epilogue for n in (each.input, getattr(each, "other", None))}
+        needed |= {i for role in self.outputs for i in viewed_by(role)} | set(self.writes)
+        return [i for i in range(len(self.inputs)) if i not in needed]
 
     def may_run_again(self, call: Call) -> bool:
         """Whether the step may run eagerly in place of a replay that an exception ended: it has changed nothing.

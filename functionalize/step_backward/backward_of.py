@@ -21,13 +21,14 @@ from torch import Tensor
 from functionalize.errors import GuardError, InvariantError
 from functionalize.ir.epilogue import Copy, alias
 from functionalize.ir.generators import generator_states, set_generators
-from functionalize.ir.inputs import Argument, Call
+from functionalize.ir.inputs import Argument, Call, WholeStorage
 from functionalize.ir.ops import geometry_of
 from functionalize.recorder.op_kinds import storage_of
 from functionalize.state.sources import ModuleTensor, leave
 from functionalize.state.step_guards import SlotGuard
 from functionalize.step_backward.boundary import DetachedLeaves, RequestedGradients
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
+from functionalize.step_backward.pair_builder import SavedValue
 from functionalize.step_backward.recorded_forward import TWICE, Owner, RecordedForward
 
 _WRITTEN = (
@@ -102,6 +103,8 @@ class ReplayedForward:
             found = "a guard failed on another rank"
         if not isinstance(found, str):
             try:
+                if not keep:
+                    self._hand_over(*found)
                 gradients = self._replay(*found)
             except GuardError as error:
                 found = str(error)
@@ -141,6 +144,18 @@ class ReplayedForward:
             )
             if known is not None and plain and known[1] != _version(tensor):
                 raise RuntimeError(_WRITTEN.format(f"`{spec.name}`"))
+
+    def _hand_over(self, backward: BackwardProgram, call: Call) -> None:
+        """Let the program free each saved value after its last use. A rerun of the forward needs none."""
+        inputs = backward.program.inputs
+        saved = {i for i, spec in enumerate(inputs) if isinstance(spec.source, SavedValue)}
+        for i, spec in enumerate(inputs):
+            if isinstance(spec.source, WholeStorage) and spec.source.input in saved:
+                saved.add(i)
+        call.freed = [i for i in backward.program.read_by_graph_only() if i in saved]
+        first = len(call.leaves) - len(backward.used)
+        call.leaves = [*call.leaves[:first], *[None] * len(backward.used)]
+        self._saved = []
 
     def _replay(self, backward: BackwardProgram, call: Call) -> Sequence[Tensor | None]:
         values = backward.program.replay(call, self._owner.vote)

@@ -14,7 +14,7 @@ not, or the other way round; another state of FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from functionalize.errors import GuardError
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, InputSpec, chain_of
-from functionalize.ir.outputs import InputView, LeafItself, Wrapped
+from functionalize.ir.outputs import LeafItself
 from functionalize.program.program import Program
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.sources import Slot, leave
@@ -98,7 +98,7 @@ class TracedBackward(Program):
         name = values.written(self.inputs)
         if name is not None:
             raise GuardError(f"`{name}` was written since the trace{_ADVICE}")
-        call.freed = self._freed()
+        call.freed = self.read_by_graph_only()
         returned = {role.leaf for role in self.outputs if isinstance(role, LeafItself)}
         for i in range(values.kept, len(leaves)):
             if i not in returned:
@@ -107,17 +107,3 @@ class TracedBackward(Program):
         result, gradients = self.replay(call)
         leave(call, self.slots, gradients, self.effects)
         return result
-
-    def _freed(self) -> list[int]:
-        """The inputs that neither an output, nor the epilogue, nor a write of the graph needs."""
-        needed = {n for a in self.epilogue for n in (a.input, getattr(a, "other", None))}
-        needed |= {i for role in self.outputs for i in _viewed(role)} | set(self.writes)
-        return [i for i in range(len(self.inputs)) if i not in needed]
-
-
-def _viewed(role: Any) -> Iterator[int]:
-    if isinstance(role, InputView):
-        yield role.input
-    elif isinstance(role, Wrapped):
-        for inner in role.inner.values():
-            yield from _viewed(inner)

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
@@ -599,3 +601,40 @@ def test_passes_run_on_both_programs() -> None:
     assert captured.program.history
     assert captured.backward_programs[0].history
     assert captured.stats.backwards >= 3
+
+
+def saved_alive(keep: bool, passes: Any) -> tuple[int, list[int]]:
+    """How many values a replayed forward has saved, and how many are alive at each op of its backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+    x = torch.randn(4, 8)
+    forward = fz.capture(loss_of(model), backward=True, passes=passes)
+    for _ in range(4):
+        forward(x).backward()
+        model.zero_grad()
+    loss = forward(x)
+    saved = [t for t in loss.grad_fn.captured._saved if isinstance(t, Tensor)]
+    alive = [StorageWeakRef(t.untyped_storage()) for t in saved]
+    del saved
+    counts: list[int] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            counts.append(sum(not each.expired() for each in alive))
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        loss.backward(retain_graph=keep)
+    assert forward.stats.reruns == 0
+    return len(alive), counts
+
+
+@pytest.mark.parametrize("passes", [(), "default"])
+def test_saved_values_are_freed_as_the_backward_goes(passes: Any) -> None:
+    saved, counts = saved_alive(False, passes)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == saved >= 6
+    assert set(range(1, saved)) <= set(counts)
+    assert saved_alive(True, passes)[1][-1] == saved
