@@ -250,4 +250,7 @@ class LengthClasses:
 
 
 def _nearest(classes: Sequence[LengthClass], shapes: Shapes) -> LengthClass:
-    return min(classes, key=lambda group: group.distance(shapes))
+    """The class with the nearest known sizes; of those of one recording, such as a length that equals a width, only if
+    there is no other one."""
+    several = [each for each in classes if len(each.known) > 1]
+    return min(several or classes, key=lambda group: group.distance(shapes))

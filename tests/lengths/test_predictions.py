@@ -107,6 +107,15 @@ def test_unique_lengths_run_eagerly() -> None:
     assert stats.rare == 39
 
 
+def test_a_length_that_equals_a_width_leaves_its_neighbours_predicted() -> None:
+    captured = fz.capture(lambda x: (x * 2).view(8, -1) * 3, dynamic=True, audit=False)
+    for rows in (12, 12, 16, 16, 20, 20, 8, 8, 9, 9, 7, 7):
+        x = torch.randn(rows, 8)
+        assert torch.equal(captured(x), (x * 2).view(8, -1) * 3)
+    stats = captured.stats
+    assert (stats.captures, stats.predictions, stats.mispredictions) == (4, 2, 0)
+
+
 # -- where a size decides something ----------------------------------------------------------------
 
 
