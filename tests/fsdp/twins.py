@@ -43,6 +43,8 @@ class Verdict:
     collectives: dict[str, int]
     resizes: int
     program: str
+    predictions: int
+    mispredictions: int
 
 
 def bits(t: Tensor) -> Tensor:
@@ -265,4 +267,6 @@ def compare_twins(
         dict(stats.collectives),
         stats.resizes,
         program.print_readable(print_output=False) if program else "",
+        stats.predictions,
+        stats.mispredictions,
     )
