@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,10 +122,20 @@ def _same_numbers(a: CachedProgram, b: CachedProgram) -> bool:
 
 
 class ProgramCache:
-    """At most `limit` programs of one step, called `name` in messages, of at most `most_bytes` unless one has more."""
+    """At most `limit` programs of one step, called `name` in messages, of at most `most_bytes` unless one has more.
 
-    def __init__(self, name: str, limit: int, most_bytes: float = float("inf")) -> None:
+    evicted: called with the key of a program that is dropped because another one needs its place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        most_bytes: float = float("inf"),
+        evicted: Callable[[Hashable], None] = lambda key: None,
+    ) -> None:
         self._name, self._limit, self._most_bytes = name, limit, most_bytes
+        self._evicted = evicted
         self._by_key: dict[Hashable, list[CachedProgram]] = {}
         self._used: OrderedDict[CachedProgram, Hashable] = OrderedDict()  # the last used at the end
         self._misses: Counter[str] = Counter()
@@ -212,8 +222,9 @@ class ProgramCache:
         for same in [k for k in self._by_key.get(key, ()) if _is_replaced(k, cached)]:
             self.drop(same)
         while self._is_full(cached):
-            oldest = next(iter(self._used))
+            oldest, its_key = next(iter(self._used.items()))
             self.drop(oldest)
+            self._evicted(its_key)
             first = self._unused_in_a_row == 0
             unused = oldest.replays == oldest.audits == oldest.found == 0
             self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
@@ -252,10 +263,14 @@ class ProgramCache:
 
 @dataclass(slots=True)
 class KindOfCall:
-    """Calls with one key and without a program. unreplayed: whether one was recorded, and none was replayed since."""
+    """Calls with one key and without a program. unreplayed: whether one was recorded, and none was replayed since.
+
+    evictions: how often other programs needed the place of its program. calls: since the last eviction.
+    """
 
     calls: int = 0
     unreplayed: bool = False
+    evictions: int = 0
 
 
 class Kinds:
@@ -264,7 +279,8 @@ class Kinds:
     A recording costs several eager steps, and only replays return that. So a new kind is recorded at once only while
     no recorded kind waits for its first replay. Else it is recorded when it has come `record_after` times, and twice as
     often for each kind that waits beyond two. So of lengths that never return one is recorded, and few of lengths that
-    return seldom. With `record_after=1` every kind is recorded at once.
+    return seldom. A kind whose program was evicted must come twice as often each time, so that more kinds than there
+    are places for are not recorded in turn. With `record_after=1` every kind is recorded at once.
     Invariant: memory is bounded; a kind that was not seen for `_KINDS_REMEMBERED` others counts from zero again.
     """
 
@@ -279,14 +295,16 @@ class Kinds:
         """Whether any kind may be rare."""
         return self._after > 1
 
-    def is_rare(self, key: Hashable, doublings: int = _MOST_DOUBLINGS) -> bool:
+    def is_rare(self, key: Hashable) -> bool:
         """Count a call without a program; whether its kind came too seldom to be recorded."""
         if not self.defers or self._records_next:
             return False
         kind = self._of(key)
         kind.calls += 1
-        waiting = max(self._unreplayed - _FEW_KINDS, 0)
-        return self._unreplayed > 0 and kind.calls < self._after << min(waiting, doublings)
+        if not (self._unreplayed or kind.evictions):
+            return False
+        doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
+        return kind.calls < self._after << min(doublings, _MOST_DOUBLINGS)
 
     def record_next(self) -> None:
         """Record the next call, whatever its kind."""
@@ -305,6 +323,11 @@ class Kinds:
         if kind is not None and kind.unreplayed:
             kind.unreplayed = False
             self._unreplayed -= 1
+
+    def evicted(self, key: Hashable) -> None:
+        """The program of this kind was dropped because another one needs its place."""
+        kind = self._of(key)
+        kind.calls, kind.evictions = 0, kind.evictions + 1
 
     def _of(self, key: Hashable) -> KindOfCall:
         kind = self._kinds.setdefault(hash(key), KindOfCall())

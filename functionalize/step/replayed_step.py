@@ -80,7 +80,8 @@ class ReplayedStep:
         self._is_left_eager = False  # whether this call is not recorded either
 
     def _empty_cache(self) -> ProgramCache:
-        return ProgramCache(self._name, self._options.max_programs, self._options.max_program_bytes)
+        most, nbytes = self._options.max_programs, self._options.max_program_bytes
+        return ProgramCache(self._name, most, nbytes, lambda key: self._kinds.evicted(key))
 
     def _note_miss(self, reason: str) -> None:
         if len(self._cache):
@@ -329,11 +330,10 @@ class ReplayedStep:
             return self._is_rare(call)
         if call.key in self._unpredicted:
             return False
-        if self._kinds.is_rare(call.key, doublings=0):
-            return True
-        found = lengths.predicted(call.key)
+        is_rare = self._is_rare(call)
+        found = None if is_rare else lengths.predicted(call.key)
         if found is None:
-            return self._is_rare(call)
+            return is_rare
         cached = replace(
             found.rest,
             program=found.program,

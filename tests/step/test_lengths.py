@@ -86,6 +86,28 @@ def test_a_kind_must_come_twice_as_often_for_each_kind_that_waits_beyond_two() -
     assert needed == [1, 2, 2, 4, 8]
 
 
+def test_more_kinds_than_places_are_not_recorded_in_turn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    step = fz.capture(lambda x: x.sin(), max_programs=4, audit=False)
+    for rows in (torch.randint(6, (400,), generator=generator) + 2).tolist():
+        assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
+    assert step.stats.captures <= 40
+    assert step.stats.replays >= 200
+
+
+def test_a_kind_whose_program_was_evicted_must_come_twice_as_often() -> None:
+    kinds, needed = Kinds(2), []
+    for _ in range(3):
+        calls = 1
+        while kinds.is_rare("a"):
+            calls += 1
+        needed.append(calls)
+        kinds.recorded("a")
+        kinds.replayed("a")
+        kinds.evicted("a")
+    assert needed == [1, 4, 8]
+
+
 def test_kinds_are_forgotten() -> None:
     kinds = Kinds(2)
     kinds.recorded("a")
