@@ -428,3 +428,51 @@ def test_no_method_of_the_user_is_called() -> None:
         value.scale = 1.0 + i // 4
         assert captured(torch.ones(1)).item() == value.scale
     assert captured.stats.replays >= 4
+
+
+class Pair(list[float]):
+    """A list with an attribute."""
+
+    scale = 1.0
+
+
+CHANGED_LISTS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[nn.Module], object]]] = {
+    "a tuple that becomes a list": (
+        (1.0, 2.0),
+        lambda held: 1.0 if isinstance(held, tuple) else 3.0,
+        lambda model: setattr(model, "held", [1.0, 2.0]),
+    ),
+    "an attribute of a list": (
+        Pair([1.0]),
+        lambda held: held.scale,
+        lambda model: setattr(model.held, "scale", 3.0),
+    ),
+    "None that becomes a tensor": (
+        [None],
+        lambda held: 1.0 if held[0] is None else held[0],
+        lambda model: model.held.__setitem__(0, torch.tensor(3.0)),  # type: ignore[operator]
+    ),
+    "a tensor that becomes a parameter": (
+        [torch.tensor(1.0)],
+        lambda held: 3.0 if isinstance(held[0], nn.Parameter) else 1.0,
+        lambda model: model.held.__setitem__(  # type: ignore[operator]
+            0, nn.Parameter(torch.tensor(1.0))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_LISTS)
+def test_a_list_that_a_module_holds(name: str) -> None:
+    held, number, change = CHANGED_LISTS[name]
+    model = nn.Linear(2, 2)
+    model.held = held
+
+    captured = fz.capture(lambda x: x * number(model.held), audit=False)
+    x = torch.ones(2)
+    for _ in range(4):
+        assert torch.equal(captured(x), x)
+    assert captured.stats.replays > 0
+    change(model)
+    for _ in range(4):
+        assert torch.equal(captured(x), x * 3)
