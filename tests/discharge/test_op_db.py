@@ -185,7 +185,10 @@ def test_variants(name: str) -> None:
                 raise AssertionError(f"{case.kind}: {error}") from error
 
 
-@pytest.mark.parametrize(("name", "kind"), sorted({**SKIPPED, **LOOSE}))
+STABLE = {key: why for key, why in SKIPPED.items() if why != UNDEFINED}  # others are equal by chance
+
+
+@pytest.mark.parametrize(("name", "kind"), sorted({**STABLE, **LOOSE}))
 def test_what_is_skipped_still_differs(name: str, kind: str) -> None:
     op = BY_NAME[name]
     for case in cases(op, every=True):
