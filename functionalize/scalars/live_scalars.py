@@ -5,6 +5,7 @@
     p.addcdiv_(m, v, value=-size)         the record holds the expression, and the program computes it
     if size > 1: ...                      a plain bool; a guard on the comparison, not on the number
     f"{size:.3f}", float(size)            plain values; a guard on the text, and on the number
+    math.exp(size)                        another live number; `math.isfinite(size)`: a plain bool, and a guard on it
     np.exp(size), size * timedelta(1)     what eager computes, of the plain number; a guard on the number
 
 A live number is a `torch.SymFloat` or `SymInt` around a `Number` (see scalar_log.py), so that torch's own functions
@@ -188,7 +189,10 @@ class _LiveMethods:
         return importlib.import_module("numpy").asarray(plain(self), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """`np.exp(number)`, `np.ones(2) * number`, `np.float32(2) * number`."""
+        """`np.exp(number)`, `np.ones(2) * number`, `np.float32(2) * number`; `np.isnan(number)` is a fact."""
+        decides = _DECISIONS.get(ufunc.__name__)
+        if decides is not None and method == "__call__" and len(inputs) == 1 and not kwargs:
+            return importlib.import_module("numpy").bool_(learned(decides, self.node))
         return getattr(ufunc, method)(*settled(inputs), **settled(kwargs))
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -213,6 +217,7 @@ class _LiveMethods:
         return getattr(plain(self), name)
 
 
+_DECISIONS = {name: getattr(math, name) for name in ("isfinite", "isnan", "isinf")}
 _BINARY: dict[str, Callable[..., Any]] = {
     n: getattr(operator, n) for n in ("add", "sub", "mul", "truediv", "floordiv", "mod")
 }
@@ -271,6 +276,24 @@ class LiveInt(_LiveMethods, torch.SymInt):
 
     def bit_length(self) -> int:
         return int(self).bit_length()
+
+
+def for_live(function: Callable[..., Any], is_fact: bool = False) -> Callable[..., Any]:
+    """A function of `math`, such as `math.exp`, whose result is live if an argument is.
+
+    is_fact: it decides something (`math.isfinite`): its result is plain, and a fact.
+    """
+
+    def call(*args: Any) -> Any:
+        if not any(map(is_live, args)):
+            return function(*args)
+        if is_fact and len(args) == 1:
+            return bool(learned(function, args[0].node))
+        result = _apply(function, *args)
+        return function(*args) if result is NotImplemented else result
+
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    return call
 
 
 _LIVE_TYPES = frozenset({LiveFloat, LiveInt})

@@ -4,6 +4,7 @@
     torch._fused_adamw_(..., lr=lr)     converts `lr` to a C++ double: see Note [Carried numbers] in scalar_arguments.py
     clip_grad_norm_(..., max_norm)      calls `float`, which returns a plain number: replaced in its module, and in that
                                         of batch norms, which divide by the number of their calls (`momentum=None`)
+    math.exp(number), math.isnan(number)  C code that reads the number: the result is live, or a fact
     torch.tensor(number)                converts to a plain number: calls `torch.full` instead, which accepts a live one
     json.dumps({"loss": number})        C code that accepts Python's own types only: receives the plain number
     statistics.mean([number, 1.0])      makes a result of the type of its elements: `type` is replaced in the module
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -36,12 +38,31 @@ from functionalize._compat.compilers import script_builtins
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.graphs import pytree
 from functionalize._compat.modules import fused_optimizer_functions, packed_sequence_functions
-from functionalize.scalars.live_scalars import as_live, is_live, plain, settled
+from functionalize.scalars.live_scalars import as_live, for_live, is_live, plain, settled
 from functionalize.scalars.scalar_arguments import has_live
 
 _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("pow", "float_power", "_foreach_pow", "_foreach_pow_")),
     (torch.Tensor, ("pow", "pow_", "__pow__", "__ipow__", "float_power", "float_power_")),
+)
+_OF_MATH = (
+    *(
+        "exp",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sqrt",
+        "pow",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+        "atan",
+        "fabs",
+    ),
+    *("isfinite", "isnan", "isinf"),
 )
 
 
@@ -65,6 +86,8 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
         yield owner, name, _of_read_lengths(recorders, getattr(owner, name))
     yield clip_grad, "float", _as_float
     yield batchnorm, "float", _as_float
+    for name in _OF_MATH:
+        yield math, name, for_live(getattr(math, name), name.startswith("is"))
     made = _batch_norm(recorders, torch.batch_norm)
     scripted[id(made)] = torch.batch_norm
     yield torch, "batch_norm", made

@@ -2,7 +2,7 @@
 
     self.n += 1; self.total += loss.item()     numbers: live in the recording, and assigned by a replay
     self.last = loss.detach()                  tensors: inputs if the step reads them, and assigned by a replay
-    losses.append(loss.item())                 lists that code of the step only appends to
+    losses.append(loss.item())                 lists that code of the step only appends to, `history["loss"]` as well
 
     with MovingState(places, recorder) as moving, recorder:    places that an earlier call was seen to move
         ...                                                    they hold live numbers
@@ -170,13 +170,9 @@ class MovingPlaces:
             live,
             found,
             tuple(lists),
-            {name: stored_constants(codes, _last(name)) for name, _ in found},
+            {name: stored_constants(codes, name.rpartition(".")[2]) for name, _ in found},
             generators,
         )
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def moved(before: PythonState, after: PythonState) -> LivePlaces:
@@ -207,13 +203,17 @@ def with_live_places(live: LivePlaces, walk: Callable[[LivePlaces], PythonState]
 
 
 def is_only_appended(state: PythonState, path: Path, place: Held, found: list[Any]) -> bool:
-    """Whether code of the step appends to a list and cannot read it."""
-    name = path[1]
+    """Whether code of the step appends to a list and cannot read it. The list may be an entry of a table."""
+    in_table = (
+        id(place.container) in state.seen
+    )  # and not an attribute, in the `__dict__` of its object
+    holder: Any = path[0]
+    name = (holder[1] if len(holder) == 2 else None) if in_table else path[1]
     return (
         isinstance(name, str)
         and not state.names.is_dynamic
-        and id(found) not in state.shared
-        and only_appended(state.names.codes, name)
+        and state.shared.isdisjoint((id(found), id(place.container)))
+        and only_appended(state.names.codes, name, in_table)
     )
 
 

@@ -25,12 +25,14 @@ from typing import Any
 from functionalize.calls.draws import process_generators as drawn_from
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
+from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_uses import lines_of_changes, lines_of_uses
 from functionalize.walk.data_parts import process_generators
 from functionalize.walk.discovery import walked, walked_again
 from functionalize.walk.fact_text import Path, change_text, is_live_kind, portable, text_of
+from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
 from functionalize.walk.walker import PythonState
@@ -68,6 +70,26 @@ class SurroundingsGuard:
         if failure is None:
             was.probes = now.probes
         return failure
+
+    def varied(self, leaves: Sequence[Any]) -> LivePlaces:
+        """The places of numbers that the step reads and that are others than at the capture, of the same types.
+
+        Without those that may reach C code for exact numbers.
+        """
+        was = self.state
+        if self.stale is not None or was.probes.hold(leaves):
+            return NO_PLACES
+        now = walked_again(self.fn, leaves, was, is_replay=False)
+        paths = {
+            path
+            for new, old, path, was_path in zip(
+                now.facts, was.facts, now.paths, was.paths, strict=False
+            )
+            if new != old and path == was_path and _kind_of(new) is _kind_of(old) is not None
+        }
+        if not paths or any_needs_exact(now.roots.functions):
+            return NO_PLACES
+        return LivePlaces({p.place: p for path, p, _ in now.slots if path in paths})
 
     def watched(self, call: Call, facts: Unchanged) -> Guard | None:
         probes = self.state.probes
@@ -152,6 +174,22 @@ class SurroundingsGuard:
         return here
 
 
+class VaryingNumbers:
+    """The places of numbers that code outside of a step changes: at its second change a number becomes live."""
+
+    def __init__(self) -> None:
+        self._once = self._again = NO_PLACES
+
+    def learned(self, facts: Sequence[Any], leaves: Sequence[Any]) -> LivePlaces:
+        """The numbers that may be live in the recording that begins. facts: of the latest program."""
+        for fact in facts:
+            if isinstance(fact, SurroundingsGuard):
+                found = fact.varied(leaves)
+                self._again |= found & self._once
+                self._once |= found
+        return self._again
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SameObjects:
     """The objects among the arguments are those of the walk."""
@@ -177,6 +215,12 @@ def _difference(
             return change_text(path, new, old)
     longer, what = (paths_now, "new") if len(now) > len(facts) else (paths, "gone")
     return f"`{text_of(longer[min(len(now), len(facts))])}` is {what}"
+
+
+def _kind_of(fact: Any) -> type | None:
+    """The type of the number that a fact is about, or None. An int is its own fact, other numbers have a text."""
+    kind = fact[0] if type(fact) is tuple and len(fact) == 2 else type(fact)
+    return kind if kind in LIVE_NUMBERS else None
 
 
 def _replaced_holder(

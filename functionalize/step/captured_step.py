@@ -46,6 +46,7 @@ from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
+from functionalize.state.python_state import VaryingNumbers
 from functionalize.step.cache import CachedProgram, Kinds, key_of
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
@@ -85,6 +86,7 @@ class CapturedStep(ReplayedStep):
         self._arguments = ReadArguments(train_step)
         self._plain_reads = False  # whether C code has refused a live number
         self._repeats_calls = False  # whether a recording had calls that a replay makes again
+        self._varying = VaryingNumbers()
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
 
     @property
@@ -251,12 +253,11 @@ class CapturedStep(ReplayedStep):
         if recorder.scalar_log is not None:
             recorder.scalar_log.plain_reads = self._plain_reads
         varying, outside = self._changed_hyperparameters, self._hooks_run_outside
+        places = self._places(call, live)
         has_vote = self._vote is not None or self._options.compares
         meets_as = None if has_vote or outside or in_world() else self._name
         try:
-            run = record(
-                self._fn, call, recorder, varying, outside, self._places(call, live), meets_as
-            )
+            run = record(self._fn, call, recorder, varying, outside, places, meets_as)
         except Exception as error:
             self._plain_reads |= was_refused(error)
             raise
@@ -269,11 +270,12 @@ class CapturedStep(ReplayedStep):
         return self._last_kept if unkept is None else unkept.summary
 
     def _places(self, call: Invocation, live: bool) -> LivePlaces:
-        """The places in Python that earlier recordings have moved, if they can be live in this one."""
+        """The places in Python that may be live in this recording: earlier ones, or code outside, have moved them."""
         previous = self._previous(call.key)
         if previous is None or not live or self._plain_reads or self._hooks_run_outside:
             return NO_PLACES
-        return previous.moved
+        facts = self.program.facts if self.program is not None else ()
+        return previous.moved | self._varying.learned(facts, call.leaves)
 
     def _finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
         """The stages after a recorded run. rerun: it was a forward that ran again, for a backward without a program."""

@@ -2,6 +2,7 @@
 
     Decimal(loss.item()), timedelta(seconds=loss.item()), yaml.dump(values)   True
     if type(value) is float: ...                                              True
+    def __float__(self): return self.value                                    True
     np.exp(loss.item()), round(value, 2), f"{value:.3f}", type(self).__name__ False
 
 Such code raises `TypeError` for a live number, or takes the other branch, where eager does neither. So a number that it
@@ -51,6 +52,8 @@ _EXACT_NAMES |= {"fromtimestamp", "utcfromtimestamp", "fromordinal", "create_dec
 # Packages that look at the exact type of what they write.
 _WRITERS = frozenset({"marshal", "yaml", "orjson", "ujson", "rapidjson", "msgpack", "sqlite3"})
 _WRITERS |= {"h5py", "pandas", "polars", "pyarrow", "wandb"}
+# Methods of which C code accepts an exact float or int as the result, and raises `TypeError` for anything else.
+_EXACT_RESULTS = frozenset({"__float__", "__int__", "__index__", "__hash__"})
 _MOST = 300  # functions that are looked at
 
 
@@ -88,6 +91,8 @@ def _any_needs_exact(todo: list[Code]) -> bool:
         code, scope, inner = todo.pop()
         if code in seen:
             continue
+        if code.co_name in _EXACT_RESULTS:
+            return True
         seen.add(code)
         for name, path in _loads(code):
             if not _EXACT_NAMES.isdisjoint(path):

@@ -1,6 +1,7 @@
 """How code uses one name, by its bytecode: whether it only appends to it, where it changes it, what it stores.
 
     only_appended(codes, "losses")     True for `self.losses.append(x)` alone, False as soon as code reads it otherwise
+    only_appended(codes, "history", True)     the same for `self.history["loss"].append(x)`
     lines_of_changes(codes, "n")       ["train.py:12, in step: self.n += 1"]
     lines_of_uses(codes, "rng")        ["train.py:13, in step: x = x * self.rng.random()"]
     stored_constants(codes, "n")       {(int, "0")} for `self.n = 0`
@@ -41,8 +42,8 @@ def _every(codes: Iterable[types.CodeType]) -> Iterator[types.CodeType]:
     yield from dict.fromkeys(each for outer in codes for each in codes_of(outer))
 
 
-def only_appended(codes: Iterable[types.CodeType], name: str) -> bool:
-    """Whether code uses a name only in calls of its method `append`."""
+def only_appended(codes: Iterable[types.CodeType], name: str, in_table: bool = False) -> bool:
+    """Whether code uses a name only in calls of its method `append`; in_table: of that of its entries."""
     for code in _every(codes):
         steps = _steps(code)
         for at, step in enumerate(steps):
@@ -50,10 +51,23 @@ def only_appended(codes: Iterable[types.CodeType], name: str) -> bool:
                 return False
             if step.argval != name or step.opname in _LOCAL or step.opname in _NO_READ:
                 continue
-            then = steps[at + 1] if at + 1 < len(steps) else step
-            if then.opname != _METHOD or then.argval != "append":
+            then = steps[at + 1 : at + 4]
+            if in_table:
+                if len(then) < 3 or not _is_load(then[0]) or not _is_entry(then[1]):
+                    return False
+                then = then[2:]
+            if not then or then[0].opname != _METHOD or then[0].argval != "append":
                 return False
     return True
+
+
+def _is_load(step: dis.Instruction) -> bool:
+    return step.opname.startswith("LOAD_")
+
+
+def _is_entry(step: dis.Instruction) -> bool:
+    """Whether an instruction reads `table[key]`."""
+    return step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
 
 
 def lines_of_changes(codes: Iterable[types.CodeType], name: str) -> list[str]:

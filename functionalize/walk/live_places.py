@@ -9,9 +9,10 @@ Invariant: of a live place, that it is there and the type of its content are fac
 
 from __future__ import annotations
 
+import argparse
 import types
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,8 @@ from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.parts import Held, Visit
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
-_TABLES = frozenset({dict, OrderedDict, defaultdict})
+_TABLES = frozenset({dict, OrderedDict, defaultdict, Counter})
+_NAMESPACES = frozenset({argparse.Namespace, types.SimpleNamespace})
 _ABSENT = object()
 _NO_KEYS: frozenset[Any] = frozenset()
 
@@ -51,6 +53,10 @@ class LivePlaces:
 
     def __or__(self, other: LivePlaces) -> LivePlaces:
         return LivePlaces({**self.values, **other.values}, {**self.lists, **other.lists})
+
+    def __and__(self, other: LivePlaces) -> LivePlaces:
+        """The places of values that are in both."""
+        return LivePlaces({key: p for key, p in self.values.items() if key in other.values})
 
     def __bool__(self) -> bool:
         return bool(self.values or self.lists)
@@ -118,8 +124,16 @@ def is_of_user(holder: Any) -> bool:
     kind = type(holder)
     if kind is types.ModuleType:
         return is_users(holder.__name__.partition(".")[0])
+    if kind in _NAMESPACES:
+        return True
     named = holder if kind is types.FunctionType or issubclass(kind, type) else kind
     return is_users(named.__module__)
+
+
+def names_lists(holder: Any) -> bool:
+    """Whether code finds a list in an object by an attribute's name or a key: in one of the user's, or a table."""
+    kind = type(holder)
+    return kind in _TABLES or (not issubclass(kind, CONTAINERS) and is_of_user(holder))
 
 
 def state_numbers(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[tuple[Any, Any]]:

@@ -41,9 +41,9 @@ from functionalize.walk.live_places import (
     NO_PLACES,
     LivePlaces,
     content_of,
-    is_of_user,
     may_live,
     may_move,
+    names_lists,
     state_numbers,
 )
 from functionalize.walk.object_parts import class_parts, parts_of
@@ -239,8 +239,8 @@ class PythonState:
             self.owners[id(holder.path)] = type(holder.value)
         if visit.place is None or not may_move(holder, visit):
             return
-        if type(visit.value) is list and not issubclass(type(holder.value), CONTAINERS):
-            if is_of_user(holder.value):
+        if type(visit.value) is list:
+            if names_lists(holder.value):
                 self.lists.append((visit.path, visit.place, visit.value))
         elif may_live(visit.value) or is_live(visit.value):
             self.slots.append((visit.path, visit.place, content_of(visit.value)))

@@ -185,7 +185,9 @@ def test_variants(name: str) -> None:
                 raise AssertionError(f"{case.kind}: {error}") from error
 
 
-STABLE = {key: why for key, why in SKIPPED.items() if why != UNDEFINED}  # others are equal by chance
+STABLE = {
+    key: why for key, why in SKIPPED.items() if why != UNDEFINED
+}  # others are equal by chance
 
 
 @pytest.mark.parametrize(("name", "kind"), sorted({**STABLE, **LOOSE}))

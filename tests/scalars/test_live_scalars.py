@@ -286,7 +286,7 @@ def learned(fn: Callable[[Any, Any], Any]) -> tuple[Any, list[str]]:
 LEARNED: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "types": (lambda n, k: (isinstance(n, float), isinstance(k, int), isinstance(k, float)), []),
     "equal": (lambda n, k: (n == n, n == "text", n is None), ["item == item -> True"]),
-    "finite": (lambda n, k: math.isfinite(n), ["item -> 2.5"]),
+    "finite": (lambda n, k: math.isfinite(n), ["isfinite(item) -> True"]),
     "key": (lambda n, k: {n: 1}[2.5], ["item -> 2.5", "item == 2.5 -> True"]),
     "text": (lambda n, k: (str(n), f"{k}"), ["repr(item) -> '2.5'", "format(item, '') -> '7'"]),
     "percent": (lambda n, k: "%.2f" % (n,), ["item -> 2.5"]),  # noqa: UP031

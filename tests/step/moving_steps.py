@@ -6,13 +6,15 @@ that cannot be replayed.
 
 from __future__ import annotations
 
+import math
 import time
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -180,6 +182,49 @@ def default_dict_entry(w: World) -> Step:
     def step(x: Tensor) -> Tensor:
         w.counts["steps"] += 1
         return w.train(x).detach()
+
+    return step
+
+
+@moves
+def counter_entry(w: World) -> Step:
+    w.counts = Counter()
+
+    def step(x: Tensor) -> Tensor:
+        w.counts["steps"] += 1
+        w.counts["samples"] += len(x)
+        return w.train(x).detach()
+
+    return step
+
+
+@moves
+def namespace(w: World) -> Step:
+    w.progress = types.SimpleNamespace(steps=0, average=None)
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.progress.steps += 1
+        new = loss.item()
+        w.progress.average = (
+            new if w.progress.average is None else 0.9 * w.progress.average + 0.1 * new
+        )
+        return loss.detach()
+
+    return step
+
+
+@moves
+def functions_of_math(w: World) -> Step:
+    w.perplexities = []
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        if not math.isfinite(loss.item()) or np.isnan(loss.item()):
+            raise ValueError("diverged")
+        w.n += 1
+        w.perplexities.append(math.exp(loss.item()))
+        return loss.detach() * (1 + math.cos(math.pi * w.n / 20))
 
     return step
 
@@ -705,6 +750,32 @@ def list_of_a_module(w: World) -> Step:
     return lambda x: w.train(x).detach()
 
 
+@moves
+def lists_in_a_dict(w: World) -> Step:
+    w.history = {"loss": [], "norm": []}
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.history["loss"].append(loss.item())
+        w.history["norm"].append(x.norm())
+        return loss.detach()
+
+    return step
+
+
+@moves
+def lists_by_a_variable_key(w: World) -> Step:
+    w.history = defaultdict(list)
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        for name, value in (("loss", loss), ("norm", x.norm())):
+            w.history[name].append(value.item())
+        return loss.detach()
+
+    return step
+
+
 # -- what no replay repeats ------------------------------------------------------------------------
 
 
@@ -811,6 +882,28 @@ def list_that_a_loop_over_a_dict_reads(w: World) -> Step:
             values.append(loss.item())
             rows += len(values)
         return rows
+
+    return step
+
+
+@refused(r"`w.history.loss` is a list of 2, was a list of 1")
+def list_in_a_dict_that_is_read(w: World) -> Step:
+    w.history = {"loss": []}
+
+    def step(x: Tensor) -> int:
+        w.history["loss"].append(w.train(x).item())
+        return len(w.history["loss"])
+
+    return step
+
+
+@refused(r"`w.(history|logs).loss` is a list of 2, was a list of 1")
+def list_in_a_dict_that_has_two_names(w: World) -> Step:
+    w.history = w.logs = {"loss": []}
+
+    def step(x: Tensor) -> int:
+        w.history["loss"].append(w.train(x).item())
+        return sum(map(len, w.logs.values()))
 
     return step
 

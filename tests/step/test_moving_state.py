@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,6 +167,58 @@ def test_a_change_from_outside_is_seen() -> None:
         eager.step(batch(i)), captured(batch(i))
         assert type(ours.n) is int and ours.n == eager.n
     assert captured.stats.replays == 8, captured.explain()
+
+
+VARYING: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a factor": lambda c, x: x * c.weight,
+    "an expression": lambda c, x: x * max(0.0, 1 - c.weight / 40) + math.exp(-c.weight),
+    "an argument of an op": lambda c, x: x.clamp(max=c.weight),
+    "an integer": lambda c, x: x / (1 + c.count),
+    "both": lambda c, x: x * c.weight + c.count,
+}
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_a_number_that_code_outside_changes_twice_is_live(name: str) -> None:
+    config = types.SimpleNamespace(weight=0.5, count=3)
+    captured = fz.capture(body := lambda x: VARYING[name](config, x))
+    for i in range(12):
+        config.weight, config.count = 0.5 + 0.25 * i, 3 + i
+        assert torch.equal(captured(batch(i)), body(batch(i)))
+    assert captured.stats.captures == 3 and captured.stats.replays == 8, captured.explain()
+
+
+def test_a_number_that_changes_once_stays_guarded() -> None:
+    config = types.SimpleNamespace(weight=0.5)
+    captured = fz.capture(body := lambda x: x * config.weight)
+    for i in range(12):
+        config.weight = 0.5 if i < 6 else 2.0
+        assert torch.equal(captured(batch(i)), body(batch(i)))
+    assert captured.stats.captures == 2
+
+
+def test_a_branch_on_a_varying_number_has_a_program_for_each_side() -> None:
+    config = types.SimpleNamespace(epoch=0)
+    captured = fz.capture(body := lambda x: x * 2 if config.epoch < 7 else x + 1)
+    for i in range(14):
+        config.epoch = i
+        assert torch.equal(captured(batch(i)), body(batch(i)))
+    assert captured.stats.replays >= 9, captured.explain()
+
+
+def test_a_varying_number_that_goes_to_exact_code_stays_guarded() -> None:
+    class Temperature:
+        value = 1.0
+
+        def __float__(self) -> float:
+            return self.value
+
+    config = Temperature()
+    captured = fz.capture(body := lambda x: x * float(config))
+    for i in range(6):
+        config.value = 1.0 + i
+        assert torch.equal(captured(batch(i)), body(batch(i)))
+    assert captured.stats.replays == 0
 
 
 def test_a_program_that_moves_state_is_not_saved(tmp_path: Any) -> None:
