@@ -187,5 +187,8 @@ def test_a_captured_forward_refuses_effects() -> None:
 
 def test_an_effect_without_a_form_is_not_saved(tmp_path: Any) -> None:
     captured, _ = captured_run(Twin(mixed), 5)
-    with pytest.raises(SaveError, match="what a replay repeats in Python"):
+    with pytest.raises(
+        SaveError,
+        match="writes on the board, a call that a replay makes again",
+    ):
         captured.save(tmp_path / "step.fzp")
