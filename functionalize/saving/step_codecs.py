@@ -32,7 +32,7 @@ from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.drawing import GeneratorSet, GeneratorState
 from functionalize.state.hyperparameters import HyperparameterNumber
 from functionalize.state.mode_guard import ModeGuard
-from functionalize.state.moving_state import Appended, Assigned, PlaceNumber
+from functionalize.state.place_effects import Appended, Assigned, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.walk.parts import Held
 

@@ -29,16 +29,15 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from functionalize.calls.draws import Draws
 from functionalize.calls.own_generators import is_own
-from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, is_expression
-from functionalize.planning.timeline.timeline import Category
 from functionalize.recorder.recorder import Recorder
+from functionalize.scalars.float_calls import Scope, float_scopes, live_floats
 from functionalize.scalars.live_scalars import as_live, expression_of, is_live
 from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.drawing import (
@@ -48,7 +47,7 @@ from functionalize.state.drawing import (
     GeneratorState,
     generators_of,
 )
-from functionalize.state.hyperparameters import number_tensor
+from functionalize.state.place_effects import Appended, Assigned, PlaceNumber
 from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.tensor_wrappers import address_of
@@ -64,53 +63,6 @@ from functionalize.walk.live_places import (
 )
 from functionalize.walk.parts import Held
 from functionalize.walk.walker import PythonState
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlaceNumber:
-    """The source of a number that Python holds at a place. kind: its type, int or float."""
-
-    place: Held
-    name: str
-    kind: type
-    category: ClassVar[Category] = Category.BUFFERS
-
-    def resolve(self, call: Call) -> Any:
-        return number_tensor(self.place.resolve(), self.kind, f"`{self.name}`")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Assigned:
-    """The effect of a step that assigns a number or a tensor to a place."""
-
-    name: str
-    place: Held
-
-    @property
-    def what(self) -> str:
-        """For messages."""
-        return f"assigns `{self.name}`"
-
-    def repeat(self, call: Call, value: Any) -> None:
-        """Assign the value of this replay."""
-        put(self.place, value)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Appended:
-    """The effect of a step that appends to a list."""
-
-    name: str
-    place: Held
-
-    @property
-    def what(self) -> str:
-        """For messages."""
-        return f"appends to `{self.name}`"
-
-    def repeat(self, call: Call, value: Any) -> None:
-        """Append the value of this replay."""
-        list.append(self.place.resolve(), value)
 
 
 class Moves(NamedTuple):
@@ -131,16 +83,20 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovingPlaces:
-    """The live places of one recording, with their names: values, and lists; generators from which it may draw."""
+    """The live places of one recording, with their names: values, and lists; generators from which it may draw.
+
+    floats: the globals in which calls of `float` are live, see `scalars/float_calls.py`.
+    """
 
     live: LivePlaces
     values: tuple[tuple[str, Held], ...] = ()
     lists: tuple[tuple[str, Held], ...] = ()
     constants: Mapping[str, frozenset[tuple[type, str]]] = field(default_factory=dict)
     generators: tuple[GeneratorPlace, ...] = ()
+    floats: tuple[Scope, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.live or self.generators)
+        return bool(self.live or self.generators or self.floats)
 
     def of_effects(self, effects: Sequence[Any]) -> MovingPlaces:
         """Those of a recording with these effects: without generators, if it has drawn from none."""
@@ -160,8 +116,9 @@ class MovingPlaces:
     def of(state: PythonState) -> MovingPlaces:
         """Those of `state.live` that a walk has found, in its order."""
         live, generators = state.live, tuple(generators_of(state))
+        floats = float_scopes(state.roots.functions)
         if not live:
-            return MovingPlaces(NO_PLACES, generators=generators)
+            return MovingPlaces(NO_PLACES, generators=generators, floats=floats)
         values = {p.place: (text_of(path), p) for path, p, _ in state.slots}
         lists = [(text_of(path), p) for path, p, found in state.lists if id(found) in live.lists]
         found = tuple(values[key] for key in values if key in live.values)
@@ -172,6 +129,7 @@ class MovingPlaces:
             tuple(lists),
             {name: stored_constants(codes, name.rpartition(".")[2]) for name, _ in found},
             generators,
+            floats,
         )
 
 
@@ -232,6 +190,7 @@ class MovingState:
         self.moved: dict[Any, Held] = {}
         self._places, self._recorder = places, recorder
         self._drawing = Drawing(places.generators, recorder)
+        self._floats = live_floats(places.floats, recorder.scalar_log)
         self._were: list[Any] = []  # for each place: a live number, a weak reference to a tensor
         self._addresses: list[int | None] = []  # of the storages of tensors
         self._left: list[Any] = []
@@ -249,6 +208,7 @@ class MovingState:
 
     def __enter__(self) -> Self:
         self._drawing.__enter__()
+        self._floats.__enter__()
         log = self._recorder.scalar_log
         for name, place in self._places.values:
             was = content(place)
@@ -266,6 +226,7 @@ class MovingState:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._floats.__exit__(None, None, None)
         self._drawing.__exit__(*error)
         for _, place in self._places.values:
             now = content(place)

@@ -20,7 +20,7 @@ from functionalize.run.boxed import boxed
 from functionalize.state import sources
 from functionalize.state.drawing import GeneratorState
 from functionalize.state.hyperparameters import HyperparameterNumber
-from functionalize.state.moving_state import PlaceNumber
+from functionalize.state.place_effects import PlaceNumber
 from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.stats import Stats
 from functionalize.templates.template import FEWEST, Mismatch, Template

@@ -1,0 +1,119 @@
+"""`float(tensor)` in a step: the number is live, as that of `tensor.item()`.
+
+    losses.append(float(loss))          [...] appended by a replay
+    self.total += float(norm)           live, where C's `float` would return a plain number and add a guard on it
+
+    scopes = float_scopes(functions)    the globals of their modules
+    with live_floats(scopes): ...       `float` is a function there
+
+C's `float` returns nothing but an exact float, so while numbers are live a function of its name stands in the globals
+of the modules of the step's functions, before Python's own.
+Invariant: it does so only in modules of which all functions use the name in calls of it alone. `isinstance(x, float)`,
+`type(x) is float` or `float.fromhex(x)` in a module, or code that has no file, keep Python's. Functions that declare
+command-line options (`add_argument("--lr", type=float)`) do not run in a step, and do not count.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import linecache
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from functionalize.scalars.live_scalars import as_live, is_live, plain
+from functionalize.scalars.scalar_log import ScalarLog
+from functionalize.util.packages import is_users
+
+Scope = dict[str, Any]
+_NAME = "float"
+_USERS: Counter[int] = Counter()  # by id of the scope
+_LOCK = threading.Lock()
+
+
+def float_scopes(functions: Iterable[FunctionType]) -> tuple[Scope, ...]:
+    """The globals of those functions' modules in which `float` may be another function."""
+    found: dict[int, Scope] = {}
+    for function in functions:
+        scope, code = function.__globals__, function.__code__
+        file = scope.get("__file__")
+        if id(scope) not in found and code.co_filename == file and _names_it(code):
+            # Another recording may have put its function there.
+            is_free = _NAME not in scope or scope[_NAME] is _float
+            if is_users(scope.get("__name__")) and is_free and _only_calls(file):
+                found[id(scope)] = scope
+    return tuple(found.values())
+
+
+@contextmanager
+def live_floats(scopes: Sequence[Scope], log: ScalarLog | None) -> Iterator[None]:
+    """A context in which `float` of a tensor is live in these globals. log: of the recording; None: no number is."""
+    if log is None or log.plain_reads:
+        scopes = ()
+    with _LOCK:
+        for scope in scopes:
+            _USERS[id(scope)] += 1
+            scope[_NAME] = _float
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for scope in scopes:
+                _USERS[id(scope)] -= 1
+                if not _USERS[id(scope)]:
+                    del _USERS[id(scope)]
+                    scope.pop(_NAME, None)
+
+
+def _float(*args: Any) -> Any:
+    value = args[0] if len(args) == 1 else None
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = as_live(value.item())
+        if is_live(value) and not value.node.log.is_live_for(sys._getframe(1)):
+            value = plain(value)
+        args = (value,)
+    return torch.sym_float(value) if is_live(value) else float(*args)
+
+
+@lru_cache(maxsize=4096)
+def _names_it(code: CodeType) -> bool:
+    return any(_NAME in each.co_names for each in (code, *_functions(code)))
+
+
+@lru_cache(maxsize=256)
+def _only_calls(file: str) -> bool:
+    """Whether all functions in a file use the name in calls of it alone."""
+    source = "".join(linecache.getlines(file))
+    try:
+        code = compile(source, file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return False
+    return bool(source) and all(map(_calls_it, _functions(code)))
+
+
+def _functions(code: CodeType) -> Iterator[CodeType]:
+    """The code of every function in a code object, also of nested functions and of classes in functions."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_flags & inspect.CO_OPTIMIZED or code.co_flags & inspect.CO_OPTIMIZED:
+                yield constant
+            yield from _functions(constant)
+
+
+def _calls_it(code: CodeType) -> bool:
+    """Whether code loads the name only to call it: the lowest bit of the operand of LOAD_GLOBAL says so."""
+    if _NAME not in code.co_names or "add_argument" in code.co_names:
+        return True
+    return all(
+        step.opname == "LOAD_GLOBAL" and (step.arg or 0) & 1
+        for step in dis.get_instructions(code)
+        if step.argval == _NAME and step.opname != "LOAD_CONST"
+    )

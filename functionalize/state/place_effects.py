@@ -1,0 +1,64 @@
+"""Places in Python that a step moves, as a program has them: a number there is an input, a replay assigns or appends.
+
+PlaceNumber(held, "self.n", int)      the source of an input: the number that `self.n` holds at each call
+Assigned("self.n", held)              the effect of `self.n += 1`
+Appended("losses", held)              the effect of `losses.append(...)`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from functionalize.ir.inputs import Call
+from functionalize.planning.timeline.timeline import Category
+from functionalize.state.hyperparameters import number_tensor
+from functionalize.walk.live_places import put
+from functionalize.walk.parts import Held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaceNumber:
+    """The source of a number that Python holds at a place. kind: its type, int or float."""
+
+    place: Held
+    name: str
+    kind: type
+    category: ClassVar[Category] = Category.BUFFERS
+
+    def resolve(self, call: Call) -> Any:
+        return number_tensor(self.place.resolve(), self.kind, f"`{self.name}`")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assigned:
+    """The effect of a step that assigns a number or a tensor to a place."""
+
+    name: str
+    place: Held
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"assigns `{self.name}`"
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Assign the value of this replay."""
+        put(self.place, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Appended:
+    """The effect of a step that appends to a list."""
+
+    name: str
+    place: Held
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"appends to `{self.name}`"
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Append the value of this replay."""
+        list.append(self.place.resolve(), value)
