@@ -8,7 +8,7 @@ class if their programs and op streams differ in integers only, and the windows 
 (`relations.py`); a class of three or more has a template, of four or more where first calls compare no results.
 
 Invariant: a prediction is never replayed before its first call has run for real, and was found equal to it; see
-`step/predicted_call.py`.
+`first_call.py`.
 Refusals: what `Template.of` and `SignatureTemplate.of` refuse. A kind that has `_MOST` recordings in a class without a
 template, or of which `_MOST_FAILURES` predictions were wrong, is left to one program for each size.
 """

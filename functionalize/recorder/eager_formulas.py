@@ -67,10 +67,10 @@ class EagerFormulas:
         if func is _SVD or func is _EIGH:
             return self._run(mode, _decomposed, mode, func, args, kwargs)
         node = running_node_name()
-        if node not in _ALL:
-            return NotImplemented
         if func is _DETACH or func is _SLICE:
             self.note(func, args[0], node)
+            return NotImplemented
+        if node not in _ALL:
             return NotImplemented
         if func is _WHERE and node == _FILLED:
             return self._run(mode, _selected, mode, *args)
@@ -93,11 +93,14 @@ class EagerFormulas:
 
     def note(self, func: Any, tensor: Tensor, node: str | None) -> None:
         """Note the operands of a running `ProdBackward`: it detaches the product, and then slices the factors."""
-        if node in _PRODUCT and not self._busy:
-            if func is _DETACH:
-                self._product, self._factors = tensor, None
-            elif self._factors is None:
-                self._factors = tensor
+        if self._busy:
+            return
+        if node not in _PRODUCT:
+            self._product = self._factors = None  # of a product of one factor, which has no formula
+        elif func is _DETACH:
+            self._product, self._factors = tensor, None
+        elif self._factors is None:
+            self._factors = tensor
 
     def _run(self, mode: Any, formula: Callable[..., Any], *args: Any) -> Any:
         self._busy = True

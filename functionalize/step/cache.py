@@ -66,7 +66,7 @@ class CachedProgram:
     waits: the number of calls that must find the program before its passes run and it is replayed; they run eagerly.
     found: the number of calls that have found it since it waits.
     dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
-    prediction: set until the program, which was not recorded, was found equal to a call: see `predicted_call.py`.
+    prediction: set until the program, which was not recorded, was found equal to a call: see `lengths/first_call.py`.
     """
 
     program: Program
