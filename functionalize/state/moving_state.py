@@ -52,6 +52,7 @@ from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.code_uses import only_appended, stored_constants
+from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import NUMBERS, Path, text_of
 from functionalize.walk.live_places import (
     LIVE_NUMBERS,
@@ -161,17 +162,22 @@ def with_live_places(live: LivePlaces, walk: Callable[[LivePlaces], PythonState]
 
 
 def is_only_appended(state: PythonState, path: Path, place: Held, found: list[Any]) -> bool:
-    """Whether code of the step appends to a list and cannot read it. The list may be an entry of a table."""
-    in_table = (
-        id(place.container) in state.seen
-    )  # and not an attribute, in the `__dict__` of its object
-    holder: Any = path[0]
-    name = (holder[1] if len(holder) == 2 else None) if in_table else path[1]
+    """Whether code of the step appends to a list and cannot read it.
+
+    The list may be an entry of a table that code finds by a name: in a table that is an element itself, code finds it
+    by keys alone (`logs[k]["loss"]`), which are data.
+    """
+    # A list in an attribute is in the `__dict__` of its object, which is no object that the walk has seen.
+    in_table = id(place.container) in state.seen
+    named: Any = path[0] if in_table else path
+    holder = state.owners.get(id(named[0])) if in_table and named else None
+    if in_table and (len(named) != 2 or (holder is not None and issubclass(holder, CONTAINERS))):
+        return False
     return (
-        isinstance(name, str)
+        isinstance(named[1], str)
         and not state.names.is_dynamic
         and state.shared.isdisjoint((id(found), id(place.container)))
-        and only_appended(state.names.codes, name, in_table)
+        and only_appended(state.names.codes, named[1], in_table)
     )
 
 

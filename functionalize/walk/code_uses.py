@@ -62,7 +62,8 @@ def only_appended(codes: Iterable[types.CodeType], name: str, in_table: bool = F
 
 
 def _is_load(step: dis.Instruction) -> bool:
-    return step.opname.startswith("LOAD_")
+    """Whether an instruction loads a key: a constant or a variable."""
+    return step.opname.startswith("LOAD_") and step.opname not in ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _is_entry(step: dis.Instruction) -> bool:

@@ -897,6 +897,20 @@ def list_in_a_dict_that_is_read(w: World) -> Step:
     return step
 
 
+@refused(r"`w.logs.train.loss` is a list of 2, was a list of 1")
+def list_in_a_dict_of_dicts_that_keys_read(w: World) -> Step:
+    w.logs = {"train": {"loss": []}}
+
+    def step(x: Tensor) -> int:
+        loss, rows = w.train(x), 0
+        for name in w.logs:
+            rows += len(w.logs[name]["loss"])
+            w.logs[name]["loss"].append(loss.item())
+        return rows
+
+    return step
+
+
 @refused(r"`w.(history|logs).loss` is a list of 2, was a list of 1")
 def list_in_a_dict_that_has_two_names(w: World) -> Step:
     w.history = w.logs = {"loss": []}
