@@ -39,7 +39,7 @@ METHODS: Mapping[str, frozenset[str]] = {
     "Generator": frozenset([*_NUMPY.split(), "integers"]),
     "RandomState": frozenset([*_NUMPY.split(), "rand", "randn", "randint", "random_sample"]),
 }
-# What sets a generator, by whatever name the step has found it.
+# What sets a generator, by any name that leads to it.
 SETTERS = frozenset({"seed", "setstate", "set_state"})
 _CONSTANTS = frozenset({bool, int, float, str, type(None), type, range})
 

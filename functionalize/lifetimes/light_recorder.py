@@ -122,9 +122,8 @@ class MemoryRecorder(Watcher):
         known = self._handlings.get(id(func))
         if known is None:
             op = kind_of(func)
-            run = self.formulas.watched(func, op.run)
-            formula = self.formulas.applied if op.has_formula and run is op.run else None
-            known = self._handlings[id(func)] = _handling_of(func), run, formula
+            formula = self.formulas.applied if op.has_formula else None
+            known = self._handlings[id(func)] = _handling_of(func), op.run, formula
         handling, run, formula = known
         if formula is not None and not self.suspended:
             out = formula(self, func, args, kwargs)

@@ -116,11 +116,9 @@ class EagerFormulas:
         self._factors = self._product = None
         if isinstance(others, FakeTensor):
             return NotImplemented
-        if factors is None or product is None:  # unpacked by hooks on saved tensors
+        if factors is None or product is None:  # torch has unpacked them by other ops
             if mode.checks is not None:
-                mode.checks.refuse_here(
-                    "computes the gradient of a product under hooks on saved tensors"
-                )
+                mode.checks.refuse_here("computes the gradient of a product by unknown ops")
             return NotImplemented
         zeros = (factors == 0).sum().item()
         if zeros == 0:

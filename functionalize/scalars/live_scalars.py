@@ -190,7 +190,7 @@ class _LiveMethods:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """`np.exp(number)`, `np.ones(2) * number`, `np.float32(2) * number`; `np.isnan(number)` is a fact."""
-        decides = _DECISIONS.get(ufunc.__name__)
+        decides = DECISIONS.get(ufunc.__name__)
         if decides is not None and method == "__call__" and len(inputs) == 1 and not kwargs:
             return importlib.import_module("numpy").bool_(learned(decides, self.node))
         return getattr(ufunc, method)(*settled(inputs), **settled(kwargs))
@@ -217,7 +217,8 @@ class _LiveMethods:
         return getattr(plain(self), name)
 
 
-_DECISIONS = {name: getattr(math, name) for name in ("isfinite", "isnan", "isinf")}
+# The functions of `math` that answer yes or no: a branch on the answer needs no guard on the number.
+DECISIONS = {name: getattr(math, name) for name in ("isfinite", "isnan", "isinf")}
 _BINARY: dict[str, Callable[..., Any]] = {
     n: getattr(operator, n) for n in ("add", "sub", "mul", "truediv", "floordiv", "mod")
 }
@@ -278,16 +279,13 @@ class LiveInt(_LiveMethods, torch.SymInt):
         return int(self).bit_length()
 
 
-def for_live(function: Callable[..., Any], is_fact: bool = False) -> Callable[..., Any]:
-    """A function of `math`, such as `math.exp`, whose result is live if an argument is.
-
-    is_fact: it decides something (`math.isfinite`): its result is plain, and a fact.
-    """
+def for_live(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `math`, such as `math.exp`, whose result is live if an argument is; of `DECISIONS`: a fact."""
 
     def call(*args: Any) -> Any:
         if not any(map(is_live, args)):
             return function(*args)
-        if is_fact and len(args) == 1:
+        if function.__name__ in DECISIONS and len(args) == 1:
             return bool(learned(function, args[0].node))
         result = _apply(function, *args)
         return function(*args) if result is NotImplemented else result

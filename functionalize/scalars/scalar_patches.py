@@ -38,32 +38,36 @@ from functionalize._compat.compilers import script_builtins
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.graphs import pytree
 from functionalize._compat.modules import fused_optimizer_functions, packed_sequence_functions
-from functionalize.scalars.live_scalars import as_live, for_live, is_live, plain, settled
+from functionalize.scalars.live_scalars import (
+    DECISIONS,
+    as_live,
+    for_live,
+    is_live,
+    plain,
+    settled,
+)
 from functionalize.scalars.scalar_arguments import has_live
 
 _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("pow", "float_power", "_foreach_pow", "_foreach_pow_")),
     (torch.Tensor, ("pow", "pow_", "__pow__", "__ipow__", "float_power", "float_power_")),
 )
-_OF_MATH = (
-    *(
-        "exp",
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sqrt",
-        "pow",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-        "atan",
-        "fabs",
-    ),
-    *("isfinite", "isnan", "isinf"),
-)
+_OF_MATH = [
+    "exp",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "sqrt",
+    "pow",
+    "sin",
+    "cos",
+    "tan",
+    "tanh",
+    "atan",
+    "fabs",
+]
 
 
 def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
@@ -86,8 +90,8 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
         yield owner, name, _of_read_lengths(recorders, getattr(owner, name))
     yield clip_grad, "float", _as_float
     yield batchnorm, "float", _as_float
-    for name in _OF_MATH:
-        yield math, name, for_live(getattr(math, name), name.startswith("is"))
+    for name in (*_OF_MATH, *DECISIONS):
+        yield math, name, for_live(getattr(math, name))
     made = _batch_norm(recorders, torch.batch_norm)
     scripted[id(made)] = torch.batch_norm
     yield torch, "batch_norm", made

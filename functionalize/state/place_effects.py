@@ -31,16 +31,24 @@ class PlaceNumber:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Assigned:
-    """The effect of a step that assigns a number or a tensor to a place."""
+class _PlaceEffect:
+    """What a step does to a place. verb: for messages."""
 
     name: str
     place: Held
+    verb: ClassVar[str]
 
     @property
     def what(self) -> str:
         """For messages."""
-        return f"assigns `{self.name}`"
+        return f"{self.verb} `{self.name}`"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assigned(_PlaceEffect):
+    """The effect of a step that assigns a number or a tensor to a place."""
+
+    verb: ClassVar[str] = "assigns"
 
     def repeat(self, call: Call, value: Any) -> None:
         """Assign the value of this replay."""
@@ -48,16 +56,10 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Appended:
+class Appended(_PlaceEffect):
     """The effect of a step that appends to a list."""
 
-    name: str
-    place: Held
-
-    @property
-    def what(self) -> str:
-        """For messages."""
-        return f"appends to `{self.name}`"
+    verb: ClassVar[str] = "appends to"
 
     def repeat(self, call: Call, value: Any) -> None:
         """Append the value of this replay."""

@@ -307,7 +307,7 @@ class Kinds:
         return kind.calls < self._after << min(doublings, _MOST_DOUBLINGS)
 
     def record_next(self) -> None:
-        """Record the next call, whatever its kind."""
+        """Record the next call, of any kind."""
         self._records_next = True
 
     def recorded(self, key: Hashable) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
-from functionalize.errors import UncapturableError
+from functionalize.errors import UncapturableError, UnsupportedOpError
 from functionalize.lifetimes.light_recorder import MemoryRecorder
+from functionalize.recorder.eager_formulas import EagerFormulas
 from functionalize.recorder.recorder import Recorder
 from tests.discharge.eager import same_as_eager
 from tests.op_database import OPS, function_of, plain_runs
@@ -142,6 +144,17 @@ def test_singular_values_by_another_name_are_refused() -> None:
 def test_the_gradient_of_what_fills_a_mask_is_refused() -> None:
     body = gradient_of(lambda v: torch.ones(5, 5).masked_fill(torch.eye(5) > 0, v.sum()))
     assert bytes_of(refused(body, "masked_select")) == bytes_of(body(batches()[0]))
+
+
+def test_the_gradient_of_a_product_by_unknown_ops_is_refused() -> None:
+    with mock.patch.object(EagerFormulas, "note", lambda *args: None):
+        refused(GRADIENTS["prod"], "computes the gradient of a product by unknown ops")
+
+
+def test_the_gradient_of_what_fills_a_mask_is_refused_on_fakes() -> None:
+    body = gradient_of(lambda v: torch.ones(5, 5).masked_fill(torch.eye(5) > 0, v.sum()))
+    with pytest.raises(UnsupportedOpError, match="the gradient of a tensor that `masked_fill`"):
+        fz.trace(body, batches()[0])
 
 
 # -- every op --------------------------------------------------------------------------------------
