@@ -18,6 +18,7 @@ from __future__ import annotations
 import dis
 import inspect
 import linecache
+import os
 import sys
 import threading
 from collections import Counter
@@ -48,7 +49,7 @@ def float_scopes(functions: Iterable[FunctionType]) -> tuple[Scope, ...]:
         if id(scope) not in found and code.co_filename == file and _names_it(code):
             # Another recording may have put its function there.
             is_free = _NAME not in scope or scope[_NAME] is _float
-            if is_users(scope.get("__name__")) and is_free and _only_calls(file):
+            if is_users(scope.get("__name__")) and is_free and _only_calls(file, _age_of(file)):
                 found[id(scope)] = scope
     return tuple(found.values())
 
@@ -88,9 +89,18 @@ def _names_it(code: CodeType) -> bool:
     return any(_NAME in each.co_names for each in (code, *_functions(code)))
 
 
+def _age_of(file: str) -> int:
+    """When a file was last written; 0: there is no such file."""
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:
+        return 0
+
+
 @lru_cache(maxsize=256)
-def _only_calls(file: str) -> bool:
-    """Whether all functions in a file use the name in calls of it alone."""
+def _only_calls(file: str, age: int) -> bool:
+    """Whether all functions in a file, as it was written at this time, use the name in calls of it alone."""
+    linecache.checkcache(file)  # the module may have been changed and loaded again
     source = "".join(linecache.getlines(file))
     try:
         code = compile(source, file, "exec", dont_inherit=True)

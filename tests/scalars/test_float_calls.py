@@ -87,6 +87,13 @@ def test_code_without_a_file_keeps_pythons() -> None:
     assert float_scopes([scope["step"]]) == ()
 
 
+def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    first = module(tmp_path, "ours", LOSSES)
+    assert len(float_scopes([first.step])) == 1
+    again = module(tmp_path, "ours", LOSSES + "\n\n" + OTHERS["isinstance"])
+    assert float_scopes([again.step]) == ()
+
+
 def test_a_name_of_the_users_own_is_kept(tmp_path: Path) -> None:
     own = module(tmp_path, "own", LOSSES + "\n\nfloat = round\n")
     assert float_scopes([own.step]) == ()
