@@ -19,6 +19,7 @@ from torch._library.simple_registry import (  # the first Python function of eve
 from torch._ops import (  # `torch.cond` and its like, which a mode on a stack of modes refuses
     HigherOrderOperator,
 )
+from torch.autograd import profiler
 from torch.utils._mode_utils import (  # to change a wrapper subclass and not its inner tensors
     no_dispatch,
 )
@@ -157,6 +158,11 @@ def _key(name: str) -> Any:
 def sdpa_order() -> list[int]:
     """The order of attention backends, as set by `sdpa_kernel(..., set_priority=True)`."""
     return list(torch._C._get_sdp_priority_order())
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs in this process: the flag that the code of Inductor reads (2.11 to 2.15)."""
+    return profiler._is_profiler_enabled
 
 
 def entry_of(op: Any) -> Any:

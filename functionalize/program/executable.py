@@ -20,6 +20,7 @@ from torch import fx
 
 from functionalize._compat.autograd import below_autograd
 from functionalize._compat.bindings import without_function_modes
+from functionalize._compat.dispatch import is_profiling
 from functionalize._compat.graphs import pytree
 from functionalize.errors import GuardError
 from functionalize.ir.commit import Commit, commit
@@ -258,18 +259,24 @@ class Executable:
 
         check: called with the guarded values before an input is written. writes: see `results`.
         """
-        self.prepare()
-        assert self._run is not None
+        run = self.prepare()
         if self.stage == "INPLACE":
-            return self._run(inputs, check)
-        write: Callable[..., Sequence[Any]] | None = getattr(self._run, "write", None)
-        return write(inputs, check) if writes and write is not None else self._run(inputs)
+            return run(inputs, check)
+        write: Callable[..., Sequence[Any]] | None = getattr(run, "write", None)
+        return write(inputs, check) if writes and write is not None else run(inputs)
 
-    def prepare(self) -> None:
-        """Compile the program by its runner, which otherwise happens at the first replay; may raise `CompileError`."""
+    def prepare(self) -> Callable[..., Sequence[Any]]:
+        """Compile the program by its runner, which otherwise happens at the first replay; may raise `CompileError`.
+
+        Returns what runs the graph: while a profiler runs, code with ranges, if the runner has such.
+        """
         if self._run is None:
             self._random = any(is_random(n) for n in self.graph.nodes)
             self._run = self.runner(self) if self.runner else self._interpreted
+        if is_profiling() and (with_ranges := getattr(self._run, "with_ranges", None)) is not None:
+            found: Callable[..., Sequence[Any]] = with_ranges(self)
+            return found
+        return self._run
 
     def _interpreted(self, inputs: list[Any], check: Commit = commit) -> Sequence[Any]:
         result: Sequence[Any] = _Interpreter(self.graph_module, check).run(*inputs)

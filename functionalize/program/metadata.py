@@ -15,6 +15,8 @@ module         the module that the op belongs to: that was called, in a backward
 nn_module_stack        the modules that were being called, outermost first, as FX writes them: {name: (name, class)}
 fwd_nn_module_stack    the same, of an op in a backward: those of its forward
 fsdp           (group, role) of an op that FSDP2 ran, see `fsdp_role`
+ranges         (name, number, modules) of each `record_function` of the step around the op, outermost first: the number
+               of the entry, and how many modules of `nn_module_stack` were being called then (None: none, no backward)
 hook           (kind, the user's line in it) of an op that ran in a hook of autograd's, see `tape/hooks.py`
 custom         the user's `torch.fx.traceback.annotate` of the op, in a backward that of the forward
 gradient_of    the parameters whose gradients the value is, as autograd has accumulated them last
@@ -125,6 +127,7 @@ class _Tape:
             "custom": self._ownership.custom(record),
             "fwd_nn_module_stack" if of_forward else "nn_module_stack": stack,
             "hook": self._ownership.hook(record),
+            "ranges": self._ownership.ranges(record),
             "fsdp": fsdp_role(self._ownership.label(record), record.target, node.target),
         }
         meta.update({k: v for k, v in found.items() if v})

@@ -116,6 +116,7 @@ _META = (
     "nn_module_stack",
     "fwd_nn_module_stack",
     "fsdp",
+    "ranges",
     "hook",
     "custom",
     "gradient_of",

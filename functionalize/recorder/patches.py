@@ -12,7 +12,7 @@
                                      the dispatcher, and Dynamo would trace the recorder
     torch.distributed Work.wait      gloo runs ops inside it: they are part of the collective and not recorded
     torch.profiler.record_function   enters the profiler without the dispatch modes: it makes an eighth of the
-                                     ops of an FSDP2 step; labels of FSDP2's are noted
+                                     ops of an FSDP2 step; the names of ranges are noted
     torch.autograd's engine          the nodes of a backward are noted; one in another thread is refused
     torch.autograd.Function          makes an autograd node, see tape/notes.py
     saved_tensors_hooks              are noted, see tape/hooks.py
@@ -242,10 +242,11 @@ def _undispatched(original: Any) -> Any:
     is_entry = original.__name__ == "__enter__"
 
     def undispatched(self: Any, *args: Any) -> Any:
-        if self.name.startswith(FSDP_LABEL):
-            for recorder in _recorders():
-                if recorder.tape is not None:
-                    recorder.tape.labelled(self.name if is_entry else None)
+        for recorder in _recorders():
+            if recorder.tape is not None:
+                note = recorder.tape
+                noted = note.labelled if self.name.startswith(FSDP_LABEL) else note.ranged
+                noted(self.name if is_entry else None)
         watchers = _watchers()
         if not watchers or len(watchers) < len(current_modes()):
             return original(self, *args)  # another mode may record the profiler's ops

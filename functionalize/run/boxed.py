@@ -8,6 +8,7 @@
 Ops are called through torch's Python binding if there is one, else through their C++ handle, without the Python frame
 of `OpOverload.__call__`. At stage INPLACE it is `run(inputs, commit)`, which calls its argument `commit` in the place
 of the graph's `commit`.
+While a profiler runs, replays call code with ranges (`ranges.py`), which is made when it is first needed.
 `run(inputs)` is pure at stage FUNCTIONAL. `run.write(inputs, commit)`, where there is one, is what a replay calls: an
 optimizer's op runs last and in place, and its results are None (`last_write.py`).
 Invariant: nodes execute in graph order, that op apart; apart from the caller, only the local variables keep values
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from functionalize.ir.commit import Commit, commit, is_commit
 from functionalize.ir.waits import WAIT
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.program import Program
+from functionalize.run.ranges import Path, in_ranges, path_of
 
 Runner = Callable[..., Sequence[Any]]
 _SLICE = torch.ops.aten.slice.Tensor
@@ -48,11 +50,12 @@ class BoxedCall:
         return self.code(list(inputs))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class WritingRunner:
     """The code of a graph with a `LastWrite`."""
 
     code: Runner
+    with_ranges: CodeWithRanges | None = None
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         return self.code(inputs, None)
@@ -62,8 +65,28 @@ class WritingRunner:
         return self.code(inputs, commit)
 
 
+@dataclass(slots=True, eq=False)
+class CodeWithRanges:
+    """The same code with ranges for a profiler, made at the first call. graph: that of a program, or of its regions."""
+
+    graph: fx.Graph
+    code: Runner | None = None
+
+    def __call__(self, program: Program) -> Runner:
+        if self.code is None:
+            program.describe()
+            self.code = _compiled(replace(program, graph=self.graph, _run=None), has_ranges=True)
+        return self.code
+
+
 def boxed(program: Program) -> Runner:
     """A function from the list of inputs (emptied by the call) to the tuple of results."""
+    run: Any = _compiled(program)
+    run.with_ranges = CodeWithRanges(program.graph)
+    return run
+
+
+def _compiled(program: Program, has_ranges: bool = False) -> Runner:
     namespace: dict[str, Any] = {}
     names: dict[fx.Node, str] = {}
     handles: dict[Any, str] = {commit: "commit"}
@@ -71,7 +94,8 @@ def boxed(program: Program) -> Runner:
     nodes = in_order(program.graph, last)
     tail: frozenset[fx.Node] = frozenset(last.tail) if last is not None else frozenset()
     takes_commit = last is not None or program.stage == "INPLACE"
-    lines = [f"def run(inputs{', commit' if takes_commit else ''}):"]
+    move = "move, " if has_ranges else ""
+    lines = [f"def run({move}inputs{', commit' if takes_commit else ''}):"]
     waits = added_waits(nodes)
     last_use = _last_uses(nodes, waits)
     dying: dict[fx.Node, list[fx.Node]] = {}
@@ -124,7 +148,10 @@ def boxed(program: Program) -> Runner:
         yield f"        {write}({', '.join(arguments)})"
         yield f"        {' = '.join(names[part] for part in last.parts)} = None"
 
+    path: Path = ()
     for node in nodes:
+        if has_ranges and path != (path := path_of(node, path)):
+            lines.append(f"    move({_bind(namespace, 'k', path)})")
         if last is not None and node in tail:
             lines += last_lines(last) if node is last.node else ()
             continue
@@ -157,7 +184,7 @@ def boxed(program: Program) -> Runner:
         if dead:
             lines.append(f"    del {', '.join(names[n] for n in dead)}")
     exec(compile("\n".join(lines), "<functionalize boxed program>", "exec"), namespace)
-    run: Runner = namespace["run"]
+    run: Runner = in_ranges(namespace["run"]) if has_ranges else namespace["run"]
     return run if last is None else WritingRunner(run)
 
 

@@ -75,6 +75,15 @@ class Accumulated(NamedTuple):
 ModuleMark = tuple[int, str, bool, int]
 
 
+class EnteredRange(NamedTuple):
+    """A `record_function` that the step has entered. number: of the entry. marks: the marks of modules before it."""
+
+    name: str
+    number: int
+    marks: int
+    in_backward: bool
+
+
 def _nowhere(leaf: Tensor) -> tuple[str, str]:
     return "", ""
 
@@ -91,6 +100,7 @@ class TapeNotes:
     leaves: the leaves into which a backward has accumulated a gradient.
     marks: which modules were called when, if that was observed (see lifetimes/module_calls.py).
     labels: from a place in the records on, the innermost label of FSDP2's for the profiler, or "".
+    ranges: from a place in the records on, the other ranges for the profiler that are entered, outermost first.
     packs: the hooks of the user's that were called for saved tensors.
     place_of: returns the module and the full name of a parameter. class_of: the class of a module, by its name.
     is_off: whether nothing is noted, since no program is made of the recording.
@@ -104,6 +114,7 @@ class TapeNotes:
         self.marks: list[ModuleMark] = []
         self.labels: list[tuple[int, str]] = []
         self._labels: list[str] = []
+        self.ranges: list[tuple[int, tuple[EnteredRange, ...]]] = []
         self.packs: set[CodeType] = set()
         self._unpacks: set[CodeType] = set()
         self.place_of: Callable[[Tensor], tuple[str, str]] = _nowhere
@@ -216,6 +227,18 @@ class TapeNotes:
         elif self._labels:
             self._labels.pop()
         self.labels.append((len(self.records), self._labels[-1] if self._labels else ""))
+
+    def ranged(self, name: str | None) -> None:
+        """The step enters a range for the profiler, or leaves the innermost one (None)."""
+        if self.is_off:
+            return
+        entered = self.ranges[-1][1] if self.ranges else ()
+        if name is not None:
+            found = EnteredRange(name, len(self.ranges), len(self.marks), in_backward())
+            entered = (*entered, found)
+        else:
+            entered = entered[:-1]
+        self.ranges.append((len(self.records), entered))
 
     def function_called(self, args: Iterable[Any]) -> None:
         """An `autograd.Function` is about to make its node. It makes one also without need for gradients."""

@@ -52,6 +52,7 @@ class Ownership:
         self._places = {id(record): at for at, record in enumerate(notes.records)}
         self._mark_places = [mark[0] for mark in notes.marks]
         self._label_places = list(map(_first, notes.labels))
+        self._range_places = list(map(_first, notes.ranges))
         self._stacks: list[dict[str, tuple[str, str]]] = []  # see `module_stack`
         self._names: dict[Key, str] = {}  # of the nodes that ran an op
         self._ran_in: dict[int, Key] = {}  # id of a record -> the node
@@ -140,10 +141,13 @@ class Ownership:
 
     def module_stack(self, record: OpRecord) -> tuple[dict[str, tuple[str, str]], bool]:
         """The modules that are being called, outermost first: name -> (name, class); whether those of its forward."""
+        at, of_forward = self._mark(record)
+        return self._stack_at(at), of_forward
+
+    def _stack_at(self, mark: int) -> dict[str, tuple[str, str]]:
         if not self._stacks and self._notes.marks:
             self._stacks = self._module_stacks()
-        at, of_forward = self._mark(record)
-        return (self._stacks[at] if at >= 0 else {}), of_forward
+        return self._stacks[mark] if mark >= 0 else {}
 
     def _mark(self, record: OpRecord) -> tuple[int, bool]:
         """The place of the mark for the module of an op, -1 if there is none; whether it is that of its forward."""
@@ -173,6 +177,20 @@ class Ownership:
         """The label under which FSDP2 ran an op, or ""."""
         at = bisect_right(self._label_places, self._places[id(record)]) - 1
         return self._notes.labels[at][1] if at >= 0 else ""
+
+    def ranges(self, record: OpRecord) -> tuple[tuple[str, int, int | None], ...]:
+        """(name, number, modules) of the ranges for the profiler around an op, outermost first; not FSDP2's.
+
+        number: of the entry. modules: how many modules of `module_stack` were being called when it was entered; None if
+        there was none and no backward.
+        """
+        at = bisect_right(self._range_places, self._places[id(record)]) - 1
+        entered = self._notes.ranges[at][1] if at >= 0 else ()
+        counts = [len(self._stack_at(each.marks - 1)) for each in entered]
+        return tuple(
+            (each.name, each.number, count if count or each.in_backward else None)
+            for each, count in zip(entered, counts, strict=True)
+        )
 
     def hook(self, record: OpRecord) -> tuple[str, str] | None:
         """The kind of the hook in which an op ran, and the user's innermost line in it; None outside of hooks."""

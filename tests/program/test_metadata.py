@@ -27,6 +27,7 @@ PROVENANCE = (
     "nn_module_stack",
     "fwd_nn_module_stack",
     "fsdp",
+    "ranges",
 )
 
 

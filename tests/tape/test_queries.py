@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.fx.traceback import annotate
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
@@ -80,7 +81,7 @@ def test_a_file_keeps_them(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss_of(x: Tensor) -> Tensor:
-        with annotate({"stage": 1}):
+        with annotate({"stage": 1}), record_function("loss"):
             return model(x).tanh().sum()
 
     train = make_loss_step(loss_of, optimizer)
@@ -95,6 +96,7 @@ def test_a_file_keeps_them(tmp_path: Path) -> None:
         assert [n.name for n in each.forward_of(backward)] == [the(each, aten.tanh.default).name]
         assert "model(x).tanh()" in backward.meta["forward_stack_trace"]
         assert backward.meta["custom"] == {"stage": 1}
+        assert the(each, aten.tanh.default).meta["ranges"] == (("loss", 0, None),)
         linear = {"model": ("model", "torch.nn.modules.linear.Linear")}
         assert the(each, aten.addmm.default).meta["nn_module_stack"] == linear
         assert each.gradient_of("weight").meta["gradient_of"] == ["model.weight"]
