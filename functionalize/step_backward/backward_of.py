@@ -12,23 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from functionalize._compat.fast_guards import plain_reads
 from functionalize.errors import GuardError, InvariantError
 from functionalize.ir.epilogue import Copy, alias
 from functionalize.ir.generators import generator_states, set_generators
-from functionalize.ir.inputs import Argument, Call, WholeStorage
+from functionalize.ir.inputs import Call
 from functionalize.ir.ops import geometry_of
 from functionalize.recorder.op_kinds import storage_of
-from functionalize.state.sources import ModuleTensor, leave
+from functionalize.state.sources import leave
 from functionalize.state.step_guards import SlotGuard
 from functionalize.step_backward.boundary import DetachedLeaves, RequestedGradients
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
-from functionalize.step_backward.pair_builder import SavedValue
 from functionalize.step_backward.recorded_forward import TWICE, Owner, RecordedForward
 
 _WRITTEN = (
@@ -53,7 +54,9 @@ class ReplayedForward:
         self._names: tuple[str, ...] = forward.saved
         self._saved: list[Any] | None = []
         self._watched: list[tuple[Tensor, int]] = []
-        self._versions: dict[int, tuple[Tensor, int]] = {}
+        # Tensors that are held so that the ids in `_versions` are those of no others.
+        self._held: list[Tensor] = []
+        self._versions: dict[int, int] = {}
         self._rerun: RecordedForward | None = None
 
     def _written(self) -> Iterator[tuple[Tensor, Any]]:
@@ -68,8 +71,8 @@ class ReplayedForward:
     def hold(self, saved: Sequence[Any]) -> None:
         """Keep the values that the program saved, and the versions of the inputs at this time."""
         self._saved = list(saved)
-        found = [t for t in (*self._call.inputs, *self._leaves) if isinstance(t, Tensor)]
-        self._versions = {id(t): (t, _version(t)) for t in found}
+        self._held = [t for t in (*self._call.inputs, *self._leaves) if isinstance(t, Tensor)]
+        self._versions = dict(zip(map(id, self._held), _versions(self._held), strict=True))
 
     def inputs(self) -> list[Tensor]:
         """The inputs of the autograd node: arguments and parameters that require a gradient."""
@@ -111,7 +114,7 @@ class ReplayedForward:
         if isinstance(found, str):
             gradients = self._run_again(found, tangents, requested, keep)
         if not keep:
-            self._saved, self._versions, self._overwritten = None, {}, []
+            self._saved, self._held, self._versions, self._overwritten = None, [], {}, []
         return gradients
 
     def _matching(
@@ -137,22 +140,15 @@ class ReplayedForward:
 
     def _check_unwritten(self, backward: BackwardProgram, call: Call) -> None:
         """Raise if an argument or parameter that the backward reads was written since the forward."""
-        for spec, tensor in zip(backward.program.inputs, call.inputs, strict=True):
-            known = self._versions.get(id(tensor))
-            plain = isinstance(spec.source, (Argument, ModuleTensor)) and (
-                isinstance(spec.source, Argument) or spec.source.table == "_parameters"
-            )
-            if known is not None and plain and known[1] != _version(tensor):
-                raise RuntimeError(_WRITTEN.format(f"`{spec.name}`"))
+        tensors = [(i, call.inputs[i]) for i in backward.unwritten]
+        known = [(i, tensor) for i, tensor in tensors if id(tensor) in self._versions]
+        for (i, tensor), now in zip(known, _versions([t for _, t in known]), strict=True):
+            if now != self._versions[id(tensor)]:
+                raise RuntimeError(_WRITTEN.format(f"`{backward.program.inputs[i].name}`"))
 
     def _hand_over(self, backward: BackwardProgram, call: Call) -> None:
         """Let the program free each saved value after its last use. A rerun of the forward needs none."""
-        inputs = backward.program.inputs
-        saved = {i for i, spec in enumerate(inputs) if isinstance(spec.source, SavedValue)}
-        for i, spec in enumerate(inputs):
-            if isinstance(spec.source, WholeStorage) and spec.source.input in saved:
-                saved.add(i)
-        call.freed = [i for i in backward.program.read_by_graph_only() if i in saved]
+        call.freed = backward.freed
         first = len(call.leaves) - len(backward.used)
         call.leaves = [*call.leaves[:first], *[None] * len(backward.used)]
         self._saved = []
@@ -206,7 +202,7 @@ class ReplayedForward:
         written = {id(tensor) for tensor, _ in self._written()}
         for spec, tensor in zip(program.inputs, self._call.inputs, strict=True):
             known = self._versions.get(id(tensor))
-            if known is not None and id(tensor) not in written and known[1] != _version(tensor):
+            if known is not None and id(tensor) not in written and [known] != _versions([tensor]):
                 return f"`{spec.name}` was written since"
         return None
 
@@ -231,5 +227,13 @@ class ReplayedForward:
                 tensor.copy_(value)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """The version counters of tensors; 0 for tensors of inference mode, which have none."""
+    try:
+        with plain_reads():
+            return list(map(_version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+_version: Any = attrgetter("_version")

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from functionalize.fsdp.python_state import FSDPEffects
-from functionalize.ir.inputs import Source
+from functionalize.ir.inputs import Argument, Source, WholeStorage
 from functionalize.program.program import Program
-from functionalize.state.sources import Slot
+from functionalize.state.sources import ModuleTensor, Slot
 from functionalize.step.cache import CachedProgram
 from functionalize.step_backward.boundary import RequestedGradients
+from functionalize.step_backward.pair_builder import SavedValue
 
 
 @dataclass(eq=False)
@@ -35,6 +37,26 @@ class BackwardProgram:
     slots: Sequence[Slot]
     effects: FSDPEffects
     replays: int = 0
+
+    @cached_property
+    def unwritten(self) -> tuple[int, ...]:
+        """The inputs that autograd would have saved as they are: arguments and parameters."""
+        return tuple(
+            i
+            for i, spec in enumerate(self.program.inputs)
+            if isinstance(spec.source, Argument)
+            or (isinstance(spec.source, ModuleTensor) and spec.source.table == "_parameters")
+        )
+
+    @cached_property
+    def freed(self) -> tuple[int, ...]:
+        """The saved values, and their whole storages, that the graph may free after their last use."""
+        inputs = self.program.inputs
+        saved = {i for i, spec in enumerate(inputs) if isinstance(spec.source, SavedValue)}
+        for i, spec in enumerate(inputs):
+            if isinstance(spec.source, WholeStorage) and spec.source.input in saved:
+                saved.add(i)
+        return tuple(i for i in self.program.read_by_graph_only() if i in saved)
 
 
 @dataclass(eq=False)
