@@ -14,6 +14,7 @@ from passes.graph_modules import on_graph_module
 from passes.merge_duplicates import MergeDuplicates, merge_duplicates
 from passes.narrow_masks import NarrowMasks, narrow_masks
 from passes.offload import Offload, offload
+from passes.order import Order, order
 from passes.partition import Partition
 from passes.partitioned import Partitioned
 from passes.pipeline import PASSES, PIPELINES, parse, pipeline_text
@@ -25,6 +26,7 @@ from passes.remove_noops import RemoveNoops, remove_noops
 from passes.reshard import Reshard, reshard
 from passes.runner import run
 from passes.schedule_memory import ScheduleMemory, schedule_memory
+from passes.split_weights import SplitWeights, split_weights
 from passes.verify import Verify, verify
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "MergeDuplicates",
     "NarrowMasks",
     "Offload",
+    "Order",
     "Partition",
     "Partitioned",
     "Pass",
@@ -48,6 +51,7 @@ __all__ = [
     "RemoveNoops",
     "Reshard",
     "ScheduleMemory",
+    "SplitWeights",
     "Verify",
     "bucket_gathers",
     "bucket_reduces",
@@ -58,6 +62,7 @@ __all__ = [
     "narrow_masks",
     "offload",
     "on_graph_module",
+    "order",
     "parse",
     "partition",
     "partitioner",
@@ -69,5 +74,6 @@ __all__ = [
     "reshard",
     "run",
     "schedule_memory",
+    "split_weights",
     "verify",
 ]

@@ -51,4 +51,6 @@ def option_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return "+".join(option_text(v) for v in value)
+    if callable(value):
+        return str(getattr(value, "__qualname__", value))
     return str(value)

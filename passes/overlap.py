@@ -22,12 +22,12 @@ from torch import fx
 
 from functionalize.analysis.aliases import is_view, written_nodes
 from functionalize.ir.waits import WAIT
-from functionalize.planning.decide.ordering import Order, Schedule, Scratch
+from functionalize.planning.decide.ordering import Constraints, Schedule, Scratch
 from functionalize.planning.timeline.liveness import Liveness, held_before
 from passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 
 
-def overlapped(start: Schedule, order: Order, live: Liveness, limit: int) -> list[int]:
+def overlapped(start: Schedule, order: Constraints, live: Liveness, limit: int) -> list[int]:
     """An order of the nodes of `live` with more overlap than `start`; `order` has its constraints."""
     if not any(map(is_collective, live.nodes)):
         return list(start.order)
@@ -54,7 +54,7 @@ def scratch_of(started: fx.Node, live: Liveness) -> int:
 class _Overlap:
     """The order, decided one collective after the other. Places are those of the order to start from."""
 
-    def __init__(self, start: Schedule, order: Order, live: Liveness, limit: int) -> None:
+    def __init__(self, start: Schedule, order: Constraints, live: Liveness, limit: int) -> None:
         self.start, self.constraints, self.limit = start, order, limit
         self.nodes, self.place = start.uses.nodes, start.place
         self.number = {node: i for i, node in enumerate(self.nodes)}

@@ -5,7 +5,7 @@
 
 Items are separated by commas, as are the options of one pass. Values follow the type of the field:
 `25`, `0.5`, `true`, `none`, a word, or words joined by `+`. `pipeline_text` prints what `parse`
-reads back.
+reads back, functions excepted: an option that is one has no text.
 
 Invariant: the registries are filled at import and never change.
 Refusals (`PassError`): an unknown pass or option, a value that is not of the option's type, bad
@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -31,6 +31,7 @@ from passes.fold_views import FoldViews
 from passes.merge_duplicates import MergeDuplicates
 from passes.narrow_masks import NarrowMasks
 from passes.offload import Offload
+from passes.order import Order
 from passes.partition import Partition
 from passes.prefetch import Prefetch
 from passes.recompute_views import RecomputeViews
@@ -39,6 +40,7 @@ from passes.remat import Remat
 from passes.remove_noops import RemoveNoops
 from passes.reshard import Reshard
 from passes.schedule_memory import ScheduleMemory
+from passes.split_weights import SplitWeights
 from passes.verify import Verify
 
 PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
@@ -55,12 +57,14 @@ PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
             Partition,
             Prefetch,
             Offload,
+            Order,
             RecomputeViews,
             Reinplace,
             Remat,
             RemoveNoops,
             Reshard,
             ScheduleMemory,
+            SplitWeights,
             Verify,
         )
     }
@@ -167,7 +171,7 @@ def _read(text: str, kind: Any) -> Any:
             raise ValueError(text)
         return _WORDS[kind][text]
     words = text.split("+") if get_origin(kind) is tuple else [text]
-    if not all(words):
+    if not all(words) or get_origin(kind) is Callable:
         raise ValueError(text)
     return tuple(words) if get_origin(kind) is tuple else kind(text)
 
@@ -179,4 +183,6 @@ def _kind_text(kind: Any) -> str:
         return "true or false"
     if get_origin(kind) is tuple:
         return "words joined by +"
+    if get_origin(kind) is Callable:
+        return "a function"
     return {int: "an integer", float: "a number", str: "a word"}.get(kind, str(kind))

@@ -26,19 +26,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 from torch import fx
 
-from functionalize.analysis.aliases import Aliases, written_nodes
-from functionalize.analysis.dead_code import is_impure
 from functionalize.ir.commit import is_commit
-from functionalize.ir.generators import is_random
-from functionalize.planning.decide.ordering import Order, Schedule, Uses
-from functionalize.planning.timeline.liveness import Liveness, held_before
+from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
+from functionalize.planning.timeline.liveness import Liveness
 from functionalize.program.program import Program
 from passes.base import FUNCTIONAL, INPLACE, Pass
+from passes.constraints import is_effect, is_wait, kind_of, memory_chains, reorder
 from passes.graph_modules import on_graph_module
 from passes.overlap import overlapped, scratch_in
 
@@ -67,9 +64,9 @@ class ScheduleMemory(Pass):
             best = found
         order = best.order
         if not overlap:
-            constraints = Order(best, rules.chains, rules.fixed, rules.walls)
+            constraints = Constraints(best, rules.chains, rules.fixed, rules.walls)
             order = overlapped(best, constraints, live, best.peak)
-        return _reorder([live.nodes[i] for i in order]) if order != first.order else 0
+        return reorder([live.nodes[i] for i in order]) if order != first.order else 0
 
 
 schedule_memory = on_graph_module(ScheduleMemory())
@@ -78,7 +75,7 @@ schedule_memory = on_graph_module(ScheduleMemory())
 def _better(best: Schedule, rules: _Rules) -> Schedule:
     """The best of a few orders that start from one."""
     start = Schedule(best.uses, _one_reduction_in_flight(best)) if rules.overlap else best
-    order = Order(start, rules.chains, rules.fixed, rules.walls, rules.late)
+    order = Constraints(start, rules.chains, rules.fixed, rules.walls, rules.late)
     found = [start]
     for sweeps in ((order.later, order.earlier), (order.earlier, order.later)):
         each = start
@@ -93,7 +90,7 @@ def _better(best: Schedule, rules: _Rules) -> Schedule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rules:
-    """What `Order` asks for, the same whatever the order to start from."""
+    """What `Constraints` asks for, the same whatever the order to start from."""
 
     overlap: bool
     chains: list[list[int]]
@@ -103,7 +100,7 @@ class _Rules:
 
     @staticmethod
     def of(live: Liveness, overlap: bool) -> _Rules:
-        effects = [n for n in live.nodes if _is_effect(n, live) or (overlap and _is_wait(n))]
+        effects = [n for n in live.nodes if is_effect(n, live) or (overlap and is_wait(n))]
         fixed = [n for n in effects if not (_is_gather(n) or is_commit(n))]
         late = () if overlap else filter(_is_wait_of_gather, live.nodes)
 
@@ -112,7 +109,7 @@ class _Rules:
 
         return _Rules(
             overlap,
-            [numbers(chain) for chain in (effects, *_chains(live.graph))],
+            [numbers(chain) for chain in (effects, *memory_chains(live.graph))],
             numbers(fixed),
             numbers(filter(is_commit, effects)),
             numbers(late),
@@ -121,58 +118,16 @@ class _Rules:
 
 def _is_on_device(graph: fx.Graph) -> bool:
     """Whether a collective is on something else than the CPU."""
-    sent = (t for n in graph.nodes if _kind(n) for t in n.all_input_nodes)
+    sent = (t for n in graph.nodes if kind_of(n) for t in n.all_input_nodes)
     return any(t.meta["val"].device.type != "cpu" for t in sent if hasattr(t.meta["val"], "device"))
 
 
-def _is_effect(node: fx.Node, live: Liveness) -> bool:
-    """Whether a node must stay in order with its like, wherever its value is used.
-
-    A wait need not, nor an op that writes memory of the graph alone: it stays in order with all on that memory.
-    """
-    if node.op != "call_function" or _is_wait(node):
-        return False
-    if is_random(node):
-        return True
-    written = written_nodes(node) if getattr(node.target, "namespace", "") == "aten" else []
-    if written and all(live.of[target] for _, target in written):
-        return False
-    return is_impure(node) or node.is_impure()
-
-
-def _is_wait(node: fx.Node) -> bool:
-    return _kind(node) == "wait_tensor"
-
-
 def _is_gather(node: fx.Node) -> bool:
-    return _kind(node).startswith("all_gather")
+    return kind_of(node).startswith("all_gather")
 
 
 def _is_wait_of_gather(node: fx.Node) -> bool:
-    return _is_wait(node) and any(_is_gather(n) for n in node.all_input_nodes)
-
-
-def _kind(node: fx.Node) -> str:
-    """The name of a collective's op, or of a wait; else empty."""
-    if getattr(node.target, "namespace", "") != "_c10d_functional":
-        return ""
-    return str(node.target).split(".")[1]
-
-
-def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
-    """For each memory that an op writes, everything on it, and the waits of collectives that read it."""
-    aliases = Aliases(graph)
-    written: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        for _, target in written_nodes(node):
-            written.setdefault(aliases.of(target), [])
-    if written:
-        for node in graph.nodes:
-            near = (node, *node.all_input_nodes, *held_before(node))
-            for group in dict.fromkeys(map(aliases.of, near)):
-                if group in written:
-                    written[group].append(node)
-    return list(written.values())
+    return is_wait(node) and any(_is_gather(n) for n in node.all_input_nodes)
 
 
 # -- one reduction in flight -----------------------------------------------------------------------
@@ -182,12 +137,12 @@ def _one_reduction_in_flight(now: Schedule) -> list[int]:
     """The nodes with every reduction waited for before the next one of its kind is packed."""
     nodes, place = now.uses.nodes, now.place
     number = {node: i for i, node in enumerate(nodes)}
-    reductions = [i for i, node in enumerate(nodes) if "reduce" in _kind(node)]
+    reductions = [i for i, node in enumerate(nodes) if "reduce" in kind_of(node)]
     moved: set[int] = set()
     before: dict[int, list[int]] = {}
     latest: dict[tuple[str, object], int] = {}
     for i in sorted(reductions, key=place.__getitem__):
-        key = (_kind(nodes[i]), nodes[i].args[-1])  # which ends in the group
+        key = (kind_of(nodes[i]), nodes[i].args[-1])  # which ends in the group
         start = latest.get(key)
         latest[key] = i
         if start is None:
@@ -216,21 +171,8 @@ def _pack_of(now: Schedule, start: int) -> int:
 def _waits(start: fx.Node) -> Iterator[fx.Node]:
     """The waits of a collective, each after the node that takes its result out of a list."""
     for user in start.users:
-        if _is_wait(user):
+        if is_wait(user):
             yield user
         elif len(user.all_input_nodes) == 1:
             yield user
-            yield from (n for n in user.users if _is_wait(n))
-
-
-# -- rewriting -------------------------------------------------------------------------------------
-
-
-def _reorder(nodes: list[fx.Node]) -> int:
-    """Put the nodes of a graph in this order; returns how many had to move."""
-    moved = 0
-    for last, node in pairwise(nodes):
-        if last.next is not node:
-            last.append(node)
-            moved += 1
-    return moved
+            yield from (n for n in user.users if is_wait(n))

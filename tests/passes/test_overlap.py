@@ -7,7 +7,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from functionalize.ir.waits import WAIT
-from functionalize.planning.decide.ordering import Order, Schedule, Uses
+from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
 from functionalize.planning.timeline.liveness import Liveness
 from passes.metadata import set_value
 from passes.overlap import overlapped
@@ -27,7 +27,7 @@ def at_once(graph: fx.Graph) -> Liveness:
 def changed(live: Liveness, limit: int) -> list[fx.Node]:
     """The nodes in the new order."""
     start = Schedule(Uses.among(live), list(range(len(live.nodes))))
-    return [live.nodes[i] for i in overlapped(start, Order(start), live, limit)]
+    return [live.nodes[i] for i in overlapped(start, Constraints(start), live, limit)]
 
 
 def beside(nodes: list[fx.Node]) -> list[int]:

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 import functionalize as fz
 import passes
 from functionalize.ir.commit import commit, is_commit
-from functionalize.planning.decide.ordering import Order, Schedule, Uses
+from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
 from functionalize.planning.timeline.liveness import Liveness
 from passes import ScheduleMemory
 from passes.metadata import set_value
@@ -245,7 +245,7 @@ def test_a_step_in_another_order_is_eagers(name, option):
         assert differences == [] and replays >= 3
 
 
-@pytest.mark.parametrize("sweep", [Order.later, Order.earlier])
+@pytest.mark.parametrize("sweep", [Constraints.later, Constraints.earlier])
 def test_an_orders_peak_is_what_liveness_finds_for_it(sweep):
     def f(a, b, c, d):
         one, two = torch.cat([a, b]).split(8)
@@ -256,7 +256,7 @@ def test_an_orders_peak_is_what_liveness_finds_for_it(sweep):
     program.describe()
     live = Liveness(program.graph)
     now = Schedule(Uses.among(live), range(len(live.nodes)))
-    after = Schedule(now.uses, sweep(Order(now), now))
+    after = Schedule(now.uses, sweep(Constraints(now), now))
     assert sorted(after.order) == list(now.order) and list(after.order) != list(now.order)
     for schedule in (now, after):
         known = Liveness(program.graph, [live.nodes[i] for i in schedule.order])
@@ -289,7 +289,7 @@ def test_time_per_node_does_not_grow():
         try:
             start = time.process_time()
             now = Schedule(Uses.among(live), range(len(live.nodes)))
-            order = Order(now)
+            order = Constraints(now)
             assert len(order.later(now)) == len(order.earlier(now)) == len(live.nodes)
             return (time.process_time() - start) / len(live.nodes)
         finally:

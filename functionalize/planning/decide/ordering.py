@@ -136,7 +136,7 @@ class Schedule:
         return used
 
 
-class Order:
+class Constraints:
     """The constraints on an order: for each node the nodes that it must follow.
 
     follows: per node, the nodes that must run before it. leads: the transpose. free: whether a node may move.
