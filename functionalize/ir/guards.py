@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -148,6 +149,32 @@ class ValueGuard:
         if same_constant(now, self.value):
             return None
         return f"{self.what} read {self.where} is {now!r}, was {self.value!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class NanGuard(ValueGuard):
+    """Autograd has found no nan values in what a node returned, in anomaly mode.
+
+    what: the name of the node. where: the user's line that called the backward. forward: the user's frames that made
+    the node, as FX writes them; empty if unknown.
+    """
+
+    forward: str = ""
+
+    def failure_of(self, results: Sequence[Any] | Mapping[int, Any]) -> str | None:
+        if same_constant(results[self.slot], self.value):
+            return None
+        line = " ".join(map(str.strip, self.forward.splitlines()[-2:])) or "unknown"
+        return f"{self.what} returned nan values in the backward {self.where}; its forward: {line}"
+
+    def report(self) -> None:
+        """Warn as autograd does before it raises."""
+        warnings.warn(
+            f"Error detected in {self.what}, in a replay. Traceback of forward call that caused the error:\n"
+            f"{self.forward.rstrip() or '  unknown'}\n"
+            "The replay has changed nothing. The call runs eagerly now, to leave what eager leaves.",
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,7 +26,7 @@ from functionalize.errors import GuardError
 from functionalize.ir.commit import Commit, commit
 from functionalize.ir.epilogue import Action, apply_epilogue
 from functionalize.ir.generators import generators_restored_on_error, is_random
-from functionalize.ir.guards import Guard, ValueGuard
+from functionalize.ir.guards import Guard, NanGuard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, viewed_by
 from functionalize.program.gloo_waits import added_waits
@@ -246,9 +246,12 @@ class Executable:
 
     def _check(self, values: Sequence[Any], vote: Vote | None) -> None:
         """Raise `GuardError` unless every value guard holds, on every rank. values: one for each."""
-        pairs = zip(self.value_guards, values, strict=True)
-        failures = (guard.failure_of({guard.slot: value}) for guard, value in pairs)
-        failure = next((f for f in failures if f is not None), None)
+        failure = None
+        for guard, value in zip(self.value_guards, values, strict=True):
+            if (failure := guard.failure_of({guard.slot: value})) is not None:
+                if isinstance(guard, NanGuard):
+                    guard.report()
+                break
         if vote is not None and vote.any_failed(failure is not None):
             failure = failure or "a number that Python reads differs on another rank"
         if failure is not None:

@@ -61,6 +61,7 @@ FORMS: tuple[Form, ...] = (
             epilogue.Set,
             guards.AliasGuard,
             guards.ConstantGuard,
+            guards.NanGuard,
             guards.NumberGuard,
             guards.TensorGuard,
             guards.ValueGuard,

@@ -31,7 +31,7 @@ from functionalize.discharge.functionalizer import Functionalizer
 from functionalize.discharge.values import View
 from functionalize.errors import FunctionalizeError
 from functionalize.ir.epilogue import Action, Set
-from functionalize.ir.guards import Guard, NumberGuard, ValueGuard
+from functionalize.ir.guards import Guard, NanGuard, NumberGuard, ValueGuard
 from functionalize.ir.inputs import InputSpec, Source, WholeStorage
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, contiguous_geometry
 from functionalize.ir.outputs import (
@@ -57,6 +57,7 @@ from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import expression_of
 from functionalize.scalars.scalar_log import Fact
+from functionalize.tape.anomaly import nan_check
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
 
@@ -210,6 +211,9 @@ class Builder:
             if scalar is not None:
                 node.meta["hint"] = scalar.value
                 where = line_of(record.traceback)
+                if (nan := nan_check(node, record)) is not None:
+                    self._value_guards.append(NanGuard(self.slot(node), scalar.value, where, *nan))
+                    continue
                 early = id(record) in self.early
                 self._guard_value(node, scalar.value, where, "a tensor's value", early)
 
