@@ -80,7 +80,9 @@ class Order(Pass):
         constraints = constraints_of(live, chosen if self.reorder else ())
         order = list(range(len(live.nodes)))
         for places in backwards(live):
-            order[places.start : places.stop] = _Backward(live, constraints, places, chosen).order
+            order[places.start : places.stop] = _BackwardOrder(
+                live, constraints, places, chosen
+            ).order
         return reorder([live.nodes[i] for i in order])
 
     def _chooses(self, node: fx.Node) -> bool:
@@ -106,7 +108,7 @@ def order(
     return on_graph_module(Order(first, module, reorder))(gm, example_inputs)
 
 
-class _Backward:
+class _BackwardOrder:
     """The new order of the nodes of one backward, by number.
 
     after: per node, the last of the chosen collectives whose result it needs; counted from 1, 0: none.
@@ -134,7 +136,8 @@ class _Backward:
         self._place(places)
 
     def _after(self, live: Liveness, number: dict[fx.Node, int]) -> list[int]:
-        first, found = self.places.start, []
+        first = self.places.start
+        found: list[int] = []
         for i in self.places:
             node = live.nodes[i]
             before = [found[j - first] for j in self.follows[i] if j >= first]
