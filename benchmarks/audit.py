@@ -1,6 +1,6 @@
 """The cost of audited calls: the FSDP2 Llama of `benchmarks.memory_truth`, at width 64 bound by dispatch alone.
 
-    python -m benchmarks.audit [--layers 3 12] [--widths 64 256] [--steps 100000] [--json]
+    python -m benchmarks.audit [--layers 3 12] [--widths 64 256] [--steps 100000] [--forward] [--json]
 
     eager       the step
     replay      `fz.capture(step, audit=False)`
@@ -12,6 +12,7 @@
 One process on a fake group of one or two ranks, whose collectives cost nothing. On two ranks the op stream is compared,
 on one the results are, too. CPU time of the step's thread, medians; the ways alternate step by step, and each has its
 own model.
+`--forward`: `capture(loss, backward=True)` and its backward in place of the step, whose optimizer runs outside.
 """
 
 from __future__ import annotations
@@ -45,49 +46,55 @@ class Late(AuditSchedule):
         return False
 
 
-def audited_late(step: Any) -> Any:
+def audited_late(step: Any, **options: Any) -> Any:
     """A captured step whose calls are all audited as late ones are."""
-    captured = fz.capture(step, audit=1)
+    captured = fz.capture(step, audit=1, **options)
     captured._options = replace(captured._options, audit=Late(1))
     return captured
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "eager": lambda step: step,
-    "replay": lambda step: fz.capture(step, audit=False),
+WAYS: dict[str, Callable[..., Any]] = {
+    "eager": lambda step, **options: step,
+    "replay": lambda step, **options: fz.capture(step, audit=False, **options),
     "late": audited_late,
-    "audited": lambda step: fz.capture(step, audit=1),
+    "audited": lambda step, **options: fz.capture(step, audit=1, **options),
 }
 
 
-def seconds(layers: int, width: int, runs: int = 9) -> dict[str, float]:
-    """Median CPU seconds of the step's thread in every way."""
+def seconds(layers: int, width: int, forward: bool, runs: int = 9) -> dict[str, float]:
+    """Median CPU seconds of the step's thread in every way. forward: of a forward and its backward."""
     subjects = {way: Case(layers=layers, width=width).build() for way in WAYS}
-    steps = {way: make(subjects[way].step) for way, make in WAYS.items()}
+    if forward:
+        steps = {way: make(subjects[way].loss, backward=True) for way, make in WAYS.items()}
+    else:
+        steps = {way: make(subjects[way].step) for way, make in WAYS.items()}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for i in range(-4, runs):
         for way, step in steps.items():
             x = subjects[way].batch()
             gc.collect()
             start = time.thread_time()
-            step(x)
+            result = step(x)
+            if forward:
+                result.backward()
             if i >= 0:
                 times[way].append(time.thread_time() - start)
+            subjects[way].optimizer.zero_grad()
     stats = steps["audited"].stats
     assert (stats.audit_failures, steps["replay"].stats.replays) == (0, stats.audits), stats
     return {way: statistics.median(found) for way, found in times.items()}
 
 
-def amortised(found: dict[str, float], steps: int) -> float:
+def amortised(found: dict[str, float], steps: int, forward: bool) -> float:
     """Percent that the default schedule adds to `steps` replays."""
     schedule = AuditSchedule.of("auto")
-    calls = [call for call in range(1, steps + 1) if schedule.is_due(call)]
+    calls = [call for call in range(1, steps + 1) if schedule.is_due(call, forward)]
     thorough = sum(map(schedule.is_thorough, calls))
     seconds = thorough * found["audited"] + (len(calls) - thorough) * found["late"]
     return 100 * (seconds / found["replay"] - len(calls)) / steps
 
 
-def table(rows: dict[tuple[int, int, int], dict[str, float]], steps: int) -> str:
+def table(rows: dict[tuple[int, int, int], dict[str, float]], steps: int, forward: bool) -> str:
     """One row for each depth, width and number of ranks."""
     lines = [
         "layers  width  ranks  eager ms  replay ms  late ms  audited ms  audited/eager  amortised %"
@@ -96,7 +103,7 @@ def table(rows: dict[tuple[int, int, int], dict[str, float]], steps: int) -> str
         eager, replay, late, audited = (1e3 * found[way] for way in WAYS)
         lines.append(
             f"{layers:<8}{width:<7}{ranks:<7}{eager:>8.1f}{replay:>11.1f}{late:>9.1f}{audited:>12.1f}"
-            f"{audited / eager:>15.2f}{amortised(found, steps):>13.2f}"
+            f"{audited / eager:>15.2f}{amortised(found, steps, forward):>13.2f}"
         )
     return "\n".join(lines)
 
@@ -109,6 +116,7 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", type=int, default=[3, 12])
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--forward", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -119,14 +127,15 @@ def main() -> None:
     for ranks in (2, 1):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         for width in args.widths:
-            rows |= {(layers, width, ranks): seconds(layers, width) for layers in args.layers}
+            for layers in args.layers:
+                rows[layers, width, ranks] = seconds(layers, width, args.forward)
         dist.destroy_process_group()
     if args.json:
         found = {" ".join(map(str, key)): row for key, row in rows.items()}
         print(json.dumps({"machine": machine(), "seconds": found}))
         return
     print(machine())
-    print(table(rows, args.steps))
+    print(table(rows, args.steps, args.forward))
 
 
 if __name__ == "__main__":

@@ -66,12 +66,13 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 @dataclass
 class Subject:
-    """A model, its optimizer, a step of both, a batch for it."""
+    """A model, its optimizer, a step of both, a batch for it, the loss of the step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[[Tensor], Tensor]
     batch: Callable[[], Tensor]
+    loss: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Case:
             optimizer.zero_grad()
             return value.detach()
 
-        return Subject(model, optimizer, step, batch)
+        return Subject(model, optimizer, step, batch, loss)
 
 
 def llama(layers: int, width: int = 64) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -194,3 +194,9 @@ def forward_mode_is_on() -> bool:
     from torch.autograd import forward_ad
 
     return bool(forward_ad._current_level >= 0)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward has accumulated all gradients; its exceptions leave the backward."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)

@@ -21,9 +21,10 @@ from torch import Tensor
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.graphs import pytree
 from functionalize.audit.audit_recorder import AuditRecorder
-from functionalize.audit.comparison import AuditVerdict, Comparison
+from functionalize.audit.comparison import Comparison
 from functionalize.audit.results import ExpectedResults, is_comparable
 from functionalize.audit.signature import Signature
+from functionalize.audit.verdict import AuditVerdict
 from functionalize.errors import GuardError
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
@@ -47,6 +48,7 @@ class AuditedCall:
     """A call that is about to run, and afterwards its verdict; None: the audit itself has failed.
 
     also: asked where nothing else differs; then a profile function sees the effects of the step, too.
+    expected: what the program would have computed; None: its results are not compared.
     """
 
     def __init__(
@@ -55,24 +57,8 @@ class AuditedCall:
         self.verdict: AuditVerdict | None = None
         self.also: Also | None = None
         self._before: list[weakref.ref[Tensor] | None] = []
-        self._signature, self._call, self._expected = signature, call, expected
-
-    @property
-    def missed(self) -> str | None:
-        """A guard on a number that did not hold in this call, so that the program would not have been replayed."""
-        return self.verdict.missed if self.verdict is not None else None
-
-    def message(self, name: str, number: int) -> str | None:
-        """How the step differed from the program; None: it did not, or that is not known.
-
-        name: of the step. number: which call of the program this was.
-        """
-        if self.verdict is None or self.verdict.difference is None:
-            return None
-        return (
-            f"an audit of {name}: call {number} of a program differs from eager, and the program is dropped "
-            f"(the call itself ran eagerly): {self.verdict.difference}"
-        )
+        self.expected = expected
+        self._signature, self._call = signature, call
 
     @staticmethod
     def of(
@@ -106,7 +92,7 @@ class AuditedCall:
             with torch.no_grad():
                 comparison = self._begin(signature, recorder)
         except Exception as error:
-            _log_bug(error)
+            log_bug(error)
             return fn(*args, **kwargs)
         try:
             hyperparameters = lifted(signature.optimizers, signature.lifted, recorder)
@@ -153,8 +139,8 @@ class AuditedCall:
         if verdict != AuditVerdict():
             return verdict
         difference = f"after equal ops: the step {changed}" if changed is not None else None
-        if difference is None and self._expected is not None:
-            difference = self._expected.difference(plain_tree(leaves))
+        if difference is None and self.expected is not None:
+            difference = self.expected.difference(plain_tree(leaves))
         if difference is None and self.also is not None:
             with torch.set_grad_enabled(grad_mode):
                 found = [effect for effect, _ in effects]
@@ -166,9 +152,10 @@ class AuditedCall:
             with torch.no_grad(), disable_current_modes():
                 self.verdict = verdict()
         except Exception as error:
-            _log_bug(error)
-        self._expected = None
+            log_bug(error)
+        self.expected = None
 
 
-def _log_bug(error: Exception) -> None:
+def log_bug(error: Exception) -> None:
+    """Log an error of an audit itself, after which the step goes on."""
     log.error("a bug in functionalize, please report it: an audit failed", exc_info=error)

@@ -16,7 +16,6 @@ Invariant: it reads, and changes nothing. A difference counts only if all guards
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -24,6 +23,7 @@ from functionalize._compat.graphs import pytree
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.audit.digest import digest
 from functionalize.audit.signature import NumberFact, Row, Signature, leaf_of, row_of
+from functionalize.audit.verdict import AuditVerdict
 from functionalize.ir.guards import same_constant
 from functionalize.ir.ops import OpRecord, TensorRef
 from functionalize.ir.scalars import (
@@ -39,14 +39,6 @@ from functionalize.recorder.storage_table import External
 from functionalize.util.user_stack import line_of
 
 _NOTHING = object()
-
-
-@dataclass(frozen=True, slots=True)
-class AuditVerdict:
-    """The result of an audit. missed: a guard on a number does not hold, so that nothing can be said."""
-
-    difference: str | None = None
-    missed: str | None = None
 
 
 class Comparison:
@@ -118,12 +110,18 @@ class Comparison:
             return
         last = self.recorder.scalars[-1] if self.recorder.scalars else None
         frozen = last is not None and last.record is record
-        was, now = self.next_row, row_of(record, frozen)
+        self.check_row(row_of(record, frozen), last.value if last else None)
+
+    def check_row(self, now: Row, value: Any) -> None:
+        """Compare a row of this run with the row that should come next. value: of the number that it read."""
+        if self._difference is not None or self.failed is not None:
+            return
+        was = self.next_row
         if was is None or not self._is_same_row(was, now):
             self._differ(self._op_text(self._at + 1, was, now))
             return
-        if was.read is not None:
-            self._values[was.read] = record.meta.get("hint", last.value if last else None)
+        if was.read is not None and now.read is not None:
+            self._values[was.read] = now.read.record.meta.get("hint", value)
         self.advance()
 
     def check_result(self, record: OpRecord) -> None:
@@ -142,10 +140,16 @@ class Comparison:
     def verdict(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec, assigned: Sequence[bool]
     ) -> AuditVerdict:
-        """leaves, spec: as those of the signature. assigned: for each slot.
+        """leaves, spec, assigned: as those of the signature.
 
         Raises the error in the comparison, if there was one.
         """
+        return self.verdict_on([leaf_of(leaf, self.recorder) for leaf in leaves], spec, assigned)
+
+    def verdict_on(
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec, assigned: Sequence[bool]
+    ) -> AuditVerdict:
+        """The same, of leaves in the form of a signature."""
         if self.failed is not None:
             raise self.failed
         if self._difference is None and self.next_row is not None:
@@ -268,8 +272,7 @@ class Comparison:
                 return f"after the last op: the step {what[0]} `{name}`, the program {what[1]}"
         if spec != signature.spec:
             return f"after the last op: the result is {spec}, that of the program {signature.spec}"
-        for at, (was, leaf) in enumerate(zip(signature.leaves, leaves, strict=True)):
-            now = leaf_of(leaf, self.recorder)
+        for at, (was, now) in enumerate(zip(signature.leaves, leaves, strict=True)):
             if not self._same(was, now):
                 here, there = self._value_text(now), self._program_text(was)
                 return f"after the last op: leaf {at} of the result is {here}, that of the program {there}"

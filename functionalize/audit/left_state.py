@@ -44,12 +44,15 @@ class LeftState:
         changed = self.before.changed(modes=False, explained=explained)
         if changed is not None:
             return f"the step {changed}"
-        modes = FSDPEffects().with_modes(self.before.modules.changed_modes()).assigned
-        if _modes(modes) != _modes(self.effects.assigned):
-            return (
-                "the step leaves modules in another mode, training or evaluation, than the program"
-            )
+        modes = FSDPEffects().with_modes(self.before.modules.changed_modes())
+        return difference_of_modes(modes, self.effects)
+
+
+def difference_of_modes(now: FSDPEffects, program: FSDPEffects) -> str | None:
+    """Text if a step has left modules in other modes than its program leaves them, or None."""
+    if _modes(now.assigned) == _modes(program.assigned):
         return None
+    return "the step leaves modules in another mode, training or evaluation, than the program"
 
 
 def _modes(assigned: Sequence[tuple[Any, Any]]) -> set[tuple[int, bool]]:

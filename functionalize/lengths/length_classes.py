@@ -16,7 +16,7 @@ template, or of which `_MOST_FAILURES` predictions were wrong, is left to one pr
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,20 @@ class Prediction:
     signature: Signature
     rest: Any
     is_passed: bool
+
+    def cached(self, waits: int) -> Any:
+        """A cache entry, like that of the last reference. waits: calls before its passes run, if it has some."""
+        recorded = self.group.recorded
+        return replace(
+            self.rest,
+            program=self.program,
+            signature=self.signature,
+            prediction=self,
+            reason=f"a prediction from {recorded} recorded calls of other sizes",
+            waits=0 if self.is_passed else waits,
+            replays=0,
+            audits=0,
+        )
 
 
 @dataclass(slots=True, eq=False)

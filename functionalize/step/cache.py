@@ -239,8 +239,10 @@ class ProgramCache:
         return bool(self._used) and sum(c.nbytes for c in (*self._used, new)) > self._most_bytes
 
     def drop(self, cached: CachedProgram) -> None:
-        """Remove a program."""
-        key = self._used.pop(cached)
+        """Remove a program, if it is still there."""
+        key = self._used.pop(cached, None)
+        if key is None:
+            return
         bucket = self._by_key[key]
         bucket.remove(cached)
         if not bucket:

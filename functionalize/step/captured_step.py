@@ -224,7 +224,7 @@ class CapturedStep(ReplayedStep):
     def _capture(self, call: Invocation) -> Any:
         """Run a call for real while it is recorded; keep its program if it was the steady state."""
         with only_young_collections():
-            run = self._record(call)
+            run = self._record(call, self._recorder(call))
             if isinstance(run, RecordedRun):
                 self._finish(run, call)
                 result, log_of_numbers = plain_tree(run.result), run.recorder.scalar_log
@@ -233,8 +233,7 @@ class CapturedStep(ReplayedStep):
                 return result
         return self._run_unrecordable(run, call)
 
-    def _record(self, call: Invocation) -> RecordedRun | Refused:
-        warn_if_untested()
+    def _recorder(self, call: Invocation) -> Recorder:
         self._kinds.recorded(call.key)
         # Numbers are live only from the second recording on: the first one shows which state the step moves. Of all
         # kinds of calls, so that the ranks, whose kinds may differ, know at the second call whether they must vote.
@@ -247,13 +246,17 @@ class CapturedStep(ReplayedStep):
         recorder = kind(not in_world(), live=live, for_real=True, observer=observer)
         if in_world() or (with_lifetimes and self._reads_no_clock):
             recorder.checks.is_watched = True  # in a fake world, nothing is compared with eager
+        return recorder
+
+    def _record(self, call: Invocation, recorder: Recorder) -> RecordedRun | Refused:
+        warn_if_untested()
         for cached in self._cache:
             for fact in cached.program.facts:
                 self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()
         if recorder.scalar_log is not None:
             recorder.scalar_log.plain_reads = self._plain_reads
         varying, outside = self._changed_hyperparameters, self._hooks_run_outside
-        places = self._places(call, live)
+        places = self._places(call, recorder.live)
         has_vote = self._vote is not None or self._options.compares
         meets_as = None if has_vote or outside or in_world() else self._name
         try:

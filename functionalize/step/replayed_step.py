@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from functionalize._compat.dispatch import disable_current_modes
-from functionalize.audit.audited_call import AuditedCall
-from functionalize.audit.comparison import AuditVerdict
+from functionalize.audit.audited_call import AuditedCall, log_bug
 from functionalize.audit.left_state import LeftState
 from functionalize.audit.signature import Signature
+from functionalize.audit.verdict import AuditVerdict
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.lengths.first_call import FirstCall
@@ -254,44 +253,56 @@ class ReplayedStep:
 
     def _audit(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
         """Run the step for real, and compare it with its program: the result is eager's, whatever is found."""
-        cached.audits += 1
-        self._cache.used(cached)
-        self._kinds.replayed(self._cache.key_of(cached))
         try:
-            is_thorough = self._options.audit.is_thorough(cached.replays + cached.audits)
-            if cached.signature is not None and is_thorough:
+            if cached.signature is not None and self._begin_audit(cached):
                 before = self._state_before(call, cached.signature)
                 audited.also = LeftState(before, cached.effects).difference
         except Exception as error:  # the op stream and the results are compared alone
-            log.error("a bug in functionalize, please report it: an audit failed", exc_info=error)
+            log_bug(error)
         try:
             with only_young_collections():
                 result = audited.run(self._fn, call.args, call.kwargs, call.spec)
         except Exception:
-            self._note_difference(audited, cached)
+            self._note_difference(audited.verdict, cached)
             raise
-        if audited.missed is None:
+        self._end_audit(audited.verdict, cached)
+        return result
+
+    def _begin_audit(self, cached: CachedProgram) -> bool:
+        """Count an audited call of a program; whether what it changes in Python, and all its effects, are looked at."""
+        cached.audits += 1
+        self._cache.used(cached)
+        self._kinds.replayed(self._cache.key_of(cached))
+        return self._options.audit.is_thorough(cached.replays + cached.audits)
+
+    def _end_audit(self, verdict: AuditVerdict | None, cached: CachedProgram) -> None:
+        """Count the verdict, None if the audit itself has failed, and settle it."""
+        if verdict is None or verdict.missed is None:
             self.stats.audits += 1
         else:  # the program would not have been replayed
             self.stats.eager += 1
-            self._note_miss(audited.missed)
-        message = self._note_difference(audited, cached)
+            self._note_miss(verdict.missed)
+        self._settle(verdict, cached)
+
+    def _settle(self, verdict: AuditVerdict | None, cached: CachedProgram) -> None:
+        """Drop a program that differs from eager, on all ranks; raises `AuditError` where that is the option."""
+        message = self._note_difference(verdict, cached)
         level = Level.KEPT if message is None else Level.NOT_YET
         if message is not None and self.stats.audit_failures >= _MOST_FAILURES:
             level = Level.REFUSED
         worst = self._vote.worst(level) if self._vote is not None else level
-        if worst is not Level.KEPT and message is None:
+        if worst is not Level.KEPT:
             self._cache.drop(cached)  # all ranks record again
         if worst is Level.REFUSED:
             why = f"replays differ from eager again and again: {message or 'on another rank'}"
             self._refuse(EVERY_CALL, UncapturableError(why))
         if message is not None and self._options.audit.raises:
             raise AuditError(message)
-        return result
 
-    def _note_difference(self, audited: AuditedCall, cached: CachedProgram) -> str | None:
+    def _note_difference(self, verdict: AuditVerdict | None, cached: CachedProgram) -> str | None:
         """Drop a program that differs from eager; returns the message, None if it does not differ."""
-        message = audited.message(self._name, cached.replays + cached.audits)
+        number = cached.replays + cached.audits
+        message = verdict.message(self._name, number) if verdict is not None else None
         if message is not None:
             log.error("%s", message)
             self.stats.differed(message)
@@ -300,15 +311,10 @@ class ReplayedStep:
 
     def _state_before(self, call: Invocation, signature: Signature) -> EntryState:
         """What a step may change and a replay may not: read before an audited call."""
-        return EntryState.now(
-            self._fn,
-            call.leaves,
-            Recorder(True, live=signature.live),
-            self._changed_hyperparameters,
-            leaf_names(self._fn, call.spec),
-            self._hooks_run_outside,
-            signature.moving.live if signature.moving is not None else NO_PLACES,
-        )
+        names, recorder = leaf_names(self._fn, call.spec), Recorder(True, live=signature.live)
+        varying, outside = self._changed_hyperparameters, self._hooks_run_outside
+        live = signature.moving.live if signature.moving is not None else NO_PLACES
+        return EntryState.now(self._fn, call.leaves, recorder, varying, names, outside, live)
 
     # -- predictions ---------------------------------------------------------------------------
 
@@ -334,18 +340,10 @@ class ReplayedStep:
         found = None if is_rare else lengths.predicted(call.key)
         if found is None:
             return is_rare
-        cached = replace(
-            found.rest,
-            program=found.program,
-            signature=found.signature,
-            prediction=found,
-            reason=f"a prediction from {found.group.recorded} recorded calls of other sizes",
-            waits=0 if found.is_passed or not self._options.rewrites else CALLS_BEFORE_PASSES,
-            replays=0,
-            audits=0,
-        )
         self._kinds.recorded(call.key)
-        self._cache.add(call.key, cached)
+        self._cache.add(
+            call.key, found.cached(CALLS_BEFORE_PASSES if self._options.rewrites else 0)
+        )
         return False
 
     def _run_first(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:

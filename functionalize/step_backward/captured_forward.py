@@ -17,11 +17,11 @@ together, as it issues collectives. If a value that the forward read has changed
 before anything changes.
 
 Note [Audited forwards]
-An audited forward runs eagerly, and so does the backward that is called on it: its gradients are eager's. The forward's
-ops and results are compared. The backward's are not: which one runs is decided after the audited call, and each
-recorded one would need a comparison of its own, with the tangents of that time. Forwards under FSDP2, or with
-collectives, are not audited: if a rank audits and another one runs its forward again, they would issue
-different collectives; and FSDP2 reduces the gradients of an eager and of a replayed forward together.
+An audited forward runs eagerly, and so does the backward that is called on it: its gradients are eager's. Both are
+recorded, as a call without a program is, and the recording is compared with the programs (`audited_forward.py`), not
+kept. Ranks audit a forward with collectives, or under FSDP2, at the same call: calls are counted from the first one,
+whatever program they have. Otherwise a rank would run its forward again for a backward without a program,
+collectives included, while another one has an audited forward, which needs no rerun.
 
 Invariant: guards of a backward are checked when it is called, before anything changes.
 Refusals: `create_graph=True`; a result that is a parameter of FSDP2; arguments that the callable writes in place while
@@ -37,12 +37,19 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
-from functionalize.audit.signature import Signature
+import torch
+
+from functionalize._compat.autograd import at_end_of_backward
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize.audit.audited_call import AuditedCall, log_bug
+from functionalize.audit.verdict import AuditVerdict
 from functionalize.errors import LoadError, PassError, SaveError
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Call
 from functionalize.program.collective_order import recorded_sequences
 from functionalize.program.program import Program
+from functionalize.recorder.recorder import Recorder
+from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.sources import leave
@@ -54,6 +61,7 @@ from functionalize.step.recording import StepRecording
 from functionalize.step.stages import Invocation, RecordedRun
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.vote import RankVote
+from functionalize.step_backward.audited_forward import AuditedForward
 from functionalize.step_backward.backward_of import ReplayedForward
 from functionalize.step_backward.boundary import DetachedLeaves, is_output, with_backward
 from functionalize.step_backward.joint_recording import ForwardEnd, JointRecording, JointRun
@@ -85,6 +93,7 @@ class CapturedForward(CapturedStep):
         # key of a call -> the number of recorded forwards in a row without a backward
         self._without_backward: dict[Hashable, int] = {}
         self._is_sharded = False  # whether FSDP2 reduces the gradients
+        self._calls = 0
         self._nodes: WeakSet[Any] = WeakSet()
 
     @property
@@ -136,14 +145,11 @@ class CapturedForward(CapturedStep):
             )
         return count > _PATIENCE and bool(count & (count - 1))
 
-    # -- replay --------------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += not self.is_busy
+        return super().__call__(*args, **kwargs)
 
-    def _signature(self, recording: StepRecording) -> Signature | None:
-        """None also for a forward that ranks run together: see Note [Audited forwards]."""
-        joint = isinstance(recording, JointRecording)
-        if joint and (self._is_sharded or recorded_sequences(recording.recorder.records)):
-            return None
-        return super()._signature(recording)
+    # -- replay --------------------------------------------------------------------------------
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         if not isinstance(cached, ForwardProgram):
@@ -169,18 +175,61 @@ class CapturedForward(CapturedStep):
         fresh = DetachedLeaves(leaves)
         args, kwargs = unflatten_result(leaves, spec)
         call = Invocation(args, kwargs, fresh, spec, key_of(fresh, spec), reason)
-        return self._run_forward(call, forward)
+        return self._run_forward(call, self._recorder(call), rerun_of=forward)
+
+    # -- audit ---------------------------------------------------------------------------------
+
+    def _is_due(self, cached: CachedProgram) -> bool:
+        if not isinstance(cached, ForwardProgram) or cached.signature is None:
+            return super()._is_due(cached)
+        call = self._calls if cached.communicates else cached.replays + cached.audits + 1
+        return self._options.audit.is_due(call, is_pair=True)
+
+    def _audit(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
+        if not isinstance(cached, ForwardProgram) or cached.signature is None:
+            return super()._audit(audited, cached, call)
+        kind = WatchedRecorder if self._begin_audit(cached) else Recorder
+        recorder = kind(True, live=cached.signature.live, for_real=True)
+        audit = AuditedForward(cached, audited.expected)
+        forward = self._run_forward(call, recorder, audit=audit)
+        return forward.result() if isinstance(forward, RecordedForward) else forward
+
+    def _verdict(self, find: Callable[[], AuditVerdict]) -> AuditVerdict | None:
+        """A verdict; None if the audit itself fails."""
+        try:
+            with torch.no_grad(), disable_current_modes():
+                return find()
+        except Exception as error:
+            log_bug(error)
+            return None
+
+    def end_audit(self, audit: AuditedForward, recorder: Recorder, error: Exception) -> None:
+        """An audited forward, or its backward, has raised `error`."""
+        self._note_difference(self._verdict(lambda: audit.failed(recorder, error)), audit.cached)
+
+    def _end_backward_audit(self, audit: AuditedForward, run: JointRun) -> None:
+        verdict = self._verdict(lambda: audit.after_backward(run))
+        if verdict is not None and verdict.missed is not None:
+            self._note_miss(f"backward: {verdict.missed}")
+        # Autograd has not accumulated the gradients yet, which an error here would prevent.
+        at_end_of_backward(lambda: self._settle(verdict, audit.cached))
 
     # -- record, judge, build, agree, keep -----------------------------------------------------
 
     def _capture(self, call: Invocation) -> Any:
-        forward = self._run_forward(call)
+        forward = self._run_forward(call, self._recorder(call))
         if not isinstance(forward, RecordedForward):
             return forward
         self.stats.eager += 1  # until its backward is recorded
         return forward.result()
 
-    def _run_forward(self, call: Invocation, rerun_of: ForwardProgram | None = None) -> Any:
+    def _run_forward(
+        self,
+        call: Invocation,
+        recorder: Recorder,
+        rerun_of: ForwardProgram | None = None,
+        audit: AuditedForward | None = None,
+    ) -> Any:
         """Run for real while recording: a `RecordedForward`, or the result if it has no autograd history.
 
         The callable runs on detached arguments, so that its graph ends there.
@@ -191,12 +240,24 @@ class CapturedForward(CapturedStep):
             args, kwargs = unflatten_result(call.leaves, call.spec)
             detached = replace(call, args=args, kwargs=kwargs)
         with only_young_collections():
-            run = self._record(detached)
+            try:
+                run = self._record(detached, recorder)
+            except Exception as error:
+                if audit is not None:
+                    self.end_audit(audit, recorder, error)
+                raise
             if isinstance(run, RecordedRun):
                 self._is_sharded = bool(run.entry.fsdp.places)
-                if any(map(is_output, flatten_result(run.result)[0])):
+                has_history = any(map(is_output, flatten_result(run.result)[0]))
+                if has_history or audit is not None:
                     end = ForwardEnd.now(run.entry, run.result, run.recorder, run.changed)
-                    return RecordedForward(self, run, end, detached, rerun_of)
+                if audit is not None:
+                    verdict = self._verdict(lambda: audit.after_forward(recorder, end))
+                    self._end_audit(verdict, audit.cached)
+                if has_history:
+                    return RecordedForward(self, run, end, detached, rerun_of, audit)
+                if audit is not None:
+                    return plain_tree(run.result)
                 self._without_backward.pop(call.key, None)
                 self._finish(run, detached)
                 return plain_tree(run.result)
@@ -205,6 +266,9 @@ class CapturedForward(CapturedStep):
     def finish_backward(self, run: JointRun, call: Invocation) -> None:
         """The stages after the backward of a recorded forward."""
         self._without_backward.pop(call.key, None)
+        if run.audit is not None:
+            self._end_backward_audit(run.audit, run)
+            return
         rerun = run.rerun_of is not None
         if not rerun:
             self.stats.eager -= 1  # its forward was counted so
@@ -219,6 +283,8 @@ class CapturedForward(CapturedStep):
         backward = self._options.applied(pair.backward)
         nodes = pair.forward.nodes() + pair.backward.nodes()
         counts = ProgramCounts.of(run.recorder, nodes, forward)
+        signature = self._signature(recording)
+        whole = recording.whole_signature() if signature is not None else None
         cached = ForwardProgram(
             forward,
             pair.slots,
@@ -233,12 +299,13 @@ class CapturedForward(CapturedStep):
             parameters=run.parameters,
             backwards=[
                 BackwardProgram(
-                    backward, run.requested, pair.used, pair.backward_slots, pair.effects
+                    backward, run.requested, pair.used, pair.backward_slots, pair.effects, whole
                 )
             ],
             is_random=any(is_random(node) for node in forward.graph.nodes),
+            communicates=self._is_sharded or bool(recorded_sequences(run.recorder.records)),
             rerun_of=run.rerun_of,
-            signature=self._signature(recording),
+            signature=signature,
         )
         counts = replace(counts, nodes=counts.nodes + backward.nodes())
         return Built(cached, recording.summary, counts)

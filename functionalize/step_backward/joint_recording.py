@@ -92,6 +92,10 @@ class ForwardEnd:
             len(log.facts) if log is not None else 0,
         )
 
+    def signature(self, recorder: Recorder) -> Signature:
+        """What the forward alone is compared with."""
+        return Signature.of(recorder, state_around(self.entry, self.exit, self.records, self.facts))
+
 
 @dataclass(eq=False)
 class Pair:
@@ -124,6 +128,7 @@ class JointRun:
     requested: the gradients that autograd requested. parameters: the sources of the leaves that have a gradient,
     besides arguments.
     rerun_of: the cached forward that ran again for this backward; None: the forward is a new recording.
+    audit: the audit of which both are a part; None: there is none.
     """
 
     recorder: Recorder
@@ -134,6 +139,7 @@ class JointRun:
     requested: RequestedGradients
     parameters: tuple[Source, ...]
     rerun_of: ForwardProgram | None
+    audit: Any = None
     rendezvous: ClassVar[None] = None  # a forward may have no backward, for which no rank waits
 
     def recording(self) -> JointRecording:
@@ -221,10 +227,11 @@ class JointRecording(StepRecording):
 
     def signature(self) -> Signature:
         """What a later forward is compared with: its own ops, without those of the backward."""
-        end = self.end
-        return Signature.of(
-            self.recorder, state_around(end.entry, end.exit, end.records, end.facts)
-        )
+        return self.end.signature(self.recorder)
+
+    def whole_signature(self) -> Signature:
+        """The ops of both."""
+        return super().signature()
 
     def _named_inputs(
         self, builder: Builder, externals: Sequence[External]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Source, WholeStorage
 from functionalize.program.program import Program
@@ -21,6 +22,7 @@ from functionalize.state.sources import ModuleTensor, Slot
 from functionalize.step.cache import CachedProgram
 from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.pair_builder import SavedValue
+from functionalize.templates.leaves import identity
 
 
 @dataclass(eq=False)
@@ -29,6 +31,7 @@ class BackwardProgram:
 
     used: the names of the saved values that are its inputs. slots: the slots that a replay assigns.
     effects: the changes of FSDP2's state by a replay. replays: the number of replays.
+    signature: with which audits compare the forward and this backward; None: they are not audited.
     """
 
     program: Program
@@ -36,6 +39,7 @@ class BackwardProgram:
     used: tuple[str, ...]
     slots: Sequence[Slot]
     effects: FSDPEffects
+    signature: Signature | None = None
     replays: int = 0
 
     @cached_property
@@ -67,7 +71,7 @@ class ForwardProgram(CachedProgram):
     saved: the names of the values that the program returns after them.
     text, sources: its ops as text, and the sources of its inputs; equal for equal forwards.
     parameters: the sources of the leaves that have a gradient, besides arguments.
-    is_random: whether the graph draws random numbers.
+    is_random: whether the graph draws random numbers. communicates: whether ranks run it together.
     rerun_of: the cached forward whose rerun was recorded as this program; None: this is a new recording.
     """
 
@@ -79,6 +83,7 @@ class ForwardProgram(CachedProgram):
     parameters: tuple[Source, ...] = ()
     backwards: list[BackwardProgram] = field(default_factory=list)
     is_random: bool = False
+    communicates: bool = False
     rerun_of: ForwardProgram | None = None
 
 
@@ -87,15 +92,5 @@ def is_same_forward(a: ForwardProgram, b: ForwardProgram) -> bool:
     return (
         a.text == b.text
         and len(a.sources) == len(b.sources)
-        and all(_identity(x) == _identity(y) for x, y in zip(a.sources, b.sources, strict=True))
+        and all(identity(x) == identity(y) for x, y in zip(a.sources, b.sources, strict=True))
     )
-
-
-def _identity(source: Any) -> Any:
-    """A value that is equal for equal sources: their types, their names, the identities of their objects."""
-    if source is None or isinstance(source, (str, int, tuple)):
-        return source
-    slots = getattr(type(source), "__slots__", None)
-    if slots is None or not hasattr(source, "resolve"):
-        return id(source)
-    return type(source), *[_identity(getattr(source, name)) for name in slots]

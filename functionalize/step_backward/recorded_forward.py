@@ -18,12 +18,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from functionalize.audit.audited_call import log_bug
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.fsdp.objects import FSDPTensor
 from functionalize.ir.inputs import Call, Source
 from functionalize.ir.ops import OpRecord, TensorRef
 from functionalize.lifetimes.module_calls import ModuleCalls
 from functionalize.recorder.op_kinds import storage_of
+from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state.arguments import flatten_result
 from functionalize.state.hyperparameters import lifted
@@ -32,6 +34,7 @@ from functionalize.step.stages import Invocation, RecordedRun
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
 from functionalize.step.vote import RankVote
+from functionalize.step_backward.audited_forward import AuditedForward
 from functionalize.step_backward.boundary import (
     DetachedLeaves,
     RequestedGradients,
@@ -84,7 +87,14 @@ class Owner(Protocol):
         ...
 
     def finish_backward(self, run: JointRun, call: Invocation) -> None:
-        """Judge, build and agree after the backward of a recorded forward; both programs are kept, or neither."""
+        """Judge, build and agree after the backward of a recorded forward; both programs are kept, or neither.
+
+        Or compare both with the programs, if the run has an audit.
+        """
+        ...
+
+    def end_audit(self, audit: AuditedForward, recorder: Recorder, error: Exception) -> None:
+        """The backward of an audited forward has raised `error`."""
         ...
 
 
@@ -92,7 +102,7 @@ class RecordedForward:
     """A forward that ran for real, as the `CapturedBackward` of its node.
 
     end: the state after the forward; None once its backward was recorded. call: the call on detached arguments.
-    rerun_of: the cached forward that ran again; None: this is a new recording.
+    rerun_of: the cached forward that ran again; None: this is a new recording. audit: the audit of which it is a part.
     """
 
     def __init__(
@@ -102,8 +112,10 @@ class RecordedForward:
         end: ForwardEnd,
         call: Invocation,
         rerun_of: ForwardProgram | None,
+        audit: AuditedForward | None = None,
     ) -> None:
         assert isinstance(call.leaves, DetachedLeaves)
+        self._audit = audit
         self._owner, self._recorder = owner, run.recorder
         self._call, self._leaves = call, call.leaves
         self._end: ForwardEnd | None = end
@@ -208,12 +220,22 @@ class RecordedForward:
             leaves = [*self._leaves, *tangents]
             fn, live = self._owner.callable, end.entry.hyperparameters
             later = EntryState.now(fn, leaves, recorder, live, hooks_run_outside=True)
+            if self._audit is not None:
+                try:
+                    self._audit.before_backward(end, later, requested)
+                except Exception as error:
+                    log_bug(error)
         recorder.resume()
         calls = ModuleCalls(numbered=False)
         calls.register(later.roots)
         hyperparameters = lifted(later.roots.optimizers, later.hyperparameters, recorder)
-        with hyperparameters as hyper, calls.observing(recorder), recorder:
-            found = run_backward(self._outputs, tangents, self._inputs, requested, keep)
+        try:
+            with hyperparameters as hyper, calls.observing(recorder), recorder:
+                found = run_backward(self._outputs, tangents, self._inputs, requested, keep)
+        except Exception as error:
+            if self._audit is not None:
+                self._owner.end_audit(self._audit, recorder, error)
+            raise
         gradients, refusal = found
         if refusal is not None:
             recorder.checks.note(refusal)
@@ -228,6 +250,7 @@ class RecordedForward:
             requested,
             self.parameters,
             self._rerun_of,
+            self._audit,
         )
         self._owner.finish_backward(run, self._call)
         return gradients

@@ -458,18 +458,21 @@ def test_a_forward_under_no_grad_is_audited_as_a_step() -> None:
     assert captured.stats.audits >= 3
 
 
-def test_a_forward_with_collectives_is_not_audited() -> None:
+def test_a_forward_with_collectives_is_audited_by_the_number_of_its_calls() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     layer, sharded = nn.Linear(6, 2), fully_shard(nn.Linear(6, 2))
     for fn in (
         lambda x: functional.all_reduce(layer(x), "sum", dist.group.WORLD).sum(),
         lambda x: sharded(x).sum(),
     ):
-        captured = fz.capture(fn, backward=True, audit=1)
-        for i in range(6):
-            captured(batch(i)).backward()
-        assert captured.stats.replays >= 2, captured.explain()
-        assert captured.stats.audits == 0
+        captured = fz.capture(fn, backward=True, audit=4)
+        for i in range(12):  # of calls of two kinds, which have programs of their own
+            captured(batch(i, rows=5 + (i > 4))).backward()
+            audits = sum(program.audits for program in captured._cache)
+            assert audits == captured.stats.audits
+            assert captured.stats.audits == (i + 1) // 4
+        assert captured.stats.replays >= 4, captured.explain()
+        assert (captured.stats.captures > 1, captured.stats.audit_failures) == (True, 0)
 
 
 @pytest.mark.usefixtures("guards_off")

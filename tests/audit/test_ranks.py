@@ -110,3 +110,55 @@ def test_a_loaded_program_is_audited_by_its_saved_op_stream(changes: bool, tmp_p
         assert stats.audits == (3 if changes else 4)
         if changes:
             assert "aten.mul.Tensor is 0.5, the program has 1.0" in stats.differences[0]
+
+
+def forwards(audit: Any, changes_on: int | None) -> tuple[list[str], Any]:
+    """Twins, of one of which forward and backward are captured; two microbatches per step, of other rows on each rank.
+
+    On one rank a number that a hook of the backward reads changes before step 4.
+    """
+    rank, twins = dist.get_rank(), []
+    for _ in range(2):
+        model, optimizer = build_mlp()
+        config = {"scale": 1.0}
+
+        def loss_of(
+            x: Tensor, y: Tensor, model: Any = model, config: dict[str, float] = config
+        ) -> Tensor:
+            out = model(x)
+            out.register_hook(lambda gradient: gradient * config["scale"])
+            return F.mse_loss(out, y)
+
+        twins.append((model, optimizer, loss_of, config))
+    captured = fz.capture(twins[1][2], backward=True, audit=audit, on_uncapturable="eager")
+    found: list[str] = []
+    with unguarded():
+        for i, (x, y) in enumerate(pairs(10)):
+            if i == 4 and rank == changes_on:
+                twins[0][3]["scale"] = twins[1][3]["scale"] = 0.5
+            states = []
+            for (model, optimizer, eager, _), forward in zip(twins, (None, captured), strict=True):
+                for rows in (len(x) - (i + rank) % 2, len(x)):
+                    (forward or eager)(x[:rows], y[:rows]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                states.append(state_of(model, optimizer))
+            found += differences(i, *states)
+    return found, captured.stats
+
+
+def test_forwards_under_fsdp2_are_audited_together() -> None:
+    (found, first), (second_found, second) = run_on_ranks(forwards, 3, None)
+    assert found == second_found == []
+    for stats in (first, second):
+        assert (stats.audit_failures, stats.reruns) == (0, 0)
+        assert stats.audits >= 2
+        assert stats.backwards >= 4
+    assert first.audits == second.audits
+
+
+def test_a_hook_that_differs_on_one_rank_under_fsdp2() -> None:
+    (found, first), (second_found, second) = run_on_ranks(forwards, 1, 1)
+    assert found == second_found == []
+    assert (first.audit_failures, second.audit_failures) == (0, 3)  # of three kinds of microbatches
+    assert "argument 1 of aten.mul.Tensor is 0.5, the program has 1.0" in second.differences[0]

@@ -10,9 +10,9 @@ import functionalize as fz
 from functionalize.audit.schedule import AuditSchedule
 
 
-def due(option: Any, calls: int) -> list[int]:
+def due(option: Any, calls: int, is_pair: bool = False) -> list[int]:
     schedule = AuditSchedule.of(option)
-    return [call for call in range(1, calls + 1) if schedule.is_due(call)]
+    return [call for call in range(1, calls + 1) if schedule.is_due(call, is_pair)]
 
 
 @pytest.mark.parametrize("option", ["auto", "raise", True])
@@ -33,6 +33,13 @@ def test_audits_that_take_eight_replays_and_early_ones_thirteen_are_less_than_0_
     assert thorough == calls[:9]
     assert (len(calls) - 9) * (8 - 1) + 9 * (13 - 1) < 0.003 * 100_000
     assert all(map(AuditSchedule.of(3).is_thorough, due(3, 9000)))
+
+
+def test_late_audits_of_a_forward_and_its_backward_are_half_as_frequent() -> None:
+    calls = due("auto", 100_000, is_pair=True)
+    assert calls[:11] == [8, 17, 34, 67, 132, 261, 518, 1031, 2056, 8009, 16018]
+    assert (len(calls) - 9) * (14 - 1) + 9 * (16 - 1) < 0.003 * 100_000
+    assert due(5, 16, is_pair=True) == [5, 10, 15]
 
 
 def test_a_number_is_a_distance() -> None:

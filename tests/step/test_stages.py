@@ -226,7 +226,7 @@ def test_a_rank_that_does_not_answer_leaves_the_step_unchanged() -> None:
     x = torch.ones(2)
     before = [dict(step._warmups), dict(step._refused), step._last_kept]
     step._vote = Silent((), torch.device("cpu"))
-    run = step._record(invocation(x))
+    run = step._record(invocation(x), step._recorder(invocation(x)))
     with pytest.raises(UncapturableError, match="does not answer"):
         step._finish(run, invocation(x))
     assert step.programs == ()
