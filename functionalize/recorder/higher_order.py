@@ -6,6 +6,8 @@
 Eager compiles a higher-order op by Dynamo, which makes tensors in closures (the parameters of modules) operands of the
 op, with gradients of zeros where the branch that was not taken uses them. A recorder runs compiled code uncompiled, and
 would lose these gradients. Therefore the op is compiled as in eager, and no mode of a recorder sees what is inside.
+Of flex attention no program is made, although it runs by ops where it is not compiled: users compile it, and the kernel
+that Inductor generates rounds and allocates otherwise. On CPUs it has no backward.
 Refusal: every higher-order op that runs while a step is recorded.
 """
 
@@ -20,6 +22,9 @@ from functionalize._compat.autograd import backward_position
 from functionalize._compat.dispatch import HigherOrderOperator, disable_current_modes
 from functionalize.recorder.checks import Checks
 from functionalize.util.patching import Patch
+
+# Its class calls its base class with two more arguments, the tensors in closures, which Dynamo finds itself.
+_FLEX, _SEEN_BY_DYNAMO = "flex_attention", 7
 
 
 def patches(checks: Callable[[], Iterator[Checks]], watched: Callable[[], bool]) -> Iterator[Patch]:
@@ -36,6 +41,8 @@ def patches(checks: Callable[[], Iterator[Checks]], watched: Callable[[], bool])
         with disable_current_modes():
             if backward_position() is not None:
                 return original(self, *args, **kwargs)
+            if self._name == _FLEX:
+                args = args[:_SEEN_BY_DYNAMO]
             compiled = torch.compile(lambda *a, **k: self(*a, **k), backend="eager", fullgraph=True)
             return compiled(*args, **kwargs)
 

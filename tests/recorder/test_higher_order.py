@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 from torch.library import custom_op
+from torch.nn.attention.flex_attention import flex_attention
 
 import functionalize as fz
 from functionalize.errors import UncapturableError, UnsupportedOpError
@@ -91,6 +92,14 @@ def by_scan(m: Any, x: Tensor) -> Tensor:
     return m.a(rows).sum() + carry.sum()
 
 
+def by_flex_attention(m: Any, x: Tensor) -> Tensor:
+    """On CPUs it has no backward."""
+    with torch.no_grad():
+        q, scale = F.pad(x, (0, 12))[None, None], x.mean()
+        out = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score * scale)
+    return (m.a(x) * out[0, 0, :, :4]).sum()
+
+
 def with_noise(m: Any, x: Tensor) -> Tensor:
     return (m.a(x) * noise(x)).sum()
 
@@ -106,6 +115,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "cond": (by_cond, "runs the higher-order op `cond`"),
     "while_loop": (by_while_loop, "runs the higher-order op `while_loop`"),
     "scan": (by_scan, "runs the higher-order op `scan`"),
+    "flex_attention": (by_flex_attention, "runs the higher-order op `flex_attention`"),
     "noise": (with_noise, "functionalize_tests.noise.default draws random numbers"),
     "add_noise": (with_noise_in_place, "functionalize_tests.add_noise.default draws random"),
     "total": (lambda m, x: m.a(x).sum() * total(x), "total.default returns a number to Python"),
@@ -151,6 +161,7 @@ def test_captured(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name_and_never_broken(name: str) -> None:
     body, why = REFUSED[name]
