@@ -64,6 +64,27 @@ def make_dtensors(locals_: Iterable[torch.Tensor], specs: Iterable[Any]) -> list
         return list(map(new, itertools.repeat(DTensor), locals_, specs))
 
 
+def start_premul_sum(
+    out: torch.Tensor, source: torch.Tensor | None, factor: float, name: str
+) -> None:
+    """Start to multiply and sum `out` over the ranks of a group, or `source` into it, a part for each (2.11 to 2.15).
+
+    `_c10d_functional.wait_tensor(out)` waits for it.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    group = group_of_name(name)
+    options = c10d.AllreduceOptions() if source is None else c10d.ReduceScatterOptions()
+    options.reduceOp = c10d._make_nccl_premul_sum(factor)
+    options.asyncOp = True
+    if source is None:
+        work = group.allreduce([out], options)
+    else:
+        scatter = getattr(group, "reduce_scatter_single", group._reduce_scatter_base)
+        work = scatter(out, source, options)
+    c10d._register_work(out, work)
+
+
 def work_class() -> type | None:
     """The class whose `wait` completes a collective; None in a build without distributed."""
     try:

@@ -24,7 +24,6 @@ from torch import Tensor
 from functionalize._compat.graphs import pytree
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.audit.digest import Digest, digest
-from functionalize.errors import UnsupportedOpError
 from functionalize.ir.inputs import Captured, Source
 from functionalize.ir.ops import OpRecord, TensorRef, refs_in, storages_in
 from functionalize.ir.scalars import LiveNumber, Read, ScalarInput, bottom_up, map_numbers
@@ -35,7 +34,7 @@ from functionalize.scalars.live_scalars import expression_of
 from functionalize.state.hyperparameters import Key
 from functionalize.state.moving_state import MovingPlaces
 from functionalize.state.sources import Slot
-from functionalize.util.process_groups import group_name, is_group, reduction
+from functionalize.util.process_groups import group_name, is_group, is_reduction, reduction_text
 from functionalize.util.tensor_wrappers import plain_tensors
 
 _PLAIN = frozenset(
@@ -215,11 +214,8 @@ def constant(value: Any) -> Any:
         return list(value)
     if is_group(value):
         return GroupName(group_name(value))
-    if isinstance(value, torch.ScriptObject) and hasattr(value, "op"):
-        try:
-            return reduction(value)
-        except UnsupportedOpError:  # a program has none: discharge refuses it
-            return str(value.op())
+    if is_reduction(value):
+        return reduction_text(value)
     return f"a {kind.__module__}.{kind.__qualname__}"
 
 

@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from functionalize.errors import UnsupportedOpError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import OpRecord, refs_in
 from functionalize.program.metadata import tensors_of
-from functionalize.util.process_groups import group_name, is_group, reduction
+from functionalize.util.process_groups import group_name, is_group, is_reduction, reduction_text
 
 Texts = tuple[str, ...]
 
 _FUNCTIONAL = "_c10d_functional"
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "_allgather_into_tensor_out_c10d")
-_REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max", "premul_sum"})
+_REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max"})
 _SAME_SIZES = (
     *("all_reduce", "allreduce", "all_gather_into", "_allgather_base", "allgather_into"),
     *("reduce_scatter_tensor", "_reduce_scatter_base", "broadcast"),
@@ -100,12 +99,6 @@ def _text(
 
 def _reductions(args: Iterable[Any]) -> list[str]:
     named = [a for a in args if isinstance(a, str) and a.lower() in _REDUCTIONS]
-    boxed = [a for a in args if isinstance(a, torch.ScriptObject) and hasattr(a, "op")]
-    return named + [_name_of(each) for each in boxed]
-
-
-def _name_of(boxed: Any) -> str:
-    try:
-        return reduction(boxed)
-    except UnsupportedOpError:  # recorded here; discharge refuses it and names it
-        return str(boxed.op())
+    factors = [f"premul_sum({a!r})" for a in args if isinstance(a, float)]
+    boxed = [a for a in args if is_reduction(a)]
+    return named + factors + [reduction_text(each) for each in boxed]

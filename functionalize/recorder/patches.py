@@ -6,6 +6,7 @@
     torch.Tensor.item, fused optimizers   return and accept live numbers, see scalar_patches.py
     torch.get_rng_state, ...         set and read generators: recorded as ops, see rng_patches.py
     torch.linalg.svdvals, ...        compute no vectors, as in eager, see eager_formulas.py
+    torch.distributed.ProcessGroup   reduces with a factor that the dispatcher does not pass, see reduction_patches.py
     torch.cond, while_loop, ...      run as in eager and are refused, see higher_order.py
     builtins.print, logging, ...     effects, which a replay does not repeat: see effects.py
     torch._dynamo's frame hook       code under torch.compile runs uncompiled: compiled code calls kernels without
@@ -40,7 +41,7 @@ from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
 from functionalize._compat.fsdp import FSDP_LABEL
-from functionalize.recorder import eager_formulas, effects, higher_order
+from functionalize.recorder import eager_formulas, effects, higher_order, reduction_patches
 from functionalize.recorder import rng_patches as generators
 from functionalize.recorder.checks import Checks
 from functionalize.recorder.eager_formulas import EagerFormulas
@@ -309,6 +310,7 @@ def _capture_patches() -> Iterator[Patch]:
     yield from generators.patches(_recorders)
     yield from number_patches.patches(_recorders)
     yield from eager_formulas.patches(lambda: bool(_watchers()))
+    yield from reduction_patches.patches(_recorders)
     yield from higher_order.patches(recorded_checks, lambda: bool(_watchers()))
     effects.watch_audit_events(_is_recording, recorded_checks)
     yield from effects.patches(recorded_checks, _checked_recorders)

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention
 import functionalize as fz
 from functionalize._compat.distributed import fake_work_ids, mesh_methods, sharding_propagation
 from functionalize._compat.fsdp import fully_sharded_chunks
-from functionalize.errors import UnsupportedOpError, WorldError
+from functionalize.errors import WorldError
 from functionalize.fake_world.world import in_world
 from tests.fsdp.features import FEATURES
 from tests.fsdp.models import Net, mesh
@@ -380,26 +380,6 @@ def test_what_cannot_be_run_on_fakes_says_what_to_do():
         with pytest.raises(WorldError, match=r"flex_attention has no[\s\S]*scaled_dot_product"):
             flex_attention.flex_attention(q, q, q)
     assert torch.ones(2).numpy().sum() == 2
-
-
-def test_a_divide_factor_that_multiplies_and_sums_in_one_collective():
-    """NCCL alone has PREMUL_SUM; the group of a world takes it, too."""
-    with fz.world(2):
-        model = fully_shard(nn.Linear(4, 4))
-        model.set_gradient_divide_factor(4.0)
-        step = fz.capture(lambda x: model(x).sum().backward())
-        for _ in range(2):  # the second one is to be made a program
-            step(torch.ones(2, 4))
-        with pytest.raises(
-            UnsupportedOpError,
-            match=r"PREMUL_SUM.*set_force_sum_reduction_for_comms\(True\)",
-        ):
-            step(torch.ones(2, 4))
-        model.set_force_sum_reduction_for_comms(True)
-        step = fz.capture(lambda x: model(x).sum().backward())
-        for _ in range(4):
-            step(torch.ones(2, 4))
-        assert step.stats.replays and step.program is not None, step.explain()
 
 
 def test_tensors_of_a_world_say_that_they_are_on_the_cpu():

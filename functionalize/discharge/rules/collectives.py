@@ -7,8 +7,8 @@
     fsdp.chunk_cat_mixed_dtype(out=)     ->  the same; tensors of several dtypes are cast before
     fsdp.record_grad_output_stream       ->  nothing: it orders a free after a read, and values are not freed
 
-Their schemas do not say what they write or alias, so each has a rule here, or in `collective_lists.py` if it
-takes lists of tensors. A rank sends the same messages as in eager, so replaying and eager ranks work together.
+Their schemas do not say what they write or alias, so each has a rule here; in `collective_lists.py` if it takes lists
+of tensors. A rank sends the same messages as in eager, so replaying and eager ranks work together.
 Refusal: any other op of `c10d`, `fsdp` or `_c10d_functional`, by name. `unlisted_ops` finds the ops of the installed
 torch that are not named in this file.
 """
@@ -28,7 +28,15 @@ from functionalize.discharge.rules.registry import RULES, Engine, rule
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import OpRecord, TensorRef, contiguous_geometry
-from functionalize.util.process_groups import group_name, ranks_of, reduction, unboxed
+from functionalize.util.process_groups import (
+    PREMUL_ALL_REDUCE,
+    PREMUL_REDUCE_SCATTER,
+    PremulSum,
+    group_name,
+    ranks_of,
+    reduction,
+    unboxed,
+)
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional
@@ -123,11 +131,11 @@ def allgather_base_(engine: Engine, record: OpRecord) -> Any:
 def reduce_scatter_base_(engine: Engine, record: OpRecord) -> Any:
     """`_reduce_scatter_base_(output, input, process_group, reduce_op, async_op, timeout)`."""
     output, whole, group, op = record.args[:4]
-    g, ranks = whole.geometry, ranks_of(group)
+    g, ranks, has_factor = whole.geometry, ranks_of(group), isinstance(op, PremulSum)
     value = engine.emit.call(
-        FUNCTIONAL.reduce_scatter_tensor.default,
+        PREMUL_REDUCE_SCATTER if has_factor else FUNCTIONAL.reduce_scatter_tensor.default,
         sent(engine, whole),
-        reduction(op),
+        op.factor if has_factor else reduction(op),
         ranks,
         group_name(group),
     )
@@ -138,9 +146,11 @@ def reduce_scatter_base_(engine: Engine, record: OpRecord) -> Any:
 def allreduce_(engine: Engine, record: OpRecord) -> Any:
     """`allreduce_(tensors, process_group, reduce_op, ...) -> (Tensor[], Work)`."""
     tensors, group, op = record.args[:3]
-    op, name = reduction(op), group_name(group)
+    has_factor, name = isinstance(op, PremulSum), group_name(group)
+    target = PREMUL_ALL_REDUCE if has_factor else FUNCTIONAL.all_reduce.default
+    how = op.factor if has_factor else reduction(op)
     for t in tensors:
-        reduced(engine, t, lambda v: engine.emit.call(FUNCTIONAL.all_reduce.default, v, op, name))
+        reduced(engine, t, lambda v: engine.emit.call(target, v, how, name))
     return [None, None]
 
 
@@ -255,11 +265,13 @@ _PURE = frozenset(
         "all_reduce_",
         "all_reduce_coalesced",
         "all_reduce_coalesced_",
+        "all_reduce_premul_sum",
         "all_to_all_single",
         "broadcast",
         "broadcast_",
         "reduce_scatter_tensor",
         "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_tensor_premul_sum",
     }
 )
 _NAMESPACES = ("_c10d_functional", "c10d", "fsdp")

@@ -93,7 +93,7 @@ def _formula(target: Any) -> Callable[..., Any] | None:
 # -- bytes and seconds -----------------------------------------------------------------------------
 
 # A ring all-reduce is a reduce-scatter followed by an all-gather: it sends the bytes twice.
-_REDUCES_AND_GATHERS = ("all_reduce", "all_reduce_coalesced")
+_REDUCES_AND_GATHERS = ("all_reduce", "all_reduce_coalesced", "all_reduce_premul_sum")
 _LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
 _NOTHING_WRITTEN = frozenset(("empty", "empty_like", "empty_strided", "new_empty"))
 _NO_MESSAGE = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
