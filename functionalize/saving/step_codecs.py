@@ -115,7 +115,7 @@ def _load_held(names: Names, *values: Any) -> Held:
 
 def _refuse_moving(value: PlaceNumber | Assigned | Appended) -> tuple[Any, ...]:
     raise SaveError(
-        f"moves `{value.name}`, which Python keeps and a file cannot name: move it outside of the step"
+        f"reads or changes `{value.name}`, which Python keeps and a file cannot name: keep it outside of the step"
     )
 
 

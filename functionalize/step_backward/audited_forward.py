@@ -30,6 +30,8 @@ from functionalize.step_backward.joint_recording import ForwardEnd, JointRun, ex
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
 from functionalize.templates.leaves import identity
 
+_WRITTEN = "modified by an inplace operation"
+
 
 class AuditedForward:
     """One audited call. cached: the programs. expected: the results of the forward; None: they are not compared."""
@@ -88,11 +90,20 @@ class AuditedForward:
         return AuditVerdict(f"after equal ops: the step {changed}" if changed is not None else None)
 
     def failed(self, recorder: Recorder, error: Exception) -> AuditVerdict:
-        """The verdict on a run that raised `error`: an op does so in a replay, too; a guard on a number may fail."""
+        """The verdict on a run that raised `error`.
+
+        In a replay, too, an op raises it, autograd does for a saved tensor that was written, or a guard on a number
+        may fail: nothing can be said then.
+        """
         backward = self._backward
         signature = self.cached.signature if isinstance(backward, str) else backward.signature
         assert signature is not None
-        if self._is_over or recorder.failed is not None or signature.facts:
+        if (
+            self._is_over
+            or recorder.failed is not None
+            or signature.facts
+            or _WRITTEN in str(error)
+        ):
             return AuditVerdict()
         return AuditVerdict(f"the step raises {type(error).__name__}: {error}; the program goes on")
 

@@ -226,7 +226,9 @@ def test_a_program_that_moves_state_is_not_saved(tmp_path: Any) -> None:
     captured = fz.capture(ours.step)
     for i in range(5):
         captured(batch(i))
-    with pytest.raises(SaveError, match=r"moves `w\.n`, which Python keeps and a file cannot name"):
+    with pytest.raises(
+        SaveError, match=r"reads or changes `w\.n`, which Python keeps and a file cannot name"
+    ):
         captured.save(tmp_path / "step.fzp")
 
 

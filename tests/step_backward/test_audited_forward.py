@@ -212,3 +212,18 @@ def test_an_error_of_the_audit_is_logged(
         assert all(map(torch.equal, found, expected("hook on a result", i)))
     assert captured.stats.audit_failures == 0
     assert "a bug in functionalize, please report it: an audit failed" in caplog.text
+
+
+def test_a_saved_value_that_was_written_is_no_difference() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    captured = fz.capture(lambda x: model(x).exp(), backward=True, audit=2)
+    for i in range(8):
+        y = captured(batch(i))
+        with torch.no_grad():
+            y.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        captured(batch(i)).sum().backward()
+    assert captured.stats.audits >= 3
+    assert captured.stats.audit_failures == 0
