@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,16 @@ def running_node_name() -> str | None:
 def in_backward() -> bool:
     """Whether this thread is inside a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Whether `torch.vmap`, or another transform of torch.func, is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def first_gradients(roots: Sequence[Any], passed: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The gradients of its roots with which a backward begins: ones for None. Raises eager's errors."""
+    return list(torch.autograd._make_grads(roots, passed, is_grads_batched=False))
 
 
 def current_node_leaf() -> torch.Tensor | None:

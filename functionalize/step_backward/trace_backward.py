@@ -17,7 +17,7 @@ Invariant: after the trace, and after an exception, every tensor that was there 
 version and its `.grad`. The graph can still be used.
 Refusals (`UncapturableError`): what no program repeats (ops without a rule, reads of tensors by `.numpy()`); a hook
 that keeps a gradient which becomes `.grad`; assignments to `.data` of a leaf; a backward inside of a recording, of
-another backward, or in a fake world.
+another backward, of `vmap`, or in a fake world.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from functionalize._compat.autograd import in_backward, leaf_of, nodes_of
+from functionalize._compat.autograd import (
+    first_gradients,
+    in_backward,
+    in_transform,
+    leaf_of,
+    nodes_of,
+)
 from functionalize._compat.dispatch import (
     current_modes,
     disable_current_modes,
@@ -39,7 +46,7 @@ from functionalize._compat.dispatch import (
 )
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.fsdp import fsdp_modules
-from functionalize.errors import UncapturableError
+from functionalize.errors import UncapturableError, UnsupportedTensorError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.objects import fsdp_params
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState, FSDPStateGuard
@@ -48,6 +55,7 @@ from functionalize.ir.generators import generator_states, set_generators
 from functionalize.ir.inputs import Argument, Call, Captured, chain_of
 from functionalize.lifetimes.module_calls import ModuleCalls
 from functionalize.recorder.builder import Builder, TensorInput
+from functionalize.recorder.op_kinds import storage_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External, StorageInfo
 from functionalize.state.arguments import flatten_result, hidden
@@ -59,7 +67,12 @@ from functionalize.step_backward.traced_backward import GraphValues, TracedBackw
 from functionalize.step_backward.undo import UndoingRecorder
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.structure import flatten
-from functionalize.util.tensor_wrappers import address_of, is_plain, plain_tensors
+from functionalize.util.tensor_wrappers import (
+    address_of,
+    is_plain,
+    plain_tensors,
+    tensor_classes,
+)
 
 Ends = Tensor | GradientEdge
 
@@ -67,12 +80,16 @@ Ends = Tensor | GradientEdge
 def trace_backward(
     loss: Ends | Sequence[Ends],
     inputs: Ends | Sequence[Ends] | None = None,
-    gradient: Tensor | Sequence[Tensor] | None = None,
+    gradient: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    accumulate: bool = False,
+    allow_unused: bool = False,
 ) -> TracedBackward:
     """The backward of the graph of `loss` (tensors or gradient edges) as a program: call it once, without arguments.
 
     The call does what `loss.backward(gradient)` does and returns None; with `inputs`, it returns what
-    `torch.autograd.grad(loss, inputs, gradient)` returns. gradient: as there; needed where `loss` has not one element.
+    `torch.autograd.grad(loss, inputs, gradient, allow_unused=allow_unused)` returns, or, with `accumulate`, does what
+    `loss.backward(gradient, inputs=inputs)` does. gradient: as there; needed where `loss` has not one element.
     Nothing is changed yet, but Python in hooks and in custom Functions runs now, and not in the call. Every rank of
     an FSDP2 model traces, and calls the program. The graph stays: drop it (`del loss`), and the program frees its
     values as it goes.
@@ -83,20 +100,23 @@ def trace_backward(
         (in_world(), "in a fake world: capture the whole step there"),
         (in_backward(), "inside of a backward: trace it outside"),
         (any(isinstance(m, Recorder) for m in current_modes()), "inside of a recording"),
+        (in_transform(), "inside of `vmap` or another transform of torch.func: trace it outside"),
     ):
         if refused:
             raise UncapturableError(f"a backward cannot be traced {what}")
     warn_if_untested()
     roots = _several(loss)
-    tangents = _tangents(roots) if gradient is None else _several(gradient)
+    tangents = first_gradients(
+        roots, [None] * len(roots) if gradient is None else _several(gradient)
+    )
+    ends = None if inputs is None else _several(inputs)
     with only_young_collections():
-        program, made = _UndoneRun(
-            roots, tangents, None if inputs is None else _several(inputs)
-        ).program()
+        run = _UndoneRun(roots, tangents, ends, accumulate, allow_unused)
+        program, made = run.program()
     found = program.resolve_slowly(program.values.leaves)
     if isinstance(found, str):
         raise UncapturableError(f"the trace of a backward has changed its own state: {found}")
-    program.values.seal()
+    program.values.seal(program.inputs, found.inputs, any(info.alive for info in run.born()))
     del found
     # A hook may hold a gradient that the run has made, which would be `.grad` itself in eager.
     if any(info.alive for _, info in made):
@@ -114,20 +134,19 @@ def _several(each: Any) -> list[Any]:
     return [each] if isinstance(each, (Tensor, GradientEdge)) else list(each)
 
 
-def _tangents(roots: Sequence[Any]) -> list[Tensor]:
-    """The gradients of the roots with which eager begins if none are passed."""
-    if any(not isinstance(root, Tensor) or root.numel() != 1 for root in roots):
-        raise RuntimeError(
-            "grad can be implicitly created only for scalar outputs: pass `gradient` to trace_backward"
-        )
-    return [torch.ones_like(root, memory_format=torch.preserve_format) for root in roots]
-
-
 class _UndoneRun:
     """One recorded run of a backward, undone at its end."""
 
-    def __init__(self, roots: list[Any], tangents: list[Tensor], inputs: list[Any] | None) -> None:
+    def __init__(
+        self,
+        roots: list[Any],
+        tangents: list[Any],
+        inputs: list[Any] | None,
+        accumulate: bool,
+        allow_unused: bool,
+    ) -> None:
         self.roots, self.tangents, self.inputs = roots, tangents, inputs
+        self.accumulate, self.allow_unused = accumulate, allow_unused
         self.recorder = UndoingRecorder(ignore_fake=True)
         on_tape = [leaf_of(node) for node in nodes_of(roots)] + [*roots, *(inputs or [])]
         leaves = [t for t in on_tape if isinstance(t, Tensor) and t.is_leaf]
@@ -148,16 +167,30 @@ class _UndoneRun:
         names = [f"tangent_{i}" for i in range(len(self.tangents))]
         names += [f"leaf_{i}" for i in range(len(others))] + ["model" for _ in roots]
         reached = [*self.tangents, *others, *roots]
+        for name, each in zip(names, reached, strict=True):
+            try:
+                _ = [storage_of(tensor) for tensor in plain_tensors(each)]
+            except UnsupportedTensorError as error:
+                raise UncapturableError(f"`{name}`: the backward {error}") from error
         entry = EntryState.now(_hooks, reached, self.recorder, names=names)
         for i, tensor in enumerate(retained):
             entry.slots.append((f"retained_{i}.grad", Gradient(Captured(tensor))))
         return entry
 
+    def born(self) -> list[StorageInfo]:
+        """The storages that the run has made."""
+        storages = self.recorder.storages
+        outside = {each.info.serial for each in storages.externals if not each.literal}
+        return [info for info in storages.infos if info.serial not in outside]
+
     def _run(self) -> Any:
-        if self.inputs is None:
-            torch.autograd.backward(self.roots, self.tangents, retain_graph=True)
+        roots, tangents, inputs = self.roots, self.tangents, self.inputs
+        if inputs is None or self.accumulate:
+            torch.autograd.backward(roots, tangents, retain_graph=True, inputs=inputs)
             return None
-        return torch.autograd.grad(self.roots, self.inputs, self.tangents, retain_graph=True)
+        return torch.autograd.grad(
+            roots, inputs, tangents, retain_graph=True, allow_unused=self.allow_unused
+        )
 
     def program(self) -> tuple[TracedBackward, list[tuple[str, StorageInfo]]]:
         """The program; and the storages of new gradients, which nothing may hold any more, by the names of slots."""
@@ -229,7 +262,7 @@ class _UndoneRun:
         fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program) if f.init}
         values = GraphValues(recording.values, len(entry.leaves))
         values.drop_unused(program, slots)
-        outside = {e.info.serial for e in recorder.storages.externals}
+        born = {info.serial for info in self.born()}
         returned = _several(result) if result is not None else []
         named = [
             *((n, t) for n, _, t in changed),
@@ -238,7 +271,7 @@ class _UndoneRun:
         infos = [
             (n, recorder.storages.info_of(t)) for n, each in named for t in plain_tensors(each)
         ]
-        made = [(n, info) for n, info in infos if info is not None and info.serial not in outside]
+        made = [(n, info) for n, info in infos if info is not None and info.serial in born]
         return TracedBackward(**fields, slots=slots, effects=effects, values=values), made
 
 
@@ -272,10 +305,9 @@ def _hooks() -> None:
 
 def _with_gradients() -> Iterator[Tensor]:
     """The tensors of the process in which a backward may leave a gradient: leaves, and after `retain_grad`."""
-    for each in gc.get_objects():
-        kind = type(each)
-        if not issubclass(kind, Tensor) or issubclass(kind, FakeTensor):
-            continue
+    kinds = {kind for kind in tensor_classes() if not issubclass(kind, FakeTensor)}
+    objects = gc.get_objects()  # hundreds of thousands: no bytecode runs for each
+    for each in compress(objects, map(kinds.__contains__, map(type, objects))):
         if (each.is_leaf and each.requires_grad) or each.retains_grad:
             strided = each.layout is torch.strided and not (each.is_quantized or each.is_nested)
             if strided and (is_plain(each) or is_traceable_wrapper_subclass(each)):

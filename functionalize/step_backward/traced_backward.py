@@ -9,7 +9,8 @@ The program owns the values that it reads and that only the graph reads. Its cal
 the user has dropped the graph (`del loss`).
 Invariant: nothing is changed before the last guard has passed.
 Refusals (`GuardError`): a second call; a tensor that was written since the trace; a gradient that is there now and was
-not, or the other way round; another state of FSDP2.
+not, or the other way round; a gradient that was written, if a hook kept a tensor of the trace, such as a state of an
+optimizer; another state of FSDP2.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from functionalize.errors import GuardError
 from functionalize.fsdp.python_state import FSDPEffects
-from functionalize.ir.inputs import Argument, InputSpec, chain_of
+from functionalize.ir.inputs import Argument, Call, InputSpec, chain_of
 from functionalize.ir.outputs import LeafItself
 from functionalize.program.program import Program
 from functionalize.state.alias_guard import SharedGuard
@@ -38,11 +39,13 @@ class GraphValues:
 
     leaves: tangents, leaves of autograd, saved tensors. kept: how many of them, the first ones, are not freed.
     versions: how often each tensor had been written after the trace.
+    gradients: name, source, tensor and version of each gradient that must not be written either.
     """
 
     leaves: list[Any]
     kept: int
     versions: list[int] = field(default_factory=list)
+    gradients: list[tuple[str, Any, Any, int]] = field(default_factory=list)
 
     def drop_unused(self, program: Program, slots: Sequence[Slot]) -> None:
         """Drop the values that neither the program, nor its guards, nor its slots refer to."""
@@ -54,16 +57,30 @@ class GraphValues:
         used |= {role.leaf for role in program.outputs if isinstance(role, LeafItself)}
         self.leaves = [leaf if i in used else None for i, leaf in enumerate(self.leaves)]
 
-    def seal(self) -> None:
-        """The trace is done: values must not be written from now on."""
+    def seal(
+        self, inputs: Sequence[InputSpec], tensors: Sequence[Any], with_gradients: bool
+    ) -> None:
+        """The trace is done: values must not be written from now on. with_gradients: nor gradients.
+
+        tensors: what the sources of the inputs have resolved to.
+        """
         self.versions = [_version_of(leaf) for leaf in self.leaves]
+        self.gradients = [
+            (spec.name, spec.source, tensor, _version_of(tensor))
+            for spec, tensor in zip(inputs, tensors, strict=True)
+            if with_gradients and not isinstance(spec.source, Argument)
+        ]
 
     def written(self, inputs: Sequence[InputSpec]) -> str | None:
-        """The name of a value that was written since the trace; None: there is none. Gradients may be written."""
+        """Which value was written since the trace, in words; None: there is none."""
         for spec in inputs:
             at = spec.source.leaf if isinstance(spec.source, Argument) else None
             if at is not None and _version_of(self.leaves[at]) != self.versions[at]:
-                return spec.name
+                return f"`{spec.name}` was written since the trace"
+        call = Call(self.leaves, [])
+        for name, source, tensor, version in self.gradients:
+            if source.resolve(call) is not tensor or _version_of(tensor) != version:
+                return f"`{name}` was written since the trace, in which a hook kept a tensor that may depend on it"
         return None
 
 
@@ -95,15 +112,15 @@ class TracedBackward(Program):
         call = self.resolve_slowly(leaves)
         if isinstance(call, str):
             raise GuardError(call + _ADVICE)
-        name = values.written(self.inputs)
-        if name is not None:
-            raise GuardError(f"`{name}` was written since the trace{_ADVICE}")
+        written = values.written(self.inputs)
+        if written is not None:
+            raise GuardError(written + _ADVICE)
         call.freed = self.read_by_graph_only()
         returned = {role.leaf for role in self.outputs if isinstance(role, LeafItself)}
         for i in range(values.kept, len(leaves)):
             if i not in returned:
                 leaves[i] = None
-        values.leaves, values.versions = [], []
+        values.leaves, values.versions, values.gradients = [], [], []
         result, gradients = self.replay(call)
         leave(call, self.slots, gradients, self.effects)
         return result

@@ -58,7 +58,8 @@ class UndoingRecorder(Recorder):
 
     def _was_there(self, storage: torch.UntypedStorage) -> bool:
         info, externals = self.storages.info_at(storage), self.storages.externals
-        self._outside.update(e.info.serial for e in externals[self._sorted :])
+        new = externals[self._sorted :]
+        self._outside.update(e.info.serial for e in new if not e.literal)
         self._sorted = len(externals)
         return info is None or info.serial in self._outside
 

@@ -21,6 +21,14 @@ from functionalize._compat.distributed import is_dtensor_class
 _PLAIN = frozenset({Tensor, nn.Parameter})  # a parameter of a subclass has the subclass's type
 
 
+def tensor_classes(kind: type = Tensor) -> Iterator[type]:
+    """`Tensor` and all its subclasses, some perhaps twice."""
+    yield kind
+    subclasses: list[type] = type.__subclasses__(kind)
+    for each in subclasses:
+        yield from tensor_classes(each)
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is a tensor of torch's own type, which is the usual case; False may also mean undecided."""
     return type(value) in _PLAIN

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.step_backward.eager_graphs import CASES, EAGER, TRACED, Run, model
+from tests.step_backward.eager_graphs import PLAIN
+from tests.step_backward.hooked_graphs import HOOKED
+from tests.step_backward.runs import EAGER, TRACED, Run, model
 
 
 def same(a: Any, b: Any) -> bool:
@@ -33,7 +35,7 @@ def results(case: Any, run: Run) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [*HOOKED, *PLAIN], ids=lambda case: case.__name__)
 def test_as_eager(case: Any) -> None:
     for ours, eager in zip(results(case, TRACED), results(case, EAGER), strict=True):
         assert same(ours, eager)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functionalize as fz
 import passes
 from functionalize.errors import GuardError, UncapturableError
-from tests.step_backward.eager_graphs import model
+from tests.step_backward.runs import model
 
 
 def loss_of(m: nn.Module) -> Tensor:
@@ -81,6 +81,20 @@ def test_gradients_that_are_written_between_trace_and_call_are_added_to() -> Non
     loss_of(twin).backward()
     for p, q in zip(m.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_gradients_may_not_change_if_a_hook_kept_what_depends_on_them(is_replaced: bool) -> None:
+    m, kept = model(), []
+    loss_of(m).backward()
+    m[0].weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.norm()))
+    program = fz.trace_backward(loss_of(m))
+    if is_replaced:
+        m[0].weight.grad = torch.ones(4, 3)
+    else:
+        m[0].weight.grad.mul_(0.5)
+    with pytest.raises(GuardError, match=r"grad` was written since .* a hook kept a tensor"):
+        program()
 
 
 def test_a_pass_rewrites_a_copy_and_one_of_both_runs() -> None:
@@ -213,7 +227,7 @@ def test_another_storage_of_a_leaf_is_refused_and_undone() -> None:
 
 def test_where_a_backward_cannot_be_traced() -> None:
     m = model()
-    with pytest.raises(RuntimeError, match="only for scalar outputs: pass `gradient`"):
+    with pytest.raises(RuntimeError, match="implicitly created only for scalar outputs"):
         fz.trace_backward(m(torch.ones(2, 3)))
 
     def step() -> Any:
@@ -221,6 +235,13 @@ def test_where_a_backward_cannot_be_traced() -> None:
 
     with pytest.raises(UncapturableError, match="cannot be traced inside of a recording"):
         fz.capture(step)()
+    with pytest.raises(UncapturableError, match="cannot be traced inside of `vmap` or another"):
+        torch.vmap(lambda g: fz.trace_backward(m(torch.ones(3)), gradient=g)())(torch.eye(3))
+    sparse = torch.ones(2, 3).to_sparse()
+    with pytest.raises(
+        UncapturableError, match=r"`tangent_0`: the backward meets a tensor of .*sparse_coo"
+    ):
+        fz.trace_backward(m(torch.ones(2, 3)), gradient=sparse)
     loss = loss_of(m)
     m[0].weight.register_hook(lambda g: fz.trace_backward(loss_of(model()))())
     with pytest.raises(UncapturableError, match="cannot be traced inside of a backward"):
