@@ -67,7 +67,9 @@ def suite() -> type[unittest.TestCase]:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent))  # it imports modules beside it
     try:
-        spec.loader.exec_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(file.parent))
     return module.TestAutograd  # type: ignore[no-any-return]
