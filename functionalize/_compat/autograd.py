@@ -10,8 +10,12 @@ from torch._C import (  # a replay needs no autograd kernels, and they cost time
     _AutoDispatchBelowAutograd as below_autograd,
 )
 
+# The higher-order op by which a custom Function runs inside of `torch.func`.
+from torch._functorch.autograd_function import custom_function_call
+
 __all__ = [
     "below_autograd",
+    "custom_function_call",
 ]  # names of torch that are used elsewhere
 
 BACKWARD, RECOMPUTE = "backward", "recompute"
@@ -148,6 +152,11 @@ def hook_tables(tensor: torch.Tensor) -> list[dict[Any, Any]]:
     """The dicts in which a tensor's hooks are stored."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return [table for table in (tensor._backward_hooks, after) if table is not None]
+
+
+def accumulator_of(leaf: torch.Tensor) -> Any:
+    """The autograd node that accumulates the gradient of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:

@@ -8,7 +8,8 @@ op, with gradients of zeros where the branch that was not taken uses them. A rec
 would lose these gradients. Therefore the op is compiled as in eager, and no mode of a recorder sees what is inside.
 Of flex attention no program is made, although it runs by ops where it is not compiled: users compile it, and the kernel
 that Inductor generates rounds and allocates otherwise. On CPUs it has no backward.
-Refusal: every higher-order op that runs while a step is recorded.
+Refusal: every higher-order op that runs while a step is recorded, but for custom Functions inside of `torch.func`:
+eager never compiles them, and the ops inside are recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from functionalize._compat.autograd import backward_position
+from functionalize._compat.autograd import backward_position, custom_function_call
 from functionalize._compat.dispatch import HigherOrderOperator, disable_current_modes
 from functionalize.recorder.checks import Checks
 from functionalize.util.patching import Patch
@@ -32,7 +33,7 @@ def patches(checks: Callable[[], Iterator[Checks]], watched: Callable[[], bool])
     original = HigherOrderOperator.__call__
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not watched():
+        if not watched() or self is custom_function_call:
             return original(self, *args, **kwargs)
         for each in checks():
             each.refuse_here(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.autograd import (
+    accumulator_of,
     below_autograd,
     graph_is_kept,
     hook_tables,
@@ -188,13 +189,35 @@ def run_backward(
 
 @contextmanager
 def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Remove the hooks of `leaves` inside the `with`."""
+    """Remove the hooks of `leaves` inside the `with`; undo what hooks on the nodes do that accumulate the gradients.
+
+    The user's graph runs these hooks later. Those of nodes cannot be removed: they run twice while recorded.
+    """
     tables = [table for leaf in leaves for table in hook_tables(leaf)]
     hooks = [dict(table) for table in tables]
+    handles: list[Any] = []
     try:
         for table in tables:
             table.clear()
+        for leaf in leaves:
+            handles += _keep_gradient(leaf)
         yield
     finally:
+        for handle in handles:
+            handle.remove()
         for table, were in zip(tables, hooks, strict=True):
             table.update(were)
+
+
+def _keep_gradient(leaf: Tensor) -> Iterator[Any]:
+    """Two hooks: the node that accumulates a leaf's gradient gets what arrives, whatever its other hooks return."""
+    arrived: list[
+        Tensor
+    ] = []  # empty again before the node runs, which would copy a gradient that is held
+
+    def after_others(gradients: Any) -> Any:
+        first = arrived.pop() if arrived else None
+        return None if first is None or first is gradients[0] else (first,)
+
+    yield leaf.register_hook(arrived.append)
+    yield accumulator_of(leaf).register_prehook(after_others)
