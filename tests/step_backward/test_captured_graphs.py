@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import functionalize as fz
 from tests.step_backward.eager_graphs import PLAIN
 from tests.step_backward.hooked_graphs import HOOKED
-from tests.step_backward.runs import EAGER, model
-from tests.step_backward.test_trace_backward import same
+from tests.step_backward.runs import EAGER, model, same
 
 CASES = {case.__name__: case for case in [*HOOKED, *PLAIN]}
 

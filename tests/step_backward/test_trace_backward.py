@@ -7,19 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.step_backward.eager_graphs import PLAIN
 from tests.step_backward.hooked_graphs import HOOKED
-from tests.step_backward.runs import EAGER, TRACED, Run, model
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.stride() == b.stride() and torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a is None and b is None
+from tests.step_backward.runs import EAGER, TRACED, Run, model, same
 
 
 def results(case: Any, run: Run) -> list[Any]:
