@@ -72,7 +72,10 @@ def ops_to_floor(program: Any, inputs: list[Any], runs: int) -> float:
     tensors = [t.detach() for t in inputs]
     with torch.no_grad(), below_autograd(), torch.jit.optimized_execution(False):
         script = torch.jit.trace(
-            lambda *given: tuple(run(list(given))), tuple(tensors), check_trace=False, strict=False
+            fx.GraphModule(dict(part.constants), graph),
+            tuple(tensors),
+            check_trace=False,
+            strict=False,
         )
         for _ in range(runs):
             for name, call in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
@@ -174,6 +174,16 @@ def no_python_dispatch() -> AbstractContextManager[None]:
     """A context: ops are dispatched as if no mode were active (torch 2.0 to 2.13)."""
     guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return guard
+
+
+_OWN = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, complex})
+
+
+def reaches_kernels(values: Iterable[Any]) -> bool:
+    """Whether an op on these values is seen by kernels alone: no mode, transform, tracer or subclass (2.11 to 2.15)."""
+    if _count_modes() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return torch._C._get_tracing_state() is None and _OWN.issuperset(map(type, values))
 
 
 def function_modes() -> list[Any]:

@@ -6,9 +6,9 @@
         return (mul,)
 
 Ops are called through torch's Python binding if there is one, else through their C++ handle, without the Python frame
-of `OpOverload.__call__`. At stage INPLACE it is `run(inputs, commit)`, which calls its argument `commit` in the place
-of the graph's `commit`.
-While a profiler runs, replays call code with ranges (`ranges.py`), which is made when it is first needed.
+of `OpOverload.__call__`; views whose geometry is known are made by one call of C++ (`windows.py`). At stage INPLACE it
+is `run(inputs, commit)`, which calls its argument `commit` in the place of the graph's `commit`.
+While a profiler runs, replays call code with ranges (`ranges.py`) and without windows; it is made when first needed.
 `run(inputs)` is pure at stage FUNCTIONAL. `run.write(inputs, commit)`, where there is one, is what a replay calls: an
 optimizer's op runs last and in place, and its results are None (`last_write.py`).
 Invariant: nodes execute in graph order, that op apart; apart from the caller, only the local variables keep values
@@ -34,6 +34,7 @@ from functionalize.ir.waits import WAIT
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.program import Program
 from functionalize.run.ranges import Path, in_ranges, path_of
+from functionalize.run.windows import NO_WINDOWS, ViewForm, Windows, windows, with_windows
 
 Runner = Callable[..., Sequence[Any]]
 _SLICE = torch.ops.aten.slice.Tensor
@@ -94,10 +95,11 @@ def _compiled(program: Program, has_ranges: bool = False) -> Runner:
     nodes = in_order(program.graph, last)
     tail: frozenset[fx.Node] = frozenset(last.tail) if last is not None else frozenset()
     takes_commit = last is not None or program.stage == "INPLACE"
-    move = "move, " if has_ranges else ""
-    lines = [f"def run({move}inputs{', commit' if takes_commit else ''}):"]
+    views = NO_WINDOWS if has_ranges else windows(program)
+    takes = {"move": has_ranges, "inputs": True, "commit": takes_commit, "window": views.made}
+    lines = [f"def run({', '.join(name for name, is_taken in takes.items() if is_taken)}):"]
     waits = added_waits(nodes)
-    last_use = _last_uses(nodes, waits)
+    last_use = _last_uses(nodes, waits, views)
     dying: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last_use.items():
         dying.setdefault(user, []).append(node)
@@ -149,6 +151,7 @@ def _compiled(program: Program, has_ranges: bool = False) -> Runner:
         yield f"        {' = '.join(names[part] for part in last.parts)} = None"
 
     path: Path = ()
+    bases: list[ViewForm] = []
     for node in nodes:
         if has_ranges and path != (path := path_of(node, path)):
             lines.append(f"    move({_bind(namespace, 'k', path)})")
@@ -157,8 +160,13 @@ def _compiled(program: Program, has_ranges: bool = False) -> Runner:
             continue
         for started in waits.get(node, ()):
             lines += _wait(names[started], started, handle_of(WAIT))
+        if node in views.skipped:
+            continue
         silent = not node.users and _is_effect(node)
-        if node.op == "call_function":
+        if node in views.made:
+            bases.append(views.forms[views.made[node].of])
+            lines.append(f"    {names[node]} = window({_arguments(names, views.made[node])})")
+        elif node.op == "call_function":
             handle = call_of(node)
             parts = [text(a) for a in node.args]
             parts += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
@@ -185,7 +193,13 @@ def _compiled(program: Program, has_ranges: bool = False) -> Runner:
             lines.append(f"    del {', '.join(names[n] for n in dead)}")
     exec(compile("\n".join(lines), "<functionalize boxed program>", "exec"), namespace)
     run: Runner = in_ranges(namespace["run"]) if has_ranges else namespace["run"]
+    if bases:
+        run = with_windows(run, bases)
     return run if last is None else WritingRunner(run)
+
+
+def _arguments(names: Mapping[fx.Node, str], form: ViewForm) -> str:
+    return f"{names[form.of]}, {form.size}, {form.stride}, {form.offset}"
 
 
 def _fits_binding(node: fx.Node) -> bool:
@@ -232,11 +246,11 @@ def _wait(name: str, started: fx.Node, wait: str) -> list[str]:
 
 
 def _last_uses(
-    nodes: Sequence[fx.Node], waits: Mapping[fx.Node, Sequence[fx.Node]]
+    nodes: Sequence[fx.Node], waits: Mapping[fx.Node, Sequence[fx.Node]], views: Windows
 ) -> dict[fx.Node, fx.Node]:
     """The node after which each value is freed. waits: for a node, the collectives to wait for before it."""
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        for used in (*node.all_input_nodes, *waits.get(node, ())):
+        for used in (*views.read(node), *waits.get(node, ())):
             last[used] = node
     return last
