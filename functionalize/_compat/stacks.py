@@ -44,29 +44,26 @@ class Stacks:
     While a backward runs, the Python function that called autograd's engine does not advance: the ops of C++ nodes all
     have the same Python stack.
     handlers: how many handlers of modes of this package call one another for each op.
+    shared: the stack of the ops of the running backward that its nodes in C++ ran, and no hook.
     """
 
     def __init__(self) -> None:
         self.handlers = 1
         self._task = -1
         self._engine = 0  # where the frame of the engine's caller is, as long as the task runs
-        self._stack: CapturedTraceback | None = None
+        self.shared: CapturedTraceback | None = None
 
     def here(self) -> CapturedTraceback:
         """The stack of the op that is being dispatched, for a function that a mode's handler calls."""
         frame = sys._getframe(1 + self.handlers).f_back
         task = torch._C._current_graph_task_id()
         if task == self._task and address(frame) == self._engine:
-            assert self._stack is not None
-            return self._stack
+            assert self.shared is not None
+            return self.shared
         while frame is not None and frame.f_code.co_name == "__torch_dispatch__":  # of other modes
             frame = frame.f_back
         if frame is None or frame.f_code is not _ENGINE_CODE:
             return stack_here()
-        if self._stack is None or task != self._task:
-            self._task, self._stack, self._engine = task, stack_here(), address(frame)
-        return self._stack
-
-    def is_shared(self, stack: CapturedTraceback | None) -> bool:
-        """Whether a stack is that of the nodes in C++ of the running backward, so that no hook ran the op."""
-        return stack is self._stack and stack is not None
+        if self.shared is None or task != self._task:
+            self._task, self.shared, self._engine = task, stack_here(), address(frame)
+        return self.shared

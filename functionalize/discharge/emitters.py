@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat.graphs import NodeWriter
+from functionalize._compat.references import address
 from functionalize.discharge.values import Emitter, Value
 from functionalize.errors import InvariantError, UnsupportedOpError
 from functionalize.ir.ops import Geometry
@@ -32,14 +33,12 @@ aten = torch.ops.aten
 class _Kind(NamedTuple):
     """Facts about an op that every node of it needs, looked up once.
 
-    name: the base of the nodes' names.
     takes_generator: whether the op has a parameter for a `torch.Generator`.
-    nodes: the graph's own table of the nodes that call the op.
+    node: appends a node that calls the op with arguments and keyword arguments.
     """
 
-    name: str
     takes_generator: bool
-    nodes: dict[fx.Node, None]
+    node: Callable[[Any, Any], fx.Node]
 
 
 class GraphEmitter(Emitter):
@@ -58,8 +57,8 @@ class GraphEmitter(Emitter):
         self.graph = fx.Graph()
         self.nodes = NodeWriter(self.graph)
         self.numbers: dict[Any, fx.Node] = {}
-        self._kinds: dict[Any, _Kind] = {}
-        self._getitem = self._kind(operator.getitem)
+        self._kinds: dict[int, _Kind] = {}  # by the address of the op: hashing one calls Python
+        self._getitem = self.nodes.caller(operator.getitem, "getitem")
         self._whole, self._scalar_placeholder = whole, scalar_placeholder
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -67,33 +66,35 @@ class GraphEmitter(Emitter):
         record = self.record
         if record is not None and record.live:
             args, kwargs = map_numbers(self._live, args), map_numbers(self._live, kwargs)
-        kind = self._kinds.get(target) or self._kind(target)
+        kind = self._kinds.get(address(target)) or self._kind(target)
         if kind.takes_generator and _has_generator(args, kwargs):
             raise UnsupportedOpError(
                 "draws from a torch.Generator argument, which a graph cannot hold: keep the generator in one "
                 "attribute or variable and seed it outside of the step, or use the default generator"
             )
-        node = self.nodes.call(target, args, kwargs, kind.name, kind.nodes)
+        node = kind.node(args, kwargs)
         if record is not None:
             node.meta["record"] = record
         return node
 
     def part(self, values: fx.Node, index: int) -> fx.Node:
         """A node that calls `operator.getitem`; a fused op has hundreds of these."""
-        kind = self._getitem
-        node = self.nodes.call(operator.getitem, (values, index), {}, kind.name, kind.nodes)
+        node = self._getitem((values, index), {})
         if self.record is not None:
             node.meta["record"] = self.record
         return node
 
-    def _node(self, kind: _Kind, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        node = self.nodes.call(target, args, kwargs, kind.name, kind.nodes)
+    def _node(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        node = self._kind(target).node(args, {})
         if self.record is not None:
             node.meta["record"] = self.record
         return node
 
     def _kind(self, target: Any) -> _Kind:
-        kind = self._kinds[target] = _Kind(*_traits(target), self.nodes.nodes_of(target))
+        name, takes_generator = _traits(target)
+        # The function holds the op, whose address is that of no other object then.
+        kind = _Kind(takes_generator, self.nodes.caller(target, name))
+        self._kinds[address(target)] = kind
         return kind
 
     def _live(self, argument: LiveNumber) -> fx.Node:
@@ -105,11 +106,11 @@ class GraphEmitter(Emitter):
         for part in bottom_up(expression, nodes):
             if isinstance(part, Applied):
                 args = tuple(nodes[a] if is_expression(a) else a for a in part.args)
-                nodes[part] = self._node(self._kind(part.function), part.function, args, {})
+                nodes[part] = self._node(part.function, args)
             elif isinstance(part, ScalarInput) and self._scalar_placeholder is not None:
                 tensor = self._scalar_placeholder(part)
                 read = aten._local_scalar_dense.default
-                nodes[part] = self._node(self._kind(read), read, (tensor,), {})
+                nodes[part] = self._node(read, (tensor,))
                 nodes[part].meta["hint"] = part.hint
             else:
                 raise InvariantError("a number is used before the op that returned it to Python")

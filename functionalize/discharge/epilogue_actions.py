@@ -36,8 +36,8 @@ def actions_of(
     actions: list[Action] = []
     if storage.nbytes != storage.original_nbytes:
         actions.append(Resize(input, storage.nbytes))
-    if storage.nbytes and storage.written and storage.valid.spans:
-        geometry = _window_to_copy(storage)
+    if storage.nbytes and storage.written:
+        geometry = storage.root if storage.intact else _window_to_copy(storage)
         if geometry is None:
             return actions
         # Computed even where only `geometry` is copied: a part that was never written would be a view of the input.
@@ -51,6 +51,8 @@ def actions_of(
 def _window_to_copy(storage: FunctionalStorage) -> Geometry | None:
     """The geometry to copy: the root, or its prefix if the storage or its defined bytes end inside; None: nothing."""
     root = storage.root
+    if not storage.valid.spans:
+        return None
     end, size = min(storage.nbytes, storage.valid.spans[-1][1]), root.dtype.itemsize
     if root.end <= end or (not root.is_dense and root.end <= storage.nbytes):
         return root

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 
+from functionalize._compat.references import address
 from functionalize.discharge.layout import UNKNOWN, result_geometries
 from functionalize.discharge.loops import operands_of
 from functionalize.discharge.resize import checked_nbytes, resize
 from functionalize.discharge.rules import RULES
 from functionalize.discharge.rules.custom import needs_wrapper, wrapped
-from functionalize.discharge.rules.lists import one_by_one
+from functionalize.discharge.rules.lists import OF_REFS, one_by_one
 from functionalize.discharge.rules.mutations import (
     FunctionalForm,
     expands,
@@ -58,7 +58,8 @@ class Functionalizer:
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
         self.storages: dict[int, FunctionalStorage] = {}
-        self._handlers: dict[Any, Callable[[Functionalizer, OpRecord], Any]] = {}
+        # By the address of the op, since hashing one calls Python; with the op, which keeps the address its own.
+        self._handlers: dict[int, tuple[Callable[[Functionalizer, OpRecord], Any], Any]] = {}
 
     # -- storages ------------------------------------------------------------------------------
 
@@ -116,7 +117,11 @@ class Functionalizer:
         emit = self.emit
         before, emit.record = emit.record, record
         try:
-            self._bind(record, record.outputs, self._discharged(record))
+            values, outputs = self._discharged(record), record.outputs
+            if type(outputs) is not TensorRef:
+                self._bind(record, outputs, values)
+            elif outputs[0] not in self.storages:
+                self.declare_output(record, outputs, values)
         finally:
             emit.record = before
 
@@ -129,15 +134,16 @@ class Functionalizer:
         try:
             for serial, nbytes in record.resized:
                 self.resize(serial, nbytes)
-            handler = self._handlers.get(record.target) or self._handler(record.target)
-            return handler(self, record)
+            found = self._handlers.get(address(record.target))
+            return (found[0] if found is not None else self._handler(record.target))(self, record)
         except FunctionalizeError as error:
             raise located(error, record) from error.__cause__
 
     def _handler(self, target: Any) -> Callable[[Functionalizer, OpRecord], Any]:
         """Handler of an op, cached per overload; whether it aliases an input is decided per record."""
         by_schema = Functionalizer.mutated if is_mutating(target) else Functionalizer._view_or_pure
-        handler = self._handlers[target] = RULES.get(target, by_schema)
+        handler = RULES.get(target, by_schema)
+        self._handlers[address(target)] = handler, target
         return handler
 
     def _view_or_pure(self, record: OpRecord) -> Value:
@@ -153,14 +159,18 @@ class Functionalizer:
 
     def pure(self, record: OpRecord) -> Value:
         """Read every tensor argument, emit the op."""
-        read = self.read
+        read, storages, emit = self.read, self.storages, self.emit
         args = [
-            read(a) if type(a) is TensorRef else map_refs(read, a) if type(a) in NESTED else a
+            (storages.get(a[0]) or self.storage(a[0])).read(a[1], emit)  # `read`, without its call
+            if type(a) is TensorRef
+            else map_refs(read, a)
+            if type(a) in NESTED
+            else a
             for a in record.args
         ]
         if not record.kwargs:
-            return self.emit.call(record.target, *args)
-        return self.emit.call(record.target, *args, **map_refs(read, record.kwargs))
+            return emit.call(record.target, *args)
+        return emit.call(record.target, *args, **map_refs(read, record.kwargs))
 
     def _bind(self, record: OpRecord, outputs: Any, values: Value) -> None:
         if type(outputs) is TensorRef:
@@ -175,8 +185,12 @@ class Functionalizer:
         """Add the record of a storage that the current op made; `value` is that of its first output on it."""
         if value is None:
             raise InvariantError(f"{record.target} returned no value for its output {ref}")
-        nbytes, device = record.meta["born"][ref.storage]
-        self.declare(ref, nbytes, device, value, _output_of(record.target))
+        serial, geometry = ref
+        nbytes, device = record.meta["born"][serial]
+        # `declare`, without its call.
+        self.storages[serial] = FunctionalStorage(
+            serial, geometry, device, value, nbytes, record.target, straight
+        )
 
     def declare_undefined(self, record: OpRecord, ref: TensorRef, why: str) -> None:
         """Add the record of a storage that the current op made, no byte of which is defined."""
@@ -231,7 +245,7 @@ class Functionalizer:
         if needs_wrapper(record.target):
             return wrapped(self, record)
         form = functional_form(record.target)
-        elements = one_by_one(record.target, record.args, record.kwargs, *_PLACEMENT)
+        elements = one_by_one(record.target, record.args, record.kwargs, *OF_REFS)
         if elements is not None:
             for args, kwargs in elements:
                 self.mutated(replace(record, args=args, kwargs=kwargs))
@@ -250,9 +264,7 @@ class Functionalizer:
         args, kwargs = self._functional_arguments(record, form, written)
         have = result_geometries(form, args, kwargs, written)
         values, have = operands_of(self, form.target, args, kwargs, written, have)
-        results = self.emit.call(
-            form.target, *values, **(map_refs(self.read, kwargs) if kwargs else {})
-        )
+        results = self.emit.call(form.target, *values, **map_refs(self.read, kwargs))
         for index, target in zip(form.results, written, strict=True):
             value = results
             if not form.single:
@@ -366,11 +378,6 @@ class Functionalizer:
         return self.emit.call(aten.copy.default, empty, value)
 
 
-@cache
-def _output_of(target: Any) -> str:
-    return f"output of {target}"
-
-
 def _aliased(record: OpRecord, out: TensorRef) -> TensorRef | None:
     """The first argument on the storage of `out`, or None."""
     for arg in record.args:
@@ -382,19 +389,3 @@ def _aliased(record: OpRecord, out: TensorRef) -> TensorRef | None:
             if found is not None:
                 return found
     return None
-
-
-def _storage_of(ref: Any) -> int | None:
-    return ref.storage if type(ref) is TensorRef else None
-
-
-def _span_of(ref: TensorRef) -> tuple[int, int]:
-    return ref.geometry.start, ref.geometry.end
-
-
-def _element(ref: TensorRef, at: int) -> TensorRef:
-    g = ref.geometry
-    return ref._replace(geometry=g._replace(size=(1,), offset=g.offset + at * g.stride[0]))
-
-
-_PLACEMENT = (_storage_of, _span_of, _element)  # the last three arguments of `one_by_one`

@@ -1,8 +1,14 @@
-"""Partial writes of a storage that are not in its base yet, see Note [Pending writes] in `storage.py`.
+"""Partial writes of a storage that are not in its base yet.
 
     writes.put(PendingWrite(view, value, 3))
     writes.newer(0, 16, 2)                     whether a byte of [0, 16) was written after version 2
     joined(emit, root, writes, old)            cat([w0, w1, w2, w3])
+
+Note [Pending writes]
+A partial write makes a new base by copying all of it: N partial writes one by one would copy it N times. So a
+partial write is kept pending until an op needs the base (see `FunctionalStorage._flush`), often never, or not before
+the writes make up the whole. Until then a view is current if no later pending write overlaps its bytes. Pending
+writes are disjoint; a write that overlaps one of them without covering it flushes all of them first.
 
 Invariant: the byte ranges of pending writes, each from its first to its last byte, are disjoint; they are kept in
 ascending order.

@@ -15,8 +15,8 @@ Invariant: a value has exactly the size, stride and dtype of the geometry it is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,11 +27,10 @@ from functionalize.errors import InvariantError, UndefinedContentsError
 from functionalize.ir.ops import Geometry, contiguous_geometry
 
 
-@dataclass(slots=True, eq=False)
 class FunctionalStorage:
     """The record of one storage; sizes in bytes.
 
-    serial: the number of the storage in the recording. name: names it in messages.
+    serial: the number of the storage in the recording. called: its name in messages, or the op whose output it is.
     root, base: a geometry of the storage, and the value of that geometry without the `pending` writes.
     original_base, original_nbytes: base and size on entry; of a storage made by the program: at its creation.
     make_step: returns the step between two geometries that no recorded view op connects.
@@ -46,34 +45,38 @@ class FunctionalStorage:
     views: every geometry seen so far. top: that of the root.
     """
 
-    serial: int
-    root: Geometry
-    device: torch.device
-    original_base: Value
-    original_nbytes: int
-    name: str
-    make_step: Callable[[Geometry, Geometry], ViewStep]
-    external: bool = False
-    base: Value = None
-    nbytes: int = 0
-    version: int = 0
-    base_version: int = 0
-    written: bool = False
-    entry_lost: bool = False
-    widened: bool = False
-    copied: str | None = None
-    intact: bool = field(init=False)
-    pending: PendingWrites | None = None
-    views: dict[Geometry, View] = field(init=False)
-    top: View = field(init=False)
-    _valid: Extent | None = None
+    __slots__ = (
+        *("_valid", "base", "base_version", "called", "copied", "device", "entry_lost", "external"),
+        *("intact", "make_step", "nbytes", "original_base", "original_nbytes", "pending", "root"),
+        *("serial", "top", "version", "views", "widened", "written"),
+    )
 
-    def __post_init__(self) -> None:
-        root, nbytes = self.root, self.original_nbytes
-        self.base, self.nbytes, self.intact = self.original_base, nbytes, root.end <= nbytes
-        version = self.version if nbytes or not root.numel else -1
-        self.top = View(root, None, None, self.base, version)
-        self.views = {root: self.top}
+    def __init__(
+        self,
+        serial: int,
+        root: Geometry,
+        device: torch.device,
+        base: Value,
+        nbytes: int,
+        called: Any,
+        make_step: Callable[[Geometry, Geometry], ViewStep],
+        external: bool = False,
+    ) -> None:
+        self.serial, self.root, self.device = serial, root, device
+        self.original_base, self.original_nbytes = self.base, self.nbytes = base, nbytes
+        self.called, self.make_step, self.external = called, make_step, external
+        self.version = self.base_version = 0
+        self.written = self.entry_lost = self.widened = False
+        self.copied: str | None = None
+        self.pending: PendingWrites | None = None
+        self._valid: Extent | None = None
+        self.intact = root.end <= nbytes
+        top = View(root, None, None, base, 0 if nbytes or not root.numel else -1)
+        self.top, self.views = top, {root: top}
+
+    @property
+    def name(self) -> str:
+        return self.called if type(self.called) is str else f"output of {self.called}"
 
     @property
     def valid(self) -> Extent:
@@ -195,7 +198,7 @@ class FunctionalStorage:
         pending writes of other bytes stay pending. This is all FSDP needs: the weight that autograd saved in forward is
         a view of a storage, and when backward reads it the storage holds the second all-gather.
         """
-        found = self.views.get(geometry)
+        found = self.top if geometry is self.top.geometry else self.views.get(geometry)
         if (
             found is not None
             and (found.version == self.version or self._is_current(found, geometry))
@@ -204,7 +207,8 @@ class FunctionalStorage:
             return found.value
         if geometry.numel == 0:
             return emit.empty(geometry, self.device)
-        check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "reads")
+        if geometry.end > self.nbytes:
+            check_bounds(self.name, geometry, self.nbytes, self.original_nbytes, "reads")
         if not self.intact and not self.valid.covers_view(geometry):
             text = self.copied or undefined_text(self.name, geometry, self.nbytes)
             raise UndefinedContentsError(text)
@@ -271,17 +275,13 @@ class FunctionalStorage:
 
         A write that covers the base never reads the old one. A partial write of undefined contents starts
         from `empty`. exact: whether `value` has the strides of `geometry`; required unless `scatters(geometry)`.
-
-        Note [Pending writes]
-        A partial write makes a new base by copying all of it: N partial writes one by one would copy it N times. So a
-        partial write is kept pending until an op needs the base (see `_flush`), often never, or not before the
-        writes make up the whole. Until then a view is current if no later pending write overlaps its bytes. Pending
-        writes are disjoint; a write that overlaps one of them without covering it flushes all of them first.
         """
         self.check_writable(geometry)
         if not geometry.numel:
             return
-        if exact and geometry == self.root:  # a shortcut for the general case below
+        if exact and (
+            geometry is self.root or geometry == self.root
+        ):  # a shortcut for the general case below
             self.pending = None
             self._rebase(value)
             self.written = True

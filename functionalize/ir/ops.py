@@ -164,10 +164,13 @@ def geometry_fields(tensor: Tensor) -> tuple[Any, ...]:
     """
     dtype = tensor.dtype
     bits = _LAZY_BITS[dtype]
+    if bits == 1:  # nearly all
+        offset = tensor.storage_offset()
+        return tensor.shape, tensor.stride(), offset, dtype, False, tensor.is_neg()
     if not bits:
         return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, False, False
-    conj = bits == 2 and tensor.is_conj()
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, conj, tensor.is_neg()
+    shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return shape, stride, offset, dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def contiguous_geometry(size: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Geometry:

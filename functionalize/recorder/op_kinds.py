@@ -30,7 +30,7 @@ from functionalize.ir.ops import MASKS
 from functionalize.recorder.eager_formulas import FORMULA_OPS
 
 aten = torch.ops.aten
-_QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 # Ops whose result is more than a storage, a size and strides. A fake of the result does not show that.
 _MAKES = types.MappingProxyType(
     {
@@ -57,7 +57,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def check_plain(tensor: Tensor) -> None:
     """Raises `UnsupportedTensorError` for a tensor that is more than a storage, a size and strides."""
-    if tensor.dtype in _QUANTISED:
+    if tensor.dtype in QUANTISED:
         raise more_than_strided(f"meets a quantised tensor of {tensor.dtype}")
     if tensor.is_nested:
         raise more_than_strided(f"meets a nested tensor of {tensor.dtype}")
@@ -272,7 +272,7 @@ class OpKind:
     makes: "quantised" or "nested" if the result is more than a strided tensor, else "".
     may_be_refused: `Checks.refuse` must be called before it runs.
     has_formula: eager may compute something else in its place, see eager_formulas.py.
-    run: calls the op with one Python frame less.
+    run: calls the op with one Python frame less. op: the op.
     """
 
     reads_no_data: bool
@@ -294,6 +294,7 @@ class OpKind:
     may_be_refused: bool
     has_formula: bool
     run: Callable[..., Any]
+    op: Any
 
 
 @cache
@@ -328,4 +329,5 @@ def kind_of(func: Any) -> OpKind:
         or func is RESIZE_STORAGE,
         has_formula=func in FORMULA_OPS,
         run=entry_of(func),
+        op=func,
     )

@@ -14,6 +14,7 @@ All are raised before the op runs, so that nothing segfaults.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any
 
@@ -25,6 +26,7 @@ from functionalize._compat.autograd import autograd_position
 from functionalize._compat.dispatch import disable_current_modes, is_traceable_wrapper_subclass_type
 from functionalize._compat.distributed import is_dtensor_type
 from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.references import address
 from functionalize._compat.stacks import stack_here
 from functionalize.calls.call_log import CallLog
 from functionalize.discharge.resize import checked_nbytes
@@ -99,6 +101,7 @@ class Recorder(Watcher):
         self._met_number = False  # whether an argument of the current op is a symbolic number
         self._stand_ins = stand_ins
         self._ref = self.storages.ref
+        self._kinds: dict[int, OpKind] = {}  # by the address of the op: hashing one calls Python
         if observer is not None:
             observer.attach(self.records)
 
@@ -151,7 +154,9 @@ class Recorder(Watcher):
                 if self.scalar_arguments is not None and is_dtensor_type(kind):
                     return self._past_dtensor(self.scalar_arguments, func, args, kwargs)
                 return NotImplemented
-        op = kind_of(func)
+        op = self._kinds.get(address(func))
+        if op is None:
+            op = self._kinds[address(func)] = kind_of(func)
         if op.metadata:
             return op.run(*args, **kwargs)
         if op.composite:
@@ -208,11 +213,11 @@ class Recorder(Watcher):
 
         Returns the arguments to run it with: fakes for tensors from outside, plain values for live numbers.
         """
-        storages, ref, scalars = self.storages, self._ref, self.scalar_arguments
+        storages, scalars = self.storages, self.scalar_arguments
         storages.met_resized = False
         if self._stand_ins is not None:
             args, kwargs = self._to_fake(args), self._to_fake(kwargs)
-        record.args = tuple([ref(a) if type(a) in _TENSORS else self._map_in(a) for a in args])
+        record.args = tuple(self._map_all(args))
         if kwargs:
             record.kwargs = {k: self._map_in(v) for k, v in kwargs.items()}
         if self._met_number or (scalars is not None and scalars.carrying is not None):
@@ -287,16 +292,22 @@ class Recorder(Watcher):
 
     def _map_in(self, arg: Any) -> Any:
         kind = type(arg)
-        if kind in _CONSTANTS:  # most arguments that are no tensors
+        if kind in _CONSTANTS:
             return arg
         if isinstance(arg, Tensor):
             return self._ref(arg)
         if isinstance(arg, (list, tuple)):
-            ref = self._ref
-            return [ref(a) if type(a) in _TENSORS else self._map_in(a) for a in arg]
+            return self._map_all(arg)
         if kind in SYMBOLIC:
             self._met_number = True
         return placed(arg) if kind is torch.device else arg
+
+    def _map_all(self, args: Sequence[Any]) -> list[Any]:
+        ref, known = self._ref, _CONSTANTS
+        return [
+            ref(a) if type(a) in _TENSORS else a if type(a) in known else self._map_in(a)
+            for a in args
+        ]
 
     def _map_out(self, out: Any) -> Any:
         if isinstance(out, Tensor):

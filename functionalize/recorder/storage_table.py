@@ -25,8 +25,8 @@ from torch import Tensor
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.references import WeakStorage
-from functionalize.ir.ops import Geometry, OpRecord, TensorRef, geometry_fields, geometry_of
-from functionalize.recorder.op_kinds import check_plain, storage_of
+from functionalize.ir.ops import Geometry, OpRecord, TensorRef, geometry_fields
+from functionalize.recorder.op_kinds import QUANTISED, check_plain, storage_of
 
 _new_tuple = tuple.__new__  # makes a named tuple in half the time of calling its class
 _NOT_HELD = torch.empty(0)
@@ -62,10 +62,9 @@ class StorageInfo(WeakStorage):
         self._reference = storage._weak_ref()  # `WeakStorage.__init__`, without its call
         self.serial, self.address = serial, storage._cdata
         self.nbytes = self.original_nbytes = nbytes = storage.nbytes()
-        self.device = tensor.device
-        self.name = "a temporary"
-        self.resized = nbytes == 0
-        self.seen = _new_tuple(TensorRef, (serial, geometry or geometry_of(tensor)))
+        self.device, self.name, self.resized = tensor.device, "a temporary", nbytes == 0
+        geometry = geometry or _new_tuple(Geometry, geometry_fields(tensor))
+        self.seen = _new_tuple(TensorRef, (serial, geometry))
 
     def ref(self, tensor: Tensor) -> TensorRef:
         """A tensor on this storage, with its geometry now."""
@@ -221,7 +220,11 @@ class StorageTable:
             info = self._add(tensor, storage)
             self.born[info.serial] = (info.nbytes, info.device)
             return info.seen
-        return info.ref(tensor)
+        fields = geometry_fields(tensor)  # `info.ref(tensor)`, without its call
+        seen = info.seen
+        if fields != seen[1]:
+            seen = info.seen = _new_tuple(TensorRef, (info.serial, _new_tuple(Geometry, fields)))
+        return seen
 
     def note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
         """Number and size of a storage whose size has changed since the table last compared it, else None."""
@@ -250,7 +253,8 @@ class StorageTable:
         self.infos.append(info)
 
     def _add(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
-        check_plain(tensor)
+        if tensor.is_nested or tensor.dtype in QUANTISED:
+            check_plain(tensor)  # raises
         infos = self.infos
         info = StorageInfo(len(infos), tensor, storage)
         self._by_address[info.address] = info  # `register`, without its call

@@ -35,6 +35,8 @@ from functionalize.ir.ops import Made, OpRecord
 from functionalize.tape.backwards import BackwardCall, walked
 from functionalize.tape.hooks import is_user_hook, kind_of_hook
 
+_thread = threading.get_ident
+
 
 class FunctionCall(NamedTuple):
     """A call of an `autograd.Function` that made a node.
@@ -129,12 +131,12 @@ class TapeNotes:
 
     def start(self) -> None:
         """The recording begins, or goes on, in this thread."""
-        self._main, self.made = threading.get_ident(), next_node_number()
+        self._main, self.made = _thread(), next_node_number()
         self.saved_by(*saved_tensor_hooks())
 
     def thread(self) -> int:
         """The running thread; 0 is the thread of the recording."""
-        found = threading.get_ident()
+        found = _thread()
         return 0 if found == self._main else found
 
     def backward_called(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
@@ -146,45 +148,50 @@ class TapeNotes:
 
     def record(self, func: Any, args: Iterable[Any]) -> OpRecord:
         """The record of an op that is being dispatched; for a mode's handler."""
+        stacks = self.stacks
         if self.is_off:
-            stack = self.stacks.here() if in_backward() else stack_here()
-            return OpRecord(func, (), {}, None, (), stack)
+            return OpRecord(
+                func, (), {}, None, (), stacks.here() if in_backward() else stack_here()
+            )
         seq_nr, node, phase = autograd_position()
         if phase is None:
             # Outside of a backward no stack is shared: the calling frame need not be looked up.
-            record = OpRecord(func, (), {}, None, (), stack_here(), tape=self)
+            record = OpRecord(func, (), {}, None, (), stack_here(), None, None, None, None, self)
             if next_node_number() != self.made:
                 self._moved(record, args)
         else:
-            stack = self.stacks.here()
+            stack = stacks.here()
             record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase, None, self)
-            self._in_backward(record, args)
+            is_shared = stack is stacks.shared
+            if _thread() != self._main:
+                record.thread = self.thread()
+            if seq_nr is not None and seq_nr >= FIRST_OF_LEAVES:
+                record.seq_nr = self._leaf()
+                if is_shared:
+                    record.meta["accumulates"] = True
+            if not is_shared:
+                self._note_hook(record)
+            if torch.is_grad_enabled():  # else it makes none
+                self._moved(record, args)
         if fx_traceback.current_meta:
             custom = fx_traceback.current_meta.get("custom")
             if custom:  # `annotate` changes its dict
                 record.meta["custom"] = dict(custom)
         return record
 
-    def _in_backward(self, record: OpRecord, args: Iterable[Any]) -> None:
-        """Note the thread of an op in a backward, the leaf of its node, and the node that it makes itself."""
-        if threading.get_ident() != self._main:
-            record.thread = self.thread()
-        if record.seq_nr is not None and record.seq_nr >= FIRST_OF_LEAVES:
-            record.seq_nr = self._leaf()
-            if self.stacks.is_shared(record.traceback):
-                record.meta["accumulates"] = True
-        if not self.stacks.is_shared(record.traceback) and (frame := entered_frame()) is not None:
+    def _note_hook(self, record: OpRecord) -> None:
+        """Note the kind of the hook that runs an op in a backward."""
+        frame = entered_frame()
+        if frame is not None:
             inside = record.autograd_node is not None
             leaf = current_node_leaf() if inside else None
             kind = kind_of_hook(frame, inside, leaf, self._unpacks)
             if kind is not None:
                 record.meta["hook"] = kind
-        if torch.is_grad_enabled():  # else it makes none
-            self._moved(record, args)
 
     def _moved(self, record: OpRecord, args: Iterable[Any]) -> None:
         """Note the nodes that were made since the op before, and the leaves among the arguments."""
-        made, thread = next_node_number(), threading.get_ident()
+        made, thread = next_node_number(), _thread()
         if thread == self._main:
             before, self.made = self.made, made
         else:

@@ -24,8 +24,11 @@ INPUTS = [
 ]
 
 
-def described(graph: fx.Graph) -> list[tuple[str, str, object, tuple[str, ...]]]:
-    return [(n.op, n.name, n.target, tuple(a.name for a in n.all_input_nodes)) for n in graph.nodes]
+def described(graph: fx.Graph) -> list[tuple[object, ...]]:
+    return [
+        (n.op, n.name, n.target, str(n.args), n.kwargs, n.type, n.meta, str([*n.users]))
+        for n in graph.nodes
+    ]
 
 
 def test_a_written_node_is_the_one_that_a_graph_creates() -> None:
@@ -35,7 +38,7 @@ def test_a_written_node_is_the_one_that_a_graph_creates() -> None:
         a, b = made.create_node("placeholder", name, name=name), writer.placeholder(name)
     for target, base in CALLS:
         a = made.create_node("call_function", target, (a, 0), {}, name=base)
-        b = writer.call(target, (b, 0), {}, base, writer.nodes_of(target))
+        b = writer.caller(target, base)((b, 0), {})
     assert described(written) == described(made)
     assert len(written.nodes) == len(made.nodes)
     for op, target in (("placeholder", None), ("call_function", aten.view.default)):
@@ -48,8 +51,9 @@ def test_nodes_made_by_both_have_names_of_their_own() -> None:
     graph = fx.Graph()
     writer = NodeWriter(graph)
     x = writer.placeholder("x")
+    call = writer.caller(aten.view.default, "view")
     for _ in range(3):
-        writer.call(aten.view.default, (x, [1]), {}, "view", writer.nodes_of(aten.view.default))
+        call((x, [1]), {})
         graph.create_node("call_function", aten.view.default, (x, [1]), name="view")
     names = [node.name for node in graph.nodes]
     assert len(set(names)) == len(names) == 7

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+from functionalize.ir.ops import TensorRef
+
 _Span = tuple[int, int]
 
 
@@ -127,3 +129,19 @@ def _overlap(on: list[tuple[int, bool, Any]], span_of: Callable[[Any], _Span]) -
             if len(ends) > 2:
                 del ends[min(ends, key=ends.__getitem__)]
     return False
+
+
+def _storage_of(ref: Any) -> int | None:
+    return ref.storage if type(ref) is TensorRef else None
+
+
+def _span_of(ref: TensorRef) -> tuple[int, int]:
+    return ref.geometry.start, ref.geometry.end
+
+
+def _element(ref: TensorRef, at: int) -> TensorRef:
+    g = ref.geometry
+    return ref._replace(geometry=g._replace(size=(1,), offset=g.offset + at * g.stride[0]))
+
+
+OF_REFS = (_storage_of, _span_of, _element)  # the last three arguments of `one_by_one`, for records
