@@ -51,7 +51,7 @@ class LastSeen(NamedTuple):
     device: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Lifetimes:
     """One recorded step: its ops, and when its storages were allocated, resized and freed. Holds no tensor of the step.
 
@@ -73,6 +73,9 @@ class Lifetimes:
     updates: Sequence[range]
     sums: Mapping[int, frozenset[int]]
     target: str
+
+    def __repr__(self) -> str:
+        return f"<Lifetimes: {len(self.records)} ops, {len(self.seen)} storages>"
 
     @staticmethod
     def of(

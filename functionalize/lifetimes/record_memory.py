@@ -48,11 +48,14 @@ class RecordedMemory:
 
     def __init__(self, train_step: Callable[..., Any]) -> None:
         functools.update_wrapper(self, train_step)
-        self._fn = train_step
+        self._fn, self._name = train_step, getattr(train_step, "__name__", "the step")
         self._memory: EagerMemory | None = None
         self._lifetimes: Callable[[], Lifetimes] | None = (
             None  # of the last call, not yet in `_memory`
         )
+
+    def __repr__(self) -> str:
+        return f"<record_memory of {self._name}: {self.memory!r}>"
 
     @property
     def memory(self) -> EagerMemory | None:
@@ -91,6 +94,6 @@ class RecordedMemory:
         if recorder.without_storage:
             log.warning(
                 "the memory of %s leaves out tensors without a storage of their own: %s",
-                getattr(self._fn, "__name__", "the step"),
+                self._name,
                 ", ".join(sorted(recorder.without_storage)),
             )

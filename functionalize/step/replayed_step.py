@@ -49,6 +49,7 @@ from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
 from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, reads_numbers
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.text import counted
 from functionalize.walk.live_places import NO_PLACES
 
 log = logging.getLogger("functionalize")
@@ -77,6 +78,12 @@ class ReplayedStep:
         self._vote: RankVote | None = None
         self._unpredicted: set[Hashable] = set()  # keys of calls that were not as predicted
         self._is_left_eager = False  # whether this call is not recorded either
+
+    def __repr__(self) -> str:
+        programs, replays = len(self._cache), self.stats.replays
+        return (
+            f"<captured {self._name}: {counted(programs, 'program')}, {counted(replays, 'replay')}>"
+        )
 
     def _empty_cache(self) -> ProgramCache:
         most, nbytes = self._options.max_programs, self._options.max_program_bytes
@@ -122,9 +129,8 @@ class ReplayedStep:
             try:
                 if not is_due:
                     return True, self._replay(*found)
-                audited = AuditedCall.of(
-                    found[0].signature, found[0].program, found[1], self._vote is None
-                )
+                signature, program = found[0].signature, found[0].program
+                audited = AuditedCall.of(signature, program, found[1], self._vote is None)
             except GuardError as error:
                 if found[1].committed:  # of a captured step that an effect in Python has called
                     raise
@@ -176,8 +182,7 @@ class ReplayedStep:
         """Whether a call that a program covers runs eagerly, as its passes have not run; the last one runs them."""
         if not cached.waits or cached.prediction is not None:
             return False
-        cached.waits -= 1
-        cached.found += 1
+        cached.waits, cached.found = cached.waits - 1, cached.found + 1
         self._cache.used(cached)
         key = self._cache.key_of(cached)
         self._kinds.replayed(key)  # the kind has returned
@@ -246,15 +251,14 @@ class ReplayedStep:
 
     def _is_due(self, cached: CachedProgram) -> bool:
         """Whether the next call of this program is audited."""
-        call = cached.replays + cached.audits + 1
-        if cached.prediction is not None:
-            return True
-        return cached.signature is not None and self._options.audit.is_due(call)
+        call, is_audited = cached.replays + cached.audits + 1, cached.signature is not None
+        return cached.prediction is not None or (is_audited and self._options.audit.is_due(call))
 
     def _audit(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
         """Run the step for real, and compare it with its program: the result is eager's, whatever is found."""
+        is_thorough = self._begin_audit(cached)
         try:
-            if cached.signature is not None and self._begin_audit(cached):
+            if is_thorough and cached.signature is not None:
                 before = self._state_before(call, cached.signature)
                 audited.also = LeftState(before, cached.effects).difference
         except Exception as error:  # the op stream and the results are compared alone
@@ -287,9 +291,8 @@ class ReplayedStep:
     def _settle(self, verdict: AuditVerdict | None, cached: CachedProgram) -> None:
         """Drop a program that differs from eager, on all ranks; raises `AuditError` where that is the option."""
         message = self._note_difference(verdict, cached)
-        level = Level.KEPT if message is None else Level.NOT_YET
-        if message is not None and self.stats.audit_failures >= _MOST_FAILURES:
-            level = Level.REFUSED
+        failed = Level.NOT_YET if self.stats.audit_failures < _MOST_FAILURES else Level.REFUSED
+        level = Level.KEPT if message is None else failed
         worst = self._vote.worst(level) if self._vote is not None else level
         if worst is not Level.KEPT:
             self._cache.drop(cached)  # all ranks record again
@@ -301,8 +304,7 @@ class ReplayedStep:
 
     def _note_difference(self, verdict: AuditVerdict | None, cached: CachedProgram) -> str | None:
         """Drop a program that differs from eager; returns the message, None if it does not differ."""
-        number = cached.replays + cached.audits
-        message = verdict.message(self._name, number) if verdict is not None else None
+        message = (verdict or AuditVerdict()).message(self._name, cached.replays + cached.audits)
         if message is not None:
             log.error("%s", message)
             self.stats.differed(message)

@@ -45,6 +45,7 @@ from functionalize.planning.time.step_time import StepTime, step_time
 from functionalize.program.program import Program
 from functionalize.step.step_memory import StepMemory
 from functionalize.sweep.grid import Point
+from functionalize.util.text import counted
 
 
 class Items(NamedTuple):
@@ -67,7 +68,7 @@ def machine_of(machine: Any, target: str = "cuda") -> Machine:
     raise PlanError(f"no machine `{chosen}`; there are {', '.join(sorted(MACHINES))}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Figures:
     """The figures of one point.
 
@@ -80,6 +81,9 @@ class Figures:
     machine: Machine
     members: Mapping[str, Sequence[int]]
     items: Items | None = None
+
+    def __repr__(self) -> str:
+        return f"<Figures: {self.memory!r}, {self.time!r}>"
 
     @staticmethod
     def of(
@@ -157,7 +161,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """One planned point.
 
@@ -176,6 +180,9 @@ class Plan:
     cause: Exception | None = None
     remarks: Sequence[str] = ()
 
+    def __repr__(self) -> str:
+        return f"<Plan {', '.join(f'{k} {short(v)}' for k, v in self.point.items())}: {self.error or self.figures}>"
+
 
 class PlansPoints(Protocol):
     """The methods of the planner that a sweep uses to plan more points."""
@@ -185,7 +192,7 @@ class PlansPoints(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sweep:
     """The plans of a grid, in its order. axes: the keys. searching: enters a planner for more points.
 
@@ -196,6 +203,12 @@ class Sweep:
     axes: tuple[str, ...]
     searching: Callable[[], AbstractContextManager[PlansPoints]]
     limit: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Sweep of {', '.join(self.axes)}: {counted(len(self.plans), 'plan')}>"
+
+    def __str__(self) -> str:
+        return self.text()
 
     def within(self, limit: float) -> Sweep:
         """The same plans on devices of `limit` bytes."""

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import fx
 
+from functionalize.util.text import counted
+
 
 @dataclass(frozen=True, slots=True)
 class TapeNode:
@@ -42,7 +44,7 @@ class RecordedBackward:
     line: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Tape:
     """The backwards of a program, in their order. ops: the nodes of the graph, by the number of the autograd node."""
 
@@ -62,6 +64,9 @@ class Tape:
     def nodes(self) -> list[TapeNode]:
         """The autograd nodes of all backwards."""
         return [node for backward in self.backwards for node in backward.nodes]
+
+    def __repr__(self) -> str:
+        return f"<Tape: {counted(len(self.backwards), 'backward')}, {counted(len(self.nodes), 'node')}>"
 
     def __str__(self) -> str:
         lines = []

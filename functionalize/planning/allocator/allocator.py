@@ -60,7 +60,7 @@ def fsdp2_streams(allocation: Allocation) -> int:
     )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Reserved:
     """The result of `simulate`: what the allocator reserves for a timeline.
 
@@ -77,6 +77,9 @@ class Reserved:
     allocated: list[int]
     log: list[Action]
     retries: int
+
+    def __repr__(self) -> str:
+        return f"<Reserved for {self.timeline.name}: a peak of {self.peak:,} bytes>"
 
     @cached_property
     def peak(self) -> int:

@@ -8,9 +8,12 @@ from functionalize.planning.report.memory_figures import MemoryFigures
 from functionalize.planning.report.memory_text import memory_text
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Memory(MemoryFigures):
     """The figures of a step's memory, and their report as text."""
+
+    def __str__(self) -> str:
+        return self.text() if self.timelines else repr(self)
 
     def text(self, k: int = 10) -> str:
         """The report; k: rows of each table. Raises `MemoryReportError` without a timeline."""

@@ -109,7 +109,7 @@ class Difference(NamedTuple):
     only_program: tuple[AllocationGroup, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MemoryFigures:
     """The memory of one step.
 
@@ -125,6 +125,10 @@ class MemoryFigures:
     settings: Settings | None = None
     stream_of: StreamOf | None = None
     caching: bool = True
+
+    def __repr__(self) -> str:
+        peaks = [f"{name} {human_bytes(each.peak)}" for name, each in self.timelines.items()]
+        return f"<{type(self).__name__}, peaks: {', '.join(peaks) or 'none'}>"
 
     # -- timelines ---------------------------------------------------------------------------------
 

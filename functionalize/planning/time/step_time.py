@@ -52,7 +52,7 @@ class PhaseTime:
     flops: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StepTime:
     """The modelled time of a step, in seconds, of one rank.
 
@@ -75,6 +75,13 @@ class StepTime:
     mfu: float | None
     phases: tuple[PhaseTime, ...]
     spans: tuple[Span, ...]
+
+    def __repr__(self) -> str:
+        exposed = human_seconds(self.exposed)
+        return f"<StepTime: {human_seconds(self.seconds)} modelled, of which {exposed} exposed>"
+
+    def __str__(self) -> str:
+        return self.text()
 
     @property
     def overlap(self) -> float:

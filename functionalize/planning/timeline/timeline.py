@@ -93,7 +93,7 @@ class Event(NamedTuple):
         return self.allocation.nbytes if self.made else -self.allocation.nbytes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """The memory of one run of a step, or of one replay. name: the run that it describes (`eager`, `program`)."""
 
@@ -101,6 +101,9 @@ class Timeline:
     ops: Sequence[Op]
     allocations: Sequence[Allocation]
     events: Sequence[Event]
+
+    def __repr__(self) -> str:
+        return f"<Timeline {self.name}: {len(self.events)} events, a peak of {self.peak:,} bytes>"
 
     @cached_property
     def bytes(self) -> list[int]:

@@ -153,7 +153,7 @@ def seen(program: Program, replay: Callable[[], object]) -> list[tuple[fx.Node, 
     finally:
         del program.run
     (mark,) = [e for e in inner(count.tree) if e.name == MARK]
-    ops = [e for e in mark.children if e.typed[0] == torch._C._profiler._EventType.TorchOp]
+    ops = list(outermost(mark.children))
     nodes = [n for n in program.graph.nodes if hasattr(n.target, "_schema")]
     assert [e.name for e in ops] == [n.target._schema.name for n in nodes]
     events = [event for event, _ in allocations(count.tree)]
@@ -164,6 +164,15 @@ def seen(program: Program, replay: Callable[[], object]) -> list[tuple[fx.Node, 
 
     before = total(mark.start_time_ns)
     return [(n, total(e.end_time_ns) - before) for n, e in zip(nodes, ops, strict=True)]
+
+
+def outermost(events: Any) -> Any:
+    """The ops that no other op has called, inside of ranges or not; a range has no namespace."""
+    for event in events:
+        if event.typed[0] == torch._C._profiler._EventType.TorchOp and "::" in event.name:
+            yield event
+        else:
+            yield from outermost(event.children)
 
 
 def marked(run: Callable[..., Any]) -> Callable[..., Any]:
