@@ -43,6 +43,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.around
 	$(BIN)/python -m benchmarks.side_by_side
 	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.exposed
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.dynamic
 	$(BIN)/python -m benchmarks.memory

@@ -16,11 +16,13 @@ torch that are not named in this file.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 
 from functionalize._compat.dispatch import all_op_names
 from functionalize._compat.fsdp import load_fsdp_ops
@@ -93,18 +95,34 @@ def rows(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 def wait_tensor(engine: Engine, record: OpRecord) -> Any:
     """Returns its argument, now complete; its fake kernel returns a new tensor, to which the value is then bound."""
     (target,) = record.args
-    value = wait(engine, engine.read(target))
-    engine.write(target, value)
+    _complete(engine, target)
     out = record.outputs
     born = type(out) is TensorRef and out.storage in record.meta.get("born", ())
-    return value if born else None
+    return engine.read(target) if born else None
 
 
 def wait_tensors(engine: Engine, record: OpRecord) -> Any:
     """`wait_tensors(Tensor[] tensors) -> Tensor[]`: `wait_tensor` of each (torch 2.15)."""
     for target in record.args[0]:
-        engine.write(target, wait(engine, engine.read(target)))
+        _complete(engine, target)
     return [None] * len(record.args[0])
+
+
+def _complete(engine: Engine, target: TensorRef) -> None:
+    """Wait for a tensor; for the whole result if it is a view of one (`AsyncCollectiveTensor.view` does not wait)."""
+    storage = engine.storage(target.storage)
+    if _is_started(storage.base):
+        target = TensorRef(target.storage, storage.root)
+    engine.write(target, wait(engine, engine.read(target)))
+
+
+def _is_started(value: Any) -> bool:
+    """Whether a value is a node that starts a collective, or a part of its results."""
+    while isinstance(value, fx.Node) and value.target is operator.getitem:
+        value = value.args[0]
+    if not isinstance(value, fx.Node) or value.target is FUNCTIONAL.wait_tensor.default:
+        return False
+    return getattr(value.target, "namespace", "") == "_c10d_functional"
 
 
 def collective_into_out(engine: Engine, record: OpRecord) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -206,6 +207,15 @@ def functional_waits(x: Tensor) -> Any:
     return waited, [t + 1 for t in made]
 
 
+def functional_waits_for_views(x: Tensor) -> Any:
+    """As `AsyncCollectiveTensor` does, whose views wait for nothing."""
+    gathered = FUNCTIONAL.all_gather_into_tensor(x, 2, dist.group.WORLD.group_name)
+    part, other = gathered.view(2, -1)[1:], gathered.view(-1, 2)
+    first = FUNCTIONAL.wait_tensor(part) + 1
+    scattered = funcol.all_to_all_single(x, [2, 2], [2, 2], dist.group.WORLD)
+    return first, other * 2, gathered - 1, scattered.view(2, 2).view(-1)[1:] + 1
+
+
 def functional_with_gradients(x: Tensor) -> Any:
     leaf, group = x.clone().requires_grad_(), dist.group.WORLD
     gathered = funcol.all_gather_tensor_autograd(leaf, 0, group)
@@ -245,6 +255,7 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
         functional_in_place,
         functional_into_given,
         functional_coalesced,
+        functional_waits_for_views,
         functional_with_gradients,
         *([functional_waits] if hasattr(FUNCTIONAL, "wait_tensors") else []),  # torch 2.15
     )
@@ -279,6 +290,21 @@ def test_replays_like_eager_and_beside_a_rank_that_runs_eagerly(name: str) -> No
         assert wrong == []
         assert replays >= 4
         assert "c10d." not in program.replace("_c10d_functional.", "")
+
+
+def verified(name: str) -> str:
+    """The program of a captured function after passes, which verify it."""
+    captured = fz.capture(COLLECTIVES[name], passes="default", record_after=1)
+    for step in range(4):
+        captured(inputs(step))
+    assert captured.program is not None
+    return str(captured.program.print_readable(False))
+
+
+def test_a_wait_for_a_view_is_a_wait_for_the_result() -> None:
+    for program in run_on_ranks(verified, "functional_waits_for_views"):
+        waits = re.findall(r"wait_tensor\.default\((\w+)\)", program)
+        assert waits == ["all_gather_into_tensor", "all_to_all_single"]
 
 
 def run_in(how: str, names: list[str]) -> list[str]:
