@@ -102,8 +102,22 @@ def read_records(graph: fx.Graph) -> None:
         if node.target is record.target and is_sized_by_data(record):
             node.meta["sized"] = _recorded(record.outputs, record.meta.get("born", {}))
     set_phases(graph, updates)
+    _set_modules_of_groups(graph)
     for node in graph.nodes:
         node.meta.pop("record", None)
+
+
+def _set_modules_of_groups(graph: fx.Graph) -> None:
+    """Give ops that FSDP2 ran in a callback at the end of a backward the module of their group, if it is one."""
+    modules: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        if "fsdp" in node.meta and "module" in node.meta:
+            modules.setdefault(node.meta["fsdp"][0], set()).add(node.meta["module"])
+    for node in graph.nodes:
+        if "fsdp" in node.meta and "module" not in node.meta:
+            found = modules.get(node.meta["fsdp"][0], ())
+            if len(found) == 1:
+                (node.meta["module"],) = found
 
 
 class _Tape:

@@ -15,6 +15,7 @@ import passes
 from passes import NarrowMasks
 from passes.narrow_masks import _PARTS
 from tests.passes.helpers import graph_text, rewrite
+from tests.steps import make_step
 
 aten = torch.ops.aten
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -83,6 +84,21 @@ def test_a_gradient_that_the_step_drops() -> None:
     after = masks(passes.run(step.program, "narrow_masks"))
     assert before[-1] == [True, True, True] and after[-1] == [True, False, False]
     assert after[0] == before[0]  # all of the last layer's are read
+
+
+@pytest.mark.parametrize("frozen", ["weight", "both"])
+def test_gradients_of_frozen_parameters_are_not_computed(frozen: str) -> None:
+    """Autograd asks for none of both; weight and bias go together."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5))
+    model[1].weight.requires_grad_(False)
+    model[1].bias.requires_grad_(frozen != "both")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = fz.capture(make_step(model, optimizer))
+    for _ in range(3):
+        step(torch.randn(3, 5))
+    assert step.program is not None
+    (mask,) = masks(passes.run(step.program, "default,narrow_masks"))
+    assert mask == [True, False, frozen != "both"]
 
 
 def graph_of(target: Any, args: tuple[Any, ...], read: tuple[int, ...]) -> fx.GraphModule:

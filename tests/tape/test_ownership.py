@@ -85,6 +85,12 @@ def test_no_number_is_borrowed_and_every_backward_op_has_a_line() -> None:
     assert not [n for n in ops if n.meta["phase"] == "optimizer" and "seq_nr" in n.meta]
     inside = [n for n in ops if n.meta["phase"] == "backward" and "autograd_node" in n.meta]
     assert len(inside) > 200
+    outside = [n for n in ops if n.meta["phase"] == "backward" and "autograd_node" not in n.meta]
+    assert all(
+        "fsdp" in n.meta and n.meta["module"] == "model" for n in outside
+    )  # the last reduction
+    program = captured.program
+    assert not [n for n in inside if not program.forward_of(n)]
     assert not [n for n in inside if "forward_stack_trace" not in n.meta]
     made: dict[int, set[Any]] = {}
     for n in ops:
