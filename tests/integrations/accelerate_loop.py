@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
 import functionalize as fz
 from tests.integrations.loops import (
     BATCH,
     EPOCHS,
+    Checkpoint,
     Counter,
     Net,
     Training,
@@ -30,9 +31,11 @@ def accelerator_of() -> Any:
     """An accelerator with FSDP2, which accelerate itself sets up on accelerators only: the shim for CPUs."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)  # saved with the state
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=order)
     if world_size() > 1:
-        accelerator.state.distributed_type = DistributedType.FSDP
+        # A prepared optimizer copies that of `PartialState`.
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
@@ -42,7 +45,7 @@ def accelerator_of() -> Any:
     return accelerator
 
 
-def train(captured: bool) -> Training:
+def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
     accelerator, model = accelerator_of(), Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
@@ -55,7 +58,12 @@ def train(captured: bool) -> Training:
     counter = Counter(found.calls[0].step if found is not None else None)
     numbers: list[Any] = []
     torch.manual_seed(5)
-    for epoch in range(EPOCHS):
+    if checkpoint is not None and checkpoint.resumes:
+        accelerator.load_state(str(checkpoint.folder))
+    for epoch in range(checkpoint.first if checkpoint is not None else 0, EPOCHS):
+        if checkpoint is not None and checkpoint.saves(epoch):
+            accelerator.save_state(str(checkpoint.folder))
+        loader.set_epoch(epoch)
         model.train()
         for x, y in loader:
             counter.call(epoch)

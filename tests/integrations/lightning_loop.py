@@ -17,6 +17,7 @@ from tests.integrations.loops import (
     BATCH,
     EPOCHS,
     WARM,
+    Checkpoint,
     Counter,
     Net,
     Training,
@@ -80,13 +81,38 @@ class AfterWarmUp(lightning.Callback):
         self.callback = callback
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == WARM:
+        if trainer.current_epoch >= WARM and pl_module.counter.is_idle:
             pl_module.counter = Counter(self.callback.captured.calls[0].step)
 
 
-def train(captured: bool) -> Training:
+class Saver(lightning.Callback):
+    """Saves a checkpoint, and the random numbers that Lightning leaves to its users, or restores these."""
+
+    def __init__(self, checkpoint: Checkpoint, order: torch.Generator) -> None:
+        self.checkpoint, self.order = checkpoint, order
+        self.rng: Tensor | None = None
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.checkpoint.saves(trainer.current_epoch + 1):
+            trainer.save_checkpoint(self.checkpoint.folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": torch.get_rng_state(), "order": self.order.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.order.set_state(state_dict["order"])  # the loader is iterated before `on_train_start`
+        self.rng = state_dict["rng"]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.rng is not None:
+            torch.set_rng_state(self.rng)
+
+
+def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
     torch.manual_seed(0)
     module = Module()
+    generator = torch.Generator().manual_seed(1)
+    saver = [Saver(checkpoint, generator)] if checkpoint is not None else []
     callback = fz.integrations.lightning.CaptureModules()
     strategy = (
         ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
@@ -104,11 +130,12 @@ def train(captured: bool) -> Training:
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        callbacks=[callback, AfterWarmUp(callback)] if captured else [],
+        callbacks=[callback, AfterWarmUp(callback), *saver] if captured else [],
     )
-    generator = torch.Generator().manual_seed(1)
     loader = DataLoader(rows(), batch_size=BATCH, shuffle=True, generator=generator)
-    trainer.fit(module, loader, DataLoader(rows(20), batch_size=BATCH))
+    resumed = str(checkpoint.folder) if checkpoint is not None and checkpoint.resumes else None
+    evaluation = DataLoader(rows(20), batch_size=BATCH)
+    trainer.fit(module, loader, evaluation, ckpt_path=resumed, weights_only=False)
     logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
     counter = module.counter
     return Training(

@@ -1,8 +1,9 @@
 """Training by a framework's own loop, once by eager and once with its integration; run by `test_frameworks.py`.
 
-    python -m tests.integrations.loops FOLDER accelerate.1 accelerate.2
+    python -m tests.integrations.loops FOLDER accelerate.1 accelerate.2 accelerate.2.resumed
 
-writes FOLDER/accelerate.2.0 and so on: what rank 0 of two found, as JSON, or its traceback. Every rank is a process of
+writes FOLDER/accelerate.2.0 and so on: what rank 0 of two found, as JSON, or its traceback. The training with the
+integration saves a checkpoint of the framework, from which the resumed one continues. Every rank is a process of
 its own, since frameworks keep state of the process and end process groups: a fork of this one, which has imported
 the frameworks, with the environment that torchrun makes.
 """
@@ -28,7 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 ROWS, WIDTH, BATCH, EPOCHS = 44, 16, 8, 10  # the last batch is short
-WARM = 4  # epochs
+RESUMABLE = ("accelerate", "lightning", "transformers")
+WARM, SAVED = 4, 5  # epochs; the checkpoint is between two
 
 
 class Training(NamedTuple):
@@ -39,6 +41,22 @@ class Training(NamedTuple):
     calls: int = 0
     replays: int = 0
     text: str = ""
+
+
+class Checkpoint(NamedTuple):
+    """Where a framework saves its checkpoint, or resumes from it."""
+
+    folder: Path
+    resumes: bool
+
+    @property
+    def first(self) -> int:
+        """The first epoch of a training."""
+        return SAVED if self.resumes else 0
+
+    def saves(self, epoch: int) -> bool:
+        """Whether it is saved before an epoch."""
+        return not self.resumes and epoch == SAVED
 
 
 class Block(nn.Module):
@@ -104,6 +122,11 @@ class Counter:
         self.calls += times * (epoch >= WARM)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it counts for no captured step."""
+        return self._step is None
+
+    @property
     def _done(self) -> int:
         stats = getattr(self._step, "stats", None)
         return 0 if stats is None else stats.replays + stats.audits  # audited calls could replay
@@ -113,12 +136,13 @@ class Counter:
         return self._done - self._before
 
 
-def outcome(eager: Training, ours: Training) -> dict[str, Any]:
-    """What the test asserts, of this rank."""
+def outcome(eager: Training, ours: Training, resumed: bool = False) -> dict[str, Any]:
+    """What the test asserts, of this rank. resumed: whether `ours` has the last numbers only."""
+    expected = eager.numbers[-len(ours.numbers) :] if resumed else eager.numbers
     names = eager.tensors.keys() | ours.tensors.keys()
     return {
-        "numbers": len(eager.numbers),
-        "same_numbers": [*map(repr, eager.numbers)] == [*map(repr, ours.numbers)],
+        "numbers": len(ours.numbers),
+        "same_numbers": [*map(repr, expected)] == [*map(repr, ours.numbers)],
         "differ": sorted(
             n
             for n in names
@@ -137,18 +161,44 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def train_rank(case: str, folder: Path, port: int, rank: int) -> None:
-    """What a process does: train twice, and write what it found. case: a framework and a number of ranks."""
-    framework, world = case.split(".")
-    if int(world) > 1:
+def join(name: str, world: int, port: int, rank: int) -> None:
+    """Set the environment of a rank, as torchrun does."""
+    if world > 1:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        values = map(str, (rank, rank, world, world, port))
-        os.environ.update(zip(names, values, strict=True))
-        os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID=case, GROUP_RANK="0")
-    out = folder / f"{case}.{rank}"
+        os.environ.update(zip(names, map(str, (rank, rank, world, world, port)), strict=True))
+        os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID=name, GROUP_RANK="0")
+
+
+def forked(world: int, target: Callable[..., None], *args: Any) -> None:
+    """Call `target(*args, world, port, rank)` in a process per rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=target, args=(*args, world, port, r)) for r in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+        process.kill()  # it waits for one that has failed
+
+
+def train_rank(case: str, folder: Path, world: int, port: int, rank: int) -> None:
+    """What a process does: train twice, or resume, and write what it found. case: a framework, ranks, "resumed"."""
+    framework, _, *resumed = case.split(".")
+    join(case, world, port, rank)
+    out, options = folder / f"{case}.{rank}", dict[str, Any]()
+    before = folder / f"{framework}.{world}.{rank}.pt"
+    if framework in RESUMABLE:
+        saved = folder / f"{framework}.{world}.saved"
+        options["checkpoint"] = Checkpoint(saved, bool(resumed))
     try:
         train = importlib.import_module(f"tests.integrations.{framework}_loop").train
-        text = json.dumps(outcome(train(captured=False), train(captured=True)))
+        if resumed:
+            eager = Training(*torch.load(before, weights_only=False))
+        else:
+            eager = train(captured=False)
+            torch.save(tuple(eager), before)
+        text = json.dumps(outcome(eager, train(captured=True, **options), bool(resumed)))
     except BaseException:
         out.write_text(traceback.format_exc())
         os._exit(1)  # without a word to ranks that wait
@@ -164,19 +214,8 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of the frameworks
     for case in cases:
         importlib.import_module(f"tests.integrations.{case.split('.')[0]}_loop")
-    fork = multiprocessing.get_context("fork")
     for case in cases:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        ranks = [
-            fork.Process(target=train_rank, args=(case, Path(folder), port, rank))
-            for rank in range(int(case.split(".")[1]))
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120)
-            process.kill()  # it waits for one that has failed
+        forked(int(case.split(".")[1]), train_rank, case, Path(folder))
 
 
 if __name__ == "__main__":

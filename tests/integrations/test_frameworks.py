@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from functionalize import integrations
+from tests.integrations.loops import RESUMABLE
 
 ROOT = Path(__file__).parents[2]
 LOOPS = {
@@ -32,6 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what every rank of every loop found, on one rank and on two."""
     folder = tmp_path_factory.mktemp("trained")
     cases = [f"{loop}.{world}" for loop in INSTALLED for world in WORLDS]
+    cases += [f"{case}.resumed" for case in cases if case.partition(".")[0] in RESUMABLE]
     command = [sys.executable, "-m", "tests.integrations.loops", str(folder), *cases]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     with open(folder / "log", "w") as log:
@@ -39,16 +42,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_framework_trains_as_in_eager(loop: str, world: int, trained: Path):
+def answers(folder: Path, loop: str, case: str, world: int) -> list[dict[str, Any]]:
+    """What each rank found."""
     if loop not in INSTALLED:
         package = LOOPS[loop]
         pytest.skip(f"{package} is not installed: pip install 'functionalize[{package}]'")
-    files = [trained / f"{loop}.{world}.{rank}" for rank in range(world)]
+    files = [folder / f"{case}.{rank}" for rank in range(world)]
     texts = [file.read_text() if file.exists() else "no answer" for file in files]
-    assert all(text.startswith("{") for text in texts), [*texts, (trained / "log").read_text()]
-    for found in map(json.loads, texts):
+    assert all(text.startswith("{") for text in texts), [*texts, (folder / "log").read_text()]
+    return [json.loads(text) for text in texts]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("loop", RESUMABLE)
+def test_a_new_process_resumes_from_a_checkpoint_of_the_framework(
+    loop: str, world: int, trained: Path
+):
+    for found in answers(trained, loop, f"{loop}.{world}.resumed", world):
+        assert found["same_numbers"] and 15 <= found["numbers"] < 100, found
+        assert not found["differ"] and found["tensors"] > 20, found
+        assert found["replays"] >= 0.5 * found["calls"] > 0, found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_framework_trains_as_in_eager(loop: str, world: int, trained: Path):
+    for found in answers(trained, loop, f"{loop}.{world}", world):
         assert found["same_numbers"] and found["numbers"] >= 30, found
         assert not found["differ"] and found["tensors"] > 20, found
         assert found["calls"] and found["replays"] >= 0.9 * found["calls"], found

@@ -19,7 +19,18 @@ from transformers import (
 )
 
 import functionalize as fz
-from tests.integrations.loops import EPOCHS, WARM, Counter, Training, tensors_of, world_size
+from tests.integrations.loops import (
+    EPOCHS,
+    SAVED,
+    WARM,
+    Checkpoint,
+    Counter,
+    Training,
+    tensors_of,
+    world_size,
+)
+
+STEPS = 3  # of the optimizer, per epoch
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -54,7 +65,7 @@ class Observer(TrainerCallback):
         self.capture, self.counter = capture, Counter(None)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.capture is not None and round(state.epoch or 0) == WARM:
+        if self.capture is not None and round(state.epoch or 0) >= WARM and self.counter.is_idle:
             self.counter = Counter(self.capture.captured.calls[0].step)
             self.counter.call(WARM, 0)
 
@@ -63,7 +74,7 @@ class Observer(TrainerCallback):
         self.numbers.append({name: logs[name] for name in kept if name in logs})
 
 
-def train(captured: bool) -> Training:
+def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     torch.manual_seed(0)
@@ -79,7 +90,7 @@ def train(captured: bool) -> Training:
     )
     model = LlamaForCausalLM(config)
     arguments = TrainingArguments(
-        tempfile.mkdtemp(),
+        str(checkpoint.folder) if checkpoint is not None else tempfile.mkdtemp(),
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
         num_train_epochs=EPOCHS,
@@ -89,7 +100,8 @@ def train(captured: bool) -> Training:
         lr_scheduler_type="cosine",
         logging_steps=1,
         eval_strategy="epoch",
-        save_strategy="no",
+        save_strategy="steps" if checkpoint is not None else "no",
+        save_steps=STEPS * SAVED,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
@@ -107,8 +119,10 @@ def train(captured: bool) -> Training:
     trainer.remove_callback(PrinterCallback)
     if world > 1:
         shard(trainer)
-    trainer.train()
-    calls = (EPOCHS - WARM) * (6 + 3)
+    resumes = checkpoint is not None and checkpoint.resumes
+    saved = f"{arguments.output_dir}/checkpoint-{STEPS * SAVED}" if resumes else None
+    trainer.train(resume_from_checkpoint=saved)
+    calls = (EPOCHS - max(WARM, SAVED if resumes else 0)) * (6 + 3)
     return Training(
         observer.numbers,
         tensors_of(trainer.model, trainer.optimizer.optimizer),
