@@ -153,8 +153,8 @@ def seen(program: Program, replay: Callable[[], object]) -> list[tuple[fx.Node, 
     finally:
         del program.run
     (mark,) = [e for e in inner(count.tree) if e.name == MARK]
-    ops = list(outermost(mark.children))
     nodes = [n for n in program.graph.nodes if hasattr(n.target, "_schema")]
+    ops = list(outermost(mark.children))
     assert [e.name for e in ops] == [n.target._schema.name for n in nodes]
     events = [event for event, _ in allocations(count.tree)]
     times = [event.start_time_ns for event in events]
@@ -167,9 +167,10 @@ def seen(program: Program, replay: Callable[[], object]) -> list[tuple[fx.Node, 
 
 
 def outermost(events: Any) -> Any:
-    """The ops that no other op has called, inside of ranges or not; a range has no namespace."""
+    """The ops that no other op has called, inside of ranges or not."""
     for event in events:
-        if event.typed[0] == torch._C._profiler._EventType.TorchOp and "::" in event.name:
+        is_op = event.typed[0] == torch._C._profiler._EventType.TorchOp
+        if is_op and event.typed[1].scope == torch._C._profiler.RecordScope.FUNCTION:
             yield event
         else:
             yield from outermost(event.children)
