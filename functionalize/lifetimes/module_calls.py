@@ -34,6 +34,7 @@ from functionalize._compat.autograd import (
 from functionalize._compat.dispatch import current_modes
 from functionalize._compat.fsdp import class_before_fsdp
 from functionalize._compat.modules import ReportedCall, own_call, set_own_call, without_reports
+from functionalize._compat.references import address
 from functionalize.fsdp.objects import fsdp_registered
 from functionalize.ir.ops import OpRecord
 from functionalize.recorder.recorder import Recorder
@@ -49,9 +50,10 @@ class ModuleCalls:
         self._numbered = numbered
         self.running = ""  # the innermost module that is being called
         self._watched_modules: dict[nn.Module, None] = {}
-        self._names: dict[int, str] = {}  # id of a module -> its name
+        self._names: dict[int, str] = {}  # address of a module -> its name
         self._types: dict[str, type] = {}  # name -> the class
-        self._leaves: dict[int, tuple[str, str]] = {}  # id of a parameter -> its module, its name
+        # The address of a parameter -> its module, its name.
+        self._leaves: dict[int, tuple[str, str]] = {}
         self._running: list[tuple[str, bool]] = []  # name, whether it was called inside a backward
         # Nodes from `_numbers[i]` up to the next number were created by module `_modules[i]`.
         self._numbers, self._modules = [0], [""]
@@ -60,17 +62,17 @@ class ModuleCalls:
     def register(self, roots: Roots) -> None:
         """Register the names of the modules that a step can reach, and the module of each of their parameters."""
         for name, module in roots.walk():
-            self._names.setdefault(id(module), name)
+            self._names.setdefault(address(module), name)
             self._types.setdefault(name, type(module))
             self._watched_modules[module] = None
             for own, parameter in module._parameters.items():
-                self._leaves.setdefault(id(parameter), (name, f"{name}.{own}"))
+                self._leaves.setdefault(address(parameter), (name, f"{name}.{own}"))
         for root in roots.modules.values():
             for owner, own, managed in fsdp_registered(root):
-                name = self._names.get(id(owner), "")
+                name = self._names.get(address(owner), "")
                 for attribute in ("sharded_param", "_unsharded_param"):
                     leaf = getattr(managed, attribute, None)
-                    self._leaves.setdefault(id(leaf), (name, f"{name}.{own}"))
+                    self._leaves.setdefault(address(leaf), (name, f"{name}.{own}"))
 
     @contextmanager
     def observing(self, recorder: Recorder) -> Iterator[None]:
@@ -95,7 +97,7 @@ class ModuleCalls:
 
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
-        self.running = self._names.get(id(module), self.running)
+        self.running = self._names.get(address(module), self.running)
         self._running.append((self.running, in_backward()))
         self._mark()
 
@@ -116,7 +118,7 @@ class ModuleCalls:
 
     def _place_of(self, leaf: torch.Tensor | None) -> tuple[str, str]:
         """The module of a parameter, and its full name."""
-        return self._leaves.get(id(leaf), ("", ""))
+        return self._leaves.get(address(leaf), ("", ""))
 
     def _class_of(self, name: str) -> str:
         """The class of a module with its package, the user's also where the module is sharded."""

@@ -172,7 +172,10 @@ class StorageTable:
         literal: a copy of its contents, if Python made it from numbers during the run. holds: whether the table may
         keep the tensor alive: not a gradient, which the step may drop.
         """
-        storage = storage_of(tensor)
+        try:  # `storage_of`, without its call
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            storage = storage_of(tensor)
         info = self._by_address.get(storage._cdata)
         if info is not None:
             return info.ref(tensor)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from functionalize._compat.references import address
 from functionalize.fsdp.objects import fsdp_parameters, fsdp_slots, fsdp_tensors
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source, watch
@@ -252,8 +253,10 @@ def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
     found += [(name, Argument(i), leaf) for i, (name, leaf) in enumerate(arguments)]
     found += roots.tensors
     for name, source, value in found:
-        if isinstance(value, Tensor) and id(value) not in seen and _may_have_grad(source, value):
-            seen.add(id(value))
+        if not isinstance(value, Tensor) or (at := address(value)) in seen:
+            continue
+        if _may_have_grad(source, value):
+            seen.add(at)
             yield name, source, value
 
 

@@ -26,6 +26,7 @@ from functionalize.state.sources import Gradient, Inner, Slot, candidates, slots
 from functionalize.walk.roots import Roots
 
 Named = tuple[str, Source, Tensor]
+_new_tuple = tuple.__new__
 
 
 @dataclass(slots=True)
@@ -57,7 +58,8 @@ class Places:
             ref = storages.bring_in(tensor, name, holds=type(outer) is not Gradient)
             serial, geometry = ref
             before = widest.get(serial)
-            place = AliasPlace(name, source, geometry, address(tensor))
+            # In half the time of calling the class, for each of hundreds.
+            place = _new_tuple(AliasPlace, (name, source, geometry, address(tensor)))
             if before is None:
                 widest[serial], shared[serial] = (name, source, ref), [place]
                 continue

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from functionalize._compat.autograd import gradient_node, leaf_of
+from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback
 
 _NUMBER_OF_LEAVES = 2**64 - 1  # autograd's, of every node that accumulates a gradient
@@ -98,25 +99,25 @@ def walked(
     names: list[str] = []
     numbers: list[int] = []
     edges: list[tuple[int, ...]] = []
-    leaves: dict[int, int] = {}  # id of a leaf -> the place of its node
+    leaves: dict[int, int] = {}  # address of a leaf -> the place of its node
     for node in found:  # which grows
         name = type(node).__name__
         leaf = leaf_of(node) if name == "AccumulateGrad" else None
         if leaf is not None:
-            leaves[id(leaf)] = len(names)
+            leaves[address(leaf)] = len(names)
         names.append(name if name != "CppFunction" else node.name())
         numbers.append(node._sequence_nr() if leaf is None else number_of_leaf(leaf))
         edges.append(tuple([place_of(n) for n, _ in node.next_functions if n is not None]))
     for each in outputs:
-        if gradient_node(each) is None and id(each) not in leaves:
-            leaves[id(each)] = len(names)
+        if gradient_node(each) is None and address(each) not in leaves:
+            leaves[address(each)] = len(names)
             names.append("AccumulateGrad")
             numbers.append(number_of_leaf(each))
             edges.append(())
 
     def known(tensors: list[Any]) -> list[int]:
         ofs = ((each, gradient_node(each)) for each in tensors)
-        found = (leaves.get(id(t)) if node is None else places.get(node) for t, node in ofs)
+        found = (leaves.get(address(t)) if node is None else places.get(node) for t, node in ofs)
         return [place for place in found if place is not None]
 
     inputs = list(inputs)
