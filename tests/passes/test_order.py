@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import functionalize as fz
@@ -147,6 +150,26 @@ def test_on_a_graph_module(program: fz.Program) -> None:
 
 
 # -- keeps -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_whatever_is_chosen(data: st.DataObject) -> None:
+    """Passes are verified, so every order has each value before its readers; the second run finds nothing."""
+    program = three_layers()
+    names = [n.name for n in program.graph.nodes if is_collective(n) and in_backward(n)]
+    chosen = data.draw(st.sets(st.sampled_from(names), min_size=1))
+    reorder = data.draw(st.booleans())
+    _, after = ordered(program, first=lambda node: node.name in chosen, reorder=reorder)
+    assert reorder or sequences(after.graph) == sequences(program.graph)
+    for kept in (chosen, set(names) - chosen):
+        orders = [[n.name for n in p.graph.nodes if n.name in kept] for p in (program, after)]
+        assert orders[0] == orders[1]
+
+
+@functools.cache
+def three_layers() -> fz.Program:
+    return experts.program(3)
 
 
 def test_the_forward_and_the_optimizer_stay(program: fz.Program) -> None:
