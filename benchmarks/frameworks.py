@@ -1,0 +1,87 @@
+"""The loop of each framework by eager and with its integration: CPU time of a step of the optimizer, and the ratio.
+
+    python -m benchmarks.frameworks [--loops accelerate ...] [--worlds 1 2] [--runs 3]
+
+The loops are those of `tests/integrations`: small models, two microbatches per step, so that dispatch is all. Every
+training is a process of its own per rank, eager and captured in turn. A time is the CPU time of rank 0 from one step of
+the optimizer to the next: the median of a training after its first 60 %, of which few contain an evaluation, then the
+median of the runs.
+
+    pip install '.[accelerate,lightning,transformers,torchtitan]'
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import machine
+from tests.integrations import loops
+
+LOOPS = ("accelerate", "fabric", "lightning", "transformers", "torchtitan")
+_EPOCHS, _SKIPPED = 60, 0.6  # a program is audited often in its first calls
+
+
+def train_rank(loop: str, captured: bool, out: Path, world: int, port: int, rank: int) -> None:
+    """What a process does: train, and write the median in milliseconds."""
+    loops.join(loop, world, port, rank)
+    ends: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def timed_step(self: Any, closure: Any = None) -> Any:  # a hook of torch's would be guarded
+        result = step(self, closure)
+        ends.append(time.process_time())
+        return result
+
+    torch.optim.AdamW.step = timed_step  # type: ignore[method-assign]
+    importlib.import_module(f"tests.integrations.{loop}_loop").train(captured)
+    times = [after - before for before, after in itertools.pairwise(ends)]
+    times = times[int(_SKIPPED * len(times)) :]
+    if rank == 0:
+        out.write_text(json.dumps(1e3 * statistics.median(times)))
+
+
+def measured(loop: str, world: int, runs: int) -> tuple[float, float]:
+    """Milliseconds of a step by eager and captured."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(2 * runs):
+            captured, out = bool(i % 2), Path(folder) / str(i)
+            loops.forked(world, train_rank, loop, captured, out)
+            found[captured].append(json.loads(out.read_text()))
+    return statistics.median(found[False]), statistics.median(found[True])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS)
+    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--runs", type=int, default=3)
+    arguments: Any = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of the frameworks
+    loops.EPOCHS = _EPOCHS  # before the loops import it
+    print(machine())
+    print("| loop | ranks | eager | captured | captured / eager |\n| --- | --- | --- | --- | --- |")
+    for loop in arguments.loops:
+        importlib.import_module(f"tests.integrations.{loop}_loop")
+        for world in arguments.worlds:
+            eager, ours = measured(loop, world, arguments.runs)
+            print(
+                f"| {loop} | {world} | {eager:.2f} ms | {ours:.2f} ms | {ours / eager:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
