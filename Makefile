@@ -53,6 +53,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.audit
 	$(BIN)/python -m benchmarks.scratch
 	$(BIN)/python -m benchmarks.plan
+	$(BIN)/python -m benchmarks.trace_backward
 
 env: $(STAMP)
 

@@ -4,7 +4,7 @@
     program = fz.trace_backward(loss)            nothing has changed yet
     program()                                    the gradients are there, as after `loss.backward()`
 
-The backward runs for real while it is recorded, with `retain_graph=True`; then what it did to tensors is undone: their
+The backward runs for real while it is recorded, and the graph is kept; then what it did to tensors is undone: their
 contents, their sizes, `.grad`, FSDP2's state in Python, the generators. All that autograd runs is in the program: hooks
 of tensors and nodes, backwards of custom Functions, recomputed forwards, FSDP2's collectives.
 
@@ -14,7 +14,7 @@ eager. What it did to tensors is undone and done again by the program. If the tr
 `loss.backward()` runs this Python a second time.
 
 Invariant: after the trace, and after an exception, every tensor that was there has its contents, its storage, its
-version and its `.grad`. The graph can still be used.
+version and its `.grad`. The graph can still be used, unless it was freed as wished (`retain_graph=False`).
 Refusals (`UncapturableError`): what no program repeats (ops without a rule, reads of tensors by `.numpy()`); a hook
 that keeps a gradient which becomes `.grad`; assignments to `.data` of a leaf; a backward inside of a recording, of
 another backward, of `vmap`, or in a fake world.
@@ -84,6 +84,7 @@ def trace_backward(
     *,
     accumulate: bool = False,
     allow_unused: bool = False,
+    retain_graph: bool = True,
 ) -> TracedBackward:
     """The backward of the graph of `loss` (tensors or gradient edges) as a program: call it once, without arguments.
 
@@ -92,7 +93,7 @@ def trace_backward(
     `loss.backward(gradient, inputs=inputs)` does. gradient: as there; needed where `loss` has not one element.
     Nothing is changed yet, but Python in hooks and in custom Functions runs now, and not in the call. Every rank of
     an FSDP2 model traces, and calls the program. The graph stays: drop it (`del loss`), and the program frees its
-    values as it goes.
+    values as it goes; or let the trace free the graph, with `retain_graph=False`, also if it raises.
 
     Raises eager's exceptions, and `UncapturableError` for a backward that no program repeats; nothing is changed then.
     """
@@ -111,7 +112,7 @@ def trace_backward(
     )
     ends = None if inputs is None else _several(inputs)
     with only_young_collections():
-        run = _UndoneRun(roots, tangents, ends, accumulate, allow_unused)
+        run = _UndoneRun(roots, tangents, ends, accumulate, allow_unused, retain_graph)
         program, made = run.program()
     found = program.resolve_slowly(program.values.leaves)
     if isinstance(found, str):
@@ -144,9 +145,10 @@ class _UndoneRun:
         inputs: list[Any] | None,
         accumulate: bool,
         allow_unused: bool,
+        retain_graph: bool,
     ) -> None:
         self.roots, self.tangents, self.inputs = roots, tangents, inputs
-        self.accumulate, self.allow_unused = accumulate, allow_unused
+        self.accumulate, self.allow_unused, self.keep = accumulate, allow_unused, retain_graph
         self.recorder = UndoingRecorder(ignore_fake=True)
         on_tape = [leaf_of(node) for node in nodes_of(roots)] + [*roots, *(inputs or [])]
         leaves = [t for t in on_tape if isinstance(t, Tensor) and t.is_leaf]
@@ -186,10 +188,10 @@ class _UndoneRun:
     def _run(self) -> Any:
         roots, tangents, inputs = self.roots, self.tangents, self.inputs
         if inputs is None or self.accumulate:
-            torch.autograd.backward(roots, tangents, retain_graph=True, inputs=inputs)
+            torch.autograd.backward(roots, tangents, self.keep, inputs=inputs)
             return None
         return torch.autograd.grad(
-            roots, inputs, tangents, retain_graph=True, allow_unused=self.allow_unused
+            roots, inputs, tangents, self.keep, allow_unused=self.allow_unused
         )
 
     def program(self) -> tuple[TracedBackward, list[tuple[str, StorageInfo]]]:

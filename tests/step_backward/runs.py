@@ -55,7 +55,7 @@ def traced(*args: Any, **kwargs: Any) -> Any:
 def _backward(
     loss: Any, gradient: Any = None, retain_graph: bool = False, inputs: Any = None
 ) -> None:
-    assert traced(loss, inputs, gradient, accumulate=True)() is None
+    assert traced(loss, inputs, gradient, accumulate=True, retain_graph=retain_graph)() is None
 
 
 def _grad(
@@ -65,7 +65,8 @@ def _grad(
     retain_graph: bool = False,
     allow_unused: bool = False,
 ) -> Any:
-    return traced(loss, inputs, gradient, allow_unused=allow_unused)()
+    options = {"allow_unused": allow_unused, "retain_graph": retain_graph}
+    return traced(loss, inputs, gradient, **options)()
 
 
 EAGER = Run(torch.autograd.backward, torch.autograd.grad)

@@ -161,6 +161,20 @@ def test_a_saved_value_is_freed_after_its_last_use() -> None:
     assert all(ref() is None for ref in ours)
 
 
+def test_a_graph_that_is_not_retained_is_freed_by_the_trace() -> None:
+    loss, ours = saved_by(6)
+    program = fz.trace_backward(loss, retain_graph=False)
+    gc.collect()
+    with Alive(ours) as seen:
+        program()
+    assert seen.counts == [6, 5, 4, 3, 2, 1]
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        loss.backward()
+    loss, _ = saved_by(2)
+    fz.trace_backward(loss)()
+    loss.backward()
+
+
 def test_a_hook_that_keeps_the_gradient_itself() -> None:
     m, kept = model(), []
     m[0].weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))

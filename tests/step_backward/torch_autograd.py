@@ -133,7 +133,7 @@ def every_backward_traced(outcome: Outcome) -> Iterator[None]:
             )
         if create_graph:
             raise NotTraceable("create_graph=True")
-        traced(tensors, inputs, grad_tensors, accumulate=True)
+        traced(tensors, inputs, grad_tensors, accumulate=True, retain_graph=bool(retain_graph))
 
     def grad(
         outputs: Any,
@@ -165,7 +165,13 @@ def every_backward_traced(outcome: Outcome) -> Iterator[None]:
         ):
             if wanted:
                 raise NotTraceable(what)
-        return traced(outputs, inputs, grad_outputs, allow_unused=bool(allow_unused))
+        return traced(
+            outputs,
+            inputs,
+            grad_outputs,
+            allow_unused=bool(allow_unused),
+            retain_graph=bool(retain_graph),
+        )
 
     torch.autograd.backward, torch.autograd.grad = backward, grad
     try:

@@ -73,13 +73,6 @@ SKIPS: dict[str, tuple[str, ...]] = {
         "test_sparse_mm_backward",
         "test_to_sparse_backward",
     ),
-    "the graph is not freed: a second backward does not raise": (
-        "test_access_saved_tensor_twice_without_recomputation_works",
-        "test_backward_twice_with_saved_values",
-        "test_custom_function_saved_tensors",
-        "test_grad_fn_attr_bindings",
-        "test_no_unnecessary_unwrapping",
-    ),
     "Python runs at the trace: an address or a node that it reads is not that of the call": (
         "test_current_node",
         "test_no_grad_copy",
