@@ -37,6 +37,7 @@ from benchmarks.allocations import count_everything, counted
 from benchmarks.capture import VOCABULARY
 from benchmarks.machine import machine
 from benchmarks.step_time import SUBJECTS, Step, Subject
+from functionalize.errors import PassError
 
 EAGER, _STEPS = "eager", 7
 SMALL, DEEP, WIDE, LLAMA = SUBJECTS.values()
@@ -50,22 +51,38 @@ OTHERS = {  # no pass was tuned on these
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its batch, how it is sharded, the form of AdamW, and where the step calls `zero_grad`."""
+    """A model and its batch, how it is sharded, the form of AdamW, and where the step calls `zero_grad`.
+
+    forward: the loss is captured with its backward, the optimizer runs eagerly.
+    """
 
     subject: Subject
     optimizer: str = "fused"
     reshard: bool = True
     zeros_first: bool = False
+    forward: bool = False
 
-    def step(self) -> Step:
-        """An eager training step, one FSDP2 unit for each layer and one for the rest."""
+    def step(self, pipeline: str = EAGER) -> Step:
+        """The training step as it is measured, one FSDP2 unit for each layer and one for the rest.
+
+        pipeline: `EAGER`, or the passes with which it is captured.
+        """
         model, layers = self.subject.model()
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.reshard)
         fully_shard(model)
         form = {} if self.optimizer == "default" else {self.optimizer: True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **form)  # type: ignore[arg-type]
-        return self.subject.training(model, optimizer, self.zeros_first)
+        if pipeline == EAGER:
+            return self.subject.training(model, optimizer, self.zeros_first)
+        # record_after: the passes run at once.
+        options: dict[str, Any] = {"passes": pipeline, "audit": False, "record_after": 1}
+        if not self.forward:
+            return fz.capture(self.subject.training(model, optimizer, self.zeros_first), **options)
+        loss_of = fz.capture(self.subject.loss(model), backward=True, **options)
+        step: Any = self.subject.training(model, optimizer, self.zeros_first, loss_of)
+        step.stats, step.explain = loss_of.stats, loss_of.explain
+        return step
 
     def batch(self) -> Tensor:
         """Random tokens."""
@@ -82,6 +99,7 @@ def cases() -> dict[str, Case]:
         found[f"{name}, AdamW default"] = Case(subject, "default")
         found[f"{name}, AdamW foreach"] = Case(subject, "foreach")
         found[f"{name}, not resharded"] = Case(subject, reshard=False)
+        found[f"{name}, a captured forward"] = Case(subject, forward=True)
     return found
 
 
@@ -92,15 +110,6 @@ class Peak:
     state: int
     peak: int
     where: tuple[str, ...]
-
-
-def captured(step: Step, pipeline: str) -> Step:
-    """The step as it is measured: captured with a pipeline, or eager."""
-    if pipeline == EAGER:
-        return step
-    # record_after: the passes run at once.
-    result: Step = fz.capture(step, passes=pipeline, audit=False, record_after=1)
-    return result
 
 
 def settle(step: Step, batch: Callable[[], Tensor]) -> None:
@@ -115,7 +124,7 @@ def measure(case: Case, pipeline: str) -> Peak:
     """The count of the step with the median peak of several: gloo's threads free at varying times."""
     with counted() as others:  # bytes left over from the ways measured before
         pass
-    step = captured(case.step(), pipeline)
+    step = case.step(pipeline)
     settle(step, case.batch)
     found = []
     for _ in range(_STEPS):
@@ -135,8 +144,12 @@ def run(rank: int, folder: str, names: list[str], pipelines: list[str]) -> None:
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
     results: dict[str, dict[str, Any]] = {}
     for name in names:
-        found = {p: vars(measure(cases()[name], p)) for p in (EAGER, *pipelines)}
-        results[name] = found
+        results[name] = {}
+        for pipeline in (EAGER, *pipelines):
+            try:
+                results[name][pipeline] = vars(measure(cases()[name], pipeline))
+            except PassError:  # of a captured forward, whose collectives no pass may change
+                results[name][pipeline] = {}
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
     dist.barrier()
@@ -153,11 +166,14 @@ def table(results: dict[str, dict[str, Any]], pipelines: list[str], where: bool)
         line = f"{name:<{wide}}  {eager['state'] / 1e6:9.2f}  {eager['peak'] / 1e6:9.2f}"
         whole = eager["state"] + eager["peak"]
         for p in pipelines:
+            if not found[p]:
+                line += f"{'refused':>15}"
+                continue
             own, all_of_it = found[p]["peak"], found[p]["state"] + found[p]["peak"]
             line += f"  {own / eager['peak']:6.2f} | {all_of_it / whole:4.2f}"
         lines.append(line)
         if where:
-            lines += [f"    {p}: {' > '.join(each['where'])}" for p, each in found.items()]
+            lines += [f"    {p}: {' > '.join(e['where'])}" for p, e in found.items() if e]
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.allocations import count_everything, counted
 from benchmarks.machine import machine
-from benchmarks.memory import EAGER, captured, cases, settle
+from benchmarks.memory import EAGER, cases, settle
 
 LESS = "reinplace,schedule_memory"
 PIPELINES = {
@@ -49,7 +49,7 @@ def measure(name: str, pipelines: dict[str, str], runs: int) -> dict[str, Any]:
     steps = {}
     for label, pipeline in {EAGER: EAGER, **pipelines}.items():
         try:
-            step = captured(case.step(), pipeline)
+            step = case.step(pipeline)
             settle(step, case.batch)
         except Exception as error:
             found[label] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}

@@ -100,16 +100,26 @@ class Subject:
         fully_shard(model)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
+    def loss(self, model: nn.Module) -> Step:
+        """The loss of a batch."""
+        if self.family == "transformer":
+            return model
+        return lambda tokens: model(input_ids=tokens, labels=tokens).loss
+
     def training(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, zeros_first: bool = False
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        zeros_first: bool = False,
+        loss_of: Step | None = None,
     ) -> Step:
         """A training step of a model that is wrapped already. zeros_first: `zero_grad` comes first, not last."""
-        returns_loss = self.family == "transformer"
+        loss_of = loss_of or self.loss(model)
 
         def step(tokens: Tensor) -> Tensor:
             if zeros_first:
                 optimizer.zero_grad()
-            loss = model(tokens) if returns_loss else model(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(tokens)
             loss.backward()
             optimizer.step()
             if not zeros_first:
