@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from functionalize.program.program import Program
+from functionalize.run.windows import windows
 from functionalize.scalars.live_scalars import is_live
 from tests.leftovers import leftovers
 
@@ -70,6 +72,13 @@ class Trap:
         if armed is not None and armed[0] == where:
             self._armed.set(None)
             armed[1]()
+
+
+def ops_of_replay(program: Program) -> int:
+    """How many ops of a graph a mode sees; those of the epilogue follow."""
+    views = windows(program)
+    run = [n for n in program.graph.nodes if n not in views.skipped]
+    return sum(n in views.made or isinstance(n.target, torch._ops.OpOverload) for n in run)
 
 
 class Tripwire(TorchDispatchMode):

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 import functionalize as fz
 from functionalize.fsdp.objects import fsdp_states
 from functionalize.fsdp.python_state import FSDPState
-from tests.faults import Trap, Tripwire, fault_of, interrupt, raising, surroundings
+from tests.faults import Trap, Tripwire, fault_of, interrupt, ops_of_replay, raising, surroundings
 from tests.fsdp.models import Net, wrapped
 from tests.fsdp.twins import (
     differences,
@@ -182,7 +182,7 @@ def faults_in_replays() -> tuple[list[str], int, int]:
 
     before = {name: tensor.clone() for name, tensor in state().items()}
     flags, x = python_state(world.model), pair.batch(3)
-    ops = sum(isinstance(n.target, torch._ops.OpOverload) for n in program.graph.nodes) + 1
+    ops = ops_of_replay(program) + 1
     failed = 0
     for position in [*range(0, ops, 4), ops - 1]:
         error = torch.OutOfMemoryError("no")

@@ -33,6 +33,7 @@ from tests.faults import (
     Tripwire,
     fault_of,
     interrupt,
+    ops_of_replay,
     raising,
     surroundings,
 )
@@ -120,7 +121,7 @@ def test_an_op_that_fails_in_a_replay() -> None:
         found = state_of(world.model, world.optimizer)
         return {**found, "rng": torch.get_rng_state()}
 
-    ops = sum(isinstance(n.target, torch._ops.OpOverload) for n in program.graph.nodes)
+    ops = ops_of_replay(program)
     for position in range(ops + 1):
         torch.set_rng_state(world.drawn)
         before = {name: tensor.clone() for name, tensor in state().items()}
