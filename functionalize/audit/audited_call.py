@@ -148,12 +148,17 @@ class AuditedCall:
         return AuditVerdict(difference)
 
     def _judge(self, verdict: Callable[[], AuditVerdict]) -> None:
-        try:
-            with torch.no_grad(), disable_current_modes():
-                self.verdict = verdict()
-        except Exception as error:
-            log_bug(error)
-        self.expected = None
+        self.verdict, self.expected = judged(verdict), None
+
+
+def judged(find: Callable[[], AuditVerdict]) -> AuditVerdict | None:
+    """A verdict; None if the audit itself fails, which is logged."""
+    try:
+        with torch.no_grad(), disable_current_modes():
+            return find()
+    except Exception as error:
+        log_bug(error)
+        return None
 
 
 def log_bug(error: Exception) -> None:

@@ -19,7 +19,6 @@ from functionalize.audit.left_state import difference_of_modes
 from functionalize.audit.results import ExpectedResults
 from functionalize.audit.signature import Signature
 from functionalize.audit.verdict import AuditVerdict
-from functionalize.errors import InvariantError
 from functionalize.fsdp.python_state import FSDPState, FSDPStateGuard, same_value
 from functionalize.ir.guards import TensorGuard
 from functionalize.ir.inputs import Argument, Call
@@ -81,8 +80,7 @@ class AuditedForward:
         if isinstance(backward, str):
             return AuditVerdict(missed=backward)
         recording = run.recording()
-        if backward.signature is None:
-            raise InvariantError("the backward of an audited forward has no signature")
+        assert backward.signature is not None
         verdict = compared(backward.signature, recording.whole_signature(), run.recorder)
         if verdict != AuditVerdict():
             return verdict
@@ -131,9 +129,8 @@ def _missed(
     first: the index of the first tangent. The forward was guarded: only what may differ since then is looked at.
     """
     for fact in backward.program.facts:
-        if isinstance(
-            fact, FSDPStateGuard
-        ):  # FSDP2 ran a forward: a replayed one leaves its state as it was
+        if isinstance(fact, FSDPStateGuard):
+            # FSDP2 has run the forward; a replayed one leaves its state as it was on entry.
             failure = None if _is_state(fact.state, expected) else "FSDP2's state differs"
         else:
             failure = fact.failure(call)

@@ -211,9 +211,8 @@ def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 def _keep_gradient(leaf: Tensor) -> Iterator[Any]:
     """Two hooks: the node that accumulates a leaf's gradient gets what arrives, whatever its other hooks return."""
-    arrived: list[
-        Tensor
-    ] = []  # empty again before the node runs, which would copy a gradient that is held
+    # Empty again before the node runs, which would copy a gradient that is held.
+    arrived: list[Tensor] = []
 
     def after_others(gradients: Any) -> Any:
         first = arrived.pop() if arrived else None

@@ -37,12 +37,8 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
-import torch
-
 from functionalize._compat.autograd import at_end_of_backward
-from functionalize._compat.dispatch import disable_current_modes
-from functionalize.audit.audited_call import AuditedCall, log_bug
-from functionalize.audit.verdict import AuditVerdict
+from functionalize.audit.audited_call import AuditedCall, judged
 from functionalize.errors import LoadError, PassError, SaveError
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Call
@@ -194,21 +190,13 @@ class CapturedForward(CapturedStep):
         forward = self._run_forward(call, recorder, audit=audit)
         return forward.result() if isinstance(forward, RecordedForward) else forward
 
-    def _verdict(self, find: Callable[[], AuditVerdict]) -> AuditVerdict | None:
-        """A verdict; None if the audit itself fails."""
-        try:
-            with torch.no_grad(), disable_current_modes():
-                return find()
-        except Exception as error:
-            log_bug(error)
-            return None
-
-    def end_audit(self, audit: AuditedForward, recorder: Recorder, error: Exception) -> None:
+    def audit_raised(self, audit: AuditedForward, recorder: Recorder, error: Exception) -> None:
         """An audited forward, or its backward, has raised `error`."""
-        self._note_difference(self._verdict(lambda: audit.failed(recorder, error)), audit.cached)
+        self._note_difference(judged(lambda: audit.failed(recorder, error)), audit.cached)
 
-    def _end_backward_audit(self, audit: AuditedForward, run: JointRun) -> None:
-        verdict = self._verdict(lambda: audit.after_backward(run))
+    def finish_audit(self, audit: AuditedForward, run: JointRun) -> None:
+        """Compare forward and backward with the programs."""
+        verdict = judged(lambda: audit.after_backward(run))
         if verdict is not None and verdict.missed is not None:
             self._note_miss(f"backward: {verdict.missed}")
         # Autograd has not accumulated the gradients yet, which an error here would prevent.
@@ -244,7 +232,7 @@ class CapturedForward(CapturedStep):
                 run = self._record(detached, recorder)
             except Exception as error:
                 if audit is not None:
-                    self.end_audit(audit, recorder, error)
+                    self.audit_raised(audit, recorder, error)
                 raise
             if isinstance(run, RecordedRun):
                 self._is_sharded = bool(run.entry.fsdp.places)
@@ -252,7 +240,7 @@ class CapturedForward(CapturedStep):
                 if has_history or audit is not None:
                     end = ForwardEnd.now(run.entry, run.result, run.recorder, run.changed)
                 if audit is not None:
-                    verdict = self._verdict(lambda: audit.after_forward(recorder, end))
+                    verdict = judged(lambda: audit.after_forward(recorder, end))
                     self._end_audit(verdict, audit.cached)
                 if has_history:
                     return RecordedForward(self, run, end, detached, rerun_of, audit)
@@ -266,9 +254,6 @@ class CapturedForward(CapturedStep):
     def finish_backward(self, run: JointRun, call: Invocation) -> None:
         """The stages after the backward of a recorded forward."""
         self._without_backward.pop(call.key, None)
-        if run.audit is not None:
-            self._end_backward_audit(run.audit, run)
-            return
         rerun = run.rerun_of is not None
         if not rerun:
             self.stats.eager -= 1  # its forward was counted so

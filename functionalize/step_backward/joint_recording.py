@@ -128,7 +128,6 @@ class JointRun:
     requested: the gradients that autograd requested. parameters: the sources of the leaves that have a gradient,
     besides arguments.
     rerun_of: the cached forward that ran again for this backward; None: the forward is a new recording.
-    audit: the audit of which both are a part; None: there is none.
     """
 
     recorder: Recorder
@@ -139,7 +138,6 @@ class JointRun:
     requested: RequestedGradients
     parameters: tuple[Source, ...]
     rerun_of: ForwardProgram | None
-    audit: Any = None
     rendezvous: ClassVar[None] = None  # a forward may have no backward, for which no rank waits
 
     def recording(self) -> JointRecording:

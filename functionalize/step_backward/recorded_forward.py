@@ -87,13 +87,14 @@ class Owner(Protocol):
         ...
 
     def finish_backward(self, run: JointRun, call: Invocation) -> None:
-        """Judge, build and agree after the backward of a recorded forward; both programs are kept, or neither.
-
-        Or compare both with the programs, if the run has an audit.
-        """
+        """Judge, build and agree after the backward of a recorded forward; both programs are kept, or neither."""
         ...
 
-    def end_audit(self, audit: AuditedForward, recorder: Recorder, error: Exception) -> None:
+    def finish_audit(self, audit: AuditedForward, run: JointRun) -> None:
+        """Compare an audited forward and its backward with the programs."""
+        ...
+
+    def audit_raised(self, audit: AuditedForward, recorder: Recorder, error: Exception) -> None:
         """The backward of an audited forward has raised `error`."""
         ...
 
@@ -234,7 +235,7 @@ class RecordedForward:
                 found = run_backward(self._outputs, tangents, self._inputs, requested, keep)
         except Exception as error:
             if self._audit is not None:
-                self._owner.end_audit(self._audit, recorder, error)
+                self._owner.audit_raised(self._audit, recorder, error)
             raise
         gradients, refusal = found
         if refusal is not None:
@@ -250,9 +251,11 @@ class RecordedForward:
             requested,
             self.parameters,
             self._rerun_of,
-            self._audit,
         )
-        self._owner.finish_backward(run, self._call)
+        if self._audit is None:
+            self._owner.finish_backward(run, self._call)
+        else:
+            self._owner.finish_audit(self._audit, run)
         return gradients
 
     def _note_resizes(self) -> None:

@@ -99,9 +99,8 @@ def reduction_text(boxed: Any) -> str:
         return str(boxed.op())
 
 
-_LIBRARY = torch.library.Library(
-    "_c10d_functional", "FRAGMENT"
-)  # the ops exist as long as this object
+# The ops exist as long as this object.
+_LIBRARY = torch.library.Library("_c10d_functional", "FRAGMENT")
 _LIBRARY.define(
     "reduce_scatter_tensor_premul_sum(Tensor input, float factor, int group_size, str group_name) -> Tensor"
 )
