@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -64,29 +64,46 @@ _OPTIMIZER_HOOKS = {
     "step pre-hooks": "_global_optimizer_pre_hooks",
     "step post-hooks": "_global_optimizer_post_hooks",
 }
+OPTIMIZER_LABEL = (
+    "Optimizer.step#"  # of the range in which `step` calls its hooks (torch 2.0 to 2.15)
+)
 _of_modules = attrgetter(*_MODULE_HOOKS.values())
 _of_optimizers = attrgetter(*_OPTIMIZER_HOOKS.values())
 
 
-def hooks_of_everything() -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(description, ids) of the global hooks of modules and optimizers; ids are never reused (torch 2.11 to 2.13)."""
-    return tuple((f"the global {name}", tuple(_not_ours(table))) for name, table in _hook_tables())
+Hooks = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def has_hooks_of_everything() -> bool:
-    """Whether there may be global hooks of modules and optimizers."""
-    return any(_of_modules(_MODULES)) or any(_of_optimizers(_OPTIMIZERS))
+def hooks_of_modules() -> Hooks:
+    """(description, ids) of the hooks on all modules; ids are never reused (torch 2.11 to 2.13)."""
+    return _ids(_MODULE_HOOKS, _of_modules(_MODULES))
 
 
-def global_hooks() -> list[Any]:
-    """The global hooks of modules and optimizers."""
-    return [table[number] for _, table in _hook_tables() for number in _not_ours(table)]
+def hooks_of_optimizers() -> Hooks:
+    """The same of the hooks on all optimizers, which `step` calls."""
+    return _ids(_OPTIMIZER_HOOKS, _of_optimizers(_OPTIMIZERS))
 
 
-def _hook_tables() -> Iterator[tuple[str, dict[int, Any]]]:
-    """(description, hooks by number)."""
-    tables = (*_of_modules(_MODULES), *_of_optimizers(_OPTIMIZERS))
-    return zip((*_MODULE_HOOKS, *_OPTIMIZER_HOOKS), tables, strict=True)
+def has_hooks_of_modules() -> bool:
+    """Whether there may be hooks on all modules."""
+    return any(_of_modules(_MODULES))
+
+
+def has_hooks_of_optimizers() -> bool:
+    """Whether there may be hooks on all optimizers."""
+    return any(_of_optimizers(_OPTIMIZERS))
+
+
+def global_hooks(of_optimizers: bool) -> list[Any]:
+    """The hooks on all modules, and those on all optimizers."""
+    tables = _of_modules(_MODULES)
+    tables += _of_optimizers(_OPTIMIZERS) if of_optimizers else ()
+    return [table[number] for table in tables for number in _not_ours(table)]
+
+
+def _ids(names: Iterable[str], tables: Iterable[dict[int, Any]]) -> Hooks:
+    found = zip(names, tables, strict=True)
+    return tuple((f"the global {name}", tuple(_not_ours(table))) for name, table in found)
 
 
 def _not_ours(table: dict[int, Any]) -> Iterator[int]:

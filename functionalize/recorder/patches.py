@@ -41,6 +41,7 @@ from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
 from functionalize._compat.distributed import work_class
 from functionalize._compat.fsdp import FSDP_LABEL
+from functionalize._compat.modules import OPTIMIZER_LABEL
 from functionalize.recorder import eager_formulas, effects, higher_order, reduction_patches
 from functionalize.recorder import rng_patches as generators
 from functionalize.recorder.checks import Checks
@@ -69,6 +70,7 @@ class Watcher(TorchDispatchMode):
     module_calls: what observes the calls of modules (see lifetimes/module_calls.py), while it does.
     tape: the notes about autograd's nodes, of a recording that becomes a program.
     formulas: computes what eager does where torch does something else under a mode.
+    steps_optimizers: whether an optimizer's `step` was called, which calls the global hooks of optimizers.
     """
 
     checks: Checks | None = None
@@ -80,6 +82,7 @@ class Watcher(TorchDispatchMode):
         super().__init__()
         self.suspended = 0
         self.formulas = EagerFormulas()
+        self.steps_optimizers = False
         self._entered = 0
 
     def start(self) -> None:
@@ -243,7 +246,9 @@ def _undispatched(original: Any) -> Any:
     is_entry = original.__name__ == "__enter__"
 
     def undispatched(self: Any, *args: Any) -> Any:
+        steps_optimizer = is_entry and self.name.startswith(OPTIMIZER_LABEL)
         for recorder in _recorders():
+            recorder.steps_optimizers |= steps_optimizer
             if recorder.tape is not None:
                 note = recorder.tape
                 noted = note.labelled if self.name.startswith(FSDP_LABEL) else note.ranged

@@ -14,27 +14,40 @@ import torch
 
 from functionalize._compat.autograd import saved_tensor_hooks
 from functionalize._compat.dispatch import FLAGS, function_modes
-from functionalize._compat.modules import has_hooks_of_everything, hooks_of_everything
+from functionalize._compat.modules import (
+    has_hooks_of_modules,
+    has_hooks_of_optimizers,
+    hooks_of_modules,
+    hooks_of_optimizers,
+)
 from functionalize.ir.inputs import Call
 from functionalize.util.unchanged import Unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class ModeGuard:
-    """torch's modes and global hooks are those of the capture."""
+    """torch's modes and global hooks are those of the capture. of_optimizers: the hooks on optimizers, too."""
 
     facts: tuple[tuple[str, Any], ...]
+    of_optimizers: bool = True
 
     @staticmethod
     def now() -> ModeGuard:
         """The guard for the modes as they are."""
-        return ModeGuard(_modes())
+        return ModeGuard((*_modes(), *hooks_of_optimizers()))
+
+    def without_optimizers(self) -> ModeGuard:
+        """The guard of a step that has called no optimizer's `step`."""
+        return ModeGuard(self.facts[: -len(hooks_of_optimizers())], False)
 
     def watched(self, call: Call, facts: Unchanged) -> None:
         facts.read(_modes_without_names)
+        if self.of_optimizers:
+            facts.read(_optimizer_hooks)
 
     def failure(self, call: Call) -> str | None:
-        for (name, old), (_, new) in zip(self.facts, _modes(), strict=True):
+        hooks = hooks_of_optimizers() if self.of_optimizers else ()
+        for (name, old), (_, new) in zip(self.facts, (*_modes(), *hooks), strict=True):
             if old != new:
                 return f"{name} is {new}, was {old}"
         return None
@@ -57,7 +70,7 @@ def _modes() -> tuple[tuple[str, Any], ...]:
         ("attention", tuple(f"{n}: {on()}" for n, on in _ATTENTION)),
         ("the hooks on saved tensors", tuple(map(_spot, saved_tensor_hooks()))),
         ("the function modes", tuple(map(_mode_text, function_modes()))),
-        *hooks_of_everything(),
+        *hooks_of_modules(),
     )
 
 
@@ -67,7 +80,11 @@ def _modes_without_names() -> list[Any]:
     found += map(torch.is_autocast_enabled, ("cpu", "cuda"))
     found += torch.get_autocast_dtype("cpu"), torch.backends.mha.get_fastpath_enabled()
     found += tuple(map(_spot, saved_tensor_hooks())), tuple(map(_mode_text, function_modes()))
-    return [*found, hooks_of_everything()] if has_hooks_of_everything() else found
+    return [*found, hooks_of_modules()] if has_hooks_of_modules() else found
+
+
+def _optimizer_hooks() -> Any:
+    return hooks_of_optimizers() if has_hooks_of_optimizers() else ()
 
 
 # Which kernels scaled_dot_product_attention may use. The CPU reads the same flags as CUDA.

@@ -22,6 +22,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from functionalize._compat.modules import hooks_of_optimizers
 from functionalize.calls.draws import process_generators as drawn_from
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
@@ -30,7 +31,7 @@ from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_uses import lines_of_changes, lines_of_uses
 from functionalize.walk.data_parts import process_generators
-from functionalize.walk.discovery import walked, walked_again
+from functionalize.walk.discovery import note_optimizer, walked, walked_again
 from functionalize.walk.fact_text import Path, change_text, is_live_kind, portable, text_of
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.probes import Probes
@@ -126,6 +127,13 @@ class SurroundingsGuard:
         return None
 
     @property
+    def knows_hooks(self) -> bool:
+        """Whether the walk has visited the hooks on all optimizers, or there are none."""
+        return self.state.names.steps_optimizers or not any(
+            hooks for _, hooks in hooks_of_optimizers()
+        )
+
+    @property
     def refusal(self) -> str | None:
         """Why no replay can compare the state, or None."""
         if not self.state.opaque:
@@ -163,6 +171,9 @@ class SurroundingsGuard:
     @staticmethod
     def loaded(fn: Callable[..., Any], saved: Sequence[Sequence[str]]) -> SurroundingsGuard:
         """The guard for saved facts: it fails if a fact differs in this process."""
+        note_optimizer(
+            fn
+        )  # the hooks on all optimizers are among the facts if the step has called them
         here = SurroundingsGuard.of(fn, walked(fn))
         found: dict[str, list[str]] = {}
         for path, fact in here.portable():

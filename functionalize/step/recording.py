@@ -219,6 +219,8 @@ class StepRecording:
             return f"{recorder.checks.repeated[0]}: recorded once more, to see whether it reads a clock"
         if awaits_live_numbers(recorder, self.entry):
             return "reads numbers that may change: recorded once more, with these live"
+        if recorder.steps_optimizers and not self.entry.python_state.knows_hooks:
+            return "calls hooks on all optimizers: recorded once more, to see what they read"
         if self.unowned and (previous is None or self.identities != previous.identities):
             first = self.unowned[0]
             where = self._where(lambda r: any(x == first.ref for x in refs_in(r.args)))

@@ -116,6 +116,7 @@ class RecordedRun:
 
     def recording(self) -> StepRecording:
         plain_keys(self.result)
+        self.entry.settle_hooks(self.recorder)
         self.moving.finish()
         key = self.moving.key
         changed = self.changed or self.moving.refusal or self.moving.unexplained

@@ -53,7 +53,7 @@ from functionalize.state.step_guards import (
 )
 from functionalize.state.storage_places import Places
 from functionalize.util.tensor_wrappers import address_of, plain_tensors
-from functionalize.walk.discovery import walked, walked_again
+from functionalize.walk.discovery import note_optimizer, walked, walked_again
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.roots import Roots
 
@@ -145,6 +145,16 @@ class EntryState:
     def modules(self) -> ModuleGuard:
         """The guard on modules."""
         return next(fact for fact in self.facts if isinstance(fact, ModuleGuard))
+
+    def settle_hooks(self, recorder: Recorder) -> None:
+        """The run has ended: the hooks on all optimizers are guarded if it has called one's `step`, and then only."""
+        if recorder.steps_optimizers:
+            note_optimizer(self.python_state.fn)
+        else:
+            self.facts = [
+                fact.without_optimizers() if isinstance(fact, ModeGuard) else fact
+                for fact in self.facts
+            ]
 
     def moved(self) -> LivePlaces:
         """The places that the step has moved and that a replay may be able to move."""

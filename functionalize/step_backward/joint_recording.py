@@ -141,6 +141,8 @@ class JointRun:
     rendezvous: ClassVar[None] = None  # a forward may have no backward, for which no rank waits
 
     def recording(self) -> JointRecording:
+        for state in (self.end.entry, self.later):
+            state.settle_hooks(self.recorder)
         return JointRecording(self, ExitState.now(self.later, self.gradients))
 
 

@@ -71,12 +71,14 @@ class NameFilter:
     """The names that the code found so far may read: `key in names`. codes: this code.
 
     inherited: by class, the size of the filter and what it was then, with the names in code of bases from libraries.
+    steps_optimizers: whether a recording has shown that the code calls an optimizer's `step`, and so its global hooks.
     """
 
     names: set[Any] = field(default_factory=set)
     is_dynamic: bool = False
     codes: dict[types.CodeType, None] = field(default_factory=dict)
     inherited: dict[type, tuple[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
+    steps_optimizers: bool = False
 
     def __contains__(self, key: object) -> bool:
         return self.is_dynamic or key in self.names
@@ -117,7 +119,12 @@ class NameFilter:
 
     def copy(self) -> NameFilter:
         """A filter of the same names, to which nothing is added."""
-        return NameFilter(set(self.names), self.is_dynamic, dict(self.codes))
+        return NameFilter(
+            set(self.names),
+            self.is_dynamic,
+            dict(self.codes),
+            steps_optimizers=self.steps_optimizers,
+        )
 
     def of(self, table: Iterable[Any]) -> list[Any]:
         """The keys of a table that may be read, in its order."""

@@ -285,14 +285,14 @@ def replaced(names: NameFilter) -> Iterator[Part]:
                 yield Part(f"{name}.{key}", value, key)
 
 
-def around() -> Iterator[Part]:
-    """The function modes, the hooks on saved tensors and the hooks on all modules in which the step is called."""
+def around(of_optimizers: bool) -> Iterator[Part]:
+    """The function modes, the hooks on saved tensors and those on all modules or optimizers around the step."""
     for mode in function_modes():
         if not type(mode).__module__.startswith("functionalize"):
             yield Part(f"the function mode {type(mode).__name__}", mode)
     for i, hook in enumerate(saved_tensor_hooks()):
         yield Part(f"the hooks on saved tensors {i}", hook)
-    for i, hook in enumerate(global_hooks()):
+    for i, hook in enumerate(global_hooks(of_optimizers)):
         yield Part(f"the global hooks {i}", hook)
 
 

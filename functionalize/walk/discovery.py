@@ -95,7 +95,12 @@ def _names_of(fn: Callable[..., Any]) -> NameFilter:
     try:
         return _KNOWN.setdefault(fn, NameFilter())
     except TypeError:  # an object without weak references, or without a hash
-        return NameFilter()
+        return NameFilter(steps_optimizers=True)
+
+
+def note_optimizer(fn: Callable[..., Any]) -> None:
+    """`fn` calls an optimizer's `step`: later walks visit the hooks on all optimizers."""
+    _names_of(fn).steps_optimizers = True
 
 
 def _starts(

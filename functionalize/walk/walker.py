@@ -81,8 +81,7 @@ class PythonState:
     hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay, so that they are no facts.
     probes: a fast test that a walk would find the same facts; see `probes.py`.
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
-    live: places whose contents are no facts. slots: path, place and content (of tensors weakly) of each place that may
-    become one.
+    live: places whose contents are no facts. slots: path, place, content (of tensors weakly) of those that may become one.
     lists: path, place and list of those that code of the step finds by a name.
     movers: path -> object and place, of each whose state is read only by changing it.
     shared: ids of objects that more than one path leads to. owners: id of a path -> type of the object there.
@@ -152,10 +151,11 @@ class PythonState:
 
     def _of_process(self) -> None:
         """The functions of torch that were replaced, and the settings of the process that code may read."""
-        for part in (*replaced(self.names), *around()):
+        surroundings = partial(around, self.names.steps_optimizers)
+        for part in (*replaced(self.names), *surroundings()):
             self._push(Visit((), "", None), part)
-        if any(around()):
-            self.probes.add_value(lambda: [Is(part.value) for part in around()])
+        if any(surroundings()):
+            self.probes.add_value(lambda: [Is(part.value) for part in surroundings()])
         for name, read in settings(self.names):
             self._note(Visit(((), name), "", None), read())
             self.probes.add_value(read)

@@ -360,7 +360,47 @@ def test_what_is_on_around_a_call_is_seen(name: str) -> None:
     assert twins.step.stats.replays == replays + 3
 
 
+def test_what_a_hook_on_all_optimizers_reads_is_seen() -> None:
+    scales = [2.0]
+
+    def scale_gradients(optimizer: Any, *given: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(scales[0])
+
+    twins = Twins(World)
+    with removed(register_optimizer_step_pre_hook(scale_gradients)):
+        for i in range(8):
+            scales[0] = 3.0 if i == 6 else 2.0
+            assert twins.call(i, lambda i=i: [batch(i)]) is None
+    assert twins.step.stats.replays >= 3
+    assert any("the global hooks" in text for text in twins.step.stats.guard_failures)
+
+
 # -- what is no change -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_hook_on_all_optimizers_is_nothing_to_code_without_an_optimizer(backward: bool) -> None:
+    model, steps = Net(), list[int]()
+
+    def loss_of(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if not backward:
+            loss.backward()
+        return loss
+
+    step = fz.capture(loss_of, backward=backward)
+    optimizer = torch.optim.SGD(model.parameters())
+    for i in range(8):  # a new hook each time, of which what it reads grows
+        with removed(register_optimizer_step_pre_hook(lambda *given: steps.append(len(steps)))):
+            optimizer.zero_grad()
+            loss = step(batch(i))
+            if backward:
+                loss.backward()
+            optimizer.step()
+    assert not step.stats.guard_failures and step.stats.replays >= 4, step.explain()
+    assert steps == [*range(8)]
 
 
 def make_anew(world: World) -> None:
