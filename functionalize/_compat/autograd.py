@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch._C import (  # a replay needs no autograd kernels, and they cost time
     _AutoDispatchBelowAutograd as below_autograd,
 )
@@ -125,6 +126,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode AD is active: a tensor may be more than its storage."""
+    return forward_mode_is_on() or in_transform()
+
+
 def first_gradients(roots: Sequence[Any], passed: Sequence[torch.Tensor | None]) -> list[Any]:
     """The gradients of its roots with which a backward begins: ones for None. Raises eager's errors."""
     return list(torch.autograd._make_grads(roots, passed, is_grads_batched=False))
@@ -210,8 +216,6 @@ def saved_tensor_hooks() -> tuple[Any, ...]:
 
 def forward_mode_is_on() -> bool:
     """Whether forward-mode AD is active, so that tensors may have tangents; no public name (2.11 to 2.15)."""
-    from torch.autograd import forward_ad
-
     return bool(forward_ad._current_level >= 0)
 
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from functionalize._compat.autograd import is_transformed
 from functionalize._compat.dispatch import current_modes
 from functionalize.audit.signature import Signature
 from functionalize.errors import FunctionalizeError, UncapturableError
@@ -108,8 +109,8 @@ class CapturedStep(ReplayedStep):
 
     @property
     def is_busy(self) -> bool:
-        """Whether another recording is active, of which this call is then a part."""
-        return any(isinstance(mode, Recorder) for mode in current_modes())
+        """Whether this call is a part of another recording, of a transform of torch.func, or of forward-mode AD."""
+        return is_transformed() or any(isinstance(mode, Recorder) for mode in current_modes())
 
     def explain(self) -> str:
         """Why each program exists, which guards missed, where each input comes from, what was refused."""
@@ -173,7 +174,7 @@ class CapturedStep(ReplayedStep):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: a replay if all guards of a program hold, else a real run that is recorded.
 
-        Inside another recording the call is part of that recording, and only runs the callable.
+        Inside another recording, or a transform (`torch.func`, forward-mode AD), it is a part of that: eager.
         """
         grad_mode = torch.is_grad_enabled()
         try:
@@ -202,9 +203,7 @@ class CapturedStep(ReplayedStep):
             return self._capture(call)
         except Exception:
             raise
-        except (
-            BaseException
-        ):  # Ctrl-C can interrupt between a change of the grad mode and its reset
+        except BaseException:  # Ctrl-C can come between a change of the grad mode and its reset
             torch.set_grad_enabled(grad_mode)
             raise
 

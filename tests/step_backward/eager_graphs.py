@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tests.step_backward.runs import Run
@@ -89,6 +90,33 @@ def second_derivative(m: Any, x: Tensor, run: Run) -> Any:
     penalty = (g.norm(dim=1) - 1).square().mean()
     run.backward(y * 0.1 + penalty)
     return x.grad
+
+
+def functional_gradient(m: Any, x: Tensor, run: Run) -> Any:
+    found = torch.func.grad(lambda w: (x @ w.t()).tanh().square().mean())(m[0].weight)
+    run.backward(m(x).square().mean())
+    return found.detach()
+
+
+def hessian(m: Any, x: Tensor, run: Run) -> Any:
+    h = m[1](m[0](x)).detach()
+    found = torch.func.hessian(lambda w: (h @ w.t()).tanh().square().mean())(m[2].weight.detach())
+    run.backward(m(x).square().mean())
+    return found
+
+
+def forward_mode(m: Any, x: Tensor, run: Run) -> Any:
+    with forward_ad.dual_level():
+        out = m(forward_ad.make_dual(x, torch.ones_like(x)))
+        tangent = forward_ad.unpack_dual(out).tangent.detach()
+    run.backward(m(x).square().mean())
+    return tangent
+
+
+def accumulated_twice(m: Any, x: Tensor, run: Run) -> Any:
+    loss = m(x).square().mean()
+    run.backward(loss, retain_graph=True)
+    run.backward(loss)
 
 
 def frozen(m: Any, x: Tensor, run: Run) -> Any:
@@ -178,6 +206,10 @@ PLAIN: Sequence[Callable[[Any, Tensor, Run], Any]] = (
     custom_function_vmap,
     nested_function,
     second_derivative,
+    functional_gradient,
+    hessian,
+    forward_mode,
+    accumulated_twice,
     frozen,
     only_the_input,
     only_some_inputs,

@@ -49,9 +49,12 @@ def retained_twice(m: Any, x: Tensor, run: Run) -> Any:
 
 
 def accumulated(m: Any, x: Tensor, run: Run) -> Any:
-    m[0].weight.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
-    m[0].weight.register_hook(lambda g: g + 1)
+    weight = m[0].weight
+    after = weight.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
+    before = weight.register_hook(lambda g: g + 1)
     run.backward(m(x).square().mean())
+    after.remove()
+    before.remove()
 
 
 def optimizer_in_backward(m: Any, x: Tensor, run: Run) -> Any:

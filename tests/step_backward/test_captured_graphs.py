@@ -11,27 +11,28 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
-from tests.step_backward.eager_graphs import PLAIN
-from tests.step_backward.hooked_graphs import HOOKED
+from functionalize.errors import UncapturableError
+from tests.step_backward.cases import CASES
 from tests.step_backward.runs import EAGER, model, same
 
-CASES = {case.__name__: case for case in [*HOOKED, *PLAIN]}
-
 # These add a hook to a parameter at each call, so each call is another step.
-ADD_HOOKS = {"accumulated", "only_some_inputs"}
+ADD_HOOKS = {"only_some_inputs"}
+
+# What no captured step can repeat, and what its second call says.
+NOT_INSIDE = {"threads": r"backward runs in another thread .*call backward\(\) in that thread"}
 
 # What no captured forward can equal, or repeat.
 NOT_THROUGH = {
-    "current_node": "the node of an output is another one",
-    "second_derivative": "create_graph=True is refused",
+    "current_node_in_hook": "the node of an output is another one",
+    "create_graph": "create_graph=True is refused",
     "checkpointed_dropout": "a forward in a module",
     "checkpointed_norm": "a forward in a module",
 }
 NOT_REPLAYED = {
     *ADD_HOOKS,
-    "module_hooks",  # adds hooks to modules
+    "module_bw_hooks",  # adds hooks to modules
     "leaf_as_root",  # does not call the model
-    "checkpointed",  # gives its generators other states at each call
+    "ckpt_early",  # gives its generators other states at each call
 }
 
 
@@ -89,10 +90,16 @@ def eager(case: Any) -> list[Any]:
     return results(m, lambda x: case(m, x, EAGER))
 
 
+@pytest.mark.filterwarnings("ignore:<lambda> cannot be captured")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ADD_HOOKS])
 def test_inside_a_captured_step(name: str) -> None:
     m, case = model(), CASES[name]
     step = fz.capture(lambda x: case(m, x, EAGER))
+    if name in NOT_INSIDE:
+        step(torch.ones(5, 3))
+        with pytest.raises(UncapturableError, match=NOT_INSIDE[name]):
+            step(torch.ones(5, 3))
+        return
     assert same(results(m, step), eager(case))
     assert step.stats.replays >= 3
 

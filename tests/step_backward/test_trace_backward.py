@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.step_backward.eager_graphs import PLAIN
-from tests.step_backward.hooked_graphs import HOOKED
+from tests.step_backward.cases import CASES
 from tests.step_backward.runs import EAGER, TRACED, Run, model, same
 
 
@@ -26,7 +25,8 @@ def results(case: Any, run: Run) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("case", [*HOOKED, *PLAIN], ids=lambda case: case.__name__)
-def test_as_eager(case: Any) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_as_eager(name: str) -> None:
+    case = CASES[name]
     for ours, eager in zip(results(case, TRACED), results(case, EAGER), strict=True):
         assert same(ours, eager)
