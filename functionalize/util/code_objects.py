@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import functools
 import types
 from typing import Any
 
@@ -29,3 +32,73 @@ def is_generated(code: types.CodeType) -> bool:
     return code.co_filename == "<string>" or code.co_filename.endswith(
         ("dataclasses.py", "reprlib.py")
     )
+
+
+# -- closures as data ------------------------------------------------------------------------------
+
+
+def enclosed(function: Any) -> list[Any]:
+    """What a function encloses, as far as it is assigned and not None; nothing of another object."""
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    return [each for each in found if each is not None]
+
+
+class _Globals:
+    """The globals of a function, compared by identity."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table = table
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Globals) and other.table is self.table
+
+    def __hash__(self) -> int:
+        return id(self.table)
+
+
+@functools.lru_cache(maxsize=1024)
+def _emptied(code: types.CodeType, space: _Globals) -> types.FunctionType:
+    cells = tuple(types.CellType() for _ in code.co_freevars)
+    return types.FunctionType(code, space.table, code.co_name, None, cells)
+
+
+def opened_function(
+    function: types.FunctionType,
+) -> tuple[types.FunctionType, tuple[Any, ...]] | None:
+    """A function without its defaults and the variables that it encloses, and these; `closed_function` is the inverse.
+
+    The former is the same object for all functions that one `def` or `lambda` makes. None if the function is more than
+    these parts, or if its code assigns to an enclosed variable.
+    """
+    code, cells = function.__code__, function.__closure__ or ()
+    is_nested = "<locals>" in code.co_qualname
+    if not is_nested or function.__kwdefaults__ or vars(function) or _assigns(code):
+        return None
+    try:
+        contents = tuple(cell.cell_contents for cell in cells)
+    except ValueError:  # an empty cell
+        return None
+    return _emptied(code, _Globals(function.__globals__)), (function.__defaults__, *contents)
+
+
+def closed_function(
+    emptied: types.FunctionType, defaults: tuple[Any, ...] | None, *contents: Any
+) -> types.FunctionType:
+    """A function with these defaults that encloses these values."""
+    cells = tuple(map(types.CellType, contents))
+    return types.FunctionType(
+        emptied.__code__, emptied.__globals__, emptied.__name__, defaults, cells
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _assigns(code: types.CodeType) -> bool:
+    """Whether a function, or one nested in it, assigns to variables that it encloses."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    own = (i for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF"))
+    return any(i.argval in code.co_freevars for i in own) or any(map(_assigns, inner))

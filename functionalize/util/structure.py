@@ -9,7 +9,9 @@ also opens the following into their attributes and items, without registering th
 
 - subclasses of dict and of Mapping (`BatchEncoding`), dataclasses, `SimpleNamespace`;
 - other objects that hold tensors: as an argument if they hold only tensors and numbers (a batch), as a result also
-  with other contents (a cache), or with symbolic numbers only (a record of `loss.item()`).
+  with other contents (a cache), or with symbolic numbers only (a record of `loss.item()`);
+- as an argument, a `BlockMask`, and a nested function that encloses nothing, or only tensors and constants, with a
+  tensor among them or inside such an object (`mask_mod`): its code is a leaf, and the enclosed values are further ones.
 
 An object that holds a module or an optimizer, or whose class has a part written in C, stays a leaf; so does a result
 without tensors and symbolic numbers, which is returned as it is. Attributes of a dict or a `UserDict` that are neither
@@ -24,13 +26,14 @@ import enum
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from types import NoneType, SimpleNamespace
+from types import FunctionType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from functionalize._compat.graphs import pytree
+from functionalize.util.code_objects import closed_function, enclosed, opened_function
 
 _NUMBERS = (bool, int, float, complex, str, bytes, NoneType)
 _ATOMS = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -183,6 +186,8 @@ def _keys(shape: _Shape) -> list[Any]:
 def _rebuilt(children: Any, shape: _Shape) -> Any:
     """An object of that shape around these children."""
     children = list(children)
+    if shape.kind is FunctionType:
+        return closed_function(*children)
     value = _blank(shape.kind)
     for key, child in zip(shape.keys, children, strict=False):
         _base(shape.kind).__setitem__(value, key, child)
@@ -212,6 +217,8 @@ pytree.register_pytree_node(
 def _opened(leaf: Any, result: bool, above: frozenset[int]) -> Any:
     """`leaf`, or an `_Opened` of it; `above`: ids of the objects that it is inside of."""
     kind: Any = type(leaf)
+    if kind is FunctionType:
+        return leaf if result or id(leaf) in above else _opened_function(leaf, above)
     if kind in _CLOSED or not _is_transparent(kind) or id(leaf) in above:
         return leaf
     above = above | {id(leaf)}
@@ -230,6 +237,23 @@ def _opened(leaf: Any, result: bool, above: frozenset[int]) -> Any:
         return leaf
     kept = tuple((name, _Beside(attributes[name])) for name in beside)
     return _Opened(_Shape(kind, keys, names, kept), inner)
+
+
+def _opened_function(function: FunctionType, above: frozenset[int]) -> Any:
+    found = opened_function(function)
+    if found is None:
+        return function
+    emptied, (defaults, *contents) = found
+    within = above | {id(function)}
+    parts = [_opened_inside(each, False, within) for each in (defaults, *contents)]
+    leaves = pytree.tree_leaves(tuple(parts), is_leaf=lambda part: isinstance(part, (list, dict)))
+    data = [leaf for leaf in leaves if type(leaf) is not FunctionType or enclosed(leaf)]
+    if not all(isinstance(leaf, (Tensor, *_ATOMS)) for leaf in data):
+        return function  # what it encloses may change, or is state
+    if contents and not above and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return function
+    names = ("code", "defaults", *function.__code__.co_freevars)
+    return _Opened(_Shape(FunctionType, (), names, ()), [emptied, *parts])
 
 
 def _opened_inside(value: Any, result: bool, above: frozenset[int]) -> Any:
@@ -267,7 +291,8 @@ def _is_data(kind: type, children: list[Any], result: bool) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_known(kind: Any) -> bool:
-    return dataclasses.is_dataclass(kind) or issubclass(kind, (Mapping, SimpleNamespace))
+    is_mask = (kind.__module__, kind.__name__) == ("torch.nn.attention.flex_attention", "BlockMask")
+    return is_mask or dataclasses.is_dataclass(kind) or issubclass(kind, (Mapping, SimpleNamespace))
 
 
 def _counts(value: Any) -> bool:
@@ -341,8 +366,7 @@ def _inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
     """The objects that an object refers to: items, attributes, closure cells; not those of modules or globals."""
     if isinstance(leaf, (*_STATEFUL, type, *_ATOMS)) or depth == 0:
         return
-    cells = getattr(leaf, "__closure__", None) or ()
-    held: list[Any] = [c.cell_contents for c in cells if _is_full(c)]
+    held = enclosed(leaf)
     if isinstance(leaf, Mapping):
         held = list(leaf.values())
     elif isinstance(leaf, (list, tuple, set, frozenset)):
@@ -351,13 +375,6 @@ def _inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
         yield each
         if not isinstance(each, Tensor):
             yield from _inside(each, depth - 1)
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 # -- paths -----------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class PythonState:
     hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay, so that they are no facts.
     probes: a fast test that a walk would find the same facts; see `probes.py`.
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
-    live: places whose contents are no facts. slots: path, place, content (of tensors weakly) of those that may become one.
+    live: places whose contents are no facts. slots: path, place, content (of tensors weakly) of those that may be.
     lists: path, place and list of those that code of the step finds by a name.
     movers: path -> object and place, of each whose state is read only by changing it.
     shared: ids of objects that more than one path leads to. owners: id of a path -> type of the object there.

@@ -7,12 +7,13 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
-from types import MappingProxyType, SimpleNamespace
+from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
 import functionalize as fz
 from functionalize.errors import GuardError, UncapturableError
@@ -276,6 +277,80 @@ def test_capture_takes_and_returns_objects(name: str) -> None:
             assert torch.equal(a, b)
     assert captured.stats.replays >= 4
     assert captured.stats.guard_failures == []
+
+
+WINDOW = [64]
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (q - k < WINDOW[0])
+
+
+def block_mask(seed: int, width: int) -> Any:
+    """Documents in a batch, as training loops make one for each."""
+    documents = torch.randint(0, 3, (1, 64), generator=torch.Generator().manual_seed(seed))
+
+    def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return documents[b, q] == documents[b, k]
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k).abs() < width
+
+    parts = flex_attention.and_masks(causal, document, near)
+    return flex_attention.create_block_mask(parts, 1, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_block_mask_for_each_batch_is_a_structure_of_tensors(backward: bool) -> None:
+    zero, at = torch.tensor(0), torch.arange(64)
+    weight = torch.ones(64, 4, requires_grad=True)
+
+    def attended(x: Tensor, mask: Any) -> Tensor:
+        scores = (x @ weight.T) * mask.to_dense()[0, 0].repeat_interleave(
+            16, 0, output_size=64
+        ).sum(1)
+        allowed = mask.mask_mod(zero, zero, at[:, None], at[None])
+        loss = scores.masked_fill(~allowed, 0.0).square().mean() + mask.kv_num_blocks.sum()
+        return loss if backward else loss.detach()
+
+    def called(forward: Any, *given: Any) -> list[Tensor]:
+        weight.grad = None
+        loss = forward(*given)
+        if backward:
+            loss.backward()
+        return [loss.detach(), *([] if weight.grad is None else [weight.grad])]
+
+    captured = fz.capture(attended, backward=backward)
+    for i in range(10):
+        WINDOW[0] = 32 if i == 9 else 64  # a global that a part of the mask reads
+        given = torch.randn(64, 4), block_mask(i, 8 if i < 7 else 9)
+        pairs = zip(called(captured, *given), called(attended, *given), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert captured.stats.replays >= 5, captured.explain()
+    found = captured.stats.guard_failures
+    assert len(found) == 2 and "is 9, was 8" in found[0] and "WINDOW" in found[1], found
+
+
+def test_a_function_is_data_only_if_what_it_encloses_is() -> None:
+    model, found = nn.Linear(2, 2), list[int]()
+
+    def counter() -> Callable[[], Tensor]:
+        n = 0
+
+        def count() -> Tensor:
+            nonlocal n
+            n += 1
+            return T * n
+
+        return count
+
+    for leaf in (lambda: model(T), lambda: found.append(len(T)), counter(), both, lambda: found):
+        assert one(leaf)[0] == [leaf]
+    a, b = torch.ones(2), torch.zeros(3)
+    leaves, spec = one(lambda x=2: (a + x, b))
+    assert [*map(type, leaves)] == [FunctionType, int, Tensor, Tensor]
+    ((again,), _) = structure.unflatten([*leaves[:2], b, a], spec)
+    assert torch.equal(again()[0], b + 2) and again(3)[1] is a
 
 
 def test_another_structure_is_captured_anew() -> None:
