@@ -19,7 +19,7 @@ from functionalize.cli import memory as memory_command
 from functionalize.cli import plan as plan_command
 from functionalize.cli.console import Out, run
 from functionalize.cli.recorded import DEFAULT_WORLD, Job
-from functionalize.cli.scripts import FunctionNames, assignments, axis, nbytes
+from functionalize.cli.scripts import FunctionNames, assignments, axis, nbytes, training
 from functionalize.cli.scripts import mesh as sizes
 from functionalize.cli.tape import show_tape
 from functionalize.errors import UsageError
@@ -321,6 +321,13 @@ def plan(
     passes: Passes = None,
     alloc_conf: AllocConf = "",
     machine: Machine = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Days of training on so many: 15T, 300B, 1e9."),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="X", help="Of a GPU for an hour: the cost of --tokens.")
+    ] = None,
     csv: Annotated[str | None, _file("FILE.csv", "The table, numbers as they are.")] = None,
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
     png: Annotated[str | None, _file("FILE.png", "Memory against time (or .svg, .pdf).")] = None,
@@ -335,7 +342,17 @@ def plan(
     """
     size = _size(limit)
     options = plan_command.PlanOptions(
-        _axes(grid), passes, machine, alloc_conf or None, largest, size, csv, html, png, trace
+        _axes(grid),
+        passes,
+        machine,
+        alloc_conf or None,
+        largest,
+        size,
+        csv,
+        html,
+        png,
+        trace,
+        training(tokens, price),
     )
     return plan_command.plan(out, job, options)
 

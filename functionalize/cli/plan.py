@@ -25,9 +25,10 @@ from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Timeline
 from functionalize.sweep.summary import Plan, Sweep, short
+from functionalize.sweep.training import Training
 
 # Columns that are left out in a narrow terminal, in this order, by the ends of their heads.
-_OPTIONAL_COLUMNS = ("planned in", "exposed", "sent", "MFU", "/s/rank", "program")
+_OPTIONAL_COLUMNS = ("planned in", "exposed", "sent", "program", "reserved", "MFU", "/s/rank")
 _SEARCH_END = 1 << 20  # the largest value that `--largest` tries
 _DRAWN = 6  # points, at most, whose timelines a page shows
 
@@ -38,7 +39,7 @@ class PlanOptions:
 
     grid: the values of each key to combine. pipeline, machine, alloc_conf: for all points.
     largest: a key whose largest value that fits in `limit` (bytes of the device) is searched.
-    csv, html, png, trace: files to write.
+    training: a run whose days and cost are asked for. csv, html, png, trace: files to write.
     """
 
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class PlanOptions:
     html: str | None = None
     png: str | None = None
     trace: str | None = None
+    training: Training | None = None
 
     def check(self, job: Job) -> None:
         """Raises `UsageError` for options that are invalid or contradict each other."""
@@ -111,6 +113,8 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
             )
         if options.limit is not None:
             sweep = sweep.within(options.limit)
+        if options.training is not None:
+            sweep = sweep.over(options.training)
         largest = None
         if options.largest is not None and options.limit is not None:
             with out.working(f"searching the largest {options.largest}"):
@@ -241,11 +245,17 @@ def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
             Path(options.csv).write_text(sweep.to_csv(), encoding="utf-8")
         if options.png is not None:
             title = f"{job.source}: {len(sweep.plans)} points"
-            names = {"step": "step, modelled seconds", "device": "device bytes"}
+            rate = f"{sweep.items}/s/rank, modelled"
+            x = (
+                "step"
+                if all(row.get("throughput") is None for row in sweep.rows())
+                else "throughput"
+            )
+            names = {x: "step, modelled seconds" if x == "step" else rate, "device": "device bytes"}
             keys = (*sweep.axes, *names)
             rows = [{names.get(k, k): row[k] for k in keys if k in row} for row in sweep.rows()]
-            x, y = names.values()
-            tradeoff_picture(rows, options.png, x=x, y=y, limit=options.limit, title=title)
+            across, up = names.values()
+            tradeoff_picture(rows, options.png, x=across, y=up, limit=options.limit, title=title)
         if options.html is not None:
             _page(options.html, sweep, job, options)
         if options.trace is not None:

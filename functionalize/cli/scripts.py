@@ -29,10 +29,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from functionalize.errors import UsageError
+from functionalize.errors import PlanError, UsageError
+from functionalize.sweep.training import Training
 
 Mesh = dict[str, int] | tuple[int, ...]
 _WORDS = {"true": True, "false": False, "none": None}
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _UNITS = {"b": 1} | {
     f"{prefix}{infix}b": base**power
     for power, prefix in enumerate("kmgtp", 1)
@@ -204,6 +206,21 @@ def nbytes(text: str) -> int:
     if not math.isfinite(size):
         raise UsageError(f"the size {text!r} is larger than any number")
     return int(size)
+
+
+def training(tokens: str | None, price: float | None) -> Training | None:
+    """The run that `--tokens` (`15T`, `300B`, `1.5e9`) and `--price` describe; None without tokens."""
+    if tokens is None:
+        if price is not None:
+            raise UsageError("--price needs --tokens: the cost of training on how many?")
+        return None
+    found = re.fullmatch(r"([\d_]*\.?\d+(?:[eE]\+?\d+)?)\s*([kKmMbBtT]?)", tokens.strip())
+    if found is None:
+        raise UsageError(f"--tokens {tokens!r} cannot be read: write 15T, 300B, 20M or a number")
+    try:
+        return Training(float(found[1]) * _COUNTS[found[2].upper()], price)
+    except PlanError as error:
+        raise UsageError(str(error)) from None
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

@@ -216,7 +216,9 @@ class Planner:
             program = passes.run(program, point["passes"])
         machine = machine_of(point.get("machine"), now.world.target.name)
         items = items_of(made, now.built, now.world.size)
-        figures = Figures.of(program, recorded, machine, point.get("alloc_conf") or "", items)
+        replay = bool(point.get("passes"))
+        conf = point.get("alloc_conf") or ""
+        figures = Figures.of(program, recorded, machine, conf, items, replay)
         _ = figures.row  # computed now: process groups exist only inside the world
         choices, assumed = now.world.choices.rows, dict(now.world.assumed)
         remarks = idle_dimensions(now.world, figures.members)
@@ -254,8 +256,8 @@ def items_of(made: Any, built: Any, size: int) -> Items | None:
     ranks = max(size // first.mesh_info.mesh.size(), 1) if first is not None else 1
     for each in tensors:
         if each.dim() >= 2 and not each.is_floating_point():
-            return Items(each.numel(), "tokens", ranks)
-    return Items(tensors[0].shape[0], "samples", ranks)
+            return Items(each.numel(), "tokens", ranks, size)
+    return Items(tensors[0].shape[0], "samples", ranks, size)
 
 
 def idle_dimensions(world: World, members: Mapping[str, Sequence[int]]) -> list[str]:

@@ -8,8 +8,10 @@
     program   the same with lifetimes of the program, after passes   exact
     reserved  eager's, by a simulated caching allocator              simulated
     device    reserved and declared constants                        must fit in the device
-    step      seconds of a step                                      modelled: a roofline
+    step      seconds of a step                                      modelled: `planning/time/step_time.py`
     throughput  tokens or samples per second and rank              modelled: those of `inputs`, by the seconds of a step
+
+    sweep.over(Training(15e12, price=2.5))     the days, and the cost, of training on so many tokens, too
 
     sweep.within(80e9)                         the same on devices of so many bytes: `device` is what they hold then,
                                                and `fits` whether the step runs (`MemoryFigures.fit`)
@@ -36,24 +38,30 @@ from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.machines.constants import declared
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.machines.presets import MACHINE_OF, MACHINES
-from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM
 from functionalize.planning.time.communication import Traffic, communication, members_of
 from functionalize.planning.time.compute import Work, compute
-from functionalize.planning.time.step_time import StepTime, step_time
+from functionalize.planning.time.step_time import StepTime, step_time, time_range
 from functionalize.program.program import Program
 from functionalize.step.step_memory import StepMemory
+from functionalize.sweep.columns import ASKED, COLUMNS, Column, efficiencies
 from functionalize.sweep.grid import Point
+from functionalize.sweep.training import Training
 from functionalize.util.text import counted
 
 
 class Items(NamedTuple):
-    """What a rank trains on in one step. kind: "tokens" or "samples". ranks: how many ranks train on the same ones."""
+    """What a rank trains on in one step.
+
+    kind: "tokens" or "samples". ranks: how many ranks train on the same ones. world: the number of all ranks.
+    """
 
     number: int
     kind: str
     ranks: int = 1
+    world: int = 1
 
 
 def machine_of(machine: Any, target: str = "cuda") -> Machine:
@@ -73,7 +81,7 @@ class Figures:
     """The figures of one point.
 
     machine: the machine whose times are modelled. members: process group -> its ranks.
-    items: what a rank trains on; None if that is not known.
+    items: what a rank trains on; None if that is not known. replay: whether the host replays the program.
     """
 
     program: Program
@@ -81,6 +89,7 @@ class Figures:
     machine: Machine
     members: Mapping[str, Sequence[int]]
     items: Items | None = None
+    replay: bool = False
 
     def __repr__(self) -> str:
         return f"<Figures: {self.memory!r}, {self.time!r}>"
@@ -92,13 +101,14 @@ class Figures:
         machine: Machine,
         alloc_conf: str = "",
         items: Items | None = None,
+        replay: bool = False,
     ) -> Figures:
         """Must be called inside the world of the program."""
         program.describe()
         members = members_of(program)
         constants = declared(machine, len(members))
         memory = recorded.after(program, constants, Settings.parse(alloc_conf))
-        return Figures(program, memory, machine, members, items)
+        return Figures(program, memory, machine, members, items, replay)
 
     @cached_property
     def traffic(self) -> list[Traffic]:
@@ -113,7 +123,18 @@ class Figures:
     @cached_property
     def time(self) -> StepTime:
         """The modelled time of a step."""
-        return step_time(self.program, self.machine, groups=self.members)
+        return step_time(self.program, self.machine, groups=self.members, replay=self.replay)
+
+    @cached_property
+    def time_range(self) -> tuple[float, float]:
+        """The modelled seconds at the high and at the low end of the ranges of the machine's efficiency."""
+        return time_range(self.program, self.time, self.members)
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """The range of the modelled time, in seconds, and the efficiencies from which it follows."""
+        fast, slow = self.time_range
+        return {"step fastest": fast, "step slowest": slow, "efficiency": self.time.where}
 
     @cached_property
     def row(self) -> dict[str, Any]:
@@ -141,24 +162,6 @@ class Figures:
         if self.items is None or not self.time.seconds:
             return None
         return self.items.number / self.items.ranks / self.time.seconds
-
-
-_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("peak", "peak", human_bytes),
-    ("program", "program", human_bytes),
-    ("reserved", "reserved", human_bytes),
-    ("device", "device", human_bytes),
-    ("sent", "sent", human_bytes),
-    ("step", "step (modelled)", human_seconds),
-    ("exposed", "exposed", human_seconds),
-    ("mfu", "MFU", lambda x: "" if x is None else f"{x:.0%}"),
-    (
-        "throughput",
-        "items/s/rank",
-        lambda x: "" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}",
-    ),
-    ("planned in", "planned in", human_seconds),
-)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -196,13 +199,14 @@ class PlansPoints(Protocol):
 class Sweep:
     """The plans of a grid, in its order. axes: the keys. searching: enters a planner for more points.
 
-    limit: bytes of the devices; None: without a limit.
+    limit: bytes of the devices; None: without a limit. training: a run whose days and cost are asked for.
     """
 
     plans: Sequence[Plan]
     axes: tuple[str, ...]
     searching: Callable[[], AbstractContextManager[PlansPoints]]
     limit: float | None = None
+    training: Training | None = None
 
     def __repr__(self) -> str:
         return f"<Sweep of {', '.join(self.axes)}: {counted(len(self.plans), 'plan')}>"
@@ -215,14 +219,22 @@ class Sweep:
         _check_limit(limit)
         return replace(self, limit=limit)
 
+    def over(self, training: Training) -> Sweep:
+        """The same plans with the days and the cost of a training run."""
+        return replace(self, training=training)
+
     def rows(self) -> list[dict[str, Any]]:
         """A dict per point: its keys, its figures or its `error`, and the seconds that planning took."""
-        return [_row(each, self.limit) for each in self.plans]
+        return [_row(each, self.limit, self.training) for each in self.plans]
 
     def to_json(self) -> str:
-        """The rows as JSON, with the choices of kernels and the assumed numbers."""
+        """The rows as JSON, with the choices of kernels, the assumed numbers, and the range of the modelled time."""
         more = [
-            {"choices": [asdict(c) for c in each.choices], "assumed": dict(each.assumed)}
+            {
+                "choices": [asdict(c) for c in each.choices],
+                "assumed": dict(each.assumed),
+                **(each.figures.times if each.figures is not None else {}),
+            }
             for each in self.plans
         ]
         rows = [{**row, **extra} for row, extra in zip(self.rows(), more, strict=True)]
@@ -240,12 +252,18 @@ class Sweep:
 
     def cells(self) -> list[list[str]]:
         """The table: a row of heads, then one per point."""
-        shown = [axis for axis in self.axes if len({str(p.point[axis]) for p in self.plans}) > 1]
+        axes = [axis for axis in self.axes if len({str(p.point[axis]) for p in self.plans}) > 1]
+        axes, rows = axes or list(self.axes), self.rows()
+        columns = [c for c in COLUMNS if c[0] not in ASKED or any(c[0] in row for row in rows)]
+        heads = [*axes, *(head.replace("items", self.items) for _, head, _ in columns)]
+        both = zip(self.plans, rows, strict=True)
+        return [heads, *(_cells(each, row, axes, columns) for each, row in both)]
+
+    @property
+    def items(self) -> str:
+        """What the steps train on: "tokens", "samples" or both; "items" if it is not known."""
         kinds = {p.figures.items.kind for p in self.plans if p.figures and p.figures.items}
-        named = {"items/s/rank": f"{' or '.join(sorted(kinds)) or 'items'}/s/rank"}
-        heads = [*(shown or self.axes), *(named.get(head, head) for _, head, _ in _COLUMNS)]
-        rows = zip(self.plans, self.rows(), strict=True)
-        return [heads, *(_cells(each, row, shown or self.axes) for each, row in rows)]
+        return " or ".join(sorted(kinds)) or "items"
 
     def text(self) -> str:
         """The table as plain text: above it the keys that all points share, below it the assumptions."""
@@ -275,8 +293,9 @@ class Sweep:
         return table
 
     def notes(self) -> list[str]:
-        """The assumptions of the figures: the kernels of the target, and numbers read from fake tensors."""
-        return assumptions(
+        """The assumptions of the figures: kernels of the target, numbers read from fake tensors, efficiencies."""
+        figures = [each.figures for each in self.plans if each.figures is not None]
+        return efficiencies((each.time, each.time_range) for each in figures) + assumptions(
             (choice for each in self.plans for choice in each.choices),
             (line for each in self.plans for line in each.assumed),
             (remark for each in self.plans for remark in each.remarks),
@@ -338,7 +357,7 @@ def _check_limit(limit: Any) -> None:
         raise PlanError(f"a limit is a number of bytes, not {limit!r}")
 
 
-def _row(each: Plan, limit: float | None) -> dict[str, Any]:
+def _row(each: Plan, limit: float | None, training: Training | None = None) -> dict[str, Any]:
     keys = {
         key: value if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
         for key, value in each.point.items()
@@ -346,17 +365,24 @@ def _row(each: Plan, limit: float | None) -> dict[str, Any]:
     if each.figures is None:
         return {**keys, "error": each.error, "planned in": each.seconds}
     figures = each.figures.row
+    if training is not None:
+        rate, items = each.figures.throughput, each.figures.items
+        figures = {**figures, "days": training.days(rate, items.world if items else 1)}
+        if training.price is not None:
+            figures["cost"] = training.cost(rate)
     if limit is not None:
         fit = each.figures.memory.fit(limit, EAGER)
         figures = {**figures, "device": fit.nbytes, "fits": fit.refused is None}
     return {**keys, **figures, "planned in": each.seconds}
 
 
-def _cells(each: Plan, row: Mapping[str, Any], axes: Sequence[str]) -> list[str]:
+def _cells(
+    each: Plan, row: Mapping[str, Any], axes: Sequence[str], columns: Sequence[Column]
+) -> list[str]:
     keys = [short(each.point[axis]) for axis in axes]
     if each.figures is None:
         return [*keys, f"error: {each.error}"]
-    return [*keys, *(show(row[name]) for name, _, show in _COLUMNS)]
+    return [*keys, *(show(row[name]) for name, _, show in columns)]
 
 
 def short(value: Any) -> str:

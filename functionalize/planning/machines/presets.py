@@ -4,8 +4,9 @@
 
 GPUs: from the data sheets of the GPU (SXM where there is one) and of the system that has eight of them; dense rates,
 half of those with sparsity, sums in float32; fp32 without TF32, as torch's default is; links one way, half of the data
-sheet's figure; one network adapter per GPU; latency and overhead are typical of a small NCCL collective and of a kernel
-launch from Python. Memory: the capacity that torch's out-of-memory messages name.
+sheet's figure; latency and overhead are typical of a small NCCL collective and of a kernel launch from Python. Memory:
+the capacity that torch's out-of-memory messages name. How much of these peaks kernels reach: `published.py`. A network
+connects all nodes at full bandwidth: set `ranks_per_pod` and `oversubscription` where it does not.
 
     name    fp32, 16-bit, 8-bit TFLOP/s   memory               links               system
     a100    19.5, 312                     80 GB HBM2e          NVLink, PCIe 4      DGX A100: 8 adapters of 200 Gb/s
@@ -31,6 +32,8 @@ import torch
 from torch import fx
 
 from functionalize.errors import PassError
+from functionalize.planning.machines import published
+from functionalize.planning.machines.efficiency import Efficiency
 from functionalize.planning.machines.machine import HOPPER, MIB, DeviceMemory, Machine
 from functionalize.program.metadata import tensors_of
 
@@ -54,11 +57,14 @@ def _gpu(
     outside: DeviceMemory,
     eighth: float | None = None,
     attention: str | None = None,
+    efficiency: Efficiency = published.PCIE,
+    rails: int | None = None,
 ) -> Machine:
     """A GPU of a node with eight.
 
     half: FLOP/s of 16-bit matmuls; eighth: of 8-bit ones, None: not supported. bandwidth, link, host, adapter: bytes/s
-    of the device's memory, to other GPUs, to the host, to other nodes. memory: GiB.
+    of the device's memory, to other GPUs, to the host, of an adapter to other nodes. memory: GiB. rails: the adapters
+    of a node; None: one for each GPU.
     """
     rates = [(torch.bfloat16, half), (torch.float16, half)]
     if eighth is not None:
@@ -77,25 +83,30 @@ def _gpu(
         capability=capability,
         attention=attention,
         outside=outside,
+        efficiency=efficiency,
+        algorithms=published.NCCL,
+        rails=rails,
     )
 
 
-_H100 = _gpu(67e12, 989e12, 3.35e12, 450e9, 64e9, 50e9, 79.11, (9, 0), HOPPER, 1979e12)
+_H100 = _gpu(
+    67e12, 989e12, 3.35e12, 450e9, 64e9, 50e9, 79.11, (9, 0), HOPPER, 1979e12, None, published.H100
+)
 # fmt: off
 MACHINES: Mapping[str, Machine] = types.MappingProxyType(
     {
         "cpu": Machine(
             150e9, 40e9, 0.5e9, 250e-6, 3e-6, 40e9, ((torch.bfloat16, 350e9),), streams=False, outside=None
         ),
-        "a100": _gpu(19.5e12, 312e12, 2.04e12, 300e9, 32e9, 25e9, 79.14, (8, 0), _AMPERE),
+        "a100": _gpu(19.5e12, 312e12, 2.04e12, 300e9, 32e9, 25e9, 79.14, (8, 0), _AMPERE, None, None, published.A100),
         "h100": _H100,
         "h200": replace(_H100, memory_bandwidth=4.8e12, memory=int(139.7 * _GIB)),
-        "b200": _gpu(80e12, 2250e12, 8e12, 900e9, 64e9, 50e9, 178.3, (10, 0), HOPPER, 4500e12),
+        "b200": _gpu(80e12, 2250e12, 8e12, 900e9, 64e9, 50e9, 178.3, (10, 0), HOPPER, 4500e12, None, published.B200),
         "mi300x": _gpu(
-            163.4e12, 1307e12, 5.3e12, 448e9, 64e9, 50e9, 191.9, (9, 4), _AMD, 2615e12, "flash"
+            163.4e12, 1307e12, 5.3e12, 448e9, 64e9, 50e9, 191.9, (9, 4), _AMD, 2615e12, "flash", published.MI300X
         ),
-        "l40s": _gpu(91.6e12, 362e12, 0.864e12, 32e9, 32e9, 25e9, 44.4, (8, 9), _PCIE, 733e12),
-        "4090": _gpu(82.6e12, 165e12, 1.008e12, 32e9, 32e9, 1.6e9, 23.64, (8, 9), _PCIE, 330e12),
+        "l40s": _gpu(91.6e12, 362e12, 0.864e12, 32e9, 32e9, 50e9, 44.4, (8, 9), _PCIE, 733e12, rails=4),
+        "4090": _gpu(82.6e12, 165e12, 1.008e12, 32e9, 32e9, 12.5e9, 23.64, (8, 9), _PCIE, 330e12, rails=1),
     }
 )
 # fmt: on

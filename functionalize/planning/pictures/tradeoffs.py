@@ -64,13 +64,15 @@ class _Drawing(NamedTuple):
     top: float
 
     @classmethod
-    def of(cls, found: list[Point], limit: float | None) -> _Drawing:
+    def of(cls, found: list[Point], limit: float | None, more: bool) -> _Drawing:
         fitting = [point for point in found if point.feasible]
         highest = max(point.y for point in found)
         if limit is None or not fitting:
-            return cls(found, frontier(found), limit, max(highest, limit or 0) * 1.1 or 1)
+            best = frontier(found, more)
+            return cls(found, best, limit, max(highest, limit or 0) * 1.1 or 1)
         room = max(point.y for point in fitting) if limit > 2 * highest else limit
-        return cls(found, frontier(fitting), limit, min(max(highest, room) * 1.1, 1.6 * limit) or 1)
+        top = min(max(highest, room) * 1.1, 1.6 * limit) or 1
+        return cls(found, frontier(fitting, more), limit, top)
 
     @property
     def listed(self) -> list[Point]:
@@ -90,13 +92,13 @@ def tradeoff_picture(
     limit: float | None = None,
     title: str = "",
 ) -> None:
-    """Draw the rows of a sweep by two of their columns, less being better in both.
+    """Draw the rows of a sweep by two of their columns, less being better in both; of an x per second, more.
 
     The frontier is joined by a line, numbered, and listed with the columns that vary. limit: the largest feasible y;
     rows above it are drawn hollow, and are not on the frontier. Columns are shown as bytes or seconds by their name
     (`kind_of`).
     """
-    drawn = _Drawing.of(points(rows, x, y, limit), limit)
+    drawn = _Drawing.of(points(rows, x, y, limit), limit, "/s" in x)
     with Canvas(path, 12, 5.4) as figure:
         axes = figure.add_axes((0.075, 0.115, 0.535, 0.79))
         _axes(axes, drawn, x, y)
@@ -220,10 +222,13 @@ def points(rows: Sequence[Row], x: str, y: str, limit: float | None = None) -> l
     ]
 
 
-def frontier(found: Sequence[Point]) -> list[Point]:
-    """The Pareto frontier: points that no other one dominates, by increasing x and decreasing y."""
+def frontier(found: Sequence[Point], more: bool = False) -> list[Point]:
+    """The Pareto frontier: points that no other one dominates, from the best x to the least y.
+
+    more: whether more of x is better, as of a throughput.
+    """
     best: list[Point] = []
-    for point in sorted(found, key=lambda p: (p.x, p.y)):
+    for point in sorted(found, key=lambda p: (-p.x if more else p.x, p.y)):
         if not best or point.y < best[-1].y:
             best.append(point)
     return best

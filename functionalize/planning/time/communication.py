@@ -85,6 +85,14 @@ class RankGroup:
             return min(self.size, ranks_per_node)
         return min(Counter(rank // ranks_per_node for rank in self.members).values())
 
+    def across(self, ranks: int | None) -> bool:
+        """Whether its ranks are in several blocks of `ranks` consecutive ranks. None: there is one block."""
+        if ranks is None:
+            return False
+        if self.members is None:
+            return self.size > ranks
+        return len({rank // ranks for rank in self.members}) > 1
+
 
 class Groups:
     """The process groups of a graph, by name. ranks: the global ranks of groups; wins over this process's groups."""

@@ -1,4 +1,4 @@
-"""The cost of a node by a roofline model: for comparing alternatives, not for predicting measurements.
+"""The cost of a node by a roofline model whose two roofs are as high as kernels of its kind and size reach.
 
     flops(node)                   floating-point operations, by the formulas of `torch.utils.flop_counter`
     moved(node)                   bytes read and written; for a collective, the bytes each rank of a ring sends
@@ -10,7 +10,9 @@
     copies from one device to another         overhead + bytes / host_bandwidth
     everything else                           overhead + max(flops / FLOP/s, bytes moved / memory_bandwidth)
 
-Not modelled: caches, kernels that do not reach peak rates, transfers that overlap with others.
+FLOP/s and bandwidths are the machine's peaks times its efficiency for this kind of kernel and this size
+(`machines/efficiency.py`; without curves: the peaks). A causal attention computes half of its FLOPs.
+Not modelled: transfers that overlap with others, the contents of caches.
 Bytes are the sizes of the tensors; a lookup (`embedding`, `index`) reads as many bytes of its table as it returns.
 Sizes come from the fake values in `node.meta["val"]`, which must be static.
 """
@@ -30,7 +32,9 @@ from functionalize.analysis.aliases import leaves_gradients, storage_key, writte
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.waits import WAIT
+from functionalize.planning.machines.efficiency import COLLECTIVE, MEMORY
 from functionalize.planning.machines.machine import Machine
+from functionalize.planning.time.kernels import kind_of_kernel
 from functionalize.program.metadata import tensors_of
 
 aten = torch.ops.aten
@@ -130,7 +134,8 @@ def seconds(node: fx.Node, machine: Machine) -> float:
         return 0.0
     nbytes = moved(node)
     if is_collective(node):
-        return machine.latency + nbytes / machine.link_bandwidth
+        share = machine.efficiency.share(COLLECTIVE, nbytes)
+        return machine.latency + nbytes / (machine.link_bandwidth * share)
     return op_seconds(node, machine, flops(node), nbytes)
 
 
@@ -140,8 +145,27 @@ def op_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> floa
     read = next((t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))), None)
     if made is not None and read is not None and made.device.type != read.device.type:
         return machine.overhead + nbytes / 2 / machine.host_bandwidth  # nbytes: read + written
-    computing = flops / machine.rate(dtype_of(node)) if flops else 0.0
-    return machine.overhead + max(computing, nbytes / machine.memory_bandwidth)
+    name = _packet_name(node)
+    kind = kind_of_kernel(name, flops)
+    share = machine.efficiency.share
+    computing, family = 0.0, kind
+    if flops:
+        size, executed, family = float(flops), float(flops), MEMORY
+        at = _QUERY.get(name)
+        if at is not None and len(node.args) > at + 1:
+            size = float(node.args[at + 1].meta["val"].shape[-2])  # type: ignore[union-attr]
+            executed = flops / 2 if _is_causal(node) else executed
+        computing = executed / (machine.rate(dtype_of(node)) * share(kind, size))
+    moving = nbytes / (machine.memory_bandwidth * share(family, nbytes))
+    return machine.overhead + max(computing, moving)
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Whether an attention kernel skips what its causal mask hides."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema is not None else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("is_causal", False))
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:

@@ -1,8 +1,9 @@
-"""The modelled time of a step: a roofline for every op, on streams as FSDP2 has them. A model, not a measurement.
+"""The modelled time of a step: a time for every op, on streams as FSDP2 has them. A model, not a measurement.
 
     time = step_time(program, MACHINES["h100"])
     time.seconds, time.compute, time.exposed     seconds = compute + exposed
     time.communication, time.overlap             communication = exposed + overlap
+    time_range(program, time)                    the seconds at both ends of the machine's published efficiencies
     time.mfu                                     model FLOPs (without recomputation) / peak FLOPs in that time
     time.spans                                   start and end of everything that runs, for pictures
     print(time.text())
@@ -11,9 +12,9 @@
     all-gather     ██████████    ███
     exposed                ██               communication while the compute stream is idle
 
-The time of an op is by `costs.py`; that of a collective is its latency plus the time to send the bytes of a ring over
-the slowest link of its group: between nodes, if its ranks are on several. `streams.py` has the rules of what waits for
-what. The model is of one rank in steady state, with others exactly as fast: no stragglers, failures or input pipeline.
+The time of an op is by `costs.py`, that of a collective by `Machine.collective_seconds`: over the slowest link of its
+group, between nodes, if its ranks are on several. `streams.py` has the rules of what waits for what. The model is of
+one rank in steady state, with others exactly as fast: no stragglers, failures or input pipeline.
 Invariant: the seconds of the phases add up to those of the step. Linear in nodes and edges, plus one sort.
 """
 
@@ -61,7 +62,7 @@ class StepTime:
     communication: time in which at least one collective, or a copy on a communication stream, runs.
     exposed: the part of `communication` in which no op runs on the compute stream.
     flops: of all ops; model_flops: without those of recomputation.
-    mfu: None if there are no FLOPs.
+    mfu: None if there are no FLOPs. replay: whether the host replays.
     """
 
     machine: Machine
@@ -75,6 +76,7 @@ class StepTime:
     mfu: float | None
     phases: tuple[PhaseTime, ...]
     spans: tuple[Span, ...]
+    replay: bool = False
 
     def __repr__(self) -> str:
         exposed = human_seconds(self.exposed)
@@ -102,9 +104,11 @@ class StepTime:
             times = (each.seconds, each.compute, each.communication, each.exposed)
             cells = "".join(f"{human_seconds(t):>10}" for t in times)
             lines.append(f"  {each.phase or 'other':<10}{cells}{each.flops:>10.3g}")
-        lines.append(
-            "  a roofline, not a measurement: every kernel at its peak, a host that is never late"
+        kernels = self.machine.efficiency.about or "every kernel at its peak"
+        late = (
+            "a host that is never late" if self.machine.host is None else "the host's seconds too"
         )
+        lines.append(f"  modelled, not measured: {kernels}, {late}")
         return "\n".join(lines)
 
     def to_json(self, spans: bool = False) -> dict[str, Any]:
@@ -112,6 +116,7 @@ class StepTime:
         found: dict[str, Any] = {
             "modelled": True,
             "machine": self._where(),
+            "efficiency": self.machine.efficiency.about or None,
             "streams": self.streams,
             "seconds": self.seconds,
             "compute": self.compute,
@@ -127,6 +132,12 @@ class StepTime:
             found["spans"] = {"fields": list(Span._fields), "rows": [list(s) for s in self.spans]}
         return found
 
+    @property
+    def where(self) -> str:
+        """The machine, and which efficiencies its kernels have."""
+        about = self.machine.efficiency.about or "every kernel at its peak"
+        return f"{self._where()} ({about})"
+
     def _where(self) -> str:
         names = (name for name, machine in MACHINES.items() if machine == self.machine)
         return next(names, "a machine of your own")
@@ -138,17 +149,19 @@ def step_time(
     *,
     streams: str | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
+    replay: bool = False,
 ) -> StepTime:
     """The modelled time of a step on a machine.
 
     streams: `fsdp2`, `replay` or `serial`; None: `fsdp2` on a machine with streams, else `serial`. groups: the ranks
-    of process groups by name, for a program whose groups are not those of this process. Raises `PassError` for
-    an unknown `streams`.
+    of process groups by name, for a program whose groups are not those of this process. replay: whether the host
+    replays the program, or dispatches its ops eagerly; of effect with `serial` on a machine with `host`. Raises
+    `PassError` for an unknown `streams`.
     """
     program.describe()
     if streams is None:
         streams = "fsdp2" if machine.streams else "serial"
-    pieces = schedule(program.graph, machine, Groups(program.graph, groups), streams)
+    pieces = schedule(program.graph, machine, Groups(program.graph, groups), streams, replay)
     seconds = max((piece.span.end for piece in pieces), default=0.0)
     phases = tuple(_phases(pieces))
     model = [piece for piece in pieces if piece.span.phase != RECOMPUTE]
@@ -165,7 +178,31 @@ def step_time(
         mfu=ideal / seconds if ideal else None,
         phases=phases,
         spans=tuple(piece.span for piece in pieces),
+        replay=replay,
     )
+
+
+def time_range(
+    program: Program, time: StepTime, groups: Mapping[str, Sequence[int]] | None = None
+) -> tuple[float, float]:
+    """The seconds of a step with every efficiency at the high, and at the low end of what was published.
+
+    time: the modelled time of that program; its own seconds are both ends on a machine without ranges.
+    """
+    if not time.machine.efficiency.ranges:
+        return time.seconds, time.seconds
+    both = (
+        schedule(
+            program.graph,
+            time.machine.at(end),
+            Groups(program.graph, groups),
+            time.streams,
+            time.replay,
+        )
+        for end in ("high", "low")
+    )
+    fast, slow = (max((piece.span.end for piece in pieces), default=0.0) for pieces in both)
+    return fast, slow
 
 
 def _phases(pieces: Sequence[ScheduledSpan]) -> Iterator[PhaseTime]:

@@ -24,13 +24,16 @@ replay: a collective starts after all compute that precedes it in the program, a
 every `wait_tensor`. The captured program has the forward's all-gathers where eager issues them, right before their
 layer, so that nothing overlaps; the `prefetch` pass moves them.
 
-Not modelled: a host that launches late, memory bandwidth shared between streams, synchronization when Python reads a
-number. Invariant: spans of one stream do not overlap, and no op starts before its inputs are ready. Linear in nodes
-and edges.
+serial: with the host's own seconds (`Host` of the machine), those of eager dispatch or of a replay.
+
+Not modelled: a host that launches late on a GPU, memory bandwidth shared between streams, synchronization when Python
+reads a number. Invariant: spans of one stream do not overlap, and no op starts before its inputs are ready. Linear in
+nodes and edges.
 """
 
 from __future__ import annotations
 
+import operator
 import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -41,8 +44,9 @@ from torch import fx
 
 from functionalize._compat.autograd import BACKWARD
 from functionalize.errors import PassError
-from functionalize.ir.phases import in_backward, phase_of
+from functionalize.ir.phases import OPTIMIZER, in_backward, phase_of
 from functionalize.ir.waits import WAIT
+from functionalize.planning.machines.efficiency import Host
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.spans import Span
 from functionalize.planning.time.communication import (
@@ -87,12 +91,48 @@ class ScheduledSpan(NamedTuple):
 
 
 def schedule(
-    graph: fx.Graph, machine: Machine, groups: Groups, streams: str
+    graph: fx.Graph, machine: Machine, groups: Groups, streams: str, replay: bool = False
 ) -> list[ScheduledSpan]:
-    """Schedule every node that needs time by the rules of `fsdp2`, `replay` or `serial`."""
+    """Schedule every node that needs time by the rules of `fsdp2`, `replay` or `serial`.
+
+    replay: whether the host replays the program, instead of dispatching its ops eagerly; `serial` counts either.
+    """
     if streams not in STREAMS:
         raise PassError(f"no streams `{streams}`; there are {', '.join(STREAMS)}")
-    return STREAMS[streams](graph, machine, groups).run()
+    made = STREAMS[streams](graph, machine, groups)
+    if streams == "serial" and machine.host is not None:
+        made.host = _HostTime(machine.host, replay)
+    return made.run()
+
+
+class _HostTime:
+    """The seconds of the host that no span has yet: those of views, of waits and of the call count for the next op."""
+
+    def __init__(self, host: Host, replay: bool) -> None:
+        self._host, self._replay = host, replay
+        self._open = host.call if replay else 0.0
+
+    def note(self, node: fx.Node) -> None:
+        """Count a node that runs no kernel, or is about to run one."""
+        if node.target is operator.getitem:
+            return
+        if self._replay:
+            self._open += self._host.node
+            return
+        phase = phase_of(node)
+        if phase == OPTIMIZER:
+            self._open += self._host.optimizer
+        else:
+            self._open += self._host.backward if phase == BACKWARD else self._host.forward
+        if is_collective(node):
+            kind = kind_of(node)
+            self._open += self._host.gather if kind == ALL_GATHER else 0.0
+            self._open += self._host.reduce if kind == REDUCE_SCATTER else 0.0
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        taken, self._open = self._open, 0.0
+        return taken
 
 
 class _SerialSchedule:
@@ -104,10 +144,13 @@ class _SerialSchedule:
         self.free: dict[str, float] = defaultdict(float)  # stream -> when it is free
         self.link: dict[str, float] = defaultdict(float)  # process group -> when it is free
         self.ready: dict[fx.Node, float] = {}  # node -> when its value is available
+        self.host: _HostTime | None = None
 
     def run(self) -> list[ScheduledSpan]:
         for node in self.graph.nodes:
             at = max((self.ready[n] for n in node.all_input_nodes), default=0.0)
+            if self.host is not None and node.op == "call_function":
+                self.host.note(node)
             if node.op != "call_function":
                 self.ready[node] = at
             elif is_free(node):
@@ -139,9 +182,14 @@ class _SerialSchedule:
     def send(self, stream: str, node: fx.Node, at: float, traffic: Traffic) -> float:
         """Schedule a collective on a stream, no earlier than `at`; return its end."""
         group = self.groups[traffic.group]
-        on_a_node = group.on_a_node(self.machine.ranks_per_node)
-        bandwidth = self.machine.ring_bandwidth(group.size, on_a_node)
-        seconds = self.machine.latency + traffic.sent / bandwidth
+        machine = self.machine
+        seconds = machine.collective_seconds(
+            traffic.kind,
+            traffic.sent,
+            group.size,
+            group.on_a_node(machine.ranks_per_node),
+            group.across(machine.ranks_per_pod),
+        )
         at = max(at, self.link[group.name])
         end = self._add(stream, node, at, seconds, True, 0, traffic.sent)
         self.link[group.name] = end
@@ -158,7 +206,7 @@ class _SerialSchedule:
         nbytes: int = 0,
     ) -> float:
         start = max(at, self.free[stream])
-        end = start + seconds
+        end = start + seconds + (self.host.take() if self.host is not None else 0.0)
         meta = node.meta
         span = Span(
             stream, node.name, start, end, meta.get("phase", ""), meta.get("module", ""), nbytes

@@ -189,4 +189,4 @@ def test_presets_of_gpus_have_nodes():
     for name, machine in MACHINES.items():
         assert machine.streams == (name != "cpu")
         assert machine.ranks_per_node == (None if name == "cpu" else 8)
-        assert name == "cpu" or machine.internode_bandwidth < machine.link_bandwidth
+        assert name == "cpu" or machine.adapter_bandwidth() < machine.link_bandwidth

@@ -1,0 +1,58 @@
+"""The columns of a sweep's table, and the lines below it on the efficiencies that its times have.
+
+    for name, head, show in COLUMNS: show(row[name])
+    efficiencies([(figures.time, figures.time_range), ...])        a line per machine
+
+Columns in `ASKED` are shown only where the rows have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.time.step_time import StepTime
+
+Column = tuple[str, str, Callable[[Any], str]]
+COLUMNS: tuple[Column, ...] = (
+    ("peak", "peak", human_bytes),
+    ("program", "program", human_bytes),
+    ("reserved", "reserved", human_bytes),
+    ("device", "device", human_bytes),
+    ("sent", "sent", human_bytes),
+    ("step", "step (modelled)", human_seconds),
+    ("exposed", "exposed", human_seconds),
+    ("mfu", "MFU", lambda x: "" if x is None else f"{x:.0%}"),
+    (
+        "throughput",
+        "items/s/rank",
+        lambda x: "" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}",
+    ),
+    ("days", "days", lambda x: "" if x is None else f"{x:,.3g}" if x < 100 else f"{x:,.0f}"),
+    ("cost", "cost", lambda x: "" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}"),
+    ("planned in", "planned in", human_seconds),
+)
+ASKED = ("days", "cost")  # the columns that are there only if a training run is given
+
+
+def efficiencies(times: Iterable[tuple[StepTime, tuple[float, float]]]) -> list[str]:
+    """A line for each machine: which efficiencies its times have, and the range that follows.
+
+    times: modelled times, each with its seconds at both ends of the range.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for time, ends in times:
+        if time.seconds:
+            fast, slow = (end / time.seconds for end in ends)
+            low, high = found.get(time.where, (fast, slow))
+            found[time.where] = min(low, fast), max(high, slow)
+    return [
+        f"modelled on {where}"
+        + (
+            f": {low:.2f} to {high:.2f} times these seconds over the range of what was published"
+            if high - low > 0.005
+            else ""
+        )
+        for where, (low, high) in found.items()
+    ]

@@ -1,0 +1,39 @@
+"""What training on a number of tokens takes, at the modelled throughput of a point.
+
+    run = Training(tokens=15e12, price=2.5)
+    run.days(throughput, world)       days; throughput: tokens per second and rank
+    run.cost(throughput)              in the currency of the price; None without a price
+
+A price is for one GPU and one hour; there is none that is assumed. Time that is lost to failures, restarts, evaluation
+and checkpoints is not modelled. Refuses (`PlanError`): numbers that are not above 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from functionalize.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run. tokens: tokens or samples, what `inputs` has. price: of a GPU for an hour, in any currency."""
+
+    tokens: float
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tokens", self.tokens), ("price", self.price)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise PlanError(f"`{name}` is a number above 0, not {value!r}")
+
+    def days(self, throughput: float | None, world: int) -> float | None:
+        """Days of the run. throughput: items per second and rank; None if not known. world: the number of ranks."""
+        return self.tokens / (throughput * world) / 86_400 if throughput else None
+
+    def cost(self, throughput: float | None) -> float | None:
+        """The price of the run: of all ranks for all its hours, so that their number does not matter."""
+        if not throughput or self.price is None:
+            return None
+        return self.tokens / throughput / 3600 * self.price
