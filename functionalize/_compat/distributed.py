@@ -145,6 +145,34 @@ def sharding_propagation() -> tuple[type, str]:
     return ShardingPropagator, "_propagate_tensor_meta_non_cached"
 
 
+def strided_shard_flags() -> Iterator[tuple[Any, str, Any]]:
+    """(module, name, replacement) of the function by which DTensor passes on a flag of `_StridedShard`s (torch 2.13).
+
+    torch calls it for every tensor of a list, and each call reads all tensors of all lists: quadratic in the
+    parameters of a fused optimizer. The replacement reads those of a schema once, and calls torch's where it must.
+    """
+    from torch.distributed.tensor import _sharding_prop
+
+    name = "_propagate_use_strided_shard_flag"
+    original = getattr(_sharding_prop, name, None)
+    if original is None:
+        return
+    last: tuple[Any, bool] = None, True  # a schema, and whether a tensor of it is strided
+
+    @functools.wraps(original)
+    def propagate(strategy: Any, schema: Any) -> None:
+        nonlocal last
+        known = last
+        if known[0] is not schema:
+            placements = (p for spec in schema.args_spec for p in spec.placements)
+            strided = any(isinstance(p, _sharding_prop._StridedShard) for p in placements)
+            last = known = schema, strided
+        if known[1]:
+            original(strategy, schema)
+
+    yield _sharding_prop, name, propagate
+
+
 def forget_shardings() -> None:
     """Clear DTensor's sharding caches: they hold meshes, and an equal mesh may have other process groups."""
     import torch.distributed.tensor.debug as debug

@@ -46,6 +46,7 @@ from functionalize._compat.distributed import (
     forget_shardings,
     mesh_methods,
     sharding_propagation,
+    strided_shard_flags,
 )
 from functionalize._compat.fakes import (
     DataDependentOutputException,
@@ -139,6 +140,8 @@ class WorldMode(FakeTensorMode):
             if self.target != "cpu" and is_cuda(kwargs.get("device")):
                 kwargs["device"] = torch.device("cpu")
             return func(*args, **kwargs)
+        if func.namespace == "profiler":  # FSDP2 enters ranges in every hook; they hold no tensor
+            return func(*args, **(kwargs or {}))
         op = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
         try:
             out = self._fake_results.run(func, args, kwargs or {}, op)
@@ -269,6 +272,7 @@ def _patches(apart: FakeTensorMode, target: str) -> Iterator[Patch]:
     yield from fake_queries.patches(target, in_world)
     owner, name = sharding_propagation()
     yield owner, name, _under_mode(getattr(owner, name), apart)
+    yield from strided_shard_flags()
     for owner, name in fully_sharded_chunks():
         yield owner, name, _Chunks
     yield (*fake_work_ids(), itertools.count().__next__)  # torch draws them from Python's generator

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.dispatch import plain_kernels
-from functionalize._compat.fakes import FakeTensor, FakeTensorMode
+from functionalize._compat.fakes import FakeMaker, FakeTensor, FakeTensorMode
 from functionalize.ir.fake_mode import fake_mode
 from functionalize.ir.ops import Geometry, geometry_of
 
@@ -52,12 +52,33 @@ class _TensorRecipe(NamedTuple):
     base: int | None
 
 
+class _Arguments(NamedTuple):
+    """The result of an op that writes. index: the argument, or arguments, that it returns; None: it returns nothing."""
+
+    index: Any
+
+    def of(self, tensors: list[Tensor]) -> Any:
+        """The result of a call. tensors: its arguments."""
+        if self.index is None or type(self.index) is int:
+            return None if self.index is None else tensors[self.index]
+        return type(self.index)(tensors[i] for i in self.index)
+
+
+def _state(tensors: list[Tensor]) -> list[Any]:
+    """What an op that writes may change of fakes."""
+    return [
+        (geometry_of(t), (s := t.untyped_storage())._cdata, s.nbytes(), t._version) for t in tensors
+    ]
+
+
 class FakeResultCache:
     """The results of ops in one fake mode, made again without running the op for calls with the same key."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        self._make = FakeMaker(mode).make
         self._recipes: dict[Any, Any] = {}
+        self._inert: dict[Any, Any] = {}  # of calls that write: which arguments they return
         self._uncacheable: set[Any] = set()  # ops whose results have no description
 
     def run(self, target: Any, args: Any, kwargs: Any, op: Callable[[], Any]) -> Any:
@@ -67,14 +88,13 @@ class FakeResultCache:
         """
         if target in self._uncacheable or not isinstance(target, _OVERLOAD):
             return op()
-        if target._schema.is_mutable:
-            self._uncacheable.add(target)
-            return op()
         tensors: list[Tensor] = []
         try:
             key = (target, _key(args, tensors), _key(tuple(kwargs.items()), tensors), _default())
         except _Uncacheable:
             return op()
+        if target._schema.is_mutable:
+            return self._written(key, tensors, op)
         recipe = self._recipes.get(key)
         if recipe is not None:
             return self._made(recipe, tensors)
@@ -86,6 +106,27 @@ class FakeResultCache:
                 self._uncacheable.add(target)
         return out
 
+    def _written(self, key: Any, tensors: list[Tensor], op: Callable[[], Any]) -> Any:
+        """The result of an op that writes. Writing data changes no fake: only what it returns is kept.
+
+        An op that changes a geometry, the size of a storage or a version (autograd's kernels, above this cache, count
+        the versions of most ops) runs each time, as does one that returns other tensors than its arguments.
+        """
+        recipe = self._inert.get(key)
+        if recipe is not None:
+            return recipe.of(tensors)
+        state = _state(tensors)
+        out = op()
+        if _state(tensors) == state:
+            index = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
+            if out is None:
+                self._inert[key] = _Arguments(None)
+            elif type(out) in (list, tuple) and all(id(each) in index for each in out):
+                self._inert[key] = _Arguments(type(out)(index[id(each)] for each in out))
+            elif id(out) in index:
+                self._inert[key] = _Arguments(index[id(out)])
+        return out
+
     def _made(self, recipe: Any, tensors: list[Tensor]) -> Any:
         if not isinstance(recipe, _TensorRecipe):
             return type(recipe)(self._made(each, tensors) for each in recipe)
@@ -95,7 +136,7 @@ class FakeResultCache:
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
             if storage is not None:
                 meta.set_(storage, offset, size, stride)
-        return FakeTensor(self._mode, meta, recipe.device)
+        return self._make(meta, recipe.device)
 
 
 class Fakes:

@@ -9,6 +9,7 @@ from functionalize.planning.allocator.allocator import fsdp2_streams
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.scratch.scratch import scratch_bytes, unseen_outputs
 from functionalize.planning.timeline.timeline import Timeline
+from functionalize.util.gc_pause import only_young_collections
 
 
 class EagerMemory(Memory):
@@ -25,4 +26,5 @@ class EagerMemory(Memory):
     def eager(self) -> Timeline:
         """The memory of the step as eager ran it."""
         scratch = partial(scratch_bytes, device=self.lifetimes.target)
-        return self.lifetimes.timeline(scratch, unseen_outputs)
+        with only_young_collections():  # the events made here live as long as the report
+            return self.lifetimes.timeline(scratch, unseen_outputs)

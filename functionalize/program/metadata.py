@@ -205,7 +205,13 @@ def fake_input(fakes: Fakes, spec: InputSpec) -> Any:
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """The tensor that a node's value is, or all tensors in a (nested) list."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_of(each)
+        return iter((value,))
+    return _tensors_in(value) if isinstance(value, (list, tuple)) else iter(())
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _tensors_in(each)

@@ -24,6 +24,7 @@ from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
 from functionalize.step.recording import StepRecording
+from functionalize.util.gc_pause import only_young_collections
 
 
 class StepMemory(EagerMemory):
@@ -60,7 +61,8 @@ class StepMemory(EagerMemory):
     def program(self) -> Timeline:
         """The memory of a replay."""
         scratch = partial(scratch_of, device=self.lifetimes.target)
-        return program_timeline(self.replayed, self.input_categories, scratch=scratch)
+        with only_young_collections():  # the events made here live as long as the report
+            return program_timeline(self.replayed, self.input_categories, scratch=scratch)
 
     def after(
         self,

@@ -49,6 +49,7 @@ from functionalize.step.step_memory import StepMemory
 from functionalize.sweep.columns import ASKED, COLUMNS, Column, efficiencies
 from functionalize.sweep.grid import Point
 from functionalize.sweep.training import Training
+from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.text import counted
 
 
@@ -139,6 +140,12 @@ class Figures:
     @cached_property
     def row(self) -> dict[str, Any]:
         """The figures as numbers: bytes, FLOPs, seconds."""
+        with (
+            only_young_collections()
+        ):  # what is looked up of the graph lives as long as the figures
+            return self._row()
+
+    def _row(self) -> dict[str, Any]:
         levels = self.memory.levels(EAGER)
         return {
             "peak": levels.requested,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import functionalize as fz
 from functionalize._compat.dispatch import disable_current_modes
-from functionalize._compat.fakes import FakeTensorMode
+from functionalize._compat.fakes import FakeMaker, FakeTensor, FakeTensorMode
+from functionalize.ir.fake_mode import fake_mode
 from functionalize.ir.fakes import Fakes
 from functionalize.ir.ops import geometry_of
 from functionalize.program.metadata import tensors_of
@@ -108,6 +109,75 @@ def values_of(name: str) -> tuple[list[Any], list[Any]]:
                     wanted.append((node.name, look(node.target(*args, **kwargs))))
                 got.append((node.name, look(node.meta["val"])))
     return got, wanted
+
+
+WRITES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "itself": (aten.add_.Tensor, (torch.ones(3), torch.ones(3))),
+    "a list": (aten._foreach_add_.Scalar, ([torch.ones(2), torch.ones(3)], 1)),
+    "out": (aten.mm.out, (torch.ones(3, 4), torch.ones(4, 5))),
+    "a view": (aten.copy_.default, (torch.ones(6, 4)[1:3], torch.ones(4))),
+    "transposed": (aten.t_.default, (torch.ones(3, 4),)),
+    "resized": (aten.resize_.default, (torch.ones(3, 4), [5, 6])),
+    "emptied": (aten.set_.default, (torch.ones(3, 4),)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_second_write_leaves_its_arguments_as_the_first(name: str):
+    target, args = WRITES[name]
+    out = {"out": torch.ones(3, 5)} if name == "out" else {}
+    fakes = Fakes()
+    ran: list[Any] = []
+
+    def written(run: Any) -> Any:
+        """How a call leaves its arguments and what it returns, as indices of arguments."""
+        call, named = torch.utils._pytree.tree_map_only(
+            Tensor, fakes.mode.from_tensor, (list(args), out)
+        )
+        tensors = [*tensors_of(call), *tensors_of(list(named.values()))]
+        made = run(call, named)
+        index = {id(t): i for i, t in enumerate(tensors)}
+        return look(tensors), [index.get(id(t)) for t in tensors_of(made)]
+
+    def plain(call: Any, named: Any) -> Any:
+        with fakes.mode:
+            return target(*call, **named)
+
+    def cached(call: Any, named: Any) -> Any:
+        def op() -> Any:
+            ran.append(target)
+            return plain(call, named)
+
+        return fakes._cache.run(target, call, named, op)
+
+    below_autograd = torch._C._AutoDispatchBelowADInplaceOrView  # where a mode's ops are
+    with disable_current_modes(), below_autograd():
+        wanted = written(plain)
+        assert [written(cached) for _ in range(3)] == [wanted] * 3
+    assert len(ran) == (3 if name in ("transposed", "resized", "emptied") else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_fast_fake_is_as_the_constructor_makes_it(dtype: torch.dtype, device: str):
+    mode, place = fake_mode(), torch.device(device)
+    mode._allow_unsafe_data_ptr_access = False
+    make = FakeMaker(mode).make
+    metas = [torch.empty(3, 4, dtype=dtype, device="meta").t() for _ in range(3)]
+    with disable_current_modes(), torch.no_grad():
+        wanted, first, second = (
+            FakeTensor(mode, metas[0], place),
+            make(metas[1], place),
+            make(metas[2], place),
+        )
+    assert make.__self__._states[place] is not None
+    for made in (first, second):
+        assert vars(made) == vars(wanted) and look(made) == look(wanted)
+        assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(wanted)
+        assert made._version == 0 and made._base is None and not made.requires_grad
+        with pytest.raises(RuntimeError, match="data"):
+            made.data_ptr()
+    assert first is not second and vars(first) is not vars(second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
