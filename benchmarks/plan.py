@@ -62,8 +62,10 @@ def figures(step: Any) -> None:
     """Compute all figures of a plan."""
     from functionalize.planning.machines.presets import MACHINES
     from functionalize.sweep.summary import Figures
+    from functionalize.util.gc_pause import only_young_collections
 
-    assert Figures.of(step.program, step.memory, MACHINES["h100"]).row
+    with only_young_collections():  # as `fz.plan` does
+        assert Figures.of(step.program, step.memory, MACHINES["h100"]).row
 
 
 def images(batch: int) -> Row:

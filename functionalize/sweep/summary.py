@@ -49,7 +49,6 @@ from functionalize.step.step_memory import StepMemory
 from functionalize.sweep.columns import ASKED, COLUMNS, Column, efficiencies
 from functionalize.sweep.grid import Point
 from functionalize.sweep.training import Training
-from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.text import counted
 
 
