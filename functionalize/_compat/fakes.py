@@ -52,7 +52,7 @@ class FakeMaker:
         return self._copied(meta, device, state)
 
     def _copied(self, meta: torch.Tensor, device: torch.device, state: dict[str, Any]) -> Any:
-        made = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
         )
         self._on_address(made)

@@ -139,12 +139,6 @@ class Figures:
     @cached_property
     def row(self) -> dict[str, Any]:
         """The figures as numbers: bytes, FLOPs, seconds."""
-        with (
-            only_young_collections()
-        ):  # what is looked up of the graph lives as long as the figures
-            return self._row()
-
-    def _row(self) -> dict[str, Any]:
         levels = self.memory.levels(EAGER)
         return {
             "peak": levels.requested,
