@@ -125,6 +125,8 @@ def memory(out: Out, job: Job, options: MemoryOptions) -> int:
         _show_peak(console, report, of, options.top)
         plain(console, "")
         show_notes(console, found)
+        if report.uncounted is not None:
+            plain(console, brief(report.uncounted))
         for file in files:
             plain(console, f"wrote {file}")
         if fit is not None and options.limit is not None and refused is None:

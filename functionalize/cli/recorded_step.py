@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from functionalize.planning.scratch.scratch import scratch_of
+from functionalize.planning.scratch.unknown import uncounted
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
@@ -41,7 +44,12 @@ class Recorded:
 
     def timeline(self) -> Timeline:
         """The memory of a replay of the program."""
-        return program_timeline(self.program, self.input_categories)
+        scratch = partial(scratch_of, device=self.target)
+        targets = (node.target for node in self.program.graph.nodes)
+        unknown = uncounted(targets, self.target)
+        return program_timeline(
+            self.program, self.input_categories, scratch=scratch, uncounted=unknown
+        )
 
     def after(self, pipeline: str | None, say: Say) -> Recorded:
         """The recorded step after the passes of a pipeline."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property, partial
 
 from functionalize.lifetimes.lifetimes import Lifetimes
+from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import fsdp2_streams
+from functionalize.planning.machines.constants import DeviceConstant
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.scratch.scratch import scratch_bytes, unseen_outputs
+from functionalize.planning.scratch.unknown import uncounted
 from functionalize.planning.timeline.timeline import Timeline
 from functionalize.util.gc_pause import only_young_collections
 
@@ -22,9 +26,17 @@ class EagerMemory(Memory):
         streams = fsdp2_streams if on_device else None
         vars(self).update(lifetimes=lifetimes, caching=on_device, stream_of=streams)
 
+    def on(self, constants: tuple[DeviceConstant, ...], settings: Settings) -> EagerMemory:
+        """The memory with declared constants and an allocator's settings."""
+        new = EagerMemory(self.lifetimes)
+        vars(new).update(eager=self.eager, constants=constants, settings=settings)
+        return new
+
     @cached_property
     def eager(self) -> Timeline:
         """The memory of the step as eager ran it."""
         scratch = partial(scratch_bytes, device=self.lifetimes.target)
         with only_young_collections():  # the events made here live as long as the report
-            return self.lifetimes.timeline(scratch, unseen_outputs)
+            timeline = self.lifetimes.timeline(scratch, unseen_outputs)
+        unknown = uncounted((r.target for r in self.lifetimes.records), self.lifetimes.target)
+        return replace(timeline, uncounted=unknown)

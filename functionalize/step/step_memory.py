@@ -20,6 +20,7 @@ from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.machines.constants import DeviceConstant
 from functionalize.planning.scratch.scratch import scratch_of
+from functionalize.planning.scratch.unknown import uncounted
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
@@ -60,9 +61,13 @@ class StepMemory(EagerMemory):
     @cached_property
     def program(self) -> Timeline:
         """The memory of a replay."""
-        scratch = partial(scratch_of, device=self.lifetimes.target)
+        device = self.lifetimes.target
+        scratch = partial(scratch_of, device=device)
+        unknown = uncounted((node.target for node in self.replayed.graph.nodes), device)
         with only_young_collections():  # the events made here live as long as the report
-            return program_timeline(self.replayed, self.input_categories, scratch=scratch)
+            return program_timeline(
+                self.replayed, self.input_categories, scratch=scratch, uncounted=unknown
+            )
 
     def after(
         self,

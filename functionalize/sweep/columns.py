@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.report.memory import Memory
+from functionalize.planning.report.memory_figures import EAGER
 from functionalize.planning.time.step_time import StepTime
 
 Column = tuple[str, str, Callable[[Any], str]]
@@ -34,6 +36,17 @@ COLUMNS: tuple[Column, ...] = (
     ("planned in", "planned in", human_seconds),
 )
 ASKED = ("days", "cost")  # the columns that are there only if a training run is given
+
+
+def levels_row(memory: Memory) -> dict[str, Any]:
+    """The bytes of eager's peak at each level."""
+    levels = memory.levels(EAGER)
+    return {
+        "peak": levels.requested,
+        "allocated": levels.allocated,
+        "reserved": levels.reserved,
+        "device": levels.device,
+    }
 
 
 def efficiencies(times: Iterable[tuple[StepTime, tuple[float, float]]]) -> list[str]:

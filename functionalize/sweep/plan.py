@@ -37,10 +37,15 @@ from torch import Tensor
 
 from functionalize._compat.graphs import pytree
 from functionalize.entry import capture
-from functionalize.errors import FunctionalizeError, PlanError
+from functionalize.errors import FunctionalizeError, PlanError, UncapturableError
 from functionalize.fake_world.target import Target, target_named
 from functionalize.fake_world.world import World, world
 from functionalize.fsdp.objects import fsdp_groups
+from functionalize.lifetimes.record_memory import RecordedMemory, record_memory
+from functionalize.planning.allocator.alloc_conf import Settings
+from functionalize.planning.machines.constants import declared
+from functionalize.planning.machines.machine import Machine
+from functionalize.planning.report.memory import Memory
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.step_memory import StepMemory
@@ -48,6 +53,7 @@ from functionalize.sweep.changes import change, modules_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
 from functionalize.sweep.summary import Figures, Items, Plan, Sweep, machine_of
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.text import without_numbers
 
 _MOST_CALLS = 8  # until a step settles; `capture` may refuse it before
 Progress = Callable[[int, int, Point], None]
@@ -71,6 +77,7 @@ def plan(
     `alloc_conf` (the text of `PYTORCH_ALLOC_CONF`). Every other key is passed to the functions with a parameter of its
     name.
     progress: called with (points done, points, the next point).
+    A step that cannot be captured has the memory that eager was recorded with, no time and no traffic, and a remark.
     A point that fails has an error in place of figures; if all fail, the first error is raised.
     Raises `PlanError` for a grid that does not fit the functions.
     """
@@ -130,6 +137,9 @@ class Planner:
     ) -> None:
         self._build, self._step, self._inputs, self._accepted = build, step, inputs, accepted
         self._open: _Open | None = None
+        self._reasons: dict[
+            str, str
+        ] = {}  # why steps cannot be captured, by kind: a line each in the report
 
     def order(self, every: Sequence[Point]) -> list[int]:
         """The indices of points, ordered so that equal worlds, and in these equal models, are consecutive."""
@@ -209,21 +219,42 @@ class Planner:
         kwargs |= of(point, accepted.step)
         called("step", self._step, args, kwargs)
         step.forget()
-        recorded, program, _ = record(step, args, kwargs)
+        machine = machine_of(point.get("machine"), now.world.target.name)
+        conf = point.get("alloc_conf") or ""
+        try:
+            captured, why = settled(step, args, kwargs), step.explain()
+        except UncapturableError as error:
+            captured, why = None, str(error)
+        if captured is None:
+            noted = record_memory(self._step)
+            noted(*args, **kwargs)
+            memory = without_program(noted, machine, Settings.parse(conf), now.world)
+            reason = self._reasons.setdefault(without_numbers(why), " ".join(why.split()))
+            remarks = [f"no program was made, so time and traffic are not known: it {reason}"]
+            return self._plan(point, now, start, remarks, memory)
+        recorded, program, _ = captured
         if point.get("passes"):
             import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, point["passes"])
-        machine = machine_of(point.get("machine"), now.world.target.name)
         items = items_of(made, now.built, now.world.size)
         replay = bool(point.get("passes"))
-        conf = point.get("alloc_conf") or ""
         figures = Figures.of(program, recorded, machine, conf, items, replay)
         _ = figures.row  # computed now: process groups exist only inside the world
-        choices, assumed = now.world.choices.rows, dict(now.world.assumed)
         remarks = idle_dimensions(now.world, figures.members)
+        return self._plan(point, now, start, remarks, figures)
+
+    def _plan(
+        self, point: Point, now: _Open, start: float, remarks: list[str], found: Figures | Memory
+    ) -> Plan:
+        """The plan of a point. found: its figures; its memory alone if it has no program."""
+        choices, assumed = now.world.choices.rows, dict(now.world.assumed)
+        figures = found if isinstance(found, Figures) else None
+        memory = found.memory if isinstance(found, Figures) else found
+        remarks += [memory.uncounted] if memory.uncounted else []
         seconds = time.perf_counter() - start
-        return Plan(point, figures, choices, assumed, seconds, remarks=remarks)
+        recorded = None if figures is not None else memory
+        return Plan(point, figures, choices, assumed, seconds, remarks=remarks, recorded=recorded)
 
 
 def _world_of(point: Point) -> dict[str, Any]:
@@ -317,6 +348,16 @@ def called(
     return functools.partial(function, *args, **kwargs)
 
 
+def without_program(
+    noted: RecordedMemory, machine: Machine, settings: Settings, world: World
+) -> Memory:
+    """The memory of the last call of a step that has no program; a communicator for each dimension of the mesh."""
+    memory = noted.memory
+    assert memory is not None
+    communicators = sum(size > 1 for size in world.mesh.shape)
+    return memory.on(declared(machine, communicators), settings)
+
+
 def record(
     step: CapturedStep,
     args: tuple[Any, ...],
@@ -325,14 +366,27 @@ def record(
 ) -> tuple[StepMemory, Program, int]:
     """Call a step with `memory=True` until it is captured: its memory, its program, the number of calls.
 
-    say: reports progress.
+    say: reports progress. Raises `PlanError` for a step that never is.
     """
+    found = settled(step, args, kwargs, say)
+    if found is None:
+        raise PlanError(f"the step did not settle in {_MOST_CALLS} calls\n{step.explain()}")
+    return found
+
+
+def settled(
+    step: CapturedStep,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[StepMemory, Program, int] | None:
+    """The same, or None."""
     for call in range(1, _MOST_CALLS + 1):
         say(f"recording the step, call {call}")
         step(*args, **kwargs)
         if step.program is not None and step.memory is not None:
             return step.memory, step.program, call
-    raise PlanError(f"the step did not settle in {_MOST_CALLS} calls\n{step.explain()}")
+    return None
 
 
 def _in_short(error: Exception) -> str:

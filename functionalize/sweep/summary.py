@@ -46,7 +46,7 @@ from functionalize.planning.time.compute import Work, compute
 from functionalize.planning.time.step_time import StepTime, step_time, time_range
 from functionalize.program.program import Program
 from functionalize.step.step_memory import StepMemory
-from functionalize.sweep.columns import ASKED, COLUMNS, Column, efficiencies
+from functionalize.sweep.columns import ASKED, COLUMNS, Column, efficiencies, levels_row
 from functionalize.sweep.grid import Point
 from functionalize.sweep.training import Training
 from functionalize.util.text import counted
@@ -139,13 +139,9 @@ class Figures:
     @cached_property
     def row(self) -> dict[str, Any]:
         """The figures as numbers: bytes, FLOPs, seconds."""
-        levels = self.memory.levels(EAGER)
         return {
-            "peak": levels.requested,
+            **levels_row(self.memory),
             "program": self.memory.levels(PROGRAM).requested,
-            "allocated": levels.allocated,
-            "reserved": levels.reserved,
-            "device": levels.device,
             "collectives": sum(row.count for row in self.traffic),
             "sent": sum(row.sent for row in self.traffic),
             "flops": self.time.flops,
@@ -170,7 +166,7 @@ class Plan:
 
     figures: its program, memory, traffic and time; None if the point failed.
     choices: the kernels that the target runs. assumed: lines that read a number from a fake tensor -> how often.
-    remarks: what else a reader of the figures should know.
+    remarks: what else a reader of the figures should know. recorded: the memory of a step that has no program.
     seconds: the duration of planning. error: the failure in one line, cause: its exception; None if there is none.
     """
 
@@ -182,9 +178,16 @@ class Plan:
     error: str | None = None
     cause: Exception | None = None
     remarks: Sequence[str] = ()
+    recorded: Memory | None = None
 
     def __repr__(self) -> str:
-        return f"<Plan {', '.join(f'{k} {short(v)}' for k, v in self.point.items())}: {self.error or self.figures}>"
+        found = self.error or repr(self.figures or self.recorded)
+        return f"<Plan {', '.join(f'{k} {short(v)}' for k, v in self.point.items())}: {found}>"
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory of the step, also of one without a program; None if the point failed."""
+        return self.recorded if self.figures is None else self.figures.memory
 
 
 class PlansPoints(Protocol):
@@ -233,6 +236,7 @@ class Sweep:
             {
                 "choices": [asdict(c) for c in each.choices],
                 "assumed": dict(each.assumed),
+                "remarks": list(each.remarks),
                 **(each.figures.times if each.figures is not None else {}),
             }
             for each in self.plans
@@ -325,11 +329,11 @@ class Sweep:
 
             def fits(value: int) -> bool:
                 tried = planner.at({**point, key: value})
-                if tried.figures is None:
+                if tried.memory is None:
                     raise PlanError(
                         f"{key} {value} cannot be planned: {tried.error}"
                     ) from tried.cause
-                return tried.figures.memory.fit(limit, EAGER).refused is None
+                return tried.memory.fit(limit, EAGER).refused is None
 
             if not fits(low):
                 raise PlanError(f"{key} {low} does not fit in {human_bytes(limit)}")
@@ -362,16 +366,16 @@ def _row(each: Plan, limit: float | None, training: Training | None = None) -> d
         key: value if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
         for key, value in each.point.items()
     }
-    if each.figures is None:
+    if each.memory is None:
         return {**keys, "error": each.error, "planned in": each.seconds}
-    figures = each.figures.row
-    if training is not None:
+    figures = each.figures.row if each.figures is not None else levels_row(each.memory)
+    if training is not None and each.figures is not None:
         rate, items = each.figures.throughput, each.figures.items
         figures = {**figures, "days": training.days(rate, items.world if items else 1)}
         if training.price is not None:
             figures["cost"] = training.cost(rate)
     if limit is not None:
-        fit = each.figures.memory.fit(limit, EAGER)
+        fit = each.memory.fit(limit, EAGER)
         figures = {**figures, "device": fit.nbytes, "fits": fit.refused is None}
     return {**keys, **figures, "planned in": each.seconds}
 
@@ -380,9 +384,9 @@ def _cells(
     each: Plan, row: Mapping[str, Any], axes: Sequence[str], columns: Sequence[Column]
 ) -> list[str]:
     keys = [short(each.point[axis]) for axis in axes]
-    if each.figures is None:
+    if each.memory is None:
         return [*keys, f"error: {each.error}"]
-    return [*keys, *(show(row[name]) for name, _, show in columns)]
+    return [*keys, *(show(row[name]) if name in row else "" for name, _, show in columns)]
 
 
 def short(value: Any) -> str:

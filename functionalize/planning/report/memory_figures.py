@@ -34,6 +34,7 @@ from functionalize.planning.allocator.allocator import Reserved, StreamOf, simul
 from functionalize.planning.machines.constants import DeviceConstant
 from functionalize.planning.report.display import AllocationGroup, Peak, groups, human_bytes
 from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Op, Timeline
+from functionalize.util.text import counted
 
 EAGER, PROGRAM = "eager", "program"
 BEFORE_THE_STEP, AFTER_THE_STEP = "before the step", "after the step"
@@ -165,6 +166,13 @@ class MemoryFigures:
     def _name(self, of: str | None) -> str:
         timeline = self.timeline(of)
         return next(name for name, each in self.timelines.items() if each is timeline)
+
+    @property
+    def uncounted(self) -> str | None:
+        """A line on the ops whose scratch is not known, for which no bytes are counted; None if there are none."""
+        found = next((t.uncounted for t in self.timelines.values() if t.uncounted), {})
+        calls = (f"{name} ({counted(count, 'call')})" for name, count in found.items())
+        return f"scratch not known, and not counted: {', '.join(calls)}" if found else None
 
     # -- levels ------------------------------------------------------------------------------------
 
@@ -307,6 +315,7 @@ class MemoryFigures:
             "top": [{**row._asdict(), "category": row.category.value} for row in self.top(k, name)],
             "ops": len(timeline.ops),
             "events": len(timeline.events),
+            "uncounted": dict(timeline.uncounted),
         }
         if stacked:
             found["stacked"] = _texts(timeline.stacked())

@@ -21,7 +21,7 @@ _WIDE = 60  # characters of a name; a longer one loses its beginning, as its end
 def memory_text(memory: MemoryFigures, k: int) -> str:
     """The whole report; k: rows of each table."""
     memory.timeline()  # raises if there is none
-    parts = [_levels(memory), _categories(memory)]
+    parts = [_levels(memory), _categories(memory), memory.uncounted or ""]
     for name in memory.timelines:
         parts.append(f"peak of {name}: {memory.peak_of(name).words()}")
         parts.append(_top(name, memory.top(k, name)))

@@ -51,6 +51,7 @@ from functionalize.program.program import Program
 EPILOGUE = "epilogue"
 _GENERATOR_BYTES = 5056  # the state of the CPU's generator
 _NO_CATEGORIES: Mapping[str, Category] = {}
+_NO_CALLS: Mapping[str, int] = {}
 
 
 def program_timeline(
@@ -58,15 +59,18 @@ def program_timeline(
     known: Mapping[str, Category] = _NO_CATEGORIES,
     device: str = "auto",
     scratch: Callable[[fx.Node], int] | None = None,
+    uncounted: Mapping[str, int] = _NO_CALLS,
 ) -> Timeline:
     """The memory of a replay.
 
     known: input name -> category, where the caller knows it; it overrides the category of the input's source.
     device: the type that is counted (`"cuda"`); `"auto"`: the accelerator's if the program uses one, else `"cpu"`.
     scratch: returns the bytes that an op allocates and frees inside its kernel, as `scratch_of` does; None: 0 bytes.
+    uncounted: the ops for which it cannot know them, as `uncounted` of `planning/scratch/unknown.py` returns them.
     """
     program.describe()
-    return _ReplayMemory(program, known, device, scratch).timeline()
+    timeline = _ReplayMemory(program, known, device, scratch).timeline()
+    return replace(timeline, uncounted=uncounted)
 
 
 class _ReplayMemory:

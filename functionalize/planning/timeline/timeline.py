@@ -18,8 +18,8 @@ categories after an event sum up to the live bytes. Linear in events.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -95,12 +95,17 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
-    """The memory of one run of a step, or of one replay. name: the run that it describes (`eager`, `program`)."""
+    """The memory of one run of a step, or of one replay.
+
+    name: the run that it describes (`eager`, `program`). uncounted: the ops whose scratch is not known, with the number
+    of their calls: 0 bytes are counted for it.
+    """
 
     name: str
     ops: Sequence[Op]
     allocations: Sequence[Allocation]
     events: Sequence[Event]
+    uncounted: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<Timeline {self.name}: {len(self.events)} events, a peak of {self.peak:,} bytes>"
