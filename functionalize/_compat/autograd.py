@@ -167,7 +167,7 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
 
 def leaf_of(node: Any) -> torch.Tensor | None:
     """The leaf into which an autograd node accumulates a gradient; None for another node."""
-    return getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 def nodes_of(outputs: Iterable[Any]) -> dict[Any, None]:

@@ -248,12 +248,9 @@ def _collect(arg: Any, found: list[TensorRef]) -> None:
             _collect(a, found)
 
 
-class Made(NamedTuple):
-    """Autograd nodes by their sequence numbers. enabled: whether gradients were enabled for the op after them."""
-
-    first: int
-    last: int
-    enabled: bool
+# Autograd nodes by their sequence numbers: the first, the last, whether gradients were enabled for the op after them.
+# A plain tuple, as half of the ops of a forward make one.
+Made = tuple[int, int, bool]
 
 
 @dataclass(slots=True)

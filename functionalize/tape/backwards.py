@@ -103,11 +103,19 @@ def walked(
     for node in found:  # which grows
         name = type(node).__name__
         leaf = leaf_of(node) if name == "AccumulateGrad" else None
-        if leaf is not None:
-            leaves[address(leaf)] = len(names)
         names.append(name if name != "CppFunction" else node.name())
-        numbers.append(node._sequence_nr() if leaf is None else number_of_leaf(leaf))
-        edges.append(tuple([place_of(n) for n, _ in node.next_functions if n is not None]))
+        if leaf is not None:
+            leaves[address(leaf)] = len(edges)
+            numbers.append(number_of_leaf(leaf))
+            edges.append(())
+            continue
+        numbers.append(node._sequence_nr())
+        after = []
+        for each, _ in node.next_functions:
+            if each is not None:
+                place = places.get(each)
+                after.append(place_of(each) if place is None else place)
+        edges.append(tuple(after))
     for each in outputs:
         if gradient_node(each) is None and address(each) not in leaves:
             leaves[address(each)] = len(names)

@@ -31,7 +31,7 @@ from functionalize._compat.autograd import (
 )
 from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback, Stacks, entered_frame, stack_here
-from functionalize.ir.ops import Made, OpRecord
+from functionalize.ir.ops import OpRecord
 from functionalize.tape.backwards import BackwardCall, walked
 from functionalize.tape.hooks import is_user_hook, kind_of_hook
 
@@ -157,8 +157,9 @@ class TapeNotes:
         if phase is None:
             # Outside of a backward no stack is shared: the calling frame need not be looked up.
             record = OpRecord(func, (), {}, None, (), stack_here(), None, None, None, None, self)
-            if next_node_number() != self.made:
-                self._moved(record, args)
+            made = next_node_number()
+            if made != self.made:
+                self._moved(record, args, made)
         else:
             stack = stacks.here()
             record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase, None, self)
@@ -172,7 +173,7 @@ class TapeNotes:
             if not is_shared:
                 self._note_hook(record)
             if torch.is_grad_enabled():  # else it makes none
-                self._moved(record, args)
+                self._moved(record, args, next_node_number())
         if fx_traceback.current_meta:
             custom = fx_traceback.current_meta.get("custom")
             if custom:  # `annotate` changes its dict
@@ -189,25 +190,28 @@ class TapeNotes:
             if kind is not None:
                 record.meta["hook"] = kind
 
-    def _moved(self, record: OpRecord, args: Iterable[Any]) -> None:
-        """Note the nodes that were made since the op before, and the leaves among the arguments."""
-        made, thread = next_node_number(), _thread()
+    def _moved(self, record: OpRecord, args: Iterable[Any], made: int) -> None:
+        """Note the nodes that were made since the op before, and the leaves among the arguments.
+
+        made: the number that the next node has.
+        """
+        thread = _thread()
         if thread == self._main:
             before, self.made = self.made, made
         else:
             before = self._swap(thread, made)
         if made > before:
-            record.makes = Made(before, made - 1, torch.is_grad_enabled())
+            record.makes = before, made - 1, torch.is_grad_enabled()
             self._use(args, record)
 
     def _use(self, args: Iterable[Any], maker: OpRecord | FunctionCall) -> None:
         for a in args:
             if isinstance(a, Tensor):
-                if a.requires_grad and a.is_leaf:
+                if a.is_leaf and a.requires_grad:
                     found = self._used.get(address(a))
                     if found is None or found.weak() is not a:
                         self._used[address(a)] = Leaf(a, maker)
-            elif type(a) is list or type(a) is tuple:
+            elif (type(a) is list or type(a) is tuple) and a and type(a[0]) is not int:
                 self._use(a, maker)
 
     def _swap(self, thread: int, made: int) -> int:

@@ -253,10 +253,11 @@ class Ownership:
     def _add_made(self, record: OpRecord) -> None:
         if record.makes is None:
             return
-        thread, numbers = record.thread, range(record.makes.first, record.makes.last + 1)
+        first, last, enabled = record.makes
+        thread, numbers = record.thread, range(first, last + 1)
         own = self._own_number(record, numbers)
         # Autograd ends an op in place on a view with `CopySlices` and the new node of the view.
-        ended = not record.makes.enabled or any(self._is(thread, n, _COPY_SLICES) for n in numbers)
+        ended = not enabled or any(self._is(thread, n, _COPY_SLICES) for n in numbers)
         for number in numbers:
             if number == own or not ended or (own is not None and number > own):
                 self._makers.setdefault((thread, number), record)
@@ -270,7 +271,7 @@ class Ownership:
         """The number among these that is the node of the op itself."""
         assert record.makes is not None
         thread = record.thread
-        if not record.makes.enabled:  # inside the forward of a `Function` of C++
+        if not record.makes[-1]:  # inside the forward of a `Function` of C++
             return next((n for n in numbers if self._is(thread, n, _CPP_FUNCTION)), None)
         if len(numbers) == 1:
             return None if self._is(thread, numbers[0], _COPY_SLICES) else numbers[0]

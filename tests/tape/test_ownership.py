@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import functionalize as fz
 from functionalize._compat.autograd import SEES_FUNCTIONS
 from functionalize._compat.distributed import fake_process_group
-from functionalize.ir.ops import Made, OpRecord
+from functionalize.ir.ops import OpRecord
 from functionalize.recorder.recorder import Recorder
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import ownership_of
@@ -147,7 +147,7 @@ def record(thread: int, made: int | None = None, node: int | None = None) -> OpR
     """An op in a thread that made a node, or ran in one."""
     found = OpRecord(aten.sin.default, (), {}, thread=thread)
     if made is not None:
-        found.makes = Made(made, made, True)
+        found.makes = made, made, True
     if node is not None:
         found.seq_nr, found.autograd_node, found.phase = node, "SinBackward0", "backward"
     return found
