@@ -5,8 +5,8 @@
 The step of `benchmarks.capture` is captured with these notes and without them, in turn, in one process; which of a pair
 comes first alternates. CPU time of the recording thread, median of the ratios of the pairs, with its 95 % interval by
 bootstrap; the lower quartile of each is printed, too. Without them means: the recorder notes neither the nodes that ops
-make or run in, nor the graph of a backward, nor hooks, labels or ranges, and modules are not observed. The library has no
-such option: this script replaces the function that decides it for recordings of which no program is made.
+make or run in, nor the graph of a backward, nor hooks, labels or ranges, and modules are not observed. The library has
+no such option: this script replaces the function that decides it for recordings of which no program is made.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
     trace     `fz.trace_backward(loss)`
     search    of it, the search of the process for tensors that may get a gradient: Python's objects are counted, too
     call      of the program, which is compiled in it
+    replay    `backward(loss)` of `fz.capture_backward()`, for a tape that it knows; of it, the listing of the tape
 
 Layers of a linear map, a norm and GELU, of width 64. CPU time of the calling thread; eager and traced backwards
 alternate in one process; medians.
@@ -25,6 +26,7 @@ from torch import nn
 import functionalize as fz
 from benchmarks.machine import machine
 from functionalize.step_backward import trace_backward as module
+from functionalize.tape.listing import listed
 
 WIDTH = 64
 
@@ -43,11 +45,16 @@ def measured(layers: int, runs: int) -> dict[str, float]:
         found.setdefault(name, []).append(1e3 * (time.thread_time() - began))
         return result
 
+    backward = fz.capture_backward(audit=False)
+    while backward.stats.replays < 2:
+        backward(model(x).square().mean())
     for _ in range(runs):
         timed("eager", model(x).square().mean().backward)
         program = timed("trace", fz.trace_backward, model(x).square().mean())
         timed("search", list, module._with_gradients())
         timed("call", program)
+        timed("replay", backward, model(x).square().mean())
+        timed("listing", listed, [model(x).square().mean()], [torch.ones(())])
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -58,13 +65,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(machine(), f"{len(gc.get_objects())} objects of Python", sep="; ")
-    print("| layers | eager | trace | of it search | call |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| layers | eager | trace | of it search | call | replay | of it listing |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for layers in options.layers:
         row = measured(layers, options.runs)
         print(
             f"| {layers} |",
-            " | ".join(f"{row[k]:.1f} ms" for k in ("eager", "trace", "search", "call")),
+            " | ".join(f"{row[k]:.1f} ms" for k in row),
             "|",
         )
 

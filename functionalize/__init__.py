@@ -12,6 +12,7 @@ from functionalize.functions.transforms import trace
 from functionalize.lifetimes.record_memory import record_memory
 from functionalize.program.program import Program
 from functionalize.step.step_file import load
+from functionalize.step_backward.captured_backward import capture_backward
 from functionalize.step_backward.trace_backward import trace_backward
 from functionalize.sweep.plan import plan
 
@@ -21,6 +22,7 @@ __all__ = [
     "Target",
     "aot_function",
     "capture",
+    "capture_backward",
     "functionalize_storage",
     "load",
     "plan",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -223,3 +226,64 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward has accumulated all gradients; its exceptions leave the backward."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+@contextmanager
+def tape_compiler(make: Callable[[], Any]) -> Iterator[None]:
+    """A context in which the backward of a graph is handed to a compiler, made by `make`, and not run.
+
+    torch's compiled autograd does that, for all threads: a backward that another thread calls waits for the end. Its
+    cache is emptied, so that every backward is handed over. Raises `RuntimeError` if compiled autograd is in use, its
+    cache holds what others have compiled, or another thread is going backward (torch 2.13).
+    """
+    compiled: Any = torch._C._dynamo.compiled_autograd
+    if not compiled.is_cache_empty():
+        raise RuntimeError("compiled autograd is in use")
+    with _others_wait():
+        before = compiled.set_autograd_compiler(make, False)
+        try:
+            if before[0] is not None:
+                raise RuntimeError("compiled autograd is in use")
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            compiled.set_autograd_compiler(*before)
+            compiled.clear_cache()
+
+
+@contextmanager
+def _others_wait() -> Iterator[None]:
+    """A context in which no other thread goes backward; raises `RuntimeError` if one does already.
+
+    A backward from Python enters the engine by one function. Python switches threads on its entry at the earliest, so a
+    thread that has found the function as it was has a frame of it.
+    """
+    owner, name = engine_entry()
+    original, this, running = getattr(owner, name), threading.get_ident(), threading.Lock()
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != this:
+            with running:
+                pass
+        return original(*args, **kwargs)
+
+    inside = (ENGINE, waits.__code__)
+    with running:
+        setattr(owner, name, waits)
+        try:
+            for thread, frame in sys._current_frames().items():
+                found: Any = None if thread == this else frame
+                while found is not None:
+                    if found.f_code in inside:
+                        raise RuntimeError("another thread goes backward")
+                    found = found.f_back
+            yield
+        finally:
+            setattr(owner, name, original)
+
+
+def bound_function(name: str, function: Any, is_custom: bool, is_traceable: bool) -> str:
+    """The name by which compiled autograd finds a function of C++, which it is told once in a process (torch 2.13)."""
+    from torch._dynamo.compiled_autograd import ops  # it takes a second to import
+
+    return str(ops.add(name, function, is_custom, is_traceable))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 import re
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -80,7 +81,8 @@ class Builder:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.emit = GraphEmitter(self._whole_storage, self._number_input)
+        me: Builder = weakref.proxy(self)  # a cycle would keep the tensors of the recording
+        self.emit = GraphEmitter(lambda *at: me._whole_storage(*at), lambda n: me._number_input(n))
         self.engine = Functionalizer(self.emit)
         self.inputs: list[InputSpec] = []
         self.storage_of_input: list[int] = []
@@ -323,8 +325,7 @@ class Builder:
             return InputView(self._base_input[ref.storage], ref.geometry)
         if ref.storage not in self._shared and not (ref.geometry.conj or ref.geometry.neg):
             return Result(self.slot(self._without_constant(self.engine.read(ref))))
-        slot, geometry = self._in_base(ref)
-        return Result(slot, geometry)
+        return Result(*self._in_base(ref))
 
     def _in_base(self, ref: TensorRef) -> tuple[int, Geometry]:
         """For a tensor on a storage that the step made: the result index of the base, and the geometry within it."""
@@ -357,8 +358,7 @@ class Builder:
         """The resizes and copies that a replay makes on its inputs, by storage."""
         actions: list[Action] = []
         for serial, index in self._base_input.items():
-            storage = self.engine.storages[serial]
-            actions += actions_of(storage, index, self.emit, self.slot)
+            actions += actions_of(self.engine.storages[serial], index, self.emit, self.slot)
         return actions
 
     # -- the program -----------------------------------------------------------------------------
