@@ -17,6 +17,7 @@ import typer
 from functionalize.cli import graphs
 from functionalize.cli import memory as memory_command
 from functionalize.cli import plan as plan_command
+from functionalize.cli.compare import compare
 from functionalize.cli.console import Out, run
 from functionalize.cli.recorded import DEFAULT_WORLD, Job
 from functionalize.cli.scripts import FunctionNames, assignments, axis, nbytes, training
@@ -355,6 +356,9 @@ def plan(
         training(tokens, price),
     )
     return plan_command.plan(out, job, options)
+
+
+app.command()(compare)
 
 
 def _axes(grid: list[str] | None) -> dict[str, list[object]]:

@@ -22,6 +22,7 @@ from functionalize.cli.console import Out, plain, table
 from functionalize.cli.files import write_graph
 from functionalize.cli.recorded import Job, recorded
 from functionalize.cli.recorded_step import Recorded
+from functionalize.cli.scripts import check_files
 from functionalize.errors import PassError, UsageError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import phase_of
@@ -43,6 +44,7 @@ def capture(out: Out, job: Job, file: str | None) -> None:
         raise UsageError(f"{job.source} is recorded already: capture takes a script")
     if file is not None and not file.endswith(".fzp"):
         raise UsageError(f"-o {file}: the file of a recorded graph ends in .fzp")
+    check_files(file)
     with out.working() as say, recorded(job, say) as found:
         if file is not None:
             say(f"writing {file}")

@@ -16,6 +16,7 @@ from functionalize.cli.console import Out, plain, table, wrapped
 from functionalize.cli.graphs import check_pipeline, headline, show_notes
 from functionalize.cli.recorded import Job, recorded
 from functionalize.cli.recorded_step import Recorded
+from functionalize.cli.scripts import check_files
 from functionalize.errors import (
     AllocatorSettingsError,
     PlanError,
@@ -67,6 +68,7 @@ class MemoryOptions:
         check_pipeline(self.pipeline)
         check_machine(self.machine)
         check_picture(self.png)
+        check_files(self.png, self.html, self.snapshot, self.trace)
         if self.of not in (None, EAGER, PROGRAM):
             raise UsageError(f"--of {self.of}: write {EAGER} or {PROGRAM}")
         return check_alloc_conf(self.alloc_conf)

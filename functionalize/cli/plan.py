@@ -16,7 +16,7 @@ from functionalize.cli.console import Out, error_text, fits, plain, table_of
 from functionalize.cli.graphs import check_pipeline
 from functionalize.cli.memory import brief, check_alloc_conf, check_machine, check_picture
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
-from functionalize.cli.scripts import Script, opened
+from functionalize.cli.scripts import Script, check_files, opened
 from functionalize.errors import SaveError, UsageError
 from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
 from functionalize.planning.pictures.page import Table, write_page
@@ -69,6 +69,7 @@ class PlanOptions:
         for text in (self.alloc_conf, *self.grid.get("alloc_conf", ())):
             check_alloc_conf(text)
         check_picture(self.png)
+        check_files(self.csv, self.html, self.png, self.trace)
         twice = sorted({*self.grid} & {*self.fixed(job)})
         if twice:
             raise UsageError(f"`{twice[0]}` has one value and is in --grid, too: leave one out")
@@ -125,6 +126,7 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
         found = {"key": options.largest, "value": largest, "limit": options.limit}
         return {
             "script": job.source,
+            "keys": list(sweep.axes),
             "points": json.loads(sweep.to_json()),
             "largest": found if options.largest is not None else None,
             "files": files,

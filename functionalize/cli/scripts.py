@@ -194,6 +194,18 @@ def mesh(text: str) -> Mesh:
     return sizes
 
 
+def check_files(*files: str | None) -> None:
+    """Raises `UsageError` for a file that could not be written, before the (slow) recording."""
+    for file in filter(None, files):
+        folder = Path(file).parent
+        if Path(file).is_dir():
+            raise UsageError(f"{file} is a folder: name a file in it")
+        if not folder.is_dir():
+            raise UsageError(f"{file} cannot be written: there is no folder {folder}")
+        if not os.access(Path(file) if Path(file).exists() else folder, os.W_OK):
+            raise UsageError(f"{file} cannot be written: permission denied")
+
+
 def nbytes(text: str) -> int:
     """Parse a size in bytes: `80GB` (80 * 10**9), `80GiB` (80 * 2**30), or a plain number."""
     found = re.fullmatch(r"([\d_]*\.?\d+(?:[eE]\d+)?)\s*([a-zA-Z]*)", text.strip())

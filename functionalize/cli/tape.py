@@ -12,6 +12,7 @@ from functionalize.cli.console import Out, plain
 from functionalize.cli.graphs import Filter, check_pipeline
 from functionalize.cli.memory import check_picture
 from functionalize.cli.recorded import Job, recorded
+from functionalize.cli.scripts import check_files
 from functionalize.errors import UsageError
 from functionalize.planning.pictures.tape_picture import tape_picture
 
@@ -24,6 +25,7 @@ def show_tape(out: Out, job: Job, keep: Filter, png: str | None, pipeline: str |
         )
     check_pipeline(pipeline)
     check_picture(png)
+    check_files(png)
     with out.working() as say, recorded(job, say) as raw:
         found = raw.after(pipeline, say)
         tape = found.program.tape()

@@ -122,7 +122,7 @@ def test_a_step_that_fails(command: Command, step: str, message: str) -> None:
     for name, *more in (("capture",), ("show",), ("opt", "default"), ("memory",), ("plan",)):
         if name == "plan" and step == "prints":  # planned by the memory that eager has
             ran = command(name, TRAINING, *more, "--step", step, columns=500)
-            assert ran.code == 0 and "no program was made" in ran.words
+            assert ran.code == 0 and "no program was made" in ran.out
         elif name in ("capture", "plan") or step == "reads_data":
             ran = command(name, TRAINING, *more, "--step", step, columns=500)
             assert ran.code == 1 and ran.words.startswith(message), name
