@@ -43,11 +43,13 @@ class _Pair(NamedTuple):
 
     def cells(self) -> tuple[str, str, str, str]:
         """The row of a table."""
-        both = (self.show(each) if each is not None else "" for each in (self.first, self.second))
+        first, second = (
+            self.show(each) if each is not None else "" for each in (self.first, self.second)
+        )
         change = self.change
         if change is None:
-            return self.name, *both, ""
-        return self.name, *both, f"{change:+.1%}" if abs(change) >= 0.0005 else "same"
+            return self.name, first, second, ""
+        return self.name, first, second, f"{change:+.1%}" if abs(change) >= 0.0005 else "same"
 
 
 class _Compared(NamedTuple):
