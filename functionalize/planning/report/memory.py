@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from functionalize.planning.report.memory_figures import MemoryFigures
+from functionalize.planning.report.memory_figures import EAGER, MemoryFigures
 from functionalize.planning.report.memory_text import memory_text
+from functionalize.planning.report.partings import Partings
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -18,3 +19,10 @@ class Memory(MemoryFigures):
     def text(self, k: int = 10) -> str:
         """The report; k: rows of each table. Raises `MemoryReportError` without a timeline."""
         return memory_text(self, k)
+
+    def against(self, recorded: MemoryFigures) -> Partings:
+        """This plan of a step beside the memory that `fz.record_memory` recorded: the ops where they part.
+
+        Raises `MemoryReportError` if one of the reports has no timeline of eager.
+        """
+        return Partings.of(self.timeline(EAGER), recorded.timeline(EAGER))
