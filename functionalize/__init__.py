@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from functionalize.entry import capture
+from functionalize.deferral.lazy import lazy
 from functionalize.errors import FunctionalizeError
 from functionalize.fake_world.target import Target
 from functionalize.fake_world.world import world
@@ -24,6 +25,7 @@ __all__ = [
     "capture",
     "capture_backward",
     "functionalize_storage",
+    "lazy",
     "load",
     "plan",
     "record_memory",

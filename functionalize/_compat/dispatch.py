@@ -206,3 +206,31 @@ FLAGS: tuple[Callable[[], Any], ...] = (
     torch._C._get_math_sdp_enabled,
     torch._C._get_cudnn_sdp_enabled,
 )
+
+
+def mkldnn_is_on() -> bool:
+    """Whether kernels may use oneDNN (2.11 to 2.15)."""
+    return bool(torch._C._get_mkldnn_enabled())
+
+
+def set_mkldnn(is_on: bool) -> None:
+    """Let kernels use oneDNN, or not."""
+    torch._C._set_mkldnn_enabled(is_on)
+
+
+def count_references(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects hold a storage (2.1 to 2.15)."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return count
+
+
+def storage_at(reference: int) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, as `UntypedStorage._weak_ref` makes one; None if it has died."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference)
+    return found
+
+
+def handles_ops(kind: type) -> bool:
+    """Whether a class of tensors has a handler of ops of its own: DTensor, and not Parameter (2.0 to 2.15)."""
+    handler = getattr(kind, "__torch_dispatch__", None)
+    return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl

@@ -1,0 +1,1 @@
+"""`fz.lazy`: ops inside a `with` block wait, and run as one program when somebody looks at what they compute."""

@@ -1,0 +1,81 @@
+"""The functions that reach the memory of tensors past torch's dispatcher: inside the block they look first.
+
+    x.numpy(), x.tolist(), print(x), x.data_ptr(), pickling, DLPack, torch.save
+    torch.tensor([x, y]), torch.ctc_loss(...), an LSTM on packed sequences     C++ that reads numbers without an op
+    threads and processes that start: they read what they are given outside of the block
+
+A function that hands out an address (`data_ptr`, `numpy`, `__dlpack__`) makes the storage one on which no op waits: who
+has the address may write there. The replacements are active while a `fz.lazy` block is, and call the originals.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.dispatch import HigherOrderOperator, current_modes
+from functionalize.deferral.mode import LazyMode
+from functionalize.util.patching import Patch, Patches
+
+_OF_TENSORS = (
+    *("tolist", "__repr__", "__reduce_ex__", "__deepcopy__", "share_memory_", "new_tensor"),
+    *("tensor_split", "storage", "map_", "map2_", "apply_"),
+)
+_ADDRESSES = ("data_ptr", "numpy", "__dlpack__", "__array__")
+_OF_STORAGES = (
+    *("tolist", "__getitem__", "__setitem__", "__repr__", "__reduce__", "__deepcopy__", "fill_"),
+    *("copy_", "clone", "cpu", "share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"),
+    *("_write_file", "byteswap", "pin_memory"),
+)
+_OF_MODULES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch, ("tensor", "as_tensor", "asarray", "save", "ctc_loss", "tensor_split", "from_dlpack")),
+    (torch._VF, ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence")),
+    (threading.Thread, ("start",)),
+    (multiprocessing.process.BaseProcess, ("start",)),
+    (os, ("fork",)),
+    (HigherOrderOperator, ("__call__",)),
+)
+
+
+def _active() -> LazyMode | None:
+    """The mode of this thread that records."""
+    return next((m for m in current_modes() if isinstance(m, LazyMode)), None)
+
+
+def _looking(owner: Any, name: str, hands_out: bool) -> Any:
+    original = getattr(owner, name)
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        mode = _active()
+        if mode is None or mode.suspended:
+            return original(*args, **kwargs)
+        mode.look(f"{owner.__name__}.{name}")
+        if hands_out:
+            self = args[0]
+            try:
+                mode.escape(self.untyped_storage() if isinstance(self, Tensor) else self)
+            except (NotImplementedError, RuntimeError):
+                pass  # it has no storage, and no op on it waits
+        return original(*args, **kwargs)
+
+    look.__doc__, look.__name__ = original.__doc__, name
+    return look
+
+
+def _patches() -> Iterator[Patch]:
+    for owner, names in ((Tensor, _OF_TENSORS), (torch.UntypedStorage, _OF_STORAGES), *_OF_MODULES):
+        for name in names:
+            if hasattr(owner, name):
+                yield owner, name, _looking(owner, name, hands_out=False)
+    for name in _ADDRESSES:
+        yield Tensor, name, _looking(Tensor, name, hands_out=True)
+    yield torch.UntypedStorage, "data_ptr", _looking(torch.UntypedStorage, "data_ptr", hands_out=True)
+
+
+DOORS = Patches(_patches)

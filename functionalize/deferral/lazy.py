@@ -1,0 +1,112 @@
+"""`fz.lazy`: a context in which ops wait until somebody looks at what they compute.
+
+    lazy = fz.lazy()
+    with lazy:
+        for x, y in loader:              no step function
+            loss = criterion(model(x), y)
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+            print(loss.item())           looks: what is pending runs, as one program from its second time on
+    print(lazy.explain())
+
+What waits are the contents of storages, not tensors: inside the block every tensor is a `torch.Tensor` on a storage of
+the right size. Leaving the block runs what is pending, since ops outside of it would read these storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from functionalize._compat.dispatch import current_modes
+from functionalize.deferral.doors import DOORS
+from functionalize.deferral.mode import LazyMode
+from functionalize.deferral.report import report
+from functionalize.deferral.runs import Runs
+
+DEFAULT_BUDGET = float(2**30)
+
+
+class Lazy:
+    """What `fz.lazy` returns; may be entered any number of times, one block inside another, too."""
+
+    def __init__(
+        self, pipeline: Sequence[Any], enabled: bool, max_bytes: float, max_programs: int
+    ) -> None:
+        self._enabled = enabled
+        self._runs = Runs(pipeline, max_programs)
+        self._mode = LazyMode(self._runs, max_bytes)
+        self._depth = 0
+        self._is_on = False
+        self._refused: str | None = None
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth > 1 or not self._enabled:
+            return self
+        try:
+            others = current_modes()
+            if others:  # it would not see the ops that wait
+                self._refused = f"inside of the dispatch mode {type(others[-1]).__name__}"
+                return self
+            self._mode.__enter__()
+            self._is_on = True
+            DOORS.install()
+        except BaseException:
+            self._leave(DOORS.active and self._is_on)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._depth > 1 or not self._is_on:
+            self._depth -= 1
+            return
+        try:
+            self._mode.look("the end of the block")
+        finally:
+            self._leave(True)
+
+    def _leave(self, has_doors: bool) -> None:
+        self._depth, was_on, self._is_on = 0, self._is_on, False
+        try:
+            if has_doors:
+                DOORS.remove()
+        finally:
+            if was_on:
+                self._mode.__exit__(None, None, None)
+
+    def barrier(self) -> None:
+        """Run what is pending. Raises what an op of it raises, with a note of the line that recorded the op."""
+        self._mode.look("lazy.barrier()")
+
+    def explain(self) -> str:
+        """How many ops waited, who looked, which programs there are, and how their kinds of iterations differ."""
+        return report(self._mode, self._runs, self._enabled, self._refused)
+
+
+def lazy(
+    *,
+    passes: Sequence[Any] | str = (),
+    enabled: bool = True,
+    max_bytes: float = DEFAULT_BUDGET,
+    max_programs: int = 16,
+) -> Lazy:
+    """A context manager: inside, ops on CPU tensors wait until somebody looks at what they compute.
+
+    passes: a pipeline for the programs, as for `fz.capture`. enabled: False switches everything off: ops run as in
+    eager. max_bytes: of pending results, after which they are computed. max_programs: of those that are kept.
+    Results are bitwise equal to eager's, unless a pass or `passes="fast"` says otherwise. See `docs/lazy.md`.
+    Raises `PassError` for a pipeline that cannot be parsed, `ValueError` for `max_programs` or `max_bytes` below 1.
+    """
+    if max_programs < 1 or max_bytes < 1:
+        raise ValueError(f"max_programs and max_bytes are at least 1, not {max_programs}, {max_bytes}")
+    if isinstance(passes, str):
+        import passes as package  # here, as `passes` imports `functionalize`
+
+        return Lazy(package.parse(passes), enabled, max_bytes, max_programs)
+    return Lazy(tuple(passes), enabled, max_bytes, max_programs)
