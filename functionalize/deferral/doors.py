@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing.process
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,11 @@ _OF_STORAGES = (
     *("copy_", "clone", "cpu", "share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"),
     *("_write_file", "byteswap", "pin_memory"),
 )
+_MAKERS = ("tensor", "as_tensor", "asarray")
+_NUMBERS = (bool, int, float, complex)
+_MANY = 1000  # numbers in a list that are looked through
+_COMPARES = "torch.distributed.fsdp."  # its code asks whether two tensors have one address
+
 _OF_MODULES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("tensor", "as_tensor", "asarray", "save", "ctc_loss", "tensor_split", "from_dlpack")),
     (torch._VF, ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence")),
@@ -48,12 +54,26 @@ def _active() -> LazyMode | None:
     return next((m for m in current_modes() if isinstance(m, LazyMode)), None)
 
 
+def _is_harmless(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call reads no tensor: FSDP2 compares addresses, `torch.tensor` gets numbers."""
+    if name == "data_ptr":
+        caller: str = sys._getframe(2).f_globals.get("__name__", "")
+        return caller.startswith(_COMPARES)
+    return name in _MAKERS and bool(args) and _is_number(args[0])
+
+
+def _is_number(data: Any) -> bool:
+    if type(data) in (list, tuple):
+        return len(data) <= _MANY and all(type(each) in _NUMBERS for each in data)
+    return type(data) in _NUMBERS
+
+
 def _looking(owner: Any, name: str, hands_out: bool) -> Any:
     original = getattr(owner, name)
 
     def look(*args: Any, **kwargs: Any) -> Any:
         mode = _active()
-        if mode is None or mode.suspended:
+        if mode is None or mode.suspended or _is_harmless(name, args):
             return original(*args, **kwargs)
         mode.look(f"{owner.__name__}.{name}")
         if hands_out:
@@ -75,7 +95,11 @@ def _patches() -> Iterator[Patch]:
                 yield owner, name, _looking(owner, name, hands_out=False)
     for name in _ADDRESSES:
         yield Tensor, name, _looking(Tensor, name, hands_out=True)
-    yield torch.UntypedStorage, "data_ptr", _looking(torch.UntypedStorage, "data_ptr", hands_out=True)
+    yield (
+        torch.UntypedStorage,
+        "data_ptr",
+        _looking(torch.UntypedStorage, "data_ptr", hands_out=True),
+    )
 
 
 DOORS = Patches(_patches)

@@ -114,7 +114,9 @@ class _Run:
         if type(outputs) is TensorRef:
             if outputs.storage not in born:
                 return
-            home = self._stream.storage(outputs.storage) if outputs.storage in self._living else None
+            home = (
+                self._stream.storage(outputs.storage) if outputs.storage in self._living else None
+            )
             if home is None:
                 self._storages[outputs.storage] = out.untyped_storage()
                 return

@@ -94,7 +94,7 @@ def lazy(
     passes: Sequence[Any] | str = (),
     enabled: bool = True,
     max_bytes: float = DEFAULT_BUDGET,
-    max_programs: int = 16,
+    max_programs: int = 256,
 ) -> Lazy:
     """A context manager: inside, ops on CPU tensors wait until somebody looks at what they compute.
 
@@ -104,7 +104,9 @@ def lazy(
     Raises `PassError` for a pipeline that cannot be parsed, `ValueError` for `max_programs` or `max_bytes` below 1.
     """
     if max_programs < 1 or max_bytes < 1:
-        raise ValueError(f"max_programs and max_bytes are at least 1, not {max_programs}, {max_bytes}")
+        raise ValueError(
+            f"max_programs and max_bytes are at least 1, not {max_programs}, {max_bytes}"
+        )
     if isinstance(passes, str):
         import passes as package  # here, as `passes` imports `functionalize`
 

@@ -79,14 +79,18 @@ class Learned:
         """The description of the result, AT_ONCE if there is none, None if the call is not known."""
         return self._found.get(shape)
 
-    def learn(self, shape: Any, before: Sequence[Geometry], tensors: Sequence[Tensor], out: Any) -> None:
+    def learn(
+        self, shape: Any, before: Sequence[Geometry], tensors: Sequence[Tensor], out: Any
+    ) -> None:
         """Note the result `out` of a call. before: the geometries of its tensors before it ran."""
         sizes: list[int] = []
         made: Made | str
         try:
             if [geometry_of(t) for t in tensors] != list(before):
                 raise _NoDescription
-            result = _description(out, tensors, {t.untyped_storage()._cdata for t in tensors}, sizes)
+            result = _description(
+                out, tensors, {t.untyped_storage()._cdata for t in tensors}, sizes
+            )
             made = Made(result, self._count, sum(sizes))
             self._count += 1
         except (_NoDescription, NotImplementedError, RuntimeError):

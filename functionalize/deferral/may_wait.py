@@ -18,29 +18,30 @@ import torch
 
 from functionalize.recorder.op_kinds import kind_of
 
-_NAMES = frozenset(
-    """
-    mm bmm addmm baddbmm addbmm mv addmv addr dot vdot _addmm_activation
-    convolution convolution_backward _convolution
-    native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
-    _fused_rms_norm _fused_rms_norm_backward native_batch_norm_backward
-    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
-    glu_backward gelu_backward silu_backward
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
-    embedding_dense_backward nll_loss_backward nll_loss2d_backward
-    mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
-    soft_margin_loss soft_margin_loss_backward
-    cat stack clone _to_copy copy copy_ fill fill_ zero zero_
-    cumsum cumprod logcumsumexp var_mean std_mean
-    avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
-    max_pool2d_with_indices upsample_nearest2d upsample_nearest2d_backward
-    upsample_bilinear2d upsample_bilinear2d_backward
-    constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-    tril triu flip roll repeat sort topk
-    slice_backward select_backward diagonal_backward unfold_backward
-    slice_scatter select_scatter diagonal_scatter as_strided_scatter
-    split_with_sizes_copy _foreach_copy_ linalg_vector_norm
-    """.split()
+_NAMES = (
+    *("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "dot", "vdot"),
+    *("_addmm_activation", "convolution", "convolution_backward", "_convolution"),
+    *("native_layer_norm", "native_layer_norm_backward", "native_group_norm"),
+    *("native_group_norm_backward", "native_batch_norm_backward"),
+    *("_fused_rms_norm", "_fused_rms_norm_backward"),
+    *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+    *("glu_backward", "gelu_backward", "silu_backward"),
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    *("embedding_dense_backward", "nll_loss_backward", "nll_loss2d_backward"),
+    *("mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward"),
+    *("huber_loss", "huber_loss_backward", "soft_margin_loss", "soft_margin_loss_backward"),
+    *("cat", "stack", "clone", "_to_copy", "copy", "fill", "zero"),
+    *("cumsum", "cumprod", "logcumsumexp", "sort", "topk"),
+    *("avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices"),
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
+    *("upsample_nearest2d", "upsample_nearest2d_backward"),
+    *("upsample_bilinear2d", "upsample_bilinear2d_backward"),
+    *("constant_pad_nd", "reflection_pad1d", "reflection_pad2d"),
+    *("replication_pad1d", "replication_pad2d", "tril", "triu", "flip", "roll", "repeat"),
+    *("slice_backward", "select_backward", "diagonal_backward", "unfold_backward"),
+    *("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"),
+    "split_with_sizes_copy",
 )
 _FUSED = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 

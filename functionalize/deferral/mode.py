@@ -13,6 +13,7 @@ Invariant: whoever reads a storage outside of torch's dispatcher goes through `d
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,18 +23,18 @@ from functionalize._compat.dispatch import disable_current_modes, handles_ops
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.references import WeakStorage, address
 from functionalize.deferral.interrupts import interrupts_held
-from functionalize.deferral.learned import AT_ONCE, Learned, Made
+from functionalize.deferral.learned import Learned, Made
 from functionalize.deferral.may_wait import divides, draws, is_shaped_by_types, may_wait
 from functionalize.deferral.runs import Runs
 from functionalize.deferral.settings import read, under
 from functionalize.deferral.stream import CannotWait, Stream
-from functionalize.discharge.rules.mutations import is_mutating, written_arguments
+from functionalize.discharge.rules.factories import SHAPE_ONLY
+from functionalize.discharge.rules.mutations import written_arguments
+from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import UnsupportedTensorError
 from functionalize.ir.ops import refs_in
 from functionalize.recorder.op_kinds import MAY_GROW, OpKind, is_data_free, kind_of, tensors_in
 from functionalize.recorder.patches import Watcher
-from functionalize.discharge.rules.factories import SHAPE_ONLY
-from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 
 _VIEW, _WAITS, _FREE, _ALL, _NOW = "view", "waits", "free", "all", "now"
 _MAX_OPS = 20_000  # pending, so that Python's own memory is bounded
@@ -200,11 +201,13 @@ class LazyMode(Watcher):
             self.suspended += 1
             try:
                 if stream.entries:
-                    with disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-                        with under(stream.settings):
-                            kind = self.runs.run(stream)
-                    if kind is not None:
-                        self.looked[what] += 1
+                    with ExitStack() as around:
+                        around.enter_context(disable_current_modes())
+                        around.enter_context(torch.inference_mode(False))
+                        around.enter_context(torch.no_grad())
+                        around.enter_context(under(stream.settings))
+                        if self.runs.run(stream) is not None:
+                            self.looked[what] += 1
             finally:
                 self.suspended -= 1
                 self._running = False

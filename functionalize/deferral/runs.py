@@ -20,7 +20,7 @@ from functionalize.deferral.stream import Stream
 from functionalize.errors import FunctionalizeError
 from functionalize.util.user_stack import line_of
 
-_KINDS_PER_PROGRAM = 16  # kinds without a program that are remembered
+_KINDS_PER_PROGRAM = 4  # kinds without a program that are remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,9 @@ class Runs:
             return "the first that begins so"
         if best < min(len(key[0]), len(found[0])):
             record = stream.entries[best].record
-            return f"differs from {kind.number} from {record.target} on, {line_of(record.traceback)}"
+            return (
+                f"differs from {kind.number} from {record.target} on, {line_of(record.traceback)}"
+            )
         if len(key[0]) != len(found[0]):
             longer = "longer" if len(key[0]) > len(found[0]) else "shorter"
             return f"is {kind.number} and {longer}"

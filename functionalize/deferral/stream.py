@@ -163,7 +163,9 @@ class Stream:
         self.ops += 1
         self.entries.append(Entry(record, (number, known, *own), False))
 
-    def append_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def append_view(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         """Add a view, which was made already, if it is of a storage that pending ops use."""
         parent = args[0] if args else None
         if type(parent) not in _TENSORS:
@@ -260,5 +262,3 @@ def _base(geometry: Geometry, nbytes: int) -> Geometry:
     unit = geometry.dtype.itemsize
     dtype = geometry.dtype if nbytes % unit == 0 else torch.uint8
     return Geometry((nbytes // dtype.itemsize,), (1,), 0, dtype)
-
-

@@ -9,13 +9,14 @@ pending is filled with numbers that no op of a test computes: who reads it too e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functionalize as fz
 from functionalize.deferral.interpreted import fill
@@ -63,9 +64,21 @@ def outcome(make: Callable[[], Any], call: Callable[..., Any], lazy: Any) -> Any
     return found, image(torch.get_rng_state())
 
 
-def same_as_eager(make: Callable[[], Any], call: Callable[..., Any], passes: str = "") -> Any:
-    """Assert equality; returns the `fz.lazy` object. make: returns fresh arguments, which are compared too."""
-    want = outcome(make, call, fz.lazy(enabled=False))
+class Empty(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def same_as_eager(
+    make: Callable[[], Any], call: Callable[..., Any], passes: str = "", eager: Any = None
+) -> Any:
+    """Assert equality; returns the `fz.lazy` object.
+
+    make: returns fresh arguments, which are compared too. eager: a context for the eager run.
+    """
+    want = outcome(make, call, eager or nullcontext())
     lazy = fz.lazy(passes=passes)
     with poisoned():
         for run in range(RUNS):

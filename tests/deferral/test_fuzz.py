@@ -15,7 +15,9 @@ from tests.laws.outcomes import outcome, times
 from tests.laws.programs import HELPERS, Example, examples
 
 
-def looked_at(example: Example, looks: list[bool], barrier: Callable[[], None]) -> Callable[..., Any]:
+def looked_at(
+    example: Example, looks: list[bool], barrier: Callable[[], None]
+) -> Callable[..., Any]:
     """The program with a barrier after each line for which `looks` says so."""
     names = ", ".join(f"r{i}" for i in range(len(example.inputs)))
     lines = [f"def program({names}):"]
@@ -30,7 +32,9 @@ def looked_at(example: Example, looks: list[bool], barrier: Callable[[], None]) 
     return found
 
 
-@given(examples(), st.lists(st.booleans(), min_size=1, max_size=6), st.sampled_from(["", "default"]))
+@given(
+    examples(), st.lists(st.booleans(), min_size=1, max_size=6), st.sampled_from(["", "default"])
+)
 @times(150)
 def test_programs(example: Example, looks: list[bool], passes: str) -> None:
     if example.error is not None:

@@ -1,0 +1,100 @@
+"""A Llama under FSDP2 on two ranks, trained by a loop without a step function, inside `fz.lazy`: bit for bit as eager."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import functionalize as fz
+from tests.deferral.eagerly import image, poisoned
+from tests.fsdp.sharded import build_llama
+from tests.fsdp.twins import state_of
+from tests.ranks import run_on_ranks
+
+STEPS = 20
+
+
+class Run(NamedTuple):
+    """What a training run leaves."""
+
+    losses: list[Any]
+    state: Any
+    generator: Any
+
+
+def batches(rank: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    for i in range(STEPS):
+        yield torch.randint(0, 64, (2, 8 if i % 7 else 6), generator=generator)
+
+
+def trained(context: AbstractContextManager[Any], looks: int | None) -> Run:
+    """20 steps. looks: a seed of the places at which this rank reads a loss; None: it reads none."""
+    model, optimizer = build_llama()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8)
+    chance = random.Random(looks)
+    losses = []
+    with context:
+        for i, tokens in enumerate(batches(dist.get_rank())):
+            try:
+                loss = model(input_ids=tokens, labels=tokens).loss
+                if looks is not None and chance.random() < 0.3:
+                    loss.item()
+                if i == 9:
+                    raise ValueError("between the forward and the backward")
+                loss.backward()
+                if looks is not None and chance.random() < 0.3:
+                    str(next(model.parameters()).grad)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            except ValueError:
+                model.zero_grad()
+                losses.append(loss.detach())
+                # As in eager, FSDP2 needs a backward to reshard.
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.detach())
+            if i % 6 == 5:
+                model.eval()
+                with torch.no_grad():
+                    losses.append(model(input_ids=tokens, labels=tokens).loss)
+                model.train()
+    found = [image(loss) for loss in losses]
+    state = {name: image(t) for name, t in state_of(model, optimizer).items()}
+    return Run(found, state, image(torch.get_rng_state()))
+
+
+class Verdict(NamedTuple):
+    """What one rank saw. wrong: what differs from eager. compiles: programs made, after each run."""
+
+    wrong: list[str]
+    compiles: list[int]
+    text: str
+
+
+def lazy_and_eager(runs: int) -> Verdict:
+    """Compare `runs` lazy runs with an eager one; the ranks look at different places, in each run at the same."""
+    eager = trained(nullcontext(), None)
+    lazy, wrong, compiles = fz.lazy(), [], []
+    for run in range(runs):
+        with poisoned():
+            mine = trained(lazy, 1 + dist.get_rank())
+        wrong += [f"{run}: {n}" for n in Run._fields if getattr(mine, n) != getattr(eager, n)]
+        compiles.append(lazy._runs.compiles)
+    return Verdict(wrong, compiles, lazy.explain())
+
+
+def test_a_loop_without_a_step_function(request: pytest.FixtureRequest) -> None:
+    """With exceptions and evaluation in between, whichever rank looks where; no program is made twice."""
+    every = request.config.getoption("--fuzz-long")
+    for wrong, compiles, text in run_on_ranks(lazy_and_eager, 3 if every else 1):
+        assert wrong == [], text
+        assert compiles[0] > 5, text
+        assert compiles[2:] == compiles[1:2], text
