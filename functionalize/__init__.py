@@ -3,8 +3,8 @@
 import importlib
 from typing import Any
 
-from functionalize.entry import capture
 from functionalize.deferral.lazy import lazy
+from functionalize.entry import capture
 from functionalize.errors import FunctionalizeError
 from functionalize.fake_world.target import Target
 from functionalize.fake_world.world import world

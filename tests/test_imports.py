@@ -51,6 +51,7 @@ ORDER = [
     "step",
     "step_backward",
     "entry",
+    "deferral",
     "sweep",
     "integrations",
     "functionalize",

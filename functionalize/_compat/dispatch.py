@@ -220,11 +220,11 @@ def set_mkldnn(is_on: bool) -> None:
 
 def count_references(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python objects hold a storage (2.1 to 2.15)."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
-def storage_at(reference: int) -> torch.UntypedStorage | None:
+def storage_at(reference: Any) -> torch.UntypedStorage | None:
     """The storage of a weak reference, as `UntypedStorage._weak_ref` makes one; None if it has died."""
     found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference)
     return found

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from functionalize._compat.dispatch import HigherOrderOperator, current_modes
 from functionalize.deferral.mode import LazyMode
+from functionalize.step.captured_step import CapturedStep
+from functionalize.step_backward.captured_forward import CapturedForward
 from functionalize.util.patching import Patch, Patches
 
 _OF_TENSORS = (
@@ -68,6 +70,24 @@ def _is_number(data: Any) -> bool:
     return type(data) in _NUMBERS
 
 
+def _apart(owner: type) -> Any:
+    """A captured callable looks at its tensors from C++ and from below all modes: nothing waits in its calls."""
+    original = owner.__call__  # type: ignore[operator]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = _active()
+        if mode is None:
+            return original(*args, **kwargs)
+        mode.cover()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            mode.uncover()
+
+    call.__doc__, call.__name__ = original.__doc__, "__call__"
+    return call
+
+
 def _looking(owner: Any, name: str, hands_out: bool) -> Any:
     original = getattr(owner, name)
 
@@ -93,6 +113,8 @@ def _patches() -> Iterator[Patch]:
         for name in names:
             if hasattr(owner, name):
                 yield owner, name, _looking(owner, name, hands_out=False)
+    for captured in (CapturedStep, CapturedForward):
+        yield captured, "__call__", _apart(captured)
     for name in _ADDRESSES:
         yield Tensor, name, _looking(Tensor, name, hands_out=True)
     yield (

@@ -46,7 +46,7 @@ class NewTensor(NamedTuple):
 class TheArgument(NamedTuple):
     """The argument of this number itself, counted over all tensors of the call."""
 
-    index: int
+    position: int
 
 
 class Made(NamedTuple):
@@ -105,7 +105,7 @@ def _outputs(result: Any, arguments: Sequence[Tensor]) -> Any:
     if kind is NewTensor:
         return result.make()
     if kind is TheArgument:
-        return arguments[result.index]
+        return arguments[result.position]
     if kind is list or kind is tuple:
         return kind([_outputs(each, arguments) for each in result])
     return None

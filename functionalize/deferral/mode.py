@@ -184,6 +184,14 @@ class LazyMode(Watcher):
             self.look("a resize of a storage")
         return original(storage, size)
 
+    def cover(self) -> None:
+        """A recording begins inside: it and what compares it read tensors as they are, so nothing waits in it."""
+        self.look("a recording")
+        self.suspended += 1
+
+    def uncover(self) -> None:
+        self.suspended -= 1
+
     # -- observations --------------------------------------------------------------------------
 
     def escape(self, storage: torch.UntypedStorage) -> None:

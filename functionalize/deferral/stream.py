@@ -12,6 +12,7 @@ Invariant: an entry of the stream appears by one `append`, so that an interrupti
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -168,7 +169,7 @@ class Stream:
     ) -> None:
         """Add a view, which was made already, if it is of a storage that pending ops use."""
         parent = args[0] if args else None
-        if type(parent) not in _TENSORS:
+        if not isinstance(parent, Tensor):
             return
         info = self.table.info_of(parent)
         outs = out if isinstance(out, (list, tuple)) else (out,)
@@ -230,7 +231,7 @@ class Stream:
         infos = self.table.infos
         born = [serial for serial in self._born if infos[serial].alive]
         held = self._held
-        kept = [s for s in self._written if count_references(held[s]) > _OURS]
+        kept = [s for s in self._written if count_references(held[s]) > 1 or _is_shared(held[s])]
         return tuple(sorted([*born, *kept]))
 
     def externals(self) -> list[External]:
@@ -252,7 +253,9 @@ class Stream:
         return serial in self._born
 
 
-_OURS = 1  # references to a storage that only `Stream._held` holds
+def _is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether somebody has the Python object of a storage, apart from `Stream._held` and the two calls that ask."""
+    return sys.getrefcount(storage) > 3
 
 
 def _base(geometry: Geometry, nbytes: int) -> Geometry:

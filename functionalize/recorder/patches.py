@@ -84,6 +84,7 @@ class Watcher(TorchDispatchMode):
         self.formulas = EagerFormulas()
         self.steps_optimizers = False
         self._entered = 0
+        self._covered: list[Watcher] = []
 
     def start(self) -> None:
         """Called before the outermost `__enter__`."""
@@ -100,6 +101,12 @@ class Watcher(TorchDispatchMode):
         finally:
             self.suspended -= 1
 
+    def cover(self) -> None:
+        """Another watcher is about to be entered inside this one."""
+
+    def uncover(self) -> None:
+        """A watcher of which `cover` told has been left."""
+
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
         """`UntypedStorage.resize_` was called, which does not dispatch; `original(storage, size)` carries it out."""
         raise NotImplementedError
@@ -111,9 +118,13 @@ class Watcher(TorchDispatchMode):
     def __enter__(self) -> Self:
         outermost = not self._entered
         if outermost:
+            self._covered = _recorders()
+            for below in self._covered:
+                below.cover()
             self.start()
         with ExitStack() as undo:
             if outermost:
+                undo.callback(self._uncover)
                 undo.callback(self.stop)
                 _ACTIVE.add(self)
                 undo.callback(_ACTIVE.remove, self)
@@ -134,7 +145,13 @@ class Watcher(TorchDispatchMode):
                 self._entered -= 1
                 if not self._entered:
                     _ACTIVE.remove(self)
+                    self._uncover()
                     self.stop()
+
+    def _uncover(self) -> None:
+        for below in self._covered:
+            below.uncover()
+        self._covered = []
 
 
 class _ActiveWatchers:

@@ -1,4 +1,4 @@
-"""A Llama under FSDP2 on two ranks, trained by a loop without a step function, inside `fz.lazy`: bit for bit as eager."""
+"""A Llama under FSDP2 on two ranks, trained in `fz.lazy` by a loop without a step function: bit for bit as eager."""
 
 from __future__ import annotations
 
