@@ -142,13 +142,14 @@ def test_every_error_has_a_line_on_its_page() -> None:
     assert sorted(described) == sorted(kinds - bases)
 
 
-def test_the_functions_print_what_their_page_says() -> None:
-    text = (ROOT / "docs" / "functions.md").read_text()
+@pytest.mark.parametrize("page", ["functions", "lazy"])
+def test_the_code_of_a_page_prints_what_the_page_says(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     parts = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)
     assert len(parts) == text.count("```python")
     names: dict[str, object] = {}
     for code, output in parts:
-        assert printed_by(code, names, "docs/functions.md") == output.strip()
+        assert printed_by(code, names, f"docs/{page}.md") == output.strip()
 
 
 def test_the_list_of_features_is_that_of_the_tests() -> None:
