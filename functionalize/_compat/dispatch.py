@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -234,3 +234,15 @@ def handles_ops(kind: type) -> bool:
     """Whether a class of tensors has a handler of ops of its own: DTensor, and not Parameter (2.0 to 2.15)."""
     handler = getattr(kind, "__torch_dispatch__", None)
     return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl
+
+
+@contextmanager
+def kernels_alone() -> Iterator[None]:
+    """A context: ops reach kernels whatever is around it: modes, autograd, CPU autocast, transforms (2.11 to 2.15)."""
+    with ExitStack() as stack:
+        stack.enter_context(disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(excluded("AutocastCPU"))
+        stack.enter_context(torch._C._DisableFuncTorch())
+        yield

@@ -72,7 +72,7 @@ def _is_number(data: Any) -> bool:
 
 def _apart(owner: type) -> Any:
     """A captured callable looks at its tensors from C++ and from below all modes: nothing waits in its calls."""
-    original = owner.__call__  # type: ignore[operator]
+    original = owner.__call__
 
     def call(*args: Any, **kwargs: Any) -> Any:
         mode = _active()
@@ -117,6 +117,8 @@ def _patches() -> Iterator[Patch]:
         yield captured, "__call__", _apart(captured)
     for name in _ADDRESSES:
         yield Tensor, name, _looking(Tensor, name, hands_out=True)
+    for module in (torch, torch.utils.dlpack):
+        yield module, "to_dlpack", _looking(module, "to_dlpack", hands_out=True)
     yield (
         torch.UntypedStorage,
         "data_ptr",

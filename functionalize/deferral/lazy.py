@@ -14,6 +14,7 @@ the right size. Leaving the block runs what is pending, since ops outside of it 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -36,12 +37,16 @@ class Lazy:
         self._enabled = enabled
         self._runs = Runs(pipeline, max_programs)
         self._mode = LazyMode(self._runs, max_bytes)
-        self._depth = 0
+        self._depth = self._thread = 0
         self._is_on = False
         self._refused: str | None = None
 
     def __enter__(self) -> Self:
-        self._depth += 1
+        if self._depth and self._thread != threading.get_ident():
+            raise RuntimeError(
+                "this fz.lazy() is active in another thread: make one for each thread"
+            )
+        self._depth, self._thread = self._depth + 1, threading.get_ident()
         if self._depth > 1 or not self._enabled:
             return self
         try:

@@ -13,13 +13,13 @@ Invariant: whoever reads a storage outside of torch's dispatcher goes through `d
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functionalize._compat.dispatch import disable_current_modes, handles_ops
+from functionalize._compat.bindings import without_function_modes
+from functionalize._compat.dispatch import handles_ops, kernels_alone
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.references import WeakStorage, address
 from functionalize.deferral.interrupts import interrupts_held
@@ -66,8 +66,6 @@ class LazyMode(Watcher):
         if types and any(map(handles_ops, types)):
             return NotImplemented  # DTensor: the ops inside come here
         plan, op = self._plans.get(address(func)) or self._plan(func)
-        if op.metadata:
-            return op.run(*args, **kwargs)
         if op.composite:
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -91,9 +89,9 @@ class LazyMode(Watcher):
         op = kind_of(func)
         if func in MAY_GROW or func is RESIZE_STORAGE or op.foreign:
             plan = _ALL
-        elif func in SHAPE_ONLY or op.metadata:
+        elif func in SHAPE_ONLY or func.namespace in _OF_NO_DATA:
             plan = _FREE
-        elif is_data_free(func):
+        elif is_data_free(func) and not _reads_others(func):
             plan = _FREE if op.mutating else _VIEW
         else:
             plan = _WAITS if may_wait(func) else _NOW
@@ -209,17 +207,16 @@ class LazyMode(Watcher):
             self.suspended += 1
             try:
                 if stream.entries:
-                    with ExitStack() as around:
-                        around.enter_context(disable_current_modes())
-                        around.enter_context(torch.inference_mode(False))
-                        around.enter_context(torch.no_grad())
-                        around.enter_context(under(stream.settings))
-                        if self.runs.run(stream) is not None:
-                            self.looked[what] += 1
+                    with kernels_alone(), without_function_modes(), under(stream.settings):
+                        kind = self.runs.run(stream)
+                    if kind is not None:
+                        self.looked[what] += 1
             finally:
                 self.suspended -= 1
                 self._running = False
 
+
+_OF_NO_DATA = frozenset({"prim", "profiler"})
 
 # Ops that write arguments although their schemas do not say so.
 _LYING = frozenset(
@@ -230,6 +227,11 @@ _LYING = frozenset(
         torch.ops.aten._batch_norm_impl_index.default,
     }
 )
+
+
+def _reads_others(func: Any) -> bool:
+    """Whether a view op has a second tensor among its arguments: offsets of a nested tensor."""
+    return sum("Tensor" in str(a.type) for a in func._schema.arguments) > 1
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -53,7 +53,7 @@ def pending(lazy: Lazy) -> int:
 # -- who looks -------------------------------------------------------------------------------------
 
 LOOKS: dict[str, Callable[[Tensor], Any]] = {
-    "item": lambda y: y[0].item(),
+    "item": lambda y: y.reshape(-1)[0].item(),
     "bool": lambda y: bool(y[0] > 0),
     "tolist": lambda y: y.tolist(),
     "numpy": lambda y: y.numpy().tolist(),
@@ -71,6 +71,8 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
     "index": lambda y: list(range(int(y.abs()[1]))),
     "format": lambda y: f"{y[0]:.3f}",
     "thread": lambda y: in_thread(lambda: y.clone()),
+    "assert": lambda y: torch._assert_async((y == y).all()),
+    "to_dlpack": lambda y: torch.from_dlpack(torch.utils.dlpack.to_dlpack(y)),
     "vmap": lambda y: torch.func.vmap(lambda v: v * 2)(y),
     "jacobian": lambda y: torch.func.jacrev(lambda v: (v * v).sum())(y),
 }
@@ -87,6 +89,48 @@ def in_thread(call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("name", LOOKS)
 def test_looks_as_in_eager(name: str) -> None:
     same_as_eager(lambda: [torch.randn(4)], lambda x: LOOKS[name](ops(x)))
+
+
+@pytest.mark.parametrize("name", ["item", "tolist"])
+def test_looks_under_autocast(name: str) -> None:
+    """What waits ran into no cast, and runs into none."""
+
+    def call(x: Tensor) -> Any:
+        y = (ops(x) @ x) * 2
+        with torch.autocast("cpu", torch.bfloat16):
+            return LOOKS[name](y), y @ x
+
+    same_as_eager(lambda: [torch.randn(4, 4)], call)
+
+
+@pytest.mark.parametrize("name", ["tolist", "deepcopy"])
+def test_looks_inside_of_a_transform(name: str) -> None:
+    def call(x: Tensor) -> Any:
+        y = ops(x)
+
+        def inside(v: Tensor) -> Tensor:
+            LOOKS[name](y)
+            return (v * y).sum()
+
+        return torch.func.vmap(torch.func.grad(inside))(torch.ones(3, 4)), y
+
+    same_as_eager(lambda: [torch.randn(4)], call)
+
+
+def test_another_thread_has_another_object() -> None:
+    lazy = learned()
+
+    def enter() -> Any:
+        with (
+            pytest.raises(RuntimeError, match="is active in another thread"),
+            lazy,
+        ):
+            pass
+
+    with lazy:
+        in_thread(enter)
+        y = ops(torch.ones(4))
+    assert torch.equal(y, ops(torch.ones(4)))
 
 
 def test_saves_what_eager_saves() -> None:
