@@ -19,21 +19,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functionalize as fz
-from functionalize.deferral.interpreted import fill
 from functionalize.deferral.learned import NewTensor
 
 RUNS = 3
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
-    """What is pending holds NaN, or 3."""
+def poisoned(number: float = float("nan")) -> Iterator[None]:
+    """What is pending holds this number, or 3."""
     make = NewTensor.make
 
     def poison(self: NewTensor) -> Tensor:
         made = make(self)
-        fill(made) if made.dtype.is_floating_point or made.dtype.is_complex else made.fill_(3)
-        return made
+        return made.fill_(number if made.is_floating_point() or made.is_complex() else 3)
 
     with mock.patch.object(NewTensor, "make", poison):
         yield

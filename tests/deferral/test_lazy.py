@@ -196,6 +196,17 @@ def test_what_nobody_holds_is_not_computed() -> None:
         assert "looked 1 times: lazy.barrier()" in lazy.explain()
 
 
+def test_a_storage_of_which_no_tensor_is_left() -> None:
+    lazy = learned()
+    with lazy:
+        x = torch.ones(4)
+        storage = x.untyped_storage()
+        x.mul_(3)
+        del x
+        lazy.barrier()
+    assert torch.empty(0).set_(storage).tolist() == [3.0] * 4
+
+
 def test_a_result_runs_once() -> None:
     lazy, x = learned(), torch.ones(4)
     with lazy:
@@ -364,7 +375,7 @@ def test_an_op_that_fails_late(runs: int) -> None:
             lazy.barrier()
     for t in (p, x):
         t.fill_(1)
-    with lazy:
+    with lazy, poisoned(7):
         kept = block()
         with failing(), pytest.raises(OverflowError, match="no sine") as error:
             lazy.barrier()
