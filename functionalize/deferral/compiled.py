@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from functionalize.deferral.interpreted import fill, window_on
-from functionalize.deferral.stream import External, Stream
+from functionalize.deferral.stream import OutsideStorage, Stream
 from functionalize.discharge.epilogue_actions import actions_of
 from functionalize.ir.epilogue import Copy
 from functionalize.ir.guards import AliasGuard
@@ -38,7 +38,7 @@ class Compiled:
     """
 
     program: Program
-    externals: tuple[External, ...]
+    externals: tuple[OutsideStorage, ...]
     homes: tuple[tuple[int, Geometry], ...]
 
     @staticmethod
@@ -94,7 +94,7 @@ class Compiled:
                 window_on(home, geometry).copy_(result)
 
     @staticmethod
-    def _input(stream: Stream, external: External) -> Tensor:
+    def _input(stream: Stream, external: OutsideStorage) -> Tensor:
         storage = stream.storage(external.serial)
         assert storage is not None
         return window_on(storage, external.base)

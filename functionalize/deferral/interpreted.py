@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.dispatch import entry_of
-from functionalize.deferral.stream import Entry, Stream
+from functionalize.deferral.stream import PendingOp, Stream
 from functionalize.discharge.rules.mutations import is_mutating, written_arguments
 from functionalize.ir.ops import Geometry, TensorRef, map_refs, refs_in
 from functionalize.util.user_stack import line_of
@@ -29,7 +29,7 @@ def run_one_by_one(stream: Stream, living: Iterable[int]) -> None:
     living = frozenset(living)
     needed = _needed(stream.entries, living)
     last = {serial: i for i, entry in enumerate(needed) for serial in storages_of(entry)}
-    run = _Run(stream, living)
+    run = _OneByOne(stream, living)
     for i, entry in enumerate(needed):
         try:
             run.entry(entry)
@@ -56,13 +56,13 @@ def fill(tensor: Tensor) -> None:
     tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
-def storages_of(entry: Entry) -> set[int]:
+def storages_of(entry: PendingOp) -> set[int]:
     """The storages of the arguments and results of a pending op."""
     record = entry.record
     return {ref.storage for ref in refs_in([record.args, record.kwargs, record.outputs])}
 
 
-def _needed(entries: Sequence[Entry], living: frozenset[int]) -> list[Entry]:
+def _needed(entries: Sequence[PendingOp], living: frozenset[int]) -> list[PendingOp]:
     """The ops that the contents of `living` depend on, in order."""
     wanted, found = set(living), []
     for entry in reversed(entries):
@@ -78,13 +78,13 @@ def _needed(entries: Sequence[Entry], living: frozenset[int]) -> list[Entry]:
     return found[::-1]
 
 
-def _written(entry: Entry) -> list[Any]:
+def _written(entry: PendingOp) -> list[Any]:
     args, kwargs = entry.record.args, entry.record.kwargs
     places = written_arguments(entry.record.target)
     return [kwargs.get(k) if at is None or at >= len(args) else args[at] for at, k in places]
 
 
-class _Run:
+class _OneByOne:
     """One run: the storages that its ops compute with, by number."""
 
     def __init__(self, stream: Stream, living: frozenset[int]) -> None:
@@ -92,7 +92,7 @@ class _Run:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._computed: set[int] = set()
 
-    def entry(self, entry: Entry) -> None:
+    def entry(self, entry: PendingOp) -> None:
         """Run one op."""
         record = entry.record
         args = map_refs(self._tensor, record.args)

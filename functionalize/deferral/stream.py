@@ -37,7 +37,7 @@ class CannotWait(Exception):
     """An argument that no key can be made of, or whose contents may change unseen."""
 
 
-class Entry(NamedTuple):
+class PendingOp(NamedTuple):
     """A pending op, or a view of what one has made. element: what tells it from others in the key of a stream."""
 
     record: OpRecord
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     is_view: bool
 
 
-class External(NamedTuple):
+class OutsideStorage(NamedTuple):
     """A storage from outside: its number, and the geometry in which a program gets it."""
 
     serial: int
@@ -61,7 +61,7 @@ class Stream:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.entries: list[Entry] = []
+        self.entries: list[PendingOp] = []
         self.table = StorageTable()
         self.table.holds_externals = False
         self.used: set[int] = set()
@@ -162,7 +162,7 @@ class Stream:
             self.dirty.add(serial)
             self.nbytes += nbytes
         self.ops += 1
-        self.entries.append(Entry(record, (number, known, *own), False))
+        self.entries.append(PendingOp(record, (number, known, *own), False))
 
     def append_view(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -193,7 +193,7 @@ class Stream:
         made = outputs[0] if single else outputs
         record = OpRecord(func, (ref, *rest), named, made, (), self._stacks.here())
         element = (address(func), ref, tuple(shape), tuple(kwargs), *outputs)
-        self.entries.append(Entry(record, element, True))
+        self.entries.append(PendingOp(record, element, True))
 
     def _out(self, out: Any) -> Any:
         if isinstance(out, Tensor):
@@ -234,13 +234,15 @@ class Stream:
         kept = [s for s in self._written if count_references(held[s]) > 1 or _is_shared(held[s])]
         return tuple(sorted([*born, *kept]))
 
-    def externals(self) -> list[External]:
+    def externals(self) -> list[OutsideStorage]:
         """The storages from outside that pending ops use."""
         found = []
         for each in self.table.externals:
             serial, geometry = each.ref
             if serial in self._held:
-                found.append(External(serial, _base(geometry, each.info.nbytes), each.info.nbytes))
+                found.append(
+                    OutsideStorage(serial, _base(geometry, each.info.nbytes), each.info.nbytes)
+                )
         return found
 
     def storage(self, serial: int) -> torch.UntypedStorage | None:
