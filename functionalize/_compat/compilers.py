@@ -27,6 +27,16 @@ def dynamo_frames() -> Any:
     return module if hasattr(module, "_callback_from_stance") else None
 
 
+def tracers_of_torchscript() -> list[tuple[Any, str]]:
+    """(owner, name) of the functions by which `torch.jit.trace` and ONNX trace code and check it (torch 2.0 to 2.15)."""
+    of_modules = ("_create_method_from_trace", "_create_method_from_trace_with_dict")
+    of_functions = ("_create_function_from_trace", "_create_function_from_trace_with_dict")
+    found: list[tuple[Any, str]] = [(torch._C.ScriptModule, name) for name in of_modules]
+    found += [(torch._C, name) for name in (*of_functions, "_create_graph_by_tracing")]
+    found.append((sys.modules["torch.jit._trace"], "_check_trace"))
+    return [(owner, name) for owner, name in found if hasattr(owner, name)]
+
+
 def aot_autograd(**options: Any) -> Any:
     """A Dynamo backend made of a forward and a backward compiler; there is no public function for that."""
     from torch._dynamo.backends.common import aot_autograd

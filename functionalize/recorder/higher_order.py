@@ -1,14 +1,15 @@
-"""Higher-order ops in a step: `torch.cond`, `while_loop`, `scan`, `map`, flex attention.
+"""What torch itself traces in a step: `torch.cond`, `while_loop`, `scan`, `map`, flex attention, `torch.jit.trace`.
 
     torch.cond(x.sum() > 0, f, g, (x,))     refused by name; the call that is recorded runs as eager does
     torch.cond(True, f, g, (x,))            calls `f`: no higher-order op, captured like all else
+    torch.jit.trace(f, (x,))                refused likewise: its graph would contain what a recorder asks of tensors
 
 Eager compiles a higher-order op by Dynamo, which makes tensors in closures (the parameters of modules) operands of the
 op, with gradients of zeros where the branch that was not taken uses them. A recorder runs compiled code uncompiled, and
 would lose these gradients. Therefore the op is compiled as in eager, and no mode of a recorder sees what is inside.
 Of flex attention no program is made, although it runs by ops where it is not compiled: users compile it, and the kernel
 that Inductor generates rounds and allocates otherwise. On CPUs it has no backward.
-Refusal: every higher-order op that runs while a step is recorded, but for custom Functions inside of `torch.func`:
+Refusals: `torch.jit.trace`; every higher-order op that runs while a step is recorded, but for custom Functions inside of `torch.func`:
 eager never compiles them, and the ops inside are recorded.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from functionalize._compat.autograd import backward_position, custom_function_call
+from functionalize._compat.compilers import tracers_of_torchscript
 from functionalize._compat.dispatch import HigherOrderOperator, disable_current_modes
 from functionalize.recorder.checks import Checks
 from functionalize.util.patching import Patch
@@ -48,3 +50,19 @@ def patches(checks: Callable[[], Iterator[Checks]], watched: Callable[[], bool])
             return compiled(*args, **kwargs)
 
     yield HigherOrderOperator, "__call__", call
+    for owner, name in tracers_of_torchscript():
+        yield owner, name, _unseen(getattr(owner, name), checks, watched)
+
+
+def _unseen(
+    original: Any, checks: Callable[[], Iterator[Checks]], watched: Callable[[], bool]
+) -> Any:
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        if not watched():
+            return original(*args, **kwargs)
+        for each in checks():
+            each.refuse_here("traces code for TorchScript, of which no program can be made")
+        with disable_current_modes():
+            return original(*args, **kwargs)
+
+    return trace

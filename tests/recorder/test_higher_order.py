@@ -110,12 +110,19 @@ def with_noise_in_place(m: Any, x: Tensor) -> Tensor:
     return (m.a(x) * y).sum()
 
 
+def by_traced_code(m: Any, x: Tensor) -> Tensor:
+    """torch's check of a trace fails while any dispatch mode is active."""
+    traced = torch.jit.trace(lambda t: t * 2 + 1, (x,))
+    return traced(m.a(x)).sum()
+
+
 Body = Callable[[Any, Tensor], Tensor]
 REFUSED: dict[str, tuple[Body, str]] = {
     "cond": (by_cond, "runs the higher-order op `cond`"),
     "while_loop": (by_while_loop, "runs the higher-order op `while_loop`"),
     "scan": (by_scan, "runs the higher-order op `scan`"),
     "flex_attention": (by_flex_attention, "runs the higher-order op `flex_attention`"),
+    "jit.trace": (by_traced_code, "traces code for TorchScript"),
     "noise": (with_noise, "functionalize_tests.noise.default draws random numbers"),
     "add_noise": (with_noise_in_place, "functionalize_tests.add_noise.default draws random"),
     "total": (lambda m, x: m.a(x).sum() * total(x), "total.default returns a number to Python"),
@@ -161,6 +168,7 @@ def test_captured(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name_and_never_broken(name: str) -> None:
