@@ -28,6 +28,8 @@ from functionalize.planning.allocator.allocator import fsdp2_streams
 from functionalize.planning.allocator.snapshot import write_snapshot
 from functionalize.planning.machines.constants import declared
 from functionalize.planning.machines.machine import Machine
+from functionalize.planning.machines.presets import MACHINE_OF
+from functionalize.planning.pictures.cards import memory_cards, speed_card
 from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import memory_picture
@@ -157,7 +159,9 @@ def _write(
     held = report.simulated(of)
     title = f"Memory of {found.name}: {found.world}"
     drawn = options.html is not None or options.trace is not None
-    spans = step_time(found.program, machine, groups=found.groups).spans if drawn else ()
+    time = step_time(found.program, machine, groups=found.groups) if drawn else None
+    spans = time.spans if time is not None else ()
+    name = options.machine or MACHINE_OF[found.target]
     try:
         if options.png is not None:
             say(f"drawing {options.png}")
@@ -173,6 +177,10 @@ def _write(
                 spans=spans,
                 tables=tables(report, of, options.top),
                 facts=_facts(found, report, of),
+                cards=[
+                    *memory_cards(report, of, name, options.limit),
+                    *([speed_card(time)] if time is not None else []),
+                ],
                 reserved={of: held.bytes},
                 limit=options.limit,
             )

@@ -18,10 +18,13 @@ from functionalize.cli.memory import brief, check_alloc_conf, check_machine, che
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
 from functionalize.cli.scripts import Script, check_files, opened
 from functionalize.errors import SaveError, UsageError
+from functionalize.planning.machines.presets import MACHINE_OF
+from functionalize.planning.pictures.cards import Card, memory_cards, speed_card
 from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import tradeoff_picture
 from functionalize.planning.report.display import human_bytes
+from functionalize.planning.report.memory_figures import EAGER
 from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Timeline
 from functionalize.sweep.summary import Plan, Sweep, short
@@ -30,7 +33,6 @@ from functionalize.sweep.training import Training
 # Columns that are left out in a narrow terminal, in this order, by the ends of their heads.
 _OPTIONAL_COLUMNS = ("planned in", "exposed", "sent", "program", "reserved", "MFU", "/s/rank")
 _SEARCH_END = 1 << 20  # the largest value that `--largest` tries
-_DRAWN = 6  # points, at most, whose timelines a page shows
 
 
 @dataclass(frozen=True)
@@ -268,32 +270,84 @@ def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
 
 
 def _page(path: str, sweep: Sweep, job: Job, options: PlanOptions) -> None:
-    rows = sweep.rows()
+    """Cards of the best point and the table, then memory over time of that point alone."""
+    rows, best = sweep.rows(), _best(sweep)
+    on_frontier = _frontier(sweep)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     units = {"peak", "program", "allocated", "reserved", "device", "sent"}
     seconds = {"step", "exposed"}
     heads = [f"{c} bytes" if c in units else f"{c} seconds" if c in seconds else c for c in columns]
-    cells = [[row.get(column) for column in columns] for row in rows]
-    planned = [each for each in sweep.plans if each.figures is not None]
+    cells = [
+        [each in on_frontier, *(row.get(column) for column in columns)]
+        for each, row in zip(sweep.plans, rows, strict=True)
+    ]
+    note = (
+        "Frontier: no other point is faster on a device of as many bytes. " if on_frontier else ""
+    )
     timelines: list[Timeline] = []
     spans: Sequence[Span] = ()
-    for each in planned[:_DRAWN]:
-        figures = each.figures
-        assert figures is not None
-        for timeline in figures.memory.timelines.values():
-            named = label(each.point, _varying(sweep))
+    cards: list[Card] = []
+    named = label(best.point, _varying(sweep)) if best is not None else ""
+    if best is not None and best.memory is not None:
+        name = best.point.get("machine") or options.machine or MACHINE_OF[_target_of(job)]
+        cards = memory_cards(best.memory, EAGER, short(name), options.limit)
+        for timeline in best.memory.timelines.values():
             timelines.append(replace(timeline, name=f"{timeline.name} {named}".strip()))
-    if len(planned) == 1 and planned[0].figures is not None:
-        spans = planned[0].figures.time.spans
+    if best is not None and best.figures is not None:
+        rate = best.figures.throughput
+        speed = f"{rate:,.4g} {sweep.items}/s/rank" if rate is not None else ""
+        cards.insert(1, speed_card(best.figures.time, speed))
+        spans = best.figures.time.spans
+    if named and len(rows) > 1:
+        fits = options.limit is not None and any(row.get("fits") for row in rows)
+        which = "the fastest that fits" if fits else "the fastest"
+        cards.insert(0, Card("Which point?", named, f"{which} of {len(rows)}, as modelled"))
     write_page(
         path,
         title=f"Plan of {job.source}",
         timelines=timelines,
         spans=spans,
-        tables=[Table("Points", heads, cells, "; ".join(sweep.notes()))],
+        cards=cards,
+        first=[Table("Points", ["frontier", *heads], cells, note + "; ".join(sweep.notes()))],
         facts={"points": len(rows), "kept to": ", ".join(_same(sweep))},
         limit=options.limit,
     )
+
+
+def _target_of(job: Job) -> str:
+    """The name of a job's target."""
+    return job.target if isinstance(job.target, str) else job.target.name
+
+
+def _speed(each: Plan) -> float:
+    """Items per second and rank, else steps per second; 0 for a point without a modelled time."""
+    if each.figures is None:
+        return 0.0
+    rate, seconds = each.figures.throughput, each.figures.time.seconds
+    return rate if rate is not None else 1 / seconds if seconds else 0.0
+
+
+def _best(sweep: Sweep) -> Plan | None:
+    """The fastest point that fits; the fastest, if none does; None if no point could be planned."""
+    pairs = zip(sweep.plans, sweep.rows(), strict=True)
+    found = [(row.get("fits", True), _speed(each), each) for each, row in pairs if each.memory]
+    return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _frontier(sweep: Sweep) -> list[Plan]:
+    """The points that no other one dominates: faster, on a device of as many bytes."""
+    rows = zip(sweep.plans, sweep.rows(), strict=True)
+    timed = [(each, row["device"]) for each, row in rows if each.figures is not None]
+    return [
+        each
+        for each, device in timed
+        if not any(
+            _speed(other) >= _speed(each)
+            and nbytes <= device
+            and (_speed(other), -nbytes) != (_speed(each), -device)
+            for other, nbytes in timed
+        )
+    ]
 
 
 def _runs(sweep: Sweep) -> list[TraceRun]:

@@ -399,7 +399,7 @@ def test_files_of_memory(command: Command, tmp_path: Path) -> None:
         peak = max(nbytes for _, nbytes in found[f"memory of {name}", "all"])
         assert peak == timeline["levels"]["requested"]
     ran = command("memory", TRAINING, "--png", tmp_path / "no" / "m.png")
-    assert ran.code == 1 and "No such file or directory" in ran.words
+    assert ran.code == 2 and "cannot be written: there is no folder" in ran.words
 
 
 # -- plan ------------------------------------------------------------------------------------------
@@ -422,7 +422,12 @@ def test_plan(command: Command, tmp_path: Path) -> None:
     assert [int(row["peak"]) for row in table] == [point["peak"] for point in points]
     assert points[2]["peak"] > points[0]["peak"]
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-    assert "Plan of" in files["html"].read_text()
+    page = files["html"].read_text()
+    assert "Plan of" in page and page.index('class="cards"') < page.index("<h2>Points</h2>")
+    assert page.index("<h2>Points</h2>") < page.index("<h2>Memory of a step</h2>")
+    best = max(points, key=lambda point: point["throughput"])
+    assert f"<b>batch {best['batch']}, world {best['world']}</b>" in page
+    assert "the fastest of 4, as modelled" in page and page.count("Peak of eager batch") == 1
     found = counters(checked(json.loads(files["trace"].read_text())))
     peaks = [
         max(nbytes for _, nbytes in each)

@@ -3,7 +3,8 @@
     write_page("plan.html", title="Llama-3-8B on 64 ranks", timelines=[eager, program], spans=spans,
                tables=[Table("Communication", ["kind", "count", "bytes"], rows)], facts={"machine": "H100"})
 
-    title, sentences on the peaks             text
+    title, cards, the tables that are first   what a reader asks first (`cards.py`)
+    sentences on the peaks                    text
     memory of a step, modelled schedule       figures drawn by plotly (`page_figures.py`), whose script is inlined
     live at each peak, other tables, facts    HTML tables; the tooltip of a cell has the exact number
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from functionalize.errors import PictureError
+from functionalize.planning.pictures.cards import Card, cards_html
 from functionalize.planning.pictures.page_figures import Figure, memory_figure, schedule_figure
 from functionalize.planning.report.display import Peak, groups, human_bytes, human_seconds, pattern
 from functionalize.planning.report.memory_figures import place
@@ -43,6 +45,11 @@ table { border-collapse: collapse; font-size: .87rem; }
 th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #e3e5e8; vertical-align: top; }
 td + td { overflow-wrap: anywhere; min-width: 8rem; }
 td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .75rem; margin: 1rem 0; }
+.card { border: 1px solid #d6d9de; border-top: 4px solid #8a929c; border-radius: 6px; padding: .6rem .9rem; }
+.card.good { border-top-color: #0a7a50; } .card.bad { border-top-color: #c00032; }
+.card h2 { font-size: .87rem; font-weight: 400; color: #55595f; margin: 0; } .card b { font-size: 1.1rem; }
+.card p { font-size: .87rem; color: #55595f; margin: .25rem 0 0; } .card * { overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.5rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
 """
@@ -67,14 +74,18 @@ def write_page(
     facts: Mapping[str, Any] | None = None,
     reserved: Mapping[str, Sequence[int]] | None = None,
     limit: int | None = None,
+    cards: Sequence[Card] = (),
+    first: Sequence[Table] = (),
 ) -> None:
-    """Write the page. The first timeline is shown at first; buttons select the others.
+    """Write the page: cards, the tables in `first`, figures, the other tables.
+
+    The first timeline is shown at first; buttons select the others.
 
     reserved: name of a timeline -> bytes reserved by an allocator after each of its events.
     limit: bytes of the device. facts: assumptions, shown as a list of names and values.
     """
     timelines = [timeline for timeline in timelines if timeline.events]
-    if not (timelines or spans or tables):
+    if not (timelines or spans or tables or first):
         raise PictureError(
             f"The page `{title}` would be empty: there is no timeline with events, no span and no table. "
             "Capture the step with memory=True, or pass `spans` or `tables`."
@@ -86,6 +97,9 @@ def write_page(
         figures["schedule"] = schedule_figure(spans)
     drawn = _figures_html(path, figures)
     parts = [f"<h1>{_text(title)}</h1>"]
+    parts += [cards_html(cards)] if cards else []
+    for table in first:
+        parts += [f"<h2>{_text(table.title)}</h2>", *_table(table)]
     if timelines:
         parts += ["<h2>Memory of a step</h2>", *_peaks(timelines, limit), drawn["memory"]]
         parts += [_folded(_live(timeline), i == 0) for i, timeline in enumerate(timelines)]
