@@ -66,6 +66,7 @@ from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, Is
+from functionalize.walk.roots import Roots
 
 _NAMED = re.compile(r"`([^`]+)`(?: has (?:\w+) = )?")
 _MOST_SEEN = 64
@@ -178,20 +179,14 @@ class StepRecording:
 
     def refusal(self) -> str | None:
         """Why the step cannot be captured, whatever later calls do; None if it can."""
-        self.recorder.checks.check_generators(lambda: "after its last random op")
-        modules = list(self.entry.roots.modules.values())
         reasons = dict.fromkeys(
             [
-                *self.recorder.checks.unrepeatable,
-                self.recorder.checks.unknown_arguments(),
-                self._unknown_target(),
-                *self.recorder.checks.late_sizes(self.recorder),
-                self.recorder.checks.unwritten(self.recorder.records),
-                hidden(self.exit.leaves),
-                why_not_here(modules),
+                *refusals(self.recorder, self.exit.leaves, self.entry.roots),
+                self.recorder.checks.unknown_arguments() or "",
+                self._unknown_target() or "",
             ]
         )
-        return "; ".join(text for text in reasons if text) or self.entry.python_state.refusal
+        return "; ".join(filter(None, reasons)) or self.entry.python_state.refusal
 
     def _unknown_target(self) -> str | None:
         """Why a repeated call would find another object than eager, or None: the search has not found its object."""
@@ -355,6 +350,20 @@ class StepRecording:
                 yield TensorInput(name, ref, source)
             else:
                 yield TensorInput(external.info.name, external.ref, Captured(external.tensor))
+
+
+def refusals(recorder: Recorder, leaves: Sequence[Any], roots: Roots) -> list[str]:
+    """Why no program repeats what was recorded. leaves: of the result."""
+    checks = recorder.checks
+    checks.check_generators(lambda: "after its last random op")
+    reasons = [
+        *checks.unrepeatable,
+        *checks.late_sizes(recorder),
+        checks.unwritten(recorder.records),
+        hidden(leaves),
+        why_not_here(list(roots.modules.values())),
+    ]
+    return [text for text in reasons if text]
 
 
 def awaits_live_numbers(recorder: Recorder, entry: EntryState) -> bool:

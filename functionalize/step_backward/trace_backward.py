@@ -50,7 +50,7 @@ from functionalize.errors import UncapturableError, UnsupportedTensorError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.objects import fsdp_params
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState, FSDPStateGuard
-from functionalize.fsdp.releases import warn_if_untested, why_not_here
+from functionalize.fsdp.releases import warn_if_untested
 from functionalize.ir.generators import generator_states, set_generators
 from functionalize.ir.inputs import Argument, Call, Captured, chain_of
 from functionalize.lifetimes.module_calls import ModuleCalls
@@ -58,10 +58,10 @@ from functionalize.recorder.builder import Builder, TensorInput
 from functionalize.recorder.op_kinds import storage_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External, StorageInfo
-from functionalize.state.arguments import flatten_result, hidden
+from functionalize.state.arguments import flatten_result
 from functionalize.state.sources import Gradient
 from functionalize.state.step_guards import SlotGuard, check_writable
-from functionalize.step.recording import StepRecording
+from functionalize.step.recording import StepRecording, refusals
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.step_backward.traced_backward import GraphValues, TracedBackward
 from functionalize.step_backward.undo import UndoingRecorder
@@ -235,14 +235,9 @@ class _UndoneRun:
                 changed.append((name, slot, now))
         slots, gradients = [slot for _, slot, _ in changed], [now for _, _, now in changed]
         effects = FSDPEffects.between(entry.fsdp, FSDPState.now(modules))
-        recorder.checks.check_generators(lambda: "after its last random op")
         leaves, spec = flatten_result((result, gradients))
         reasons = [
-            *recorder.checks.unrepeatable,
-            *recorder.checks.late_sizes(recorder),
-            recorder.checks.unwritten(recorder.records),
-            hidden(leaves),
-            why_not_here(modules),
+            *refusals(recorder, leaves, entry.roots),
             effects if isinstance(effects, str) else None,
             "gives a leaf another storage (`.data = ...` or `set_`)" if moved else None,
         ]

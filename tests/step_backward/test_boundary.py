@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -603,8 +604,11 @@ def test_passes_run_on_both_programs() -> None:
     assert captured.stats.backwards >= 3
 
 
-def saved_alive(keep: bool, passes: Any) -> tuple[int, list[int]]:
-    """How many values a replayed forward has saved, and how many are alive at each op of its backward."""
+_READS = torch.ops.aten.tanh_backward.default
+
+
+def saved_alive(keep: bool, passes: Any) -> tuple[int, list[int], list[Any]]:
+    """How many values a replayed forward has saved; how many are alive at each op of its backward; these ops."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
     x = torch.randn(4, 8)
@@ -617,24 +621,50 @@ def saved_alive(keep: bool, passes: Any) -> tuple[int, list[int]]:
     alive = [StorageWeakRef(t.untyped_storage()) for t in saved]
     del saved
     counts: list[int] = []
+    funcs: list[Any] = []
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            funcs.append(func)
             counts.append(sum(not each.expired() for each in alive))
             return func(*args, **(kwargs or {}))
 
     with Counting():
         loss.backward(retain_graph=keep)
     assert forward.stats.reruns == 0
-    return len(alive), counts
+    return len(alive), counts, funcs
+
+
+def eager_alive() -> list[int]:
+    """How many outputs of the layers of the same model are alive at each of the ops that read one, in eager."""
+    alive: list[StorageWeakRef] = []
+    counts: list[int] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is _READS:
+                counts.append(sum(not each.expired() for each in alive))
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.tanh.default:
+                alive.append(StorageWeakRef(out.untyped_storage()))
+            return out
+
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+    with Counting():
+        loss_of(model)(torch.randn(4, 8)).backward()
+    return counts
 
 
 @pytest.mark.parametrize("passes", [(), "default"])
 def test_saved_values_are_freed_as_the_backward_goes(passes: Any) -> None:
-    saved, counts = saved_alive(False, passes)
+    saved, counts, funcs = saved_alive(False, passes)
     assert counts == sorted(counts, reverse=True)
     assert counts[0] == saved >= 6
+    at_reads = [count for func, count in zip(funcs, counts, strict=True) if func is _READS]
+    assert len(at_reads) == 6 and all(map(operator.le, at_reads, eager_alive()))
     assert set(range(1, saved)) <= set(counts)
     assert saved_alive(True, passes)[1][-1] == saved

@@ -254,6 +254,8 @@ def test_compiled_autograd_is_left_alone() -> None:
     from torch._dynamo.compiled_autograd import _enable, reset
 
     captured, m = fz.capture_backward(), model()
+    captured(m(torch.ones(5, 3)).sum())  # torch names its functions to the first compiler alone
+    m.zero_grad()
     with _enable(lambda gm: gm), torch.autograd.set_multithreading_enabled(False):
         captured(m(torch.ones(5, 3)).sum())
         m(torch.ones(5, 3)).sum().backward()
