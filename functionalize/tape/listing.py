@@ -68,8 +68,12 @@ class TapeListing(NamedTuple):
 class _Done(BaseException):
     """Ends the run of the collector, with the tensors, hooks and packed objects that it has found.
 
-    It is no `Exception`, so that nothing of the user's can catch it.
+    It is no `Exception`, so that nothing of the user's can catch it. torch makes a text of it, so it has no arguments.
     """
+
+    def __init__(self, *found: list[Any]) -> None:
+        super().__init__()
+        self.found = found
 
 
 def _run(_: Any, inputs: Any, sizes: Any, scalars: Any, hooks: Any, packed: Any) -> Any:
@@ -103,7 +107,7 @@ def listed(roots: Sequence[Tensor], gradients: Sequence[Any]) -> TapeListing:
         with tape_compiler(compiler):
             torch.autograd.backward(roots, gradients, retain_graph=True)
     except _Done as done:
-        listing = done.args
+        listing = done.found
     except Exception as error:
         if any(each.unpacks for each in found):
             raise InvariantError("torch did not put back what hooks have packed") from error

@@ -179,6 +179,13 @@ def test_a_listing_changes_nothing() -> None:
         key(m, loss)
 
 
+def test_a_listing_prints_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "__repr__", lambda t, **_: printed.append(t) or "")
+    key(model(), model()(torch.ones(5, 3)).sum())
+    assert not printed
+
+
 @pytest.mark.parametrize("replays", [False, True])
 def test_nothing_outlives_the_graph(replays: bool) -> None:
     captured, m = fz.capture_backward(audit=False), model()
