@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functionalize as fz
 from tests.deferral.eagerly import RUNS, poisoned
-from tests.laws.outcomes import outcome, times
+from tests.laws.outcomes import outcome
 from tests.laws.programs import HELPERS, Example, examples
+
+FEW = 40  # without --fuzz-long
 
 
 def looked_at(
@@ -35,7 +37,7 @@ def looked_at(
 @given(
     examples(), st.lists(st.booleans(), min_size=1, max_size=6), st.sampled_from(["", "default"])
 )
-@times(150)
+@settings(max_examples=FEW if settings().max_examples <= 100 else settings().max_examples)
 def test_programs(example: Example, looks: list[bool], passes: str) -> None:
     if example.error is not None:
         return  # eager must not run it

@@ -32,6 +32,17 @@ def cheap_database() -> Iterator[None]:
         yield
 
 
+USUAL = frozenset(
+    {
+        *("addmm", "bmm", "cat", "clamp", "cumsum", "div.no_rounding_mode", "exp", "index_select"),
+        *("log_softmax", "masked_fill", "matmul", "max.reduction_with_dim", "mean", "softmax"),
+        *("nn.functional.conv2d", "nn.functional.cross_entropy", "nn.functional.dropout"),
+        *("nn.functional.embedding", "nn.functional.gelu", "nn.functional.layer_norm"),
+        *("nn.functional.scaled_dot_product_attention", "split", "std", "where"),
+    }
+)
+
+
 def leaves_of(tree: Any) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
@@ -84,7 +95,18 @@ def check(
         compare(make, call, eager=eager)
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME.keys() - UNDEFINED))
+NAMES = sorted(BY_NAME.keys() - UNDEFINED)
+EACH = 10  # without --fuzz-long every tenth op is tried, and the usual ones
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All ops, or some."""
+    if "name" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--fuzz-long")
+        names = NAMES if every else sorted(USUAL.union(NAMES[::EACH]))
+        metafunc.parametrize("name", names)
+
+
 def test_op(name: str, request: pytest.FixtureRequest) -> None:
     op, every = BY_NAME[name], request.config.getoption("--fuzz-long")
     differentiable = op.supports_autograd and op.supports_dtype(torch.float32, "cpu")
