@@ -2,9 +2,11 @@
 predicted programs (`dynamic=True`).
 
     python -m benchmarks.dynamic [--calls 60] [--layers 2] [--hidden 32] [--passes default] [--stream new] [--json]
+    python -m benchmarks.dynamic --calls 200 --stream long --model llama gpt2 bert mixtral t5 --way dynamic
 
-A Hugging Face Llama under FSDP2, built once for each way; the ways take turns at each call, on the same tokens.
-Each rank draws its own lengths. The streams: `new` (no length returns), `long` (drawn from 96), `few` (drawn from 4).
+Hugging Face models with random weights under FSDP2, built once for each way; the ways take turns at each call, on the
+same tokens. Each rank draws its own lengths. The streams: `new` (no length returns), `long` (drawn from 96), `few`
+(drawn from 4). Losses, parameters and optimizer states are compared with eager bit by bit after every call.
 Total seconds of all calls, first ones included, and of the last third; ratios to eager.
 """
 
@@ -24,6 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from benchmarks.machine import machine
@@ -35,11 +40,56 @@ STREAMS: dict[str, Callable[[int, torch.Generator], int]] = {
     "long": lambda _, g: 4 + int(torch.randint(96, (1,), generator=g)),
     "few": lambda _, g: 8 * (1 + int(torch.randint(4, (1,), generator=g))),
 }
+MODELS = ["llama", "gpt2", "bert", "mixtral", "t5"]
+WAYS = ["recorded at once", "defaults", "dynamic"]
 Row = dict[str, Any]
 
 
-def measure(stream: str, options: demo.Options, calls: int, passes: str) -> list[Row]:
-    """The seconds of each way on one stream."""
+def config_of(model: str, options: demo.Options) -> tuple[Any, str]:
+    """The configuration of a small model, and the class that is built of it."""
+    hidden, layers = options.hidden, options.layers
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "vocab_size": 256, "max_position_embeddings": LONGEST}
+    if model == "gpt2":
+        narrow = {"n_embd": hidden, "n_layer": layers, "n_head": 4, "n_positions": LONGEST}
+        return transformers.GPT2Config(**narrow, vocab_size=256), "GPT2LMHeadModel"
+    if model == "bert":
+        return transformers.BertConfig(**sizes, **heads), "BertForMaskedLM"
+    if model == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+        return transformers.MixtralConfig(**sizes, **heads, **experts), "MixtralForCausalLM"
+    if model == "t5":
+        shape = {"d_model": hidden, "d_kv": hidden // 4, "d_ff": 2 * hidden, "num_heads": 4}
+        start = {"vocab_size": 256, "num_layers": layers, "decoder_start_token_id": 0}
+        return transformers.T5Config(**shape, **start), "T5ForConditionalGeneration"
+    return transformers.LlamaConfig(**sizes, **heads, num_key_value_heads=2), "LlamaForCausalLM"
+
+
+def build(model: str, options: demo.Options) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with random weights, sharded layer by layer, and its optimizer."""
+    torch.manual_seed(0)
+    config, kind = config_of(model, options)
+    made = getattr(transformers, kind)(config)
+    lists = [name for name, part in made.named_modules() if isinstance(part, nn.ModuleList)]
+    for name in lists:
+        if not any(name.startswith(f"{outer}.") for outer in lists):
+            for layer in made.get_submodule(name):
+                fully_shard(layer)
+    fully_shard(made)
+    made.train()
+    return made, torch.optim.AdamW(made.parameters(), lr=1e-3, fused=True)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two models and their optimizers are in the same state on this rank."""
+    states = zip(demo.state(*one).values(), demo.state(*other).values(), strict=True)
+    return all(all(map(torch.equal, a, b)) for a, b in states)
+
+
+def measure(
+    stream: str, model: str, options: demo.Options, calls: int, passes: str, chosen: list[str]
+) -> list[Row]:
+    """The seconds of each way on one stream. chosen: the ways beside eager."""
     ways: dict[str, Callable[[Any], Any]] = {
         "eager": lambda step: step,
         "recorded at once": lambda step: fz.capture(
@@ -48,27 +98,33 @@ def measure(stream: str, options: demo.Options, calls: int, passes: str) -> list
         "defaults": lambda step: fz.capture(step, passes=passes),
         "dynamic": lambda step: fz.capture(step, passes=passes, dynamic=True, max_programs=128),
     }
-    steps = {}
+    steps, trained = {}, {}
     for name, way in ways.items():
-        steps[name] = way(demo.training_step(*demo.build(options)))
+        if name == "eager" or name in chosen:
+            trained[name] = build(model, options)
+            steps[name] = way(demo.training_step(*trained[name]))
     generator = torch.Generator().manual_seed(dist.get_rank())
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(calls):
         length = STREAMS[stream](i, generator)
         tokens = torch.randint(0, 256, (options.batch, length), generator=generator)
         losses = []
         for name, step in steps.items():
+            torch.manual_seed(i)  # dropout
             dist.barrier()
             start = time.perf_counter()
             losses.append(step(tokens))
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
         assert all(torch.equal(loss, losses[0]) for loss in losses)
+        for name, each in trained.items():
+            assert is_equal(each, trained["eager"]), (model, stream, name, i)
     rows = []
     for name, step in steps.items():
         stats = getattr(step, "stats", None)
         rows.append(
             {
+                "model": model,
                 "stream": stream,
                 "way": name,
                 "seconds": sum(seconds[name]),
@@ -76,23 +132,27 @@ def measure(stream: str, options: demo.Options, calls: int, passes: str) -> list
                 "last third": sum(seconds[name][-calls // 3 :])
                 / sum(seconds["eager"][-calls // 3 :]),
                 "recorded": stats.warmups + stats.captures if stats else 0,
-                "predicted": stats.predictions if stats else 0,
+                "compared": stats.predictions if stats else 0,
+                "unseen": stats.instances if stats else 0,
                 "replayed": stats.replays if stats else 0,
             }
         )
     return rows
 
 
-def run(
-    rank: int, folder: str, options: demo.Options, calls: int, passes: str, streams: list[str]
-) -> None:
+def run(rank: int, folder: str, options: demo.Options, args: argparse.Namespace) -> None:
     """One rank; the first one writes what was measured."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     logging.getLogger("functionalize").setLevel(logging.ERROR)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    rows = [row for stream in streams for row in measure(stream, options, calls, passes)]
+    rows = [
+        row
+        for model in args.model
+        for stream in args.stream
+        for row in measure(stream, model, options, args.calls, args.passes, args.way)
+    ]
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.barrier()
@@ -109,28 +169,31 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--passes", default="default")
     parser.add_argument("--stream", nargs="+", choices=list(STREAMS), default=list(STREAMS))
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama"])
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = demo.Options(layers=args.layers, hidden=args.hidden, sequence=LONGEST)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (folder, options, args.calls, args.passes, args.stream), nprocs=2)
+        mp.spawn(run, (folder, options, args), nprocs=2)
         rows = json.loads(Path(folder, "rows.json").read_text())
     if args.json:
         print(json.dumps({"machine": machine(), "rows": rows}))
         return
     print(machine())
     print(
-        f"Llama, {args.layers} layers, two gloo ranks, {args.calls} calls, passes={args.passes!r}"
+        f"{args.layers} layers, width {args.hidden}, two gloo ranks, {args.calls} calls, passes={args.passes!r}"
     )
     print(
-        f"{'stream':<7} {'way':<17} {'seconds':>8} {'to eager':>9} {'last third':>11} {'recorded':>9} "
-        f"{'predicted':>10} {'replayed':>9}"
+        f"{'model':<8} {'stream':<7} {'way':<17} {'seconds':>8} {'to eager':>9} {'last third':>11} "
+        f"{'recorded':>9} {'compared':>9} {'unseen':>7} {'replayed':>9}"
     )
     for row in rows:
         print(
-            f"{row['stream']:<7} {row['way']:<17} {row['seconds']:8.2f} {row['ratio']:9.2f} "
-            f"{row['last third']:11.2f} {row['recorded']:9} {row['predicted']:10} {row['replayed']:9}"
+            f"{row['model']:<8} {row['stream']:<7} {row['way']:<17} {row['seconds']:8.2f} {row['ratio']:9.2f} "
+            f"{row['last third']:11.2f} {row['recorded']:9} {row['compared']:9} {row['unseen']:7} "
+            f"{row['replayed']:9}"
         )
 
 

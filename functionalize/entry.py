@@ -33,7 +33,7 @@ def capture(
     audit: AuditOption = "auto",
     record_after: int = 2,
     max_program_bytes: float = MAX_PROGRAM_BYTES,
-    dynamic: bool = False,
+    dynamic: bool | int = False,
 ) -> Any:
     """Record `train_step` (any callable) and replay it in later calls; also a decorator.
 
@@ -55,7 +55,9 @@ def capture(
     1, the passes too run at once; else those of a large step wait, and its second recording, see `docs/capture.md`.
     max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
     dynamic: once three calls that differ in sizes only were recorded, predict the programs for other sizes. The first
-    call of each runs for real and is compared with its program, see `docs/capture.md`.
+    call of new sizes is replayed where it is known that nothing decides by them otherwise, else it runs for real and is
+    compared with its program. With a number n one in n is compared in any case (True: 8; 1: all), see
+    `docs/capture.md`.
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, for `memory` with `backward`,
     and for `dynamic` with `memory`, `backward` or `compile`.
     """

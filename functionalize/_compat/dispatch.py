@@ -20,6 +20,7 @@ from torch._ops import (  # `torch.cond` and its like, which a mode on a stack o
     HigherOrderOperator,
 )
 from torch.autograd import profiler
+from torch.overrides import _pop_mode_temporarily as _without_function_mode  # torch 2.0 to 2.15
 from torch.utils._mode_utils import (  # to change a wrapper subclass and not its inner tensors
     no_dispatch,
 )
@@ -55,6 +56,7 @@ DISPATCH_GLOBALS = (
     find_torch_dispatch_rule.__globals__
 )  # reading a frame's code is audited, its globals are not
 _CLASS = DISPATCH_CODE.co_varnames[1]
+_HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
 
 
 def current_modes() -> list[TorchDispatchMode]:
@@ -246,3 +248,9 @@ def kernels_alone() -> Iterator[None]:
         stack.enter_context(excluded("AutocastCPU"))
         stack.enter_context(torch._C._DisableFuncTorch())
         yield
+
+
+def has_torch_function_of_types(args: Iterable[Any]) -> bool:
+    """`torch.overrides.has_torch_function` without modes: whether a type among `args` overrides functions."""
+    with _without_function_mode():
+        return bool(_HAS_TORCH_FUNCTION(tuple(args)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,11 +44,20 @@ log = logging.getLogger("functionalize")
 Also = Callable[[Recorder, Sequence[Any], Container[int]], str | None]
 
 
+class Observer(Protocol):
+    """What else is observed while the step runs; `settled` is called with its result, which it returns."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *exc: Any) -> None: ...
+    def settled(self, result: Any) -> Any: ...
+
+
 class AuditedCall:
     """A call that is about to run, and afterwards its verdict; None: the audit itself has failed.
 
     also: asked where nothing else differs; then a profile function sees the effects of the step, too.
     expected: what the program would have computed; None: its results are not compared.
+    observer: active while the step runs.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class AuditedCall:
     ) -> None:
         self.verdict: AuditVerdict | None = None
         self.also: Also | None = None
+        self.observer: Observer | None = None
         self._before: list[weakref.ref[Tensor] | None] = []
         self.expected = expected
         self._signature, self._call = signature, call
@@ -98,7 +108,7 @@ class AuditedCall:
             hyperparameters = lifted(signature.optimizers, signature.lifted, recorder)
             places = MovingState(signature.moving or MovingPlaces(NO_PLACES), recorder)
             with hyperparameters as hyper, places as moving, recorder:
-                result = fn(*args, **kwargs)
+                result = self._observed(fn, args, kwargs)
         except Exception as error:
             replace_escaped(recorder.scalar_log)
             failure = error
@@ -110,6 +120,12 @@ class AuditedCall:
         result = plain_tree(result)
         replace_escaped(recorder.scalar_log)
         return result
+
+    def _observed(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.observer is None:
+            return fn(*args, **kwargs)
+        with self.observer:
+            return self.observer.settled(fn(*args, **kwargs))
 
     def _begin(self, signature: Signature, recorder: AuditRecorder) -> Comparison:
         """Look up every place from outside, before the step runs."""

@@ -15,7 +15,7 @@ template, or of which `_MOST_FAILURES` predictions were wrong, is left to one pr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,8 +24,12 @@ from torch import Tensor
 
 from functionalize.audit.results import is_comparable
 from functionalize.audit.signature import Signature
+from functionalize.lengths.instances import Instances
+from functionalize.lengths.observed_sizes import ObservedSizes
+from functionalize.lengths.proofs import EVERY, Proof
 from functionalize.lengths.signature_template import SignatureTemplate, relations_in
 from functionalize.program.program import Program
+from functionalize.templates.fitting import Sizes
 from functionalize.templates.leaves import identity, leaves_of
 from functionalize.templates.symbols import Shapes, Symbols
 from functionalize.templates.template import FEWEST, Mismatch, Template
@@ -33,6 +37,7 @@ from functionalize.templates.template import FEWEST, Mismatch, Template
 _MOST = 6  # recordings of one class
 _MOST_OF_A_KIND = 8
 _MOST_FAILURES = 3
+_MOST_FAILURES_OF_KNOWN = 12  # where it is known which sizes may be other ones
 
 
 def open_key(key: Any) -> Hashable:
@@ -102,14 +107,40 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """What a call is expected to do. rest: that of the last reference. is_passed: whether the passes have run."""
+    """What a call is expected to do. rest: that of the last reference. is_passed: whether the passes have run.
+
+    why: it is compared; None: the program is replayed.
+    """
 
     group: LengthClass
     shapes: Shapes
+    sizes: Sizes
     program: Program
-    signature: Signature
+    op_stream: Callable[[], Signature]
     rest: Any
     is_passed: bool
+    why: str | None = None
+
+    def found_wrong(self, difference: str) -> None:
+        """The first call was not as predicted."""
+        proof = self.group.proof
+        was_known = proof is not None and self.why in (None, proof.due)
+        self.group.failed(difference, self.shapes, was_known)
+
+    def found_right(self, observer: ObservedSizes | None) -> None:
+        """The first call was as predicted. observer: of this call."""
+        proof = self.group.proof
+        assert proof is not None
+        if observer is not None:
+            proof.observed(self.sizes, observer.facts())
+        self.group.compared(self.shapes)
+
+    def observer(self) -> ObservedSizes | None:
+        """What observes the first call; None: nothing does."""
+        group = self.group
+        if group.proof is None or group.signatures is None or not group.proof.wants_run:
+            return None
+        return ObservedSizes(group.signatures.known_at(self.sizes))
 
     def cached(self, waits: int) -> Any:
         """A cache entry, like that of the last reference. waits: calls before its passes run, if it has some."""
@@ -117,7 +148,7 @@ class Prediction:
         return replace(
             self.rest,
             program=self.program,
-            signature=self.signature,
+            op_stream=self.op_stream,
             prediction=self,
             reason=f"a prediction from {recorded} recorded calls of other sizes",
             waits=0 if self.is_passed else waits,
@@ -128,7 +159,10 @@ class Prediction:
 
 @dataclass(slots=True, eq=False)
 class LengthClass:
-    """Recordings with equal graphs. known: shapes of recordings, and of predictions that were right."""
+    """Recordings with equal graphs. known: shapes of recordings, and of predictions that were right.
+
+    differing: shapes of predictions that were wrong. proof, instances: there is a template.
+    """
 
     tokens: int
     references: list[Reference] = field(default_factory=list)
@@ -140,11 +174,15 @@ class LengthClass:
     is_passed: bool = False
     recorded: int = 0
     failures: int = 0
+    differing: list[Shapes] = field(default_factory=list)
+    every: int = EVERY
+    proof: Proof | None = None
+    instances: Instances | None = None
 
     def add(self, reference: Reference) -> None:
         """Add a recording, and try to make the template; if there is one, keep the latest recording beside it."""
-        self.known.append(reference.shapes)
         self.recorded += 1
+        self.compared(reference.shapes)
         if self.template is not None:
             self.references[:] = [reference]
         elif len(self.references) < _MOST:
@@ -153,6 +191,20 @@ class LengthClass:
             compared = is_comparable(reference.passed or reference.program)
             if len(self.references) >= FEWEST + (not compared):
                 self.why = self._make()
+
+    def compared(self, shapes: Shapes) -> None:
+        """A call with these shapes was recorded, or was as predicted."""
+        self.known.append(shapes)
+        sizes = self.symbols.sizes_of(shapes) if self.symbols is not None else ""
+        if self.proof is not None and not isinstance(sizes, str):
+            self.proof.was_compared(sizes)
+
+    def failed(self, why: str, shapes: Shapes, was_known: bool) -> None:
+        """A call with these shapes was not as predicted. was_known: whether no rule said that it might not be."""
+        self.failures += 1
+        self.differing.append(shapes)
+        if self.proof is not None and was_known:
+            self.proof.lost = f"a call was not as predicted, {why}"
 
     def _make(self) -> Mismatch | None:
         calls, names = [r.shapes for r in self.references], self.references[0].names
@@ -173,6 +225,10 @@ class LengthClass:
         if isinstance(signatures, Mismatch):
             return signatures
         self.symbols, self.template, self.signatures = symbols, found, signatures
+        on_cpu = all(spec.device.type == "cpu" for spec in found.reference.inputs)
+        formulas = [*found.formulas, *signatures.formulas()]
+        self.proof = Proof.of(self.every, formulas, signatures.lengths(), on_cpu)
+        self.proof.compared += sizes
         del self.references[:-1]  # the template holds what it needs of the others
         return None
 
@@ -192,6 +248,16 @@ class LengthClass:
             for known in self.known
         )
 
+    def why_compared(self, shapes: Shapes, others: Sequence[Shapes]) -> str | None:
+        """Why the first call with these shapes runs for real, and is compared; None: it is replayed.
+
+        others: the shapes of calls that are in other classes.
+        """
+        sizes = self.symbols.sizes_of(shapes) if self.symbols is not None else "no template"
+        if self.symbols is None or isinstance(sizes, str) or self.proof is None:
+            return str(sizes)
+        return self.proof.why_compared(sizes, list(map(self.symbols.values_in, others)))
+
     def predicted(self, shapes: Shapes) -> Prediction | None:
         """What is expected of a call with these shapes."""
         if self.template is None or self.symbols is None or self.signatures is None:
@@ -199,22 +265,32 @@ class LengthClass:
         sizes = self.symbols.sizes_of(shapes)
         if isinstance(sizes, str):
             return None
-        signature = self.signatures.at(sizes)
-        if isinstance(signature, str):
+        op_stream = self.signatures.at(sizes)
+        if isinstance(op_stream, str):
             return None
-        latest, program = self.references[-1], self.template.at(sizes)
+        if self.instances is None:
+            known = [
+                each
+                for shape in self.known
+                if not isinstance(each := self.symbols.sizes_of(shape), str)
+            ]
+            self.instances = Instances.of(self.template, known)
+        latest, program = self.references[-1], self.instances.at(sizes)
         program.facts = latest.program.facts  # on the state as it is now
         for spec, was in zip(program.inputs, self.template.reference.inputs, strict=True):
+            if spec is was:
+                continue
             whole = (each.geometry.end == each.nbytes for each in (spec, was))
             if len(set(whole)) > 1:
                 return None
-        return Prediction(self, shapes, program, signature, latest.rest, self.is_passed)
+        return Prediction(self, shapes, sizes, program, op_stream, latest.rest, self.is_passed)
 
 
 class LengthClasses:
-    """The classes of a step, by the kind of their calls."""
+    """The classes of a step, by the kind of their calls. every: each so many new sizes are compared; 1: all."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = EVERY) -> None:
+        self._every = every
         self._classes: dict[Hashable, list[LengthClass]] = {}
 
     def __iter__(self) -> Iterator[LengthClass]:
@@ -231,7 +307,7 @@ class LengthClasses:
         if found is None:
             if len(classes) >= _MOST:
                 return
-            found = LengthClass(tokens)
+            found = LengthClass(tokens, every=self._every)
             classes.append(found)
         found.add(reference)
 
@@ -246,9 +322,29 @@ class LengthClasses:
     def can_predict(self, key: Any) -> bool:
         """Whether the class with the nearest known sizes has a template."""
         classes = self._classes.get(open_key(key), [])
-        if not classes or sum(each.failures for each in classes) >= _MOST_FAILURES:
+        if not classes:
             return False
-        return _nearest(classes, shapes_of(key)).template is not None
+        group = _nearest(classes, shapes_of(key))
+        is_known = group.proof is not None and not group.proof.is_hopeless
+        most = _MOST_FAILURES_OF_KNOWN if is_known else _MOST_FAILURES
+        return group.template is not None and sum(each.failures for each in classes) < most
+
+    def nearest(self, key: Any) -> LengthClass:
+        """The class with the nearest known sizes, for a kind of call of which there is one."""
+        return _nearest(self._classes[open_key(key)], shapes_of(key))
+
+    def why_compared(self, key: Any) -> str | None:
+        """Why the first call of a kind runs for real, and is compared; None: it is replayed."""
+        group, classes = self.nearest(key), self._classes[open_key(key)]
+        if len(classes) >= _MOST:
+            return "there are too many classes to know which is which"
+        others = [shapes for each in classes if each is not group for shapes in each.known]
+        others += [shapes for each in classes for shapes in each.differing]
+        return group.why_compared(shapes_of(key), others)
+
+    def unseen(self, key: Any) -> Prediction | None:
+        """What is expected of such a call by the class for which `why_compared` has an answer."""
+        return self.nearest(key).predicted(shapes_of(key))
 
     def predicted(self, key: Any) -> Prediction | None:
         """What is expected of such a call; None: nothing is."""

@@ -11,14 +11,16 @@ Refusals: other ops, constants, sources, facts on numbers, or moved places; inte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 from functionalize.audit.signature import GroupName, Row, Signature
 from functionalize.ir.ops import Geometry, TensorRef
 from functionalize.ir.scalars import Applied, LiveNumber, ScalarInput, bottom_up, is_expression
+from functionalize.lengths.observed_sizes import KnownSizes
 from functionalize.lengths.relations import relations
 from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.leaves import constant_token, identity
@@ -184,11 +186,14 @@ class SignatureTemplate:
                 )
         return replace(template, related=related)
 
-    def at(self, sizes: Sizes) -> Signature | str:
-        """The signature for these sizes; text: why none is predicted."""
+    def at(self, sizes: Sizes) -> Callable[[], Signature] | str:
+        """What makes the signature for these sizes; text: why none is predicted."""
         values = self._values(sizes)
         if self._relations(values) != self.related:
             return "tensors on one storage relate to each other otherwise than in the recordings"
+        return partial(self._filled, values)
+
+    def _filled(self, values: Sequence[Any]) -> Signature:
         varying = {i for i, f in enumerate(self.functions) if _varies(f)}
         rows, start = [], 0
         for row, end in zip(self.reference.rows, self.ends, strict=True):
@@ -200,6 +205,25 @@ class SignatureTemplate:
         rest = iter([values[n] for n in self.columns[start:]])
         leaves = tuple([_filled(leaf, rest) for leaf in self.reference.leaves])
         return replace(self.reference, rows=tuple(rows), leaves=leaves)
+
+    def formulas(self) -> Iterator[Formula]:
+        """The functions of all integers."""
+        for function in self.functions:
+            yield from [function] if isinstance(function, Formula) else function[1]
+
+    def lengths(self) -> frozenset[Formula]:
+        """The functions that are sizes of tensors."""
+        pairs = [each for each in self.functions if not isinstance(each, Formula)]
+        return frozenset(f for geometry, found in pairs for f in found[: len(geometry.size)])
+
+    def known_at(self, sizes: Sizes) -> KnownSizes:
+        """The sizes of tensors in a call."""
+        found: dict[int, list[Formula]] = {}
+        for each in self.lengths():
+            found.setdefault(each.value(sizes), []).append(each)
+        alone = {value: several[0] for value, several in found.items() if len(several) == 1}
+        varying = {value: each for value, each in alone.items() if each.terms}
+        return KnownSizes(varying, frozenset(alone.keys() - varying.keys()))
 
     def _values(self, sizes: Sizes) -> list[Leaf]:
         return [_value(function, sizes) for function in self.functions]

@@ -35,6 +35,7 @@ from functionalize.program.gloo_waits import added_waits
 from functionalize.program.program import Program
 from functionalize.run.ranges import Path, in_ranges, path_of
 from functionalize.run.windows import NO_WINDOWS, ViewForm, Windows, windows, with_windows
+from functionalize.templates.template import SymbolicInt
 
 Runner = Callable[..., Sequence[Any]]
 _SLICE = torch.ops.aten.slice.Tensor
@@ -80,6 +81,46 @@ class CodeWithRanges:
         return self.code
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxedTemplate:
+    """The code of a graph with symbols (`SymbolicInt`) in the places of integers: compiled once, for all values.
+
+    make: from the integers to the code. bases: what is foretold of the tensor of each window, with symbols.
+    """
+
+    make: Callable[..., Runner]
+    names: tuple[str, ...]
+    bases: tuple[ViewForm, ...]
+    has_last_write: bool
+
+    @staticmethod
+    def of(program: Program, names: Sequence[str], views: Windows) -> BoxedTemplate:
+        """names: of the symbols. views: the windows of the program, with symbols.
+
+        Raises `TypeError` if a symbol is in an argument of another type than lists, tuples and slices.
+        """
+        make, bases, last = _code(program, False, views, tuple(names))
+        return BoxedTemplate(make, tuple(names), tuple(bases), last)
+
+    def at(self, values: Sequence[int], with_ranges: Any) -> Runner:
+        """The code for these integers, one for each symbol."""
+        run: Any = self.make(*values)
+        if self.bases:
+            known = dict(zip(self.names, values, strict=True))
+            run = with_windows(run, lambda: [_known(form, known) for form in self.bases])
+        run = WritingRunner(run) if self.has_last_write else run
+        run.with_ranges = with_ranges
+        return run
+
+
+def _known(form: ViewForm, values: Mapping[str, int]) -> ViewForm:
+    size, stride = (
+        tuple([values[repr(n)] if type(n) is SymbolicInt else n for n in several])
+        for several in (form.size, form.stride)
+    )
+    return form._replace(size=size, stride=stride)
+
+
 def boxed(program: Program) -> Runner:
     """A function from the list of inputs (emptied by the call) to the tuple of results."""
     run: Any = _compiled(program)
@@ -88,6 +129,18 @@ def boxed(program: Program) -> Runner:
 
 
 def _compiled(program: Program, has_ranges: bool = False) -> Runner:
+    views = NO_WINDOWS if has_ranges else windows(program)
+    make, bases, has_last_write = _code(program, has_ranges, views)
+    run = in_ranges(make()) if has_ranges else make()
+    if bases:
+        run = with_windows(run, lambda: bases)
+    return WritingRunner(run) if has_last_write else run
+
+
+def _code(
+    program: Program, has_ranges: bool, views: Windows, symbols: Sequence[str] = ()
+) -> tuple[Callable[..., Runner], list[ViewForm], bool]:
+    """A function from the values of the symbols to the code, the bases of its windows, whether its last op writes."""
     namespace: dict[str, Any] = {}
     names: dict[fx.Node, str] = {}
     handles: dict[Any, str] = {commit: "commit"}
@@ -95,7 +148,6 @@ def _compiled(program: Program, has_ranges: bool = False) -> Runner:
     nodes = in_order(program.graph, last)
     tail: frozenset[fx.Node] = frozenset(last.tail) if last is not None else frozenset()
     takes_commit = last is not None or program.stage == "INPLACE"
-    views = NO_WINDOWS if has_ranges else windows(program)
     takes = {"move": has_ranges, "inputs": True, "commit": takes_commit, "window": views.made}
     lines = [f"def run({', '.join(name for name, is_taken in takes.items() if is_taken)}):"]
     waits = added_waits(nodes)
@@ -118,8 +170,12 @@ def _compiled(program: Program, has_ranges: bool = False) -> Runner:
             if isinstance(arg, list):
                 return f"[{inner}]"
             return f"({inner},)" if arg else "()"
-        if arg is None or type(arg) in (bool, int, str):
+        if arg is None or type(arg) in (bool, int, str, SymbolicInt):
             return repr(arg)
+        if isinstance(arg, slice):
+            return f"slice({text(arg.start)}, {text(arg.stop)}, {text(arg.step)})"
+        if symbols and isinstance(arg, dict):
+            raise TypeError("an argument of a type that may hold sizes")
         return _bind(namespace, "k", arg)
 
     def handle_of(target: Any) -> str:
@@ -191,11 +247,10 @@ def _compiled(program: Program, has_ranges: bool = False) -> Runner:
         dead = dying.get(node, []) + ([node] if node not in last_use and not silent else [])
         if dead:
             lines.append(f"    del {', '.join(names[n] for n in dead)}")
-    exec(compile("\n".join(lines), "<functionalize boxed program>", "exec"), namespace)
-    run: Runner = in_ranges(namespace["run"]) if has_ranges else namespace["run"]
-    if bases:
-        run = with_windows(run, bases)
-    return run if last is None else WritingRunner(run)
+    body = "\n".join(f"    {line}" for line in lines)
+    whole = f"def make({', '.join(symbols)}):\n{body}\n    return run"
+    exec(compile(whole, "<functionalize boxed program>", "exec"), namespace)
+    return namespace["make"], bases, last is not None
 
 
 def _arguments(names: Mapping[fx.Node, str], form: ViewForm) -> str:

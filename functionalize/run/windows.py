@@ -79,18 +79,18 @@ def windows(program: Program) -> Windows:
 
 
 def with_windows(
-    code: Callable[..., Sequence[Any]], bases: Sequence[ViewForm]
+    code: Callable[..., Sequence[Any]], bases: Callable[[], Sequence[ViewForm]]
 ) -> Callable[..., Sequence[Any]]:
     """The code with a function that makes windows: if a mode, say, sees the ops, one that it sees as well.
 
-    bases: what is foretold of the tensor of each window, in the order of the code. The first call compares them.
+    bases: returns what is foretold of the tensor of each window, in the order of the code; the first call compares.
     """
     is_compared = False
 
     def run(inputs: list[Any], *commit: Any) -> Sequence[Any]:
         nonlocal is_compared
         window = window_within if reaches_kernels(inputs) else window_in_python
-        results = code(inputs, *commit, window if is_compared else _comparing(window, bases))
+        results = code(inputs, *commit, window if is_compared else _comparing(window, bases()))
         is_compared = True
         return results
 

@@ -68,6 +68,8 @@ class ScalarArguments:
             if live and number.alive:
                 return LiveNumber(number.expression, number.hint)
             return number.settle()
+        if number.log.yields:
+            return number.settle()
         if number.alive:
             self.log.foreign()
         return number.hint
@@ -80,7 +82,7 @@ class ScalarArguments:
         kind = type(arg)
         if kind in SYMBOLIC and is_live(arg):
             log = arg.node.log
-            return arg.node.hint if log is self.log or not log.active else arg
+            return arg.node.hint if log is self.log or log.yields or not log.active else arg
         if kind is list or kind is tuple:
             return kind([a if isinstance(a, Tensor) else self.plain(a) for a in arg])
         if kind is dict:

@@ -59,7 +59,10 @@ class ScalarLog:
     made: weak references to the live numbers of the recording.
     plain_reads: numbers that the user's code reads are plain, since C code has refused live ones in an earlier call.
     texts: texts of live numbers that are no facts yet, see live_text.py.
+    yields: whether its numbers become constants where they meet live ones of another log.
     """
+
+    yields = False
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.active = True
@@ -222,6 +225,7 @@ def computed(function: Callable[..., Any], *operands: Any) -> Any:
 
     If `function` raises, or its result is no number, the operands become constants: the outcome depends on them.
     """
+    operands = _of_one_log(operands)
     log = _log_of(operands)
     hints = [o.hint if type(o) is Number else o for o in operands]
     if log is None:
@@ -248,6 +252,7 @@ def learned_at(
     traceback: CapturedTraceback | None, function: Callable[..., Any], *operands: Any
 ) -> Any:
     """The same. traceback: where the step has obtained the value; None: here."""
+    operands = _of_one_log(operands)
     log = _log_of(operands)
     value = function(*[o.hint if type(o) is Number else o for o in operands])
     if log is not None:
@@ -261,6 +266,15 @@ def _applied(log: ScalarLog, function: Callable[..., Any], operands: tuple[Any, 
 
 def _log_of(operands: tuple[Any, ...]) -> ScalarLog | None:
     return next((o.log for o in operands if type(o) is Number and o.alive), None)
+
+
+def _of_one_log(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands, with the numbers of a log that yields replaced by constants where another log has some."""
+    live = [o for o in operands if type(o) is Number and o.alive]
+    if len(live) < 2 or all(o.log is live[0].log for o in live):
+        return operands
+    given = [o for o in live if o.log.yields]
+    return tuple([o.settle() if any(o is each for each in given) else o for o in operands])
 
 
 def _expression_in(log: ScalarLog, operand: Any) -> Any:

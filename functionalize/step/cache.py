@@ -28,7 +28,7 @@ from functionalize.lengths.length_classes import Prediction
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Gradient, Slot
-from functionalize.step.step_memory import StepMemory
+from functionalize.step.stats import StepMemory
 from functionalize.step.vote import Fingerprints
 from functionalize.util.structure import odd_keys
 from functionalize.util.text import without_numbers
@@ -61,12 +61,14 @@ class CachedProgram:
     replays: the number of replays.
     fingerprints: those of the collectives in each process group; empty unless passes may change collectives.
     memory: the memory report; None if lifetimes were not recorded.
-    signature: the recorded op stream, with which audited calls are compared; None: the program is not audited.
+    op_stream: the recorded one, with which audited calls are compared, or what makes it; None: the program is not
+    audited.
     audits: the number of audited calls.
     waits: the number of calls that must find the program before its passes run and it is replayed; they run eagerly.
     found: the number of calls that have found it since it waits.
     dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
     prediction: set until the program, which was not recorded, was found equal to a call: see `lengths/first_call.py`.
+    is_unseen: whether it is replayed, and was neither recorded nor compared: see `lengths/proofs.py`.
     """
 
     program: Program
@@ -77,13 +79,21 @@ class CachedProgram:
     replays: int = 0
     fingerprints: Fingerprints = field(default_factory=dict)
     memory: StepMemory | None = None
-    signature: Signature | None = None
+    op_stream: Signature | Callable[[], Signature] | None = None
     audits: int = 0
     python_effects: Sequence[PythonEffect] = ()
     waits: int = 0
     found: int = 0
     dropped: Sequence[Gradient] = ()
     prediction: Prediction | None = None
+    is_unseen: bool = False
+
+    @property
+    def signature(self) -> Signature | None:
+        """The op stream; made at first use."""
+        if callable(self.op_stream):
+            self.op_stream = self.op_stream()
+        return self.op_stream
 
     @property
     def nbytes(self) -> int:

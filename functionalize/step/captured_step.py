@@ -38,7 +38,7 @@ from functionalize.audit.signature import Signature
 from functionalize.errors import FunctionalizeError, UncapturableError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
-from functionalize.lengths.length_classes import LengthClasses, Reference
+from functionalize.lengths.length_classes import Reference
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
@@ -52,8 +52,9 @@ from functionalize.step.cache import CachedProgram, Kinds, key_of
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
+from functionalize.step.predicted_step import PredictedStep
 from functionalize.step.recording import RecordingSummary, StepRecording
-from functionalize.step.replayed_step import EVERY_CALL, WAITS, ReplayedStep
+from functionalize.step.replayed_step import EVERY_CALL, WAITS
 from functionalize.step.stages import (
     MAX_WARMUPS,
     MOST_WARMUPS,
@@ -65,9 +66,8 @@ from functionalize.step.stages import (
     judge,
     record,
 )
-from functionalize.step.stats import ProgramCounts
+from functionalize.step.stats import ProgramCounts, StepMemory
 from functionalize.step.step_file import SavedStep, load_step, save_step
-from functionalize.step.step_memory import StepMemory
 from functionalize.step.vote import RARE, Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.own_values import own_values
@@ -78,7 +78,7 @@ from functionalize.walk.unread import ReadArguments, looks_at_frames
 log = logging.getLogger("functionalize")
 
 
-class CapturedStep(ReplayedStep):
+class CapturedStep(PredictedStep):
     """A training step that is recorded in its steady state and replayed after."""
 
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
@@ -120,7 +120,7 @@ class CapturedStep(ReplayedStep):
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
         self._cache, self._kinds = self._empty_cache(), Kinds(self._options.record_after)
-        self._lengths = LengthClasses() if self._options.dynamic else None
+        self._lengths = self._options.lengths()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
@@ -328,7 +328,7 @@ class CapturedStep(ReplayedStep):
                 else {}
             ),
             memory=StepMemory.of(recording, recorded, program),
-            signature=signature,
+            op_stream=signature,
             python_effects=exit.python_effects,
             waits=waits,
             dropped=recording.dropped(program),

@@ -46,6 +46,8 @@ def explanation(
     if stats.predictions or stats.mispredictions:
         right = f"{stats.predictions} of {stats.predictions + stats.mispredictions}"
         counts.append(f"{right} first calls as predicted")
+    if stats.instances:
+        counts.append(f"{counted(stats.instances, 'size')} replayed at their first call")
     if stats.eager:
         counts.append(f"{counted(stats.eager, 'call')} eagerly")
     if stats.rare:

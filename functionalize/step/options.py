@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from functionalize.audit.schedule import AuditOption, AuditSchedule
+from functionalize.lengths.length_classes import LengthClasses
+from functionalize.lengths.proofs import EVERY
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
@@ -39,7 +41,7 @@ class CaptureOptions:
     audit: AuditSchedule = _DEFAULT
     record_after: int = 2
     max_program_bytes: float = MAX_PROGRAM_BYTES
-    dynamic: bool = False
+    dynamic: bool | int = False
 
     @staticmethod
     def of(
@@ -51,7 +53,7 @@ class CaptureOptions:
         audit: AuditOption = "auto",
         record_after: int = 2,
         max_program_bytes: float = MAX_PROGRAM_BYTES,
-        dynamic: bool = False,
+        dynamic: bool | int = False,
     ) -> CaptureOptions:
         """Raises `ValueError` for an unknown mode or schedule, `PassError` for a pipeline that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
@@ -60,8 +62,10 @@ class CaptureOptions:
             raise ValueError(f"max_programs is at least 1, not {max_programs}")
         if record_after < 1:
             raise ValueError(f"record_after is at least 1, not {record_after}")
-        if type(dynamic) is not bool:
-            raise ValueError(f"dynamic is True or False, not {dynamic!r}")
+        if type(dynamic) is not bool and (type(dynamic) is not int or dynamic < 1):
+            raise ValueError(
+                f"dynamic is True, False, or a number n >= 1 (every n-th new size is compared), not {dynamic!r}"
+            )
         if dynamic and (compile is not None or memory):
             other = "memory=True" if memory else f"compile={compile!r}"
             raise ValueError(f"dynamic=True predicts programs that run op by op: not with {other}")
@@ -82,6 +86,12 @@ class CaptureOptions:
             max_program_bytes,
             dynamic,
         )
+
+    def lengths(self) -> LengthClasses | None:
+        """What predicts programs for other sizes; None without `dynamic`."""
+        if not self.dynamic:
+            return None
+        return LengthClasses(EVERY if self.dynamic is True else self.dynamic)
 
     @property
     def rewrites(self) -> bool:

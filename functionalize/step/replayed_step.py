@@ -22,8 +22,6 @@ from functionalize.audit.signature import Signature
 from functionalize.audit.verdict import AuditVerdict
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.ir.inputs import Call
-from functionalize.lengths.first_call import FirstCall
-from functionalize.lengths.length_classes import LengthClasses
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.run.detached_outputs import refuse_backward
@@ -33,7 +31,6 @@ from functionalize.state.hyperparameters import Key
 from functionalize.state.python_effects import repeat
 from functionalize.state.sources import leave
 from functionalize.step.cache import (
-    CALLS_BEFORE_PASSES,
     CALLS_BEFORE_SECOND_RECORDING,
     MANY,
     CachedProgram,
@@ -69,7 +66,7 @@ class ReplayedStep:
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
         self._cache = self._empty_cache()
         self._kinds = Kinds(options.record_after)
-        self._lengths = LengthClasses() if options.dynamic else None
+        self._lengths = options.lengths()
         self._warmups: dict[Hashable, Unkept] = {}  # by the key of a call
         self._unsettled = UnsettledMisses(self._name)
         self._refused: dict[Hashable, FunctionalizeError] = {}
@@ -129,18 +126,20 @@ class ReplayedStep:
             try:
                 if not is_due:
                     return True, self._replay(*found)
-                signature, program = found[0].signature, found[0].program
+                program, signature = found[0].program, found[0].signature
                 audited = AuditedCall.of(signature, program, found[1], self._vote is None)
             except GuardError as error:
                 if found[1].committed:  # of a captured step that an effect in Python has called
                     raise
                 put_back(found[1], found[0].dropped)
                 self._cache.missed(str(error))
-            except FunctionalizeError:
-                raise
             except Exception as error:
-                if self._vote is not None or not found[0].program.may_run_again(found[1]):
+                is_ours = isinstance(error, FunctionalizeError) and not found[0].is_unseen
+                may_run = self._vote is None and found[0].program.may_run_again(found[1])
+                if is_ours or not may_run:
                     raise
+                if found[0].is_unseen:
+                    self._failed_unseen(found[0], call, error)
                 put_back(found[1], found[0].dropped)
                 return None, f"{type(error).__name__}: {error}"
             else:
@@ -247,11 +246,19 @@ class ReplayedStep:
         known = call.key in self._warmups or self._cache.has(call.key)
         return self._kinds.is_rare(call.key) and not known
 
+    def _run_first(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
+        """The first call of a predicted program that is compared: see `PredictedStep`."""
+        raise NotImplementedError
+
+    def _failed_unseen(self, cached: CachedProgram, call: Invocation, error: Exception) -> None:
+        """The first replay of a predicted program that was not compared has failed: see `PredictedStep`."""
+        raise NotImplementedError
+
     # -- audit ---------------------------------------------------------------------------------
 
     def _is_due(self, cached: CachedProgram) -> bool:
         """Whether the next call of this program is audited."""
-        call, is_audited = cached.replays + cached.audits + 1, cached.signature is not None
+        call, is_audited = cached.replays + cached.audits + 1, cached.op_stream is not None
         return cached.prediction is not None or (is_audited and self._options.audit.is_due(call))
 
     def _audit(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
@@ -317,79 +324,6 @@ class ReplayedStep:
         varying, outside = self._changed_hyperparameters, self._hooks_run_outside
         live = signature.moving.live if signature.moving is not None else NO_PLACES
         return EntryState.now(self._fn, call.leaves, recorder, varying, names, outside, live)
-
-    # -- predictions ---------------------------------------------------------------------------
-
-    def _is_skipped(self, call: Invocation) -> bool:
-        """Whether to run a call without a program eagerly, as its recording waits or its kind is rare."""
-        unkept = self._warmups.get(call.key)
-        if unkept is not None and unkept.waits:
-            unkept.waits -= 1
-            self.stats.waiting += 1
-            return True
-        is_rare = self._is_unpredicted(call)
-        self.stats.rare += is_rare
-        return is_rare
-
-    def _is_unpredicted(self, call: Invocation) -> bool:
-        """Whether the kind of a call without a program is rare; else its program may be predicted."""
-        lengths = self._lengths
-        if lengths is None or call.key in self._warmups or not lengths.can_predict(call.key):
-            return self._is_rare(call)
-        if call.key in self._unpredicted:
-            return False
-        is_rare = self._is_rare(call)
-        found = None if is_rare else lengths.predicted(call.key)
-        if found is None:
-            return is_rare
-        self._kinds.recorded(call.key)
-        self._cache.add(
-            call.key, found.cached(CALLS_BEFORE_PASSES if self._options.rewrites else 0)
-        )
-        return False
-
-    def _run_first(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
-        """The first call of a predicted program: it runs for real; if it is another one, the program is dropped."""
-        signature = cached.signature
-        assert signature is not None
-        self._cache.drop(cached)
-        self.stats.audits += 1
-        try:
-            before = self._state_before(call, signature)
-        except Exception as error:  # recordings refuse such objects by name
-            result = self._fn(*call.args, **call.kwargs)
-            self._mispredicted(cached, call, f"its state cannot be read: {error}")
-        else:
-            audited.also = FirstCall(before, cached, signature).difference
-            with only_young_collections():
-                result = audited.run(self._fn, call.args, call.kwargs, call.spec)
-            self._judge_first(audited.verdict, cached, call)
-        if self._vote is not None:  # the other ranks vote after this audit
-            self._vote.worst(Level.KEPT)
-        return result
-
-    def _judge_first(
-        self, verdict: AuditVerdict | None, cached: CachedProgram, call: Invocation
-    ) -> None:
-        prediction = cached.prediction
-        assert prediction is not None
-        if verdict == AuditVerdict():
-            prediction.group.known.append(prediction.shapes)
-            cached.prediction, cached.audits = None, 1
-            self.stats.predictions += 1
-            self._cache.add(call.key, cached)
-        elif verdict is None or verdict.missed is None:
-            why = "the comparison failed" if verdict is None else str(verdict.difference)
-            self._mispredicted(cached, call, why)
-
-    def _mispredicted(self, cached: CachedProgram, call: Invocation, why: str) -> None:
-        assert cached.prediction is not None
-        cached.prediction.group.failures += 1
-        self.stats.mispredictions += 1
-        self._unpredicted.add(call.key)
-        text = f"a call of {self._name} is not as predicted from calls of other sizes: {why}"
-        log.info("%s", text)
-        self.stats.missed(text)
 
     # -- refusals ------------------------------------------------------------------------------
 

@@ -223,7 +223,7 @@ def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, Cached
         value(code["effects"]),
         value(code["history"]),
         str(code["reason"]),
-        signature=value(code["signature"]),
+        op_stream=value(code["signature"]),
         dropped=value(code["dropped"]),
         fingerprints={reader.groups[g["group"]]: number for g, number in code["issued"]},
         python_effects=value(code["python effects"]),

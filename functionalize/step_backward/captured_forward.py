@@ -290,7 +290,7 @@ class CapturedForward(CapturedStep):
             is_random=any(is_random(node) for node in forward.graph.nodes),
             communicates=self._is_sharded or bool(recorded_sequences(run.recorder.records)),
             rerun_of=run.rerun_of,
-            signature=signature,
+            op_stream=signature,
         )
         counts = replace(counts, nodes=counts.nodes + backward.nodes())
         return Built(cached, recording.summary, counts)

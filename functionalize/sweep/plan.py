@@ -48,7 +48,7 @@ from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.memory import Memory
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
-from functionalize.step.step_memory import StepMemory
+from functionalize.step.stats import StepMemory
 from functionalize.sweep.changes import change, modules_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
 from functionalize.sweep.summary import Figures, Items, Plan, Sweep, machine_of

@@ -45,7 +45,7 @@ from functionalize.planning.time.communication import Traffic, communication, me
 from functionalize.planning.time.compute import Work, compute
 from functionalize.planning.time.step_time import StepTime, step_time, time_range
 from functionalize.program.program import Program
-from functionalize.step.step_memory import StepMemory
+from functionalize.step.stats import StepMemory
 from functionalize.sweep.columns import ASKED, COLUMNS, Column, efficiencies, levels_row
 from functionalize.sweep.grid import Point
 from functionalize.sweep.training import Training

@@ -28,7 +28,7 @@ from functionalize.program.program import Program
 INTEGER = "an integer"
 _MOST_CONTENTS = 4096  # elements of a constant that are compared
 # The fields of a program that are read after its nodes, and what one part of each is called.
-_PARTS = {
+PARTS = {
     "inputs": "input",
     "outputs": "output",
     "epilogue": "action",
@@ -83,7 +83,7 @@ class _Reader:
             if node.op == "get_attr":
                 self._token(_contents(program.constants[str(node.target)]))
             self._read([node.args, node.kwargs])
-        for name, what in _PARTS.items():
+        for name, what in PARTS.items():
             for i, each in enumerate(getattr(program, name)):
                 self._owner = f"the input `{each.name}`" if name == "inputs" else f"{what} {i}"
                 self._read(each)
@@ -192,7 +192,7 @@ def _copied(program: Any, rest: Iterator[Any]) -> Any:
         args, kwargs = replaced([copied.args, copied.kwargs], rest)
         copied.args, copied.kwargs = tuple(args), kwargs
     parts = {
-        name: tuple([replaced(each, rest) for each in getattr(program, name)]) for name in _PARTS
+        name: tuple([replaced(each, rest) for each in getattr(program, name)]) for name in PARTS
     }
     return dataclasses.replace(
         program,

@@ -56,6 +56,13 @@ class Symbols:
                 return f"{label} is {size}"
         return tuple(found[number] for number in range(len(self.names)))
 
+    def values_in(self, shapes: Shapes) -> Sizes:
+        """The sizes in the places of the symbols in any call, also of another kind."""
+        found: dict[int, int] = {}
+        for (_, symbol, _), size in zip(self.places, _flat(shapes), strict=True):
+            found.setdefault(symbol, size)
+        return tuple(found[number] for number in range(len(self.names)))
+
 
 def _sizes(shapes: Shapes, tensors: Sequence[str]) -> Iterator[tuple[str, int]]:
     for name, shape in zip(tensors, shapes, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,56 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
-from tests.step.twins import same_state
-from tests.steps import make_loss_step
-
-Loss = Callable[[nn.Module, Tensor], Tensor]
-
-
-def block(width: int = 8) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.TransformerEncoderLayer(width, 2, 16, batch_first=True, dropout=0.1)
-
-
-def linear() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
-
-
-def plain_loss(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def trained(
-    loss_of: Loss,
-    sizes: Sequence[tuple[int, ...]],
-    make: Callable[[], nn.Module] = linear,
-    fused: bool = True,
-    **options: Any,
-) -> Any:
-    """A captured step after calls of these sizes; it equals its eager twin bit for bit after every call."""
-    steps, models = [], []
-    for _ in range(2):
-        model = make()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-        steps.append(make_loss_step(lambda x, model=model: loss_of(model, x), optimizer))
-        models.append(model)
-    captured = fz.capture(steps[0], dynamic=True, audit=False, **options)
-    for i, size in enumerate(sizes):
-        x = torch.randn(*size, 8, generator=torch.Generator().manual_seed(i))
-        found = []
-        for step in (captured, steps[1]):
-            torch.manual_seed(i)
-            found.append(step(x.clone()))
-        assert torch.equal(*found), (i, size)
-        assert same_state(*models), (i, size)
-    return captured
-
-
-def lengths(*several: int, times: int = 3) -> list[tuple[int, int]]:
-    return [(2, length) for length in several for _ in range(times)]
-
+from tests.lengths.sized_calls import Loss, block, lengths, linear, plain_loss, trained
 
 LEARNED = lengths(8, 12, 20)
 NEW = lengths(37, 16, 2, 64, 9)
@@ -299,8 +249,9 @@ def test_what_it_does_not_go_with() -> None:
     for options in ({"backward": True}, {"memory": True}, {"compile": "inductor"}):
         with pytest.raises(ValueError, match="dynamic=True predicts"):
             fz.capture(plain_loss, dynamic=True, **options)
-    with pytest.raises(ValueError, match="dynamic is True or False, not 'auto'"):
-        fz.capture(plain_loss, dynamic="auto")
+    for wrong in ("auto", 0, 2.0):
+        with pytest.raises(ValueError, match="dynamic is True, False, or a number n >= 1"):
+            fz.capture(plain_loss, dynamic=wrong)
 
 
 def test_predicted_programs_that_were_right_are_saved(tmp_path: Any) -> None:

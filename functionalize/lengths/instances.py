@@ -1,0 +1,260 @@
+"""Programs for new sizes of a class, made of its template by a few integers, without a graph and without compiling.
+
+    instances = Instances.of(template, programs)     the code is compiled once, the integers that vary are its arguments
+    program = instances.at((37,))                    an `Instance`: a `Program` whose graph is made when it is read
+
+Invariant: an instance replays as `template.at(sizes)` run by `boxed` would. Shared with other instances are the code
+and all inputs, guards, outputs and actions in which no integer varies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from functionalize.ir.generators import is_random
+from functionalize.ir.guards import Guard
+from functionalize.ir.inputs import Call, InputSpec
+from functionalize.ir.outputs import OutputRole
+from functionalize.program.known_inputs import KnownInputs
+from functionalize.program.program import Program
+from functionalize.run.boxed import BoxedTemplate, CodeWithRanges, boxed
+from functionalize.run.windows import NO_WINDOWS, ViewForm, Windows, windows
+from functionalize.templates.fitting import Formula, Sizes
+from functionalize.templates.leaves import PARTS, leaves_of, replaced, with_integers
+from functionalize.templates.template import SymbolicInt, Template, Unfitted, fitted
+
+
+class Instance(Program):
+    """A program whose graph is made at first use."""
+
+    _make: Callable[[], fx.Graph] | None = None
+    _own_graph: fx.Graph | None = None
+    _count = 0
+    _shared: SharedInputs | None = None
+    _own_guards: tuple[Guard, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph for these sizes."""
+        if self._own_graph is None:
+            assert self._make is not None
+            self._own_graph = self._make()
+        return self._own_graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph | None) -> None:
+        self._own_graph = graph
+
+    def nodes(self) -> int:
+        return self._count or super().nodes()
+
+    def resolve(self, leaves: Sequence[Any]) -> Call | str:
+        """As for any program; what is known of the last call of another instance counts, too."""
+        if self._shared is None:
+            return super().resolve(leaves)
+        call = self._shared.call(self, leaves)
+        if call is None:
+            found = self.resolve_slowly(leaves)
+            if isinstance(found, Call):
+                self._shared.learn(self, found, self._own_guards)
+            return found
+        for guard in self._own_guards:
+            failure = guard.failure(call)
+            if failure is not None:
+                return failure
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What instances share of what `KnownInputs` reads."""
+
+    facts: Sequence[Guard]
+    inputs: Sequence[InputSpec]
+    guards: Sequence[Guard]
+    outputs: Sequence[OutputRole]
+
+
+class SharedInputs:
+    """The inputs of the last call of any instance, see `KnownInputs`: which argument has which size stands apart."""
+
+    def __init__(self) -> None:
+        self._known = KnownInputs()
+        self._facts: Sequence[Guard] = ()
+
+    def call(self, program: Program, leaves: Sequence[Any]) -> Call | None:
+        """The call with its inputs, if all guards hold but those with sizes that vary; None: it is not known."""
+        return self._known.call(leaves) if program.facts is self._facts else None
+
+    def learn(self, program: Program, call: Call, own: Sequence[Guard]) -> None:
+        """Take note of a call for which all guards have passed. own: the guards with sizes that vary."""
+        if program.facts is not self._facts:
+            self._known, self._facts = KnownInputs(), program.facts
+        guards = [each for each in program.guards if all(each is not other for other in own)]
+        self._known.learn(_Common(program.facts, program.inputs, guards, program.outputs), call)
+
+
+@dataclass(frozen=True, slots=True)
+class _Varying:
+    """One part of a program in which integers vary. name: of the field. start, end: of its integers in the program."""
+
+    name: str
+    index: int
+    start: int
+    end: int
+
+
+class Instances:
+    """The programs of one template. code: None if its graph cannot be compiled for all sizes at once."""
+
+    def __init__(self, template: Template, code: BoxedTemplate | None) -> None:
+        self._template, self._code = template, code
+        reference = template.reference
+        self._formulas = _varying(template)
+        self._random = any(is_random(node) for node in reference.graph.nodes)
+        self._count = reference.nodes()
+        self._parts = list(_parts(template))
+        self._shared = SharedInputs()
+
+    @staticmethod
+    def of(template: Template, sizes: Sequence[Sizes]) -> Instances:
+        """sizes: those of the recordings."""
+        try:
+            code = _compiled(template, sizes)
+        except TypeError:  # a size in an object of which no code can be made
+            code = None
+        return Instances(template, code)
+
+    def at(self, sizes: Sizes) -> Program:
+        """The program for these sizes."""
+        template, code = self._template, self._code
+        if code is None or template.reference.runner is not boxed:
+            return template.at(sizes)
+        reference = template.reference
+        values = {f: f.value(sizes) for f in self._formulas}
+        changed: dict[str, list[Any]] = {}
+        for part in self._parts:
+            if part.name not in changed:
+                changed[part.name] = list(getattr(reference, part.name))
+            numbers = template.formulas[part.start : part.end]
+            numbers_now = [values[f] if f.terms else f.constant for f in numbers]
+            several = changed[part.name]
+            several[part.index] = replaced(several[part.index], iter(numbers_now))
+        fields = {f: getattr(reference, f) for f in _FIELDS} | {
+            name: tuple(several) for name, several in changed.items()
+        }
+        made = Instance(graph=None, **fields)  # type: ignore[arg-type]
+        made._make = lambda: template.at(sizes).graph
+        made._count, made._random = self._count, self._random
+        made._shared = self._shared
+        own = [part.index for part in self._parts if part.name == "guards"]
+        made._own_guards = tuple(made.guards[index] for index in own)
+        made._run = code.at([values[f] for f in self._formulas], _ranges)
+        return made
+
+
+_FIELDS = (
+    *(
+        "constants",
+        "inputs",
+        "outputs",
+        "epilogue",
+        "guards",
+        "value_guards",
+        "in_spec",
+        "out_spec",
+    ),
+    *("facts", "stage", "history", "writes", "runner", "backwards"),
+)
+
+
+def _ranges(program: Program) -> Any:
+    """The code with ranges for a profiler."""
+    return CodeWithRanges(program.graph)(program)
+
+
+def _varying(template: Template) -> list[Formula]:
+    return list(dict.fromkeys(f for f in template.formulas if f.terms))
+
+
+def _parts(template: Template) -> Iterator[_Varying]:
+    """The parts of a program beside its graph in which an integer varies."""
+    reference, formulas = template.reference, template.formulas
+    values = _Taken(leaves_of(reference).integers)
+    replaced(list(reference.writes), values)
+    for node in reference.graph.nodes:
+        replaced([node.args, node.kwargs], values)
+    for name in PARTS:
+        for index, part in enumerate(getattr(reference, name)):
+            start = values.taken
+            replaced(part, values)
+            if any(f.terms for f in formulas[start : values.taken]):
+                yield _Varying(name, index, start, values.taken)
+    assert values.taken == len(formulas)
+
+
+class _Taken(Iterator[int]):
+    """Integers, and how many of them were taken."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values, self.taken = values, 0
+
+    def __next__(self) -> int:
+        self.taken += 1
+        return self._values[self.taken - 1]
+
+
+def _compiled(template: Template, sizes: Sequence[Sizes]) -> BoxedTemplate:
+    names = {f: f"i{number}" for number, f in enumerate(_varying(template))}
+    pairs = zip(template.formulas, template.predicted(sizes[0]), strict=True)
+    program = with_integers(
+        template.reference, [SymbolicInt(v, names[f]) if f.terms else v for f, v in pairs]
+    )
+    return BoxedTemplate.of(program, [*names.values()], _windows(template, sizes, program, names))
+
+
+def _windows(
+    template: Template, sizes: Sequence[Sizes], program: Program, names: Mapping[Formula, str]
+) -> Windows:
+    """The windows of the programs for these sizes as one: with symbols; none if an integer in them has no symbol."""
+    found = [windows(template.at(own)) for own in sizes]
+    nodes = {node.name: node for node in program.graph.nodes}
+    forms = [{node.name: form for node, form in each.made.items()} for each in found]
+    bases = [
+        {name: each.forms[form.of] for name, form in made.items()}
+        for each, made in zip(found, forms, strict=True)
+    ]
+    made: dict[fx.Node, ViewForm] = {}
+    whole: dict[fx.Node, ViewForm] = {}
+    for name in forms[0]:
+        if any(name not in each for each in forms):
+            return NO_WINDOWS
+        own = _fitted(sizes, [each[name] for each in forms], names)
+        base = _fitted(sizes, [each[name] for each in bases], names)
+        if own is None or base is None:
+            return NO_WINDOWS
+        made[nodes[name]] = own._replace(of=nodes[own.of.name])
+        whole[nodes[own.of.name]] = base._replace(of=nodes[own.of.name])
+    skipped = [{node.name for node in each.skipped} for each in found]
+    if any(len(each) != len(made) for each in forms) or any(s != skipped[0] for s in skipped):
+        return NO_WINDOWS
+    return Windows(made, frozenset(nodes[name] for name in skipped[0]), whole)
+
+
+def _fitted(
+    sizes: Sequence[Sizes], forms: Sequence[ViewForm], names: Mapping[Formula, str]
+) -> ViewForm | None:
+    first = forms[0]
+    if any(each.of.name != first.of.name or len(each.size) != len(first.size) for each in forms):
+        return None
+    formulas = fitted(sizes, [[*each.size, *each.stride, each.offset] for each in forms])
+    if isinstance(formulas, Unfitted) or any(f.terms and f not in names for f in formulas):
+        return None
+    values = [SymbolicInt(f.value(sizes[0]), names[f]) if f.terms else f.constant for f in formulas]
+    count = len(first.size)
+    size, stride = tuple(values[:count]), tuple(values[count:-1])
+    return first._replace(size=size, stride=stride, offset=values[-1])

@@ -1,0 +1,204 @@
+"""Which new sizes of a class are replayed at their first call, and which first call runs for real and is compared.
+
+    proof.why_compared((37,))        None: replay; "17 is odd, and no compared size was": run it, and compare
+
+Three parties decide by a size. What each of them did at sizes that were compared is known; a new size is replayed only
+if each of them does the same there:
+
+- Python. Two runs were observed (`observed_sizes.py`) that have learned the same facts: they must hold at the new size.
+  Integers that Python computed and gave to torch must be those that the template has (`x[: n // 4 * 4]`); what had one
+  value in both runs must have it, since it may be a constant that the facts led to.
+- torch, by thresholds, by 0 and 1, by remainders, by equality, where it chooses ops (inside one op it chooses again at
+  every call). So the new sizes lie between compared ones, in every symbol at once; leave the remainders that compared
+  ones have left, by 2 and by each divisor in a formula, on other devices than the CPU also by 16; and no two sizes of
+  tensors are equal that differed in compared calls.
+- This library, by how the windows on one storage relate: `SignatureTemplate.at` refuses.
+
+And every n-th new size is compared whatever is known (`every`): a choice of torch by none of these rules is found so.
+Invariant: a class in which a first call was not as predicted, and none of these rules says why, has no proof any more:
+all its first calls are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from functionalize.lengths.size_facts import SizeFacts
+from functionalize.templates.fitting import Formula, Sizes
+
+EVERY = 8
+_RUNS = 2  # observed runs with the same facts
+_MOST_RUNS = 8
+_ALIGNED = 16  # elements; kernels of other devices pad what is not
+
+
+@dataclass(slots=True)
+class _Path:
+    """A way through the Python code of a step. runs: the sizes of runs that took it, and have learned the facts.
+
+    uses: for each integer that torch got, its part in the facts, and the functions that gave it in these runs.
+    same: functions that vary and had one value in all runs: Python may have given torch a constant there, which these
+    facts led to (`math.isqrt(n // 64)`).
+    """
+
+    facts: SizeFacts
+    runs: list[Sizes] = field(default_factory=list)
+    uses: list[tuple[int, Sequence[Formula]]] = field(default_factory=list)
+    same: list[tuple[Formula, int]] = field(default_factory=list)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether sizes can be tested against it."""
+        return len(self.runs) >= _RUNS
+
+    def add(self, sizes: Sizes, formulas: Iterable[Formula]) -> None:
+        """Add a run. formulas: of all integers of the template."""
+        if sizes not in self.runs:
+            self.runs.append(sizes)
+        known = [(each, self.facts.values(each)) for each in self.runs]
+        self.uses = [
+            (at, [f for f in formulas if all(f.value(s) == v[at] for s, v in known)])
+            for at in self.facts.used
+        ]
+        values = [(f, {f.value(each) for each in self.runs}) for f in formulas if f.terms]
+        self.same = [(f, several.pop()) for f, several in values if len(several) == 1]
+
+    def difference(self, sizes: Sizes) -> str | None:
+        """What is otherwise at other sizes; None: Python takes this way, and gives torch what the template has."""
+        try:
+            values = self.facts.values(sizes)
+        except ArithmeticError as error:
+            return f"a number cannot be computed: {error}"
+        difference = self.facts.difference(values)
+        if difference is not None:
+            return difference
+        for at, functions in self.uses:
+            if not functions:
+                return "Python computes an integer that is in no op"
+            if any(each.value(sizes) != values[at] for each in functions):
+                return f"Python gives {values[at]} to torch, and the template has another integer"
+        if any(each.value(sizes) != value for each, value in self.same):
+            return "an integer varies that was the same in all observed runs"
+        return None
+
+
+@dataclass(slots=True)
+class Proof:
+    """What is known of the sizes of one class.
+
+    every: each so many new sizes are compared; 1: all. formulas: of all integers of the op stream and the program.
+    modulus: by which remainders must be those of compared sizes. lengths: the functions that are sizes of tensors.
+    compared: the sizes of calls that were recorded, or compared and as predicted. new: since the last comparison.
+    """
+
+    every: int
+    formulas: frozenset[Formula]
+    lengths: frozenset[Formula]
+    modulus: int
+    compared: list[Sizes]
+    new: int = 0
+    lost: str | None = None
+    _paths: list[_Path] = field(default_factory=list)
+    _tried: int = 0
+
+    @staticmethod
+    def of(
+        every: int, formulas: Iterable[Formula], lengths: Iterable[Formula], on_cpu: bool
+    ) -> Proof:
+        """Before any call was compared."""
+        found = frozenset(formulas)
+        divisors = {each.divisor for each in found}
+        modulus = math.lcm(2 if on_cpu else _ALIGNED, *divisors)
+        return Proof(every, found, frozenset(lengths), modulus, [])
+
+    @property
+    def due(self) -> str:
+        """The reason where all else is known."""
+        return f"one in {self.every} new sizes is compared"
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether all first calls will be compared."""
+        return self.every == 1 or self.lost is not None
+
+    @property
+    def wants_run(self) -> bool:
+        """Whether the next first call is observed."""
+        return not self.is_hopeless and self._tried < _MOST_RUNS
+
+    def observed(self, sizes: Sizes, found: SizeFacts | str) -> None:
+        """Add what an observed run has learned, that was as predicted; text: why it is not known."""
+        self._tried += 1
+        if isinstance(found, SizeFacts):
+            path = next((each for each in self._paths if each.facts == found), None)
+            if path is None:
+                path = _Path(found)
+                self._paths.append(path)
+            path.add(sizes, self.formulas)
+            found = "no two runs learned the same"
+        if self._tried == _MOST_RUNS and not any(each.is_known for each in self._paths):
+            self.lost = found
+
+    def why_compared(self, sizes: Sizes, others: Sequence[Sizes] = ()) -> str | None:
+        """Why the first call of these sizes runs for real; None: it is replayed.
+
+        others: sizes of calls that did something else.
+        """
+        if sizes in self.compared:
+            return None
+        if self.every == 1:
+            return "every new size is compared"
+        if self.lost is not None:
+            return f"it is not known what Python learns of sizes: {self.lost}"
+        known = [each for each in self._paths if each.is_known]
+        if not known:
+            return "what Python learns of sizes was not observed yet"
+        return (
+            _first_of(known, sizes)
+            or self._torch_may_differ(sizes, others, known)
+            or self._is_due()
+        )
+
+    def _is_due(self) -> str | None:
+        if self.new + 1 < self.every:
+            self.new += 1
+            return None
+        return self.due
+
+    def was_compared(self, sizes: Sizes) -> None:
+        """A call of these sizes was recorded, or was as predicted."""
+        self.compared.append(sizes)
+        self.new = 0
+
+    def _torch_may_differ(
+        self, sizes: Sizes, others: Sequence[Sizes], known: Sequence[_Path]
+    ) -> str | None:
+        others = [each for each in others if _first_of(known, each) is None]
+        below = [each for each in self.compared if _is_below(each, sizes)]
+        above = [each for each in self.compared if _is_below(sizes, each)]
+        if not any(
+            all(not (_is_below(low, other) and _is_below(other, high)) for other in others)
+            for low in below
+            for high in above
+        ):
+            return f"{sizes} is not between compared sizes"
+        for at, size in enumerate(sizes):
+            rest = size % self.modulus
+            if all(c[at] % self.modulus != rest for c in self.compared):
+                return f"no compared size leaves {rest} by {self.modulus}, as {size} does"
+        values = [each.value(sizes) for each in self.lengths]
+        if len(set(values)) < len(values):
+            return "two sizes are equal that are not in other calls"
+        return None
+
+
+def _is_below(low: Sizes, high: Sizes) -> bool:
+    return all(a <= b for a, b in zip(low, high, strict=True))
+
+
+def _first_of(paths: Sequence[_Path], sizes: Sizes) -> str | None:
+    """None if Python takes one of these ways at these sizes, else why not the first one."""
+    found = [each.difference(sizes) for each in paths]
+    return None if None in found else found[0]
