@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from functionalize.calibration.calibrate import calibrate
 from functionalize.deferral.lazy import lazy
 from functionalize.entry import capture
 from functionalize.errors import FunctionalizeError
@@ -22,6 +23,7 @@ __all__ = [
     "Program",
     "Target",
     "aot_function",
+    "calibrate",
     "capture",
     "capture_backward",
     "functionalize_storage",

@@ -53,6 +53,7 @@ ORDER = [
     "entry",
     "deferral",
     "sweep",
+    "calibration",
     "integrations",
     "functionalize",
     "cli",

@@ -12,7 +12,10 @@
     all-gather, reduce-scatter, all-reduce,          bytes that a rank sends       link bandwidth, on one node
     all-to-all, broadcast; collective: any of these
     network: any of these                            the same                      adapter bandwidth, between nodes
+    sustained                                        seconds                       the speed of any kernel alone
 
+`sustained` is what is left of every kernel's speed in a training step, where the device is hot, collectives take a part
+of it, caches are cold and kernels have gaps between them; it multiplies the shares above, not those of collectives.
 A kind without a curve has that of its family, then the peak itself. Between two points the share follows a power of the
 size, outside of them it is that of the nearest point. A share is at most 1, and more work never takes less time: a
 `Curve` in which it would is refused. low and high are factors on the share: between them lies what was published.
@@ -38,6 +41,7 @@ CUDNN, CUDNN_BACKWARD = "cudnn attention", "cudnn attention backward"
 NORM, POINTWISE, COSTLY, REDUCTION = "norm", "pointwise", "costly pointwise", "reduction"
 COPY, LOOKUP, OPTIMIZER, MEMORY = "copy", "lookup", "optimizer", "memory"
 COLLECTIVE, NETWORK = "collective", "network"
+SUSTAINED = "sustained"
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast")
 
 # Kind -> the kind whose curve it has if it has none of its own.
@@ -59,7 +63,7 @@ _FAMILY: Mapping[str, str] = types.MappingProxyType(
         NETWORK: COLLECTIVE,
     }
 )
-KINDS = frozenset((*_FAMILY, *_FAMILY.values()))
+KINDS = frozenset((*_FAMILY, *_FAMILY.values(), SUSTAINED))
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ PEAK = Efficiency()
 class Host(NamedTuple):
     """Seconds of the host for what it does beside the kernels, where these do not hide it (a CPU).
 
-    forward, backward, optimizer: of an op, views included, that eager dispatches in that phase.
+    forward, backward: of an op, views included, that eager dispatches in that phase. optimizer: of each tensor of it.
     gather, reduce: of FSDP2's hooks and buffers around an all-gather and a reduce-scatter.
     node: of a node of a replay, views included. call: of a replay, for its inputs, guards and epilogue.
     """

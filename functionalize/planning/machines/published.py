@@ -25,6 +25,10 @@
     Infinity Fabric of MI300X     0.70                     all-reduce 312.9 of 448 GB/s (ml-engineering, network)
     adapters                      0.85 (0.50 to 0.94)      46 to 48 of 50 GB/s each (nccl-tests issue 290); 340, and
                                                            with 256 GPUs 200, of 400 GB/s (NVIDIA/nccl issue 1218)
+    sustained of H100             0.75 (0.73 to 0.79)      published by modelled rate without it, of MPT at length 2048
+    sustained of A100             0.81 (0.79 to 0.83)      (llm-foundry, scripts/train/benchmarking), 1B to 13B, 8 to 64
+                                                           GPUs: `python -m benchmarks.published_times --alone`. Others:
+                                                           that of H100, assumed
     algorithms of NCCL            seconds of steps         src/graph/tuning.cc: rings and trees, LL and Simple
 
 ml-engineering: github.com/stas00/ml-engineering, compute/accelerator, the table of maximum achievable matmul FLOPS.
@@ -43,6 +47,7 @@ from functionalize.planning.machines.efficiency import (
     MATMUL,
     MEMORY,
     NETWORK,
+    SUSTAINED,
     Curve,
     Efficiency,
 )
@@ -75,6 +80,9 @@ def _by_length(rates: tuple[int, ...], source: str) -> Curve:
     return Curve(points, source=source)
 
 
+_RUNS = "runs of MPT in github.com/mosaicml/llm-foundry"
+_SUSTAINED = (SUSTAINED, _flat(0.753, 0.733, 0.789, _RUNS))
+_ASSUMED = (SUSTAINED, _flat(0.753, 0.733, 0.789, f"{_RUNS}, of H100"))
 _NETWORK = _flat(0.85, 0.5, 0.94, "nccl-tests issue 290, NVIDIA/nccl issue 1218")
 _NVLINK = _flat(0.81, 0.8, 0.82, "nccl-tests issues 212 and 326")
 _HOPPER = (
@@ -86,6 +94,7 @@ _HOPPER = (
     (MEMORY, _flat(0.9, 0.9, 0.92, f"pyptx.dev/performance; {_TORCHAO}")),
     (COLLECTIVE, _NVLINK),
     (NETWORK, _NETWORK),
+    _SUSTAINED,
 )
 H100 = Efficiency(_HOPPER, "published for H100")
 A100 = Efficiency(
@@ -96,6 +105,7 @@ A100 = Efficiency(
         (MEMORY, _flat(0.92, 0.92, 0.92, f"{_TORCHAO}, of H100")),
         (COLLECTIVE, _flat(0.783, 0.783, 0.783, "NVIDIA/nccl, src/graph/tuning.cc")),
         (NETWORK, _NETWORK),
+        (SUSTAINED, _flat(0.813, 0.79, 0.829, _RUNS)),
     ),
     "published for A100",
 )
@@ -113,6 +123,7 @@ B200 = Efficiency(
         (MEMORY, _flat(0.92, 0.92, 0.92, f"{_TORCHAO}, of H100")),
         (COLLECTIVE, _NVLINK),
         (NETWORK, _NETWORK),
+        _ASSUMED,
     ),
     "published for B200, in part for H100",
 )
@@ -122,7 +133,10 @@ MI300X = Efficiency(
         (MEMORY, _flat(0.81, 0.81, 0.81, "aiweekly.co")),
         (COLLECTIVE, _flat(0.698, 0.698, 0.698, f"{_BOOK}, network")),
         (NETWORK, _NETWORK),
+        _ASSUMED,
     ),
     "published for MI300X",
 )
-PCIE = Efficiency(((NETWORK, _NETWORK),), "peaks, as nothing published was found")
+PCIE = Efficiency(
+    ((NETWORK, _NETWORK), _ASSUMED), "peaks, as nothing published was found, in training as of H100"
+)

@@ -32,7 +32,7 @@ from functionalize.analysis.aliases import leaves_gradients, storage_key, writte
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.waits import WAIT
-from functionalize.planning.machines.efficiency import COLLECTIVE, MEMORY
+from functionalize.planning.machines.efficiency import COLLECTIVE, MEMORY, SUSTAINED
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.time.kernels import kind_of_kernel
 from functionalize.program.metadata import tensors_of
@@ -157,7 +157,8 @@ def op_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> floa
             executed = flops / 2 if _is_causal(node) else executed
         computing = executed / (machine.rate(dtype_of(node)) * share(kind, size))
     moving = nbytes / (machine.memory_bandwidth * share(family, nbytes))
-    return machine.overhead + max(computing, moving)
+    alone = max(computing, moving)
+    return machine.overhead + alone / share(SUSTAINED, alone)
 
 
 def _is_causal(node: fx.Node) -> bool:

@@ -121,7 +121,9 @@ class _HostTime:
             return
         phase = phase_of(node)
         if phase == OPTIMIZER:
-            self._open += self._host.optimizer
+            first = node.args[0] if node.args else None
+            tensors = len(first) if isinstance(first, (list, tuple)) else 1
+            self._open += self._host.optimizer * tensors
         else:
             self._open += self._host.backward if phase == BACKWARD else self._host.forward
         if is_collective(node):

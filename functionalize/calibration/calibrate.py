@@ -1,0 +1,225 @@
+"""`fz.calibrate`: a `Machine` with the rates that are measured on this machine, with every rank busy.
+
+    machine = fz.calibrate("here.json")            two processes over gloo, one thread each: about a minute
+    fz.plan(build, step, inputs=inputs, machine="here.json", target="cpu", world=2)
+
+On a machine with CUDA: one process for each GPU, over NCCL (`device="cuda"`).
+
+    overhead                     an op on four floats, called from Python
+    curves, peaks                `probes.py`: each kind at several sizes; the peak is the largest rate of a kind
+    link_bandwidth, latency      all-gather, reduce-scatter, all-reduce of the two sizes and more, of all ranks
+    host                         `tiny_steps.py`; on a GPU the host is taken as never late
+
+The measured link is that between these ranks: on several nodes add what connects them by `dataclasses.replace`. Memory,
+capability and constants of a GPU are those of the device; a preset of the same name gives its other numbers.
+Refuses (`PlanError`): a device that is not there, fewer than two ranks, and a process that has a process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from functionalize.calibration.curves import Sample, curve_of, rates
+from functionalize.calibration.probes import aten, matmuls, probes
+from functionalize.calibration.timing import Clock
+from functionalize.calibration.tiny_steps import host_of
+from functionalize.errors import PlanError
+from functionalize.planning.machines.efficiency import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    COLLECTIVE,
+    MATMUL,
+    MEMORY,
+    POINTWISE,
+    Curve,
+    Efficiency,
+)
+from functionalize.planning.machines.files import read_machine, write_machine
+from functionalize.planning.machines.machine import HOPPER, Machine
+
+_BY_FLOPS = (MATMUL, ATTENTION, ATTENTION_BACKWARD)
+_LARGEST = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes of the tensors of a probe
+Say = Callable[[str], None]
+
+
+def calibrate(
+    path: str | Path | None = None,
+    *,
+    ranks: int | None = None,
+    device: str | None = None,
+    each: float = 0.15,
+    largest: int | None = None,
+    say: Say = lambda text: None,
+) -> Machine:
+    """Measure this machine; write the result to a file for `machine=` and `--machine`.
+
+    ranks: processes that measure together; None: two on a CPU, one for each GPU. device: "cpu" or "cuda"; None: CUDA
+    where there is one. each: seconds of one measurement, of some 70. largest: bytes of the largest probe. say: reports
+    progress. Raises `PlanError`; `SaveError` if the file cannot be written.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in _LARGEST:
+        raise PlanError(f"`device` is cpu or cuda, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PlanError("there is no CUDA device here: calibrate with device cpu")
+    count = ranks if ranks is not None else torch.cuda.device_count() if device == "cuda" else 2
+    if count < 2:
+        raise PlanError(f"a calibration needs two ranks to measure their link, not {count}")
+    if dist.is_available() and dist.is_initialized():
+        raise PlanError("this process has a process group: calibrate in a process of its own")
+    say(f"measuring with {count} ranks on {device}")
+    with tempfile.TemporaryDirectory() as folder:
+        result = f"{folder}/machine.json"
+        options = (count, folder, device, each, largest or _LARGEST[device], result)
+        mp.spawn(_rank, options, nprocs=count)
+        machine = read_machine(result)
+    if path is not None:
+        write_machine(path, machine)
+    return machine
+
+
+def _rank(
+    rank: int, ranks: int, folder: str, device: str, each: float, largest: int, result: str
+) -> None:
+    """One rank of the calibration; the first writes the result."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # deprecations of c10d's functions, which FSDP2 calls as well
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks
+    )
+    try:
+        machine = measured(device, each, largest)
+        if rank == 0:
+            write_machine(result, machine)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(device: str, each: float, largest: int) -> Machine:
+    """The machine, measured by all ranks of the process group."""
+    clock = Clock(device, each)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    few = torch.ones(4, device=device)
+    with torch.no_grad():
+        overhead = clock.seconds([lambda: aten.add(few, few)])
+        by_kind: dict[str, list[Sample]] = {}
+        for probe in probes(device, dtype, largest):
+            seconds = clock.seconds(probe.calls) / len(probe.calls)
+            sample = Sample(probe.size, probe.work / len(probe.calls), seconds)
+            by_kind.setdefault(probe.kind, []).append(sample)
+        other = torch.bfloat16 if device == "cpu" else torch.float32
+        matrices = max(
+            rate
+            for probe in matmuls(device, other, largest)
+            for _, rate in rates(
+                [Sample(probe.size, probe.size, clock.seconds(probe.calls) / len(probe.calls))],
+                overhead,
+            )
+        )
+        latency, link, sending = _collectives(clock, largest)
+    found = {kind: rates(samples, overhead) for kind, samples in by_kind.items()}
+    machine = _machine(found, sending, overhead, latency, link, device)
+    machine = replace(machine, **_rates(machine.flops, matrices, dtype, other))
+    if device == "cpu":
+        machine = replace(machine, host=host_of(clock, machine))
+    return machine
+
+
+def _rates(own: float, others: float, dtype: torch.dtype, other: torch.dtype) -> dict[str, Any]:
+    """`flops` is the rate of float32; 16-bit types have one of their own."""
+    by = {dtype: own, other: others}
+    half = by[torch.bfloat16]
+    return {
+        "flops": by[torch.float32],
+        "matrix_flops": ((torch.bfloat16, half), (torch.float16, half)),
+    }
+
+
+def _collectives(
+    clock: Clock, largest: int
+) -> tuple[float, float, dict[str, list[tuple[float, float]]]]:
+    """The latency, and the rates of each collective by the bytes that a rank sends, with the largest of them."""
+    ranks, device = dist.get_world_size(), clock.device
+    samples: dict[str, list[Sample]] = {}
+    count = 256
+    while 4 * count * ranks <= largest // 2:
+        part, whole = (torch.zeros(n, device=device) for n in (count, count * ranks))
+        sent = 4.0 * count * (ranks - 1)
+        calls: dict[str, tuple[float, Callable[[], Any]]] = {
+            "all-gather": (sent, lambda p=part, w=whole: dist.all_gather_into_tensor(w, p)),
+            "reduce-scatter": (sent, lambda p=part, w=whole: dist.reduce_scatter_tensor(p, w)),
+            "all-reduce": (2 * sent / ranks, lambda p=part: dist.all_reduce(p)),
+        }
+        for kind, (nbytes, call) in calls.items():
+            seconds = clock.seconds([call], most=400)
+            samples.setdefault(kind, []).append(Sample(nbytes, nbytes, seconds))
+        count *= 4
+    latency = min(each.seconds for found in samples.values() for each in found)
+    found = {kind: rates(each, latency) for kind, each in samples.items()}
+    return latency, max(rate for each in found.values() for _, rate in each), found
+
+
+def _machine(
+    found: dict[str, list[tuple[float, float]]],
+    sending: dict[str, list[tuple[float, float]]],
+    overhead: float,
+    latency: float,
+    link: float,
+    device: str,
+) -> Machine:
+    peaks = {
+        True: max(rate for kind in _BY_FLOPS for _, rate in found[kind]),
+        False: max(
+            rate for kind, each in found.items() if kind not in _BY_FLOPS for _, rate in each
+        ),
+    }
+    today = datetime.now(UTC).date()
+    about = f"measured on {_name(device)} on {today}, {dist.get_world_size()} ranks"
+    curves: list[tuple[str, Curve]] = [
+        (kind, curve_of(each, peaks[kind in _BY_FLOPS], about)) for kind, each in found.items()
+    ]
+    curves.append((MEMORY, curve_of(found[POINTWISE], peaks[False], about)))
+    curves += [(kind, curve_of(each, link, about)) for kind, each in sending.items()]
+    curves.append((COLLECTIVE, dict(curves)["all-gather"]))
+    gpu = device == "cuda"
+    return Machine(
+        peaks[True],
+        peaks[False],
+        link,
+        latency,
+        overhead,
+        host_bandwidth=25e9 if gpu else peaks[False],
+        streams=gpu,
+        memory=torch.cuda.get_device_properties(0).total_memory if gpu else None,
+        capability=torch.cuda.get_device_capability() if gpu else None,
+        outside=HOPPER if gpu else None,
+        efficiency=Efficiency(tuple(curves), about),
+    )
+
+
+def _name(device: str) -> str:
+    if device == "cuda":
+        return str(torch.cuda.get_device_name())
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,176 @@
+"""What a calibration runs: for each kind of kernel, calls of several sizes with their FLOPs and bytes.
+
+    for probe in probes(device, dtype, largest=1 << 26): probe.kind, probe.size, probe.calls, probe.work
+
+    matmul       x @ w.t(), g @ w, g.t() @ x of m rows and width 4 m, as a linear layer has them in a training step
+    attention    causal, of 4 heads, 512 rows in all, by length; forward and backward
+    others       the bytes that the op reads and writes, as `costs.moved` counts them
+
+Every call runs an ATen op alone: no autograd, no module. The calls of a probe are of one kind and about one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize.planning.machines.efficiency import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    COPY,
+    COSTLY,
+    LOOKUP,
+    MATMUL,
+    NORM,
+    OPTIMIZER,
+    POINTWISE,
+    REDUCTION,
+)
+
+aten = torch.ops.aten
+Call = Callable[[], Any]
+_ROWS, _WIDTH = 512, 32  # of the attention probes: rows in all, channels of a head
+_ROW = 256  # elements of a row in norms, reductions and lookups
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Calls of one kind and size. work: FLOPs, or bytes, of all calls; size: by which the curve is looked up."""
+
+    kind: str
+    size: float
+    work: float
+    calls: Sequence[Call]
+    dtype: torch.dtype
+
+
+def probes(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]:
+    """Every probe whose tensors have at most `largest` bytes together, small ones first within a kind."""
+    yield from matmuls(device, dtype, largest)
+    yield from _attention(device, dtype, largest)
+    for kind, make in _BY_BYTES.items():
+        count = 1 << 10
+        while 8 * count * dtype.itemsize <= largest:
+            calls, nbytes = make(count, device, dtype)
+            yield Probe(kind, nbytes / len(calls), nbytes, calls, dtype)
+            count *= 4
+
+
+def matmuls(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]:
+    """The products of a linear layer, by FLOPs."""
+    rows = 8
+    while 3 * 16 * rows * rows * dtype.itemsize <= largest and rows <= (
+        384 if device == "cpu" else 4096
+    ):
+        x, w = _random(device, dtype, rows, 4 * rows), _random(device, dtype, 4 * rows, 4 * rows)
+        g = _random(device, dtype, rows, 4 * rows)
+        calls = (
+            lambda x=x, w=w: aten.mm(x, w.t()),
+            lambda g=g, w=w: aten.mm(g, w),
+            lambda g=g, x=x: aten.mm(g.t(), x),
+        )
+        flops = 2.0 * rows * (4 * rows) ** 2
+        yield Probe(MATMUL, flops, 3 * flops, calls, dtype)
+        rows = rows * 2 if rows < 256 else rows * 3 // 2
+
+
+def _attention(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]:
+    cpu = device == "cpu"
+    heads, width = (4, _WIDTH) if cpu else (16, 128)
+    rows = _ROWS if cpu else 16_384
+    name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if cpu else "")
+    forward, backward = getattr(aten, name), getattr(aten, name + "_backward")
+    length = 16 if cpu else 512
+    while length <= rows and rows * heads * width * dtype.itemsize * 8 <= max(largest, 1 << 20):
+        shape = (rows // length, heads, length, width)
+        q, k, v, g = (_random(device, dtype, *shape) for _ in range(4))
+        out = forward(q, k, v, 0.0, True)
+        flops = 4.0 * rows * length * heads * width / 2  # a causal mask hides half
+        yield Probe(
+            ATTENTION, length, flops, (lambda q=q, k=k, v=v: forward(q, k, v, 0.0, True),), dtype
+        )
+        arguments = (g, q, k, v, out[0], out[1])
+        if not cpu:  # cum_seq_q, cum_seq_k, max_q, max_k
+            arguments = (*arguments, *out[2:6])
+        last = (0.0, True) if cpu else (0.0, True, out[6], out[7])
+        both = (*arguments, *last)
+        yield Probe(
+            ATTENTION_BACKWARD, length, 2.5 * flops, (lambda both=both: backward(*both),), dtype
+        )
+        length *= 2 if cpu else 4
+
+
+def _pointwise(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+    x, y = _random(device, dtype, count), _random(device, dtype, count)
+    return [lambda: aten.add(x, y), lambda: aten.mul(x, y)], 6.0 * _bytes(x)
+
+
+def _costly(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+    x, y = _random(device, dtype, count), _random(device, dtype, count)
+    return [lambda: aten.gelu(x), lambda: aten.gelu_backward(y, x)], 5.0 * _bytes(x)
+
+
+def _reduction(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+    x = _random(device, dtype, count // _ROW, _ROW)
+    calls: list[Call] = [lambda: aten._log_softmax(x, 1, False), lambda: aten.sum(x, [0])]
+    return calls, 3.0 * _bytes(x)
+
+
+def _norm(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+    x, g = (_random(device, dtype, count // _ROW, _ROW) for _ in range(2))
+    w, b = (_random(device, dtype, _ROW) for _ in range(2))
+    _, mean, rstd = aten.native_layer_norm(x, [_ROW], w, b, 1e-5)
+    calls: list[Call] = [
+        lambda: aten.native_layer_norm(x, [_ROW], w, b, 1e-5),
+        lambda: aten.native_layer_norm_backward(g, x, [_ROW], mean, rstd, w, b, [True] * 3),
+    ]
+    return calls, 5.0 * _bytes(x)
+
+
+def _copy(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+    x = _random(device, dtype, count)
+    halves = list(x.chunk(2))
+    return [lambda: aten.clone(x), lambda: aten.cat(halves)], 4.0 * _bytes(x)
+
+
+def _lookup(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+    rows = max(count // _ROW, 1)
+    table, g = _random(device, dtype, 1024, _ROW), _random(device, dtype, rows, _ROW)
+    index = torch.randint(0, 1024, (rows,), device=device)
+    calls: list[Call] = [lambda: aten.embedding(table, index)]
+    return calls, 2.0 * _bytes(g) + _bytes(index)
+
+
+def _optimizer(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+    lists = [[_random(device, dtype, count // 4).abs_() for _ in range(4)] for _ in range(4)]
+    steps = [torch.ones((), device=device) for _ in range(4)]
+    numbers = {"lr": 1e-9, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+    p, g, m, v = lists
+
+    def update() -> None:
+        aten._fused_adamw_(p, g, m, v, [], steps, **numbers, amsgrad=False, maximize=False)
+
+    return [update], 7.0 * sum(map(_bytes, p))
+
+
+_BY_BYTES: dict[str, Callable[[int, str, torch.dtype], tuple[list[Call], float]]] = {
+    POINTWISE: _pointwise,
+    COSTLY: _costly,
+    REDUCTION: _reduction,
+    NORM: _norm,
+    COPY: _copy,
+    LOOKUP: _lookup,
+    OPTIMIZER: _optimizer,
+}
+
+
+def _random(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def _bytes(tensor: Tensor) -> float:
+    return float(tensor.numel() * tensor.element_size())
