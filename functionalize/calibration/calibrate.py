@@ -1,6 +1,6 @@
 """`fz.calibrate`: a `Machine` with the rates that are measured on this machine, with every rank busy.
 
-    machine = fz.calibrate("here.json")            two processes over gloo, one thread each: about a minute
+    machine = fz.calibrate("here.json")            two processes over gloo, one thread each: under a minute
     fz.plan(build, step, inputs=inputs, machine="here.json", target="cpu", world=2)
 
 On a machine with CUDA: one process for each GPU, over NCCL (`device="cuda"`).
@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import torch.multiprocessing as mp
 from functionalize.calibration.curves import Sample, curve_of, rates
 from functionalize.calibration.probes import aten, matmuls, probes
 from functionalize.calibration.timing import Clock
-from functionalize.calibration.tiny_steps import host_of
+from functionalize.calibration.tiny_steps import DEPTHS, host_of
 from functionalize.errors import PlanError
 from functionalize.planning.machines.efficiency import (
     ATTENTION,
@@ -60,14 +61,14 @@ def calibrate(
     *,
     ranks: int | None = None,
     device: str | None = None,
-    each: float = 0.15,
+    each: float = 0.1,
     largest: int | None = None,
     say: Say = lambda text: None,
 ) -> Machine:
     """Measure this machine; write the result to a file for `machine=` and `--machine`.
 
     ranks: processes that measure together; None: two on a CPU, one for each GPU. device: "cpu" or "cuda"; None: CUDA
-    where there is one. each: seconds of one measurement, of some 70. largest: bytes of the largest probe. say: reports
+    where there is one. each: seconds of one measurement, of some 100. largest: bytes of the largest probe. say: reports
     progress. Raises `PlanError`; `SaveError` if the file cannot be written.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,7 +97,6 @@ def _rank(
 ) -> None:
     """One rank of the calibration; the first writes the result."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # deprecations of c10d's functions, which FSDP2 calls as well
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -113,8 +113,8 @@ def _rank(
         dist.destroy_process_group()
 
 
-def measured(device: str, each: float, largest: int) -> Machine:
-    """The machine, measured by all ranks of the process group."""
+def measured(device: str, each: float, largest: int, depths: tuple[int, int] = DEPTHS) -> Machine:
+    """The machine, measured by all ranks of the process group. depths: of the tiny steps of `host_of`."""
     clock = Clock(device, each)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     few = torch.ones(4, device=device)
@@ -134,12 +134,16 @@ def measured(device: str, each: float, largest: int) -> Machine:
                 overhead,
             )
         )
-        latency, link, sending = _collectives(clock, largest)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # deprecations of c10d's functions, which FSDP2 calls too
+            latency, link, sending = _collectives(clock, largest)
     found = {kind: rates(samples, overhead) for kind, samples in by_kind.items()}
     machine = _machine(found, sending, overhead, latency, link, device)
     machine = replace(machine, **_rates(machine.flops, matrices, dtype, other))
     if device == "cpu":
-        machine = replace(machine, host=host_of(clock, machine))
+        machine = replace(machine, host=host_of(clock, machine, depths))
     return machine
 
 
@@ -164,9 +168,9 @@ def _collectives(
         part, whole = (torch.zeros(n, device=device) for n in (count, count * ranks))
         sent = 4.0 * count * (ranks - 1)
         calls: dict[str, tuple[float, Callable[[], Any]]] = {
-            "all-gather": (sent, lambda p=part, w=whole: dist.all_gather_into_tensor(w, p)),
-            "reduce-scatter": (sent, lambda p=part, w=whole: dist.reduce_scatter_tensor(p, w)),
-            "all-reduce": (2 * sent / ranks, lambda p=part: dist.all_reduce(p)),
+            "all-gather": (sent, partial(dist.all_gather_into_tensor, whole, part)),
+            "reduce-scatter": (sent, partial(dist.reduce_scatter_tensor, part, whole)),
+            "all-reduce": (2 * sent / ranks, partial(dist.all_reduce, part)),
         }
         for kind, (nbytes, call) in calls.items():
             seconds = clock.seconds([call], most=400)

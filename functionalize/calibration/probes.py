@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,9 +70,9 @@ def matmuls(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]:
         x, w = _random(device, dtype, rows, 4 * rows), _random(device, dtype, 4 * rows, 4 * rows)
         g = _random(device, dtype, rows, 4 * rows)
         calls = (
-            lambda x=x, w=w: aten.mm(x, w.t()),
-            lambda g=g, w=w: aten.mm(g, w),
-            lambda g=g, x=x: aten.mm(g.t(), x),
+            partial(aten.mm, x, w.t()),
+            partial(aten.mm, g, w),
+            partial(aten.mm, g.t(), x),
         )
         flops = 2.0 * rows * (4 * rows) ** 2
         yield Probe(MATMUL, flops, 3 * flops, calls, dtype)
@@ -85,22 +86,18 @@ def _attention(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]
     name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if cpu else "")
     forward, backward = getattr(aten, name), getattr(aten, name + "_backward")
     length = 16 if cpu else 512
-    while length <= rows and rows * heads * width * dtype.itemsize * 8 <= max(largest, 1 << 20):
+    while length <= rows and rows * heads * width * dtype.itemsize * 8 <= max(largest, 1 << 21):
         shape = (rows // length, heads, length, width)
         q, k, v, g = (_random(device, dtype, *shape) for _ in range(4))
         out = forward(q, k, v, 0.0, True)
         flops = 4.0 * rows * length * heads * width / 2  # a causal mask hides half
-        yield Probe(
-            ATTENTION, length, flops, (lambda q=q, k=k, v=v: forward(q, k, v, 0.0, True),), dtype
-        )
+        yield Probe(ATTENTION, length, flops, (partial(forward, q, k, v, 0.0, True),), dtype)
         arguments = (g, q, k, v, out[0], out[1])
         if not cpu:  # cum_seq_q, cum_seq_k, max_q, max_k
             arguments = (*arguments, *out[2:6])
         last = (0.0, True) if cpu else (0.0, True, out[6], out[7])
         both = (*arguments, *last)
-        yield Probe(
-            ATTENTION_BACKWARD, length, 2.5 * flops, (lambda both=both: backward(*both),), dtype
-        )
+        yield Probe(ATTENTION_BACKWARD, length, 2.5 * flops, (partial(backward, *both),), dtype)
         length *= 2 if cpu else 4
 
 
@@ -128,7 +125,7 @@ def _norm(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], floa
         lambda: aten.native_layer_norm(x, [_ROW], w, b, 1e-5),
         lambda: aten.native_layer_norm_backward(g, x, [_ROW], mean, rstd, w, b, [True] * 3),
     ]
-    return calls, 5.0 * _bytes(x)
+    return calls, 5.0 * _bytes(x) + 6.0 * _bytes(w)
 
 
 def _copy(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:

@@ -37,7 +37,7 @@ from functionalize.planning.time.step_time import step_time
 from functionalize.program.program import Program
 
 _WIDTH, _HEADS, _TOKENS = 32, 2, 4
-_SHALLOW, _DEEP = 2, 6
+DEPTHS = (2, 6)
 _ROUNDS = 12
 
 
@@ -75,13 +75,16 @@ class _Parts(NamedTuple):
     program: Program
 
 
-def host_of(clock: Clock, machine: Machine) -> Host:
-    """The seconds that the host adds, on a machine whose kernels and collectives are measured already."""
+def host_of(clock: Clock, machine: Machine, depths: tuple[int, int] = DEPTHS) -> Host:
+    """The seconds that the host adds, on a machine whose kernels and collectives are measured already.
+
+    depths: layers of the shallow and of the deep step.
+    """
     kernels = replace(machine, host=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain, sharded = (_parts(clock, _SHALLOW, shards) for shards in (False, True))
-        replays = [_replayed(clock, layers) for layers in (_SHALLOW, _DEEP)]
+        plain, sharded = (_parts(clock, depths[0], shards) for shards in (False, True))
+        replays = [_replayed(clock, layers) for layers in depths]
     forward = _per(plain, FORWARD, kernels, Host(), _nodes(plain, FORWARD))
     backward = _per(plain, BACKWARD, kernels, Host(), _nodes(plain, BACKWARD))
     host = Host(forward, backward)

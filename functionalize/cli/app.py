@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from functionalize.cli import calibrate as calibrate_command
 from functionalize.cli import graphs
 from functionalize.cli import memory as memory_command
 from functionalize.cli import plan as plan_command
@@ -108,7 +109,9 @@ Passes = Annotated[
 ]
 Machine = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Of the modelled time and the constants: h100, a100, ..."),
+    typer.Option(
+        metavar="NAME|FILE", help="Of the modelled time and the constants: h100, ..., here.json."
+    ),
 ]
 Limit = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Memory of the device: 80GB, 79GiB, h100.")
@@ -359,6 +362,7 @@ def plan(
 
 
 app.command()(compare)
+app.command("calibrate")(calibrate_command.command)
 
 
 def _axes(grid: list[str] | None) -> dict[str, list[object]]:

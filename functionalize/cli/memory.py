@@ -27,6 +27,7 @@ from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import fsdp2_streams
 from functionalize.planning.allocator.snapshot import write_snapshot
 from functionalize.planning.machines.constants import declared
+from functionalize.planning.machines.files import machine_of
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.machines.presets import MACHINE_OF
 from functionalize.planning.pictures.cards import memory_cards, speed_card
@@ -39,7 +40,6 @@ from functionalize.planning.report.memory_figures import EAGER, PROGRAM, Storage
 from functionalize.planning.report.memory_text import short_line, signed
 from functionalize.planning.time.step_time import step_time
 from functionalize.sweep.plan import target_on
-from functionalize.sweep.summary import machine_of
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -44,6 +44,7 @@ from functionalize.fsdp.objects import fsdp_groups
 from functionalize.lifetimes.record_memory import RecordedMemory, record_memory
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.machines.constants import declared
+from functionalize.planning.machines.files import machine_of
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.memory import Memory
 from functionalize.program.program import Program
@@ -51,7 +52,7 @@ from functionalize.step.captured_step import CapturedStep
 from functionalize.step.stats import StepMemory
 from functionalize.sweep.changes import change, modules_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
-from functionalize.sweep.summary import Figures, Items, Plan, Sweep, machine_of
+from functionalize.sweep.summary import Figures, Items, Plan, Sweep
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.text import without_numbers
 

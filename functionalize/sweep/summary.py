@@ -36,9 +36,7 @@ from functionalize.errors import PlanError
 from functionalize.fake_world.kernel_log import Choice
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.machines.constants import declared
-from functionalize.planning.machines.files import read_machine
 from functionalize.planning.machines.machine import Machine
-from functionalize.planning.machines.presets import MACHINE_OF, MACHINES
 from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM
@@ -63,22 +61,6 @@ class Items(NamedTuple):
     kind: str
     ranks: int = 1
     world: int = 1
-
-
-def machine_of(machine: Any, target: str = "cuda") -> Machine:
-    """The machine of a name or of a file of `calibrate`, or itself; None: that of the target. Raises `PlanError`."""
-    chosen = machine if machine is not None else MACHINE_OF[target]
-    if isinstance(chosen, Machine):
-        return chosen
-    if str(chosen) in MACHINES:  # 4090 is a number where a grid is read
-        return MACHINES[str(chosen)]
-    if not isinstance(chosen, str):
-        raise PlanError(f"a machine is a name or a `Machine`, not {chosen!r}")
-    if chosen.endswith(".json"):
-        return read_machine(chosen)
-    raise PlanError(
-        f"no machine `{chosen}`; there are {', '.join(sorted(MACHINES))}, and files of `calibrate`, which end in .json"
-    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

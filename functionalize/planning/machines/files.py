@@ -2,6 +2,7 @@
 
     write_machine("here.json", machine)
     read_machine("here.json") == machine
+    machine_of("h100"), machine_of("here.json"), machine_of(machine)
 
 The file has the numbers of a `Machine` under their names: rates by dtype, curves as points, and `format`, which tells
 it from other files. Refuses (`PlanError`): a file that cannot be read, is no such JSON, is of another format, or whose
@@ -22,11 +23,28 @@ import torch
 from functionalize.errors import PlanError, SaveError
 from functionalize.planning.machines.efficiency import Curve, Efficiency, Host
 from functionalize.planning.machines.machine import Algorithm, DeviceMemory, Machine
+from functionalize.planning.machines.presets import MACHINE_OF, MACHINES
 
 FORMAT = "functionalize machine 1"
 _NUMBERS = ("flops", "memory_bandwidth", "link_bandwidth", "latency", "overhead")
 _RATES = ("host_bandwidth", "internode_bandwidth", "oversubscription")
 _COUNTS = ("ranks_per_node", "memory", "rails", "ranks_per_pod")
+
+
+def machine_of(machine: Any, target: str = "cuda") -> Machine:
+    """The machine of a name or of a file of `calibrate`, or itself; None: that of the target. Raises `PlanError`."""
+    chosen = machine if machine is not None else MACHINE_OF[target]
+    if isinstance(chosen, Machine):
+        return chosen
+    if str(chosen) in MACHINES:  # 4090 is a number where a grid is read
+        return MACHINES[str(chosen)]
+    if not isinstance(chosen, str):
+        raise PlanError(f"a machine is a name or a `Machine`, not {chosen!r}")
+    if chosen.endswith(".json"):
+        return read_machine(chosen)
+    raise PlanError(
+        f"no machine `{chosen}`; there are {', '.join(sorted(MACHINES))}, and files of `calibrate`, which end in .json"
+    )
 
 
 def write_machine(path: str | Path, machine: Machine) -> None:
@@ -87,11 +105,13 @@ def _plain(machine: Machine) -> dict[str, Any]:
 
 
 def _machine(content: Mapping[str, Any]) -> Machine:
-    numbers = {name: _positive(name, content[name]) for name in _NUMBERS}
-    rates = {
+    numbers: dict[str, Any] = {name: _positive(name, content[name]) for name in _NUMBERS}
+    rates: dict[str, Any] = {
         name: _positive(name, content[name]) for name in _RATES if content.get(name) is not None
     }
-    counts = {name: int(_positive(name, content[name])) for name in _COUNTS if content.get(name)}
+    counts: dict[str, Any] = {
+        name: int(_positive(name, content[name])) for name in _COUNTS if content.get(name)
+    }
     capability, outside = content.get("capability"), content.get("outside")
     efficiency, host = content.get("efficiency") or {}, content.get("host")
     return Machine(

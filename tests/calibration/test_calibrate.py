@@ -1,0 +1,158 @@
+"""A calibration with tiny sizes: a machine whose curves are curves, that a plan takes; what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import functionalize as fz
+from functionalize.calibration.calibrate import calibrate, measured
+from functionalize.calibration.curves import Sample, curve_of, rates
+from functionalize.calibration.probes import probes
+from functionalize.cli.app import app
+from functionalize.errors import PlanError
+from functionalize.planning.machines.efficiency import COLLECTIVES, KINDS, Host
+from functionalize.planning.machines.files import write_machine
+from functionalize.planning.machines.machine import Machine
+from functionalize.planning.time.costs import flops, moved
+from functionalize.planning.time.kernels import kind_of_kernel
+from functionalize.planning.time.step_time import step_time
+from tests.planning.captured import recorded
+from tests.ranks import run_on_ranks
+
+
+def tiny() -> Machine:
+    """A machine, measured by the ranks of the pool with tiny probes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measured("cpu", each=1e-4, largest=1 << 17, depths=(1, 2))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    first, second = run_on_ranks(tiny, world=2)
+    assert first.overhead == second.overhead  # the mean of both
+    return first
+
+
+def test_every_kind_has_a_curve_and_every_number_is_above_0(machine: Machine) -> None:
+    found = dict(machine.efficiency.curves)
+    assert set(found) <= KINDS and {"matmul", "attention backward", "optimizer"} <= set(found)
+    assert {"all-gather", "reduce-scatter", "all-reduce"} <= set(found) & set(COLLECTIVES)
+    for curve in found.values():
+        assert all(0 < share <= 1 for _, share in curve.points) and curve.source
+    assert max(share for _, share in found["all-gather"].points) <= 1
+    host = machine.host
+    assert host is not None and host.optimizer > 0 and host.gather + host.reduce > 0
+    assert all(seconds >= 0 for seconds in host)  # tiny probes count for more than the host
+    assert 0 < machine.overhead < 1e-3 and machine.latency > 0 and not machine.streams
+
+
+def test_a_plan_takes_the_file(machine: Machine, tmp_path) -> None:
+    path = str(tmp_path / "here.json")
+    write_machine(path, machine)
+    model = torch.nn.Linear
+
+    def build():
+        linear = model(8, 8)
+        return linear, torch.optim.SGD(linear.parameters(), lr=0.1)
+
+    def step(linear, optimizer, x):
+        linear(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    grid = {"passes": [None, "default"]}
+    sweep = fz.plan(
+        build, step, grid, inputs=lambda: (torch.ones(2, 8),), target="cpu", machine=path
+    )
+    eager, replay = (each.figures.time for each in sweep.plans)
+    assert eager.seconds > 0 and replay.replay and not eager.replay
+    assert f"modelled on a machine of your own ({machine.efficiency.about})" in sweep.notes()
+
+
+def test_the_host_counts_for_what_it_does() -> None:
+    step = recorded("transformer")
+    bare = Machine(1e9, 1e9, 200e6, 1e-6, 1e-6, streams=False)
+
+    def seconds(replay: bool = False, **host: float) -> float:
+        own = replace(bare, host=Host(**host))
+        return step_time(step.program, own, groups=step.groups, replay=replay).seconds
+
+    nodes = [n for n in step.program.graph.nodes if n.op == "call_function"]
+    without = seconds()
+    assert seconds(replay=True, call=1.0) == pytest.approx(without + 1)
+    assert seconds(replay=True, forward=1.0, gather=1.0) == pytest.approx(without)
+    assert seconds(call=1.0, node=1.0) == pytest.approx(without)
+    by_node = seconds(replay=True, node=1.0) - without
+    assert len(nodes) / 2 < by_node <= len(nodes)
+    gathers = sum("all_gather" in str(n.target) for n in nodes)
+    assert seconds(gather=1.0) - without == pytest.approx(gathers)
+    time = step_time(step.program, replace(bare, host=Host(forward=1.0)), groups=step.groups)
+    assert time.compute + time.exposed == pytest.approx(time.seconds)
+
+
+def test_probes_count_the_work_that_a_plan_counts() -> None:
+    """The FLOPs and bytes of a probe are those that `costs` finds for the same calls."""
+    seen = set()
+    for probe in probes("cpu", torch.float32, 1 << 16):
+        work = 0.0
+        for call in probe.calls:
+            program = fz.trace(call)
+            program.describe()
+            nodes = [n for n in program.graph.nodes if n.op == "call_function" and moved(n)]
+            names = {n: n.target.overloadpacket.__name__ for n in nodes}
+            own = [n for n in nodes if kind_of_kernel(names[n], flops(n)) == probe.kind]
+            assert own, (probe.kind, names)
+            hidden = 2 if probe.kind.startswith("attention") else 1  # by the causal mask
+            work += sum(flops(n) / hidden or moved(n) for n in own)
+        assert math.isclose(work, probe.work, rel_tol=0.15), probe.kind
+        seen.add(probe.kind)
+    assert len(seen) == 10
+
+
+def test_time_never_falls_with_size() -> None:
+    samples = [Sample(1e3, 1e3, 2e-6), Sample(1e4, 1e4, 5e-6), Sample(1e5, 1e5, 4e-6)]
+    found = rates(samples, overhead=1e-6)
+    seconds = [size / rate for size, rate in found]
+    assert seconds == sorted(seconds) and seconds[1] == pytest.approx(4e-6)
+    curve = curve_of(found, max(rate for _, rate in found), "here")
+    assert max(share for _, share in curve.points) == 1
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(PlanError, match="needs two ranks to measure their link, not 1"):
+        calibrate(ranks=1)
+    with pytest.raises(PlanError, match="`device` is cpu or cuda, not 'tpu'"):
+        calibrate(device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(PlanError, match="no CUDA device here"):
+            calibrate(device="cuda")
+
+
+def test_the_command_line(tmp_path, monkeypatch) -> None:
+    from typer.testing import CliRunner
+
+    import functionalize.cli.calibrate as command
+    from functionalize.planning.machines.presets import MACHINES
+
+    def measure(file, **options):
+        write_machine(file, MACHINES["a100"])
+        return MACHINES["a100"]
+
+    monkeypatch.setattr(command, "measure", measure)
+    path = str(tmp_path / "here.json")
+    found = CliRunner().invoke(app, ["calibrate", path])
+    assert found.exit_code == 0 and "published for A100" in found.output
+    assert "attention backward" in found.output and "wrote " in found.output.replace("\n", " ")
+    content = json.loads(CliRunner().invoke(app, ["calibrate", path, "--json"]).stdout)
+    assert content["file"] == path and content["flops"] == MACHINES["a100"].flops
+    for wrong in (["here.txt"], [path, "--each", "0"]):
+        assert CliRunner().invoke(app, ["calibrate", *wrong]).exit_code == 2
