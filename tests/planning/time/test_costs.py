@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import functionalize as fz
 from functionalize._compat.fakes import FakeTensorMode
 from functionalize.errors import PassError
+from functionalize.planning.machines.efficiency import Curve, Efficiency
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.machines.presets import MACHINES, machine_named
 from functionalize.planning.time.costs import flops, moved, seconds
@@ -190,3 +193,23 @@ def test_presets_of_gpus_have_nodes():
         assert machine.streams == (name != "cpu")
         assert machine.ranks_per_node == (None if name == "cpu" else 8)
         assert name == "cpu" or machine.adapter_bandwidth() < machine.link_bandwidth
+
+
+def test_kernels_reach_the_share_of_their_kind() -> None:
+    half = Curve(((1.0, 0.5),))
+    machine = Machine(
+        1e3, 1e30, 1.0, 0.0, 0.0, efficiency=Efficiency((("matmul", half), ("sustained", half)))
+    )
+    a = torch.empty(10, 10)
+    assert seconds(node_of(torch.ops.aten.mm.default, a, a), machine) == 4 * 2  # 2,000 FLOPs
+    slow_memory = replace(machine, flops=1e30, memory_bandwidth=100.0)
+    assert seconds(node_of(torch.ops.aten.mul.Tensor, a, a), slow_memory) == 2 * 12
+
+
+def test_a_causal_mask_hides_half_of_the_work() -> None:
+    q = torch.empty(1, 2, 64, 16)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    machine = Machine(1e3, 1e30, 1.0, 0.0, 0.0)
+    whole, masked = (node_of(attention, q, q, q, 0.0, causal) for causal in (False, True))
+    assert flops(whole) == flops(masked)
+    assert seconds(whole, machine) == 2 * seconds(masked, machine)
