@@ -15,6 +15,7 @@ import functionalize as fz
 from tests.integrations.loops import (
     BATCH,
     EPOCHS,
+    Checkpoint,
     Counter,
     Net,
     Training,
@@ -32,7 +33,8 @@ def sharded(model: nn.Module, mesh: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-def train(captured: bool) -> Training:
+def fabric_of() -> Any:
+    """Fabric, with FSDP2 if there are several ranks."""
     strategy: Any = "auto"
     if world_size() > 1:
         strategy = ModelParallelStrategy(
@@ -40,7 +42,11 @@ def train(captured: bool) -> Training:
         )
     fabric = lightning.Fabric(accelerator="cpu", devices=world_size(), strategy=strategy)
     fabric.launch()
-    model: Any = Net()
+    return fabric
+
+
+def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
+    fabric, model = fabric_of(), Net()
     model = (
         fz.integrations.lightning.setup(fabric, model) if captured else fabric.setup_module(model)
     )
@@ -55,15 +61,30 @@ def train(captured: bool) -> Training:
     counter = Counter(found.calls[0].step if found is not None else None)
     numbers: list[Any] = []
     torch.manual_seed(5)
-    calls = 0
-    for epoch in range(EPOCHS):
+    first = checkpoint.first if checkpoint is not None else 0
+
+    def state() -> dict[str, Any]:
+        randomness = {"rng": torch.get_rng_state(), "order": generator.get_state()}
+        schedule = scheduler.state_dict()
+        return {"model": model, "optimizer": optimizer, "schedule": schedule, **randomness}
+
+    if checkpoint is not None and checkpoint.resumes:
+        for _ in range(2 * first):  # Fabric counts how often a loader is iterated, for its order
+            next(iter(loader))
+        saved = state()
+        fabric.load(checkpoint.folder, saved)
+        torch.set_rng_state(saved["rng"])
+        generator.set_state(saved["order"])
+        scheduler.load_state_dict(saved["schedule"])
+    for epoch in range(first, EPOCHS):
+        if checkpoint is not None and checkpoint.saves(epoch):
+            fabric.save(checkpoint.folder, state())
         model.train()
-        for x, y in loader:
+        for i, (x, y) in enumerate(loader):
             counter.call(epoch)
-            calls += 1
             loss = loss_of(model, x, y)
             fabric.backward(loss / 2)
-            if calls % 2 == 0:
+            if i % 2 or i == len(loader) - 1:
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 numbers.append(getattr(norm, "full_tensor", lambda norm=norm: norm)().item())
                 optimizer.step()

@@ -108,30 +108,35 @@ class Saver(lightning.Callback):
             torch.set_rng_state(self.rng)
 
 
+def trainer_of(epochs: int, accumulated: int, callbacks: list[Any]) -> Any:
+    """Lightning's Trainer, with FSDP2 if there are several ranks."""
+    strategy = (
+        ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
+        if world_size() > 1
+        else "auto"
+    )
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=world_size(),
+        strategy=strategy,
+        max_epochs=epochs,
+        accumulate_grad_batches=accumulated,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,
+    )
+
+
 def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
     torch.manual_seed(0)
     module = Module()
     generator = torch.Generator().manual_seed(1)
     saver = [Saver(checkpoint, generator)] if checkpoint is not None else []
     callback = fz.integrations.lightning.CaptureModules()
-    strategy = (
-        ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
-        if world_size() > 1
-        else "auto"
-    )
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=world_size(),
-        strategy=strategy,
-        max_epochs=EPOCHS,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[callback, AfterWarmUp(callback), *saver] if captured else [],
-    )
+    trainer = trainer_of(EPOCHS, 2, [callback, AfterWarmUp(callback), *saver] if captured else [])
     loader = DataLoader(rows(), batch_size=BATCH, shuffle=True, generator=generator)
     resumed = str(checkpoint.folder) if checkpoint is not None and checkpoint.resumes else None
     evaluation = DataLoader(rows(20), batch_size=BATCH)

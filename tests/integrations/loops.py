@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 ROWS, WIDTH, BATCH, EPOCHS = 44, 16, 8, 10  # the last batch is short
-RESUMABLE = ("accelerate", "lightning", "transformers")
 WARM, SAVED = 4, 5  # epochs; the checkpoint is between two
 
 
@@ -186,11 +185,9 @@ def train_rank(case: str, folder: Path, world: int, port: int, rank: int) -> Non
     """What a process does: train twice, or resume, and write what it found. case: a framework, ranks, "resumed"."""
     framework, _, *resumed = case.split(".")
     join(case, world, port, rank)
-    out, options = folder / f"{case}.{rank}", dict[str, Any]()
+    out = folder / f"{case}.{rank}"
     before = folder / f"{framework}.{world}.{rank}.pt"
-    if framework in RESUMABLE:
-        saved = folder / f"{framework}.{world}.saved"
-        options["checkpoint"] = Checkpoint(saved, bool(resumed))
+    checkpoint = Checkpoint(folder / f"{framework}.{world}.saved", bool(resumed))
     try:
         train = importlib.import_module(f"tests.integrations.{framework}_loop").train
         if resumed:
@@ -198,7 +195,9 @@ def train_rank(case: str, folder: Path, world: int, port: int, rank: int) -> Non
         else:
             eager = train(captured=False)
             torch.save(tuple(eager), before)
-        text = json.dumps(outcome(eager, train(captured=True, **options), bool(resumed)))
+        text = json.dumps(
+            outcome(eager, train(captured=True, checkpoint=checkpoint), bool(resumed))
+        )
     except BaseException:
         out.write_text(traceback.format_exc())
         os._exit(1)  # without a word to ranks that wait

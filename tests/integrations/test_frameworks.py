@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from functionalize import integrations
-from tests.integrations.loops import RESUMABLE
 
 ROOT = Path(__file__).parents[2]
 LOOPS = {
@@ -34,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what every rank of every loop found, on one rank and on two."""
     folder = tmp_path_factory.mktemp("trained")
     cases = [f"{loop}.{world}" for loop in INSTALLED for world in WORLDS]
-    cases += [f"{case}.resumed" for case in cases if case.partition(".")[0] in RESUMABLE]
+    cases += [f"{case}.resumed" for case in cases]
     command = [sys.executable, "-m", "tests.integrations.loops", str(folder), *cases]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     with open(folder / "log", "w") as log:
@@ -54,7 +53,7 @@ def answers(folder: Path, loop: str, case: str, world: int) -> list[dict[str, An
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("loop", RESUMABLE)
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_new_process_resumes_from_a_checkpoint_of_the_framework(
     loop: str, world: int, trained: Path
 ):

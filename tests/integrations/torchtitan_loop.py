@@ -10,6 +10,7 @@ import dataclasses
 import os
 import sys
 import tempfile
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,9 +20,9 @@ import torch._inductor.compile_fx  # looks for triton, too
 import torch.nn.attention.flex_attention
 
 import functionalize as fz
-from tests.integrations.loops import Counter, Training, tensors_of, world_size
+from tests.integrations.loops import Checkpoint, Counter, Training, tensors_of, world_size
 
-STEPS, WARM_STEPS, VOCABULARY = 30, 10, 2048
+STEPS, WARM_STEPS, SAVED_STEPS, VOCABULARY = 30, 10, 15, 2048
 
 
 def without_accelerator() -> Any:
@@ -53,11 +54,12 @@ def without_accelerator() -> Any:
             module.device_module = device
         if name.startswith("torchtitan") and hasattr(module, "device_type"):
             module.device_type = "cpu"
+    torchtitan.trainer.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
     utils.set_pg_timeouts = lambda **kwargs: None  # calls a function that torch 2.13 has not
     return torchtitan
 
 
-def config_of(torchtitan: Any) -> Any:
+def config_of(torchtitan: Any, checkpoint: Checkpoint | None) -> Any:
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -112,24 +114,36 @@ def config_of(torchtitan: Any) -> Any:
     config.training.seq_len, config.training.steps = 16, STEPS
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
-    config.checkpoint.enable = config.validator.enable = False
-    config.dump_folder, config.debug.seed = tempfile.mkdtemp(), 3
+    config.validator.enable = False
+    config.checkpoint.enable = checkpoint is not None
+    config.checkpoint.interval = SAVED_STEPS
+    folder = tempfile.mkdtemp()
+    if checkpoint is not None:
+        folder = str(checkpoint.folder)
+        config.checkpoint.load_step = SAVED_STEPS if checkpoint.resumes else -1
+    config.dump_folder, config.debug.seed = folder, 3
     config.parallelism.data_parallel_shard_degree = world_size()
     config.parallelism.spmd_backend = "partial_dtensor"
     return config
 
 
-def train(captured: bool) -> Training:
+def trainer_of(checkpoint: Checkpoint | None = None) -> tuple[Any, Any]:
+    """torchtitan's trainer, and its model."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     torchtitan = without_accelerator()
-    trainer = config_of(torchtitan).build()
+    trainer = config_of(torchtitan, checkpoint).build()
     (model,) = trainer.model_parts
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)
+    return trainer, model
+
+
+def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
+    trainer, model = trainer_of(checkpoint)
     step = fz.integrations.torchtitan.capture(trainer) if captured else None
     counter, numbers = Counter(step), list[Any]()
 

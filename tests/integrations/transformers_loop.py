@@ -74,7 +74,8 @@ class Observer(TrainerCallback):
         self.numbers.append({name: logs[name] for name in kept if name in logs})
 
 
-def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
+def trainer_of(kind: Any, folder: str, rows: int, callbacks: list[Any], **options: Any) -> Any:
+    """A Trainer of that class, with FSDP2 if there are several ranks. rows: of each rank."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     torch.manual_seed(0)
@@ -90,37 +91,48 @@ def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
     )
     model = LlamaForCausalLM(config)
     arguments = TrainingArguments(
-        str(checkpoint.folder) if checkpoint is not None else tempfile.mkdtemp(),
+        folder,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
-        num_train_epochs=EPOCHS,
         gradient_accumulation_steps=2,
         max_grad_norm=1.0,
         learning_rate=1e-2,
         lr_scheduler_type="cosine",
         logging_steps=1,
-        eval_strategy="epoch",
-        save_strategy="steps" if checkpoint is not None else "no",
-        save_steps=STEPS * SAVED,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        **options,
     )
-    callback = fz.integrations.transformers.CaptureModel() if captured else None
-    observer = Observer(callback)
-    callbacks: list[Any] = [callback, observer] if callback is not None else [observer]
-    trainer: Any = Trainer(
+    trainer = kind(
         model,
         arguments,
-        train_dataset=Tokens(22 * world),  # five batches and a short one
+        train_dataset=Tokens(rows * world),
         eval_dataset=Tokens(12 * world),
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
     if world > 1:
         shard(trainer)
+    return trainer
+
+
+def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
+    callback = fz.integrations.transformers.CaptureModel() if captured else None
+    observer = Observer(callback)
+    folder = str(checkpoint.folder) if checkpoint is not None else tempfile.mkdtemp()
+    trainer = trainer_of(
+        Trainer,
+        folder,
+        22,  # five batches and a short one
+        [callback, observer] if callback is not None else [observer],
+        num_train_epochs=EPOCHS,
+        eval_strategy="epoch",
+        save_strategy="steps" if checkpoint is not None else "no",
+        save_steps=STEPS * SAVED,
+    )
     resumes = checkpoint is not None and checkpoint.resumes
-    saved = f"{arguments.output_dir}/checkpoint-{STEPS * SAVED}" if resumes else None
+    saved = f"{folder}/checkpoint-{STEPS * SAVED}" if resumes else None
     trainer.train(resume_from_checkpoint=saved)
     calls = (EPOCHS - max(WARM, SAVED if resumes else 0)) * (6 + 3)
     return Training(
