@@ -2,10 +2,9 @@
 
     python -m benchmarks.entry_points [--points accelerate_step ...] [--worlds 1 2] [--explain]
 
-Every place is trained once by eager and once captured, each in a process of its own per rank, by the loops' models of
-`tests/integrations`: two microbatches per step, a schedule, clipping where the framework has it. Printed are the replays of the
-captured calls after the first half, whether losses, shards and optimizer states are bit for bit those of eager, and why calls are
-not replayed.
+Every place is trained by eager and captured, each in a process of its own per rank, with the models and the frameworks
+of `tests/integrations`: two microbatches per step, a schedule. Printed are the replays of the captured calls after the
+first half, and whether losses, shards and optimizer states are bit for bit those of eager.
 
     pip install '.[accelerate,lightning,transformers,torchtitan]'
 """
@@ -33,7 +32,7 @@ CALLS = 40  # microbatches
 
 
 class Found(NamedTuple):
-    """What one training gave. numbers: losses. tensors: of this rank. late: calls, and replays among them, of the second half."""
+    """What one training gave. tensors: of this rank. calls, replays: of the second half."""
 
     numbers: list[Any]
     tensors: dict[str, Tensor]

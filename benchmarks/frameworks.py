@@ -1,11 +1,13 @@
 """The loop of each framework by eager and with its integration: CPU time of a step of the optimizer, and the ratio.
 
     python -m benchmarks.frameworks [--loops accelerate ...] [--worlds 1 2] [--runs 3]
+    python -m benchmarks.frameworks --width 256 --layers 4 --batch 32 --tokens 64 --epochs 12
 
-The loops are those of `tests/integrations`: small models, two microbatches per step, so that dispatch is all. Every
-training is a process of its own per rank, eager and captured in turn. A time is the CPU time of rank 0 from one step of
-the optimizer to the next: the median of a training after its first 60 %, of which few contain an evaluation, then the
-median of the runs.
+The loops are those of `tests/integrations`: two microbatches per step, by default of small models, so that dispatch is
+all. `--width` (torchtitan's model has 256) and `--tokens` (of the Trainer and torchtitan, in batches of 4 and 2) make
+them larger. Every training is a process of its own per rank, eager and captured in turn. A time is the CPU time of
+rank 0 from one step of the optimizer to the next: the median of a training after its first 60 %, of which few contain
+an evaluation, then the median of the runs.
 
     pip install '.[accelerate,lightning,transformers,torchtitan]'
 """
@@ -29,7 +31,7 @@ from benchmarks.machine import machine
 from tests.integrations import loops
 
 LOOPS = ("accelerate", "fabric", "lightning", "transformers", "torchtitan")
-_EPOCHS, _SKIPPED = 60, 0.6  # a program is audited often in its first calls
+_SKIPPED = 0.6  # a program is audited often in its first calls
 
 
 def train_rank(loop: str, captured: bool, out: Path, world: int, port: int, rank: int) -> None:
@@ -67,10 +69,15 @@ def main() -> None:
     parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS)
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=60)
+    for name in ("width", "layers", "batch", "tokens"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(loops, name.upper()))
     arguments: Any = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of the frameworks
-    loops.EPOCHS = _EPOCHS  # before the loops import it
+    for name in ("epochs", "width", "layers", "batch", "tokens"):  # before the loops import them
+        setattr(loops, name.upper(), getattr(arguments, name))
+    loops.ROWS = 11 * arguments.batch // 2
     print(machine())
     print("| loop | ranks | eager | captured | captured / eager |\n| --- | --- | --- | --- | --- |")
     for loop in arguments.loops:

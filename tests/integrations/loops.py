@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
-ROWS, WIDTH, BATCH, EPOCHS = 44, 16, 8, 10  # the last batch is short
+ROWS, BATCH, EPOCHS = 44, 8, 10  # the last batch is short
+WIDTH, LAYERS, TOKENS = 16, 2, 12  # of the models; a sequence of a language model
 WARM, SAVED = 4, 5  # epochs; the checkpoint is between two
 
 
@@ -72,7 +73,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +82,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def rows(number: int = ROWS) -> TensorDataset:
+def rows(number: int | None = None) -> TensorDataset:
+    number = ROWS if number is None else number
     generator = torch.Generator().manual_seed(7)
     labels = torch.randint(0, 4, (number,), generator=generator)
     return TensorDataset(torch.randn(number, WIDTH, generator=generator), labels)

@@ -20,7 +20,15 @@ import torch._inductor.compile_fx  # looks for triton, too
 import torch.nn.attention.flex_attention
 
 import functionalize as fz
-from tests.integrations.loops import Checkpoint, Counter, Training, tensors_of, world_size
+from tests.integrations.loops import (
+    LAYERS,
+    TOKENS,
+    Checkpoint,
+    Counter,
+    Training,
+    tensors_of,
+    world_size,
+)
 
 STEPS, WARM_STEPS, SAVED_STEPS, VOCABULARY = 30, 10, 15, 2048
 
@@ -106,12 +114,12 @@ def config_of(torchtitan: Any, checkpoint: Checkpoint | None) -> Any:
 
     config = torchtitan.models.llama3.config_registry.llama3_debugmodel()
     model = config.model_spec.model
-    model.layers = model.layers[:2]
+    model.layers = model.layers[:LAYERS]
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.tokenizer, config.dataloader = Tokenizer.Config(), Tokens.Config()
     config.training.local_batch_size, config.training.global_batch_size = 2, 4 * world_size()
-    config.training.seq_len, config.training.steps = 16, STEPS
+    config.training.seq_len, config.training.steps = TOKENS, STEPS
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
     config.validator.enable = False

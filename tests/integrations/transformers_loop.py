@@ -21,8 +21,11 @@ from transformers import (
 import functionalize as fz
 from tests.integrations.loops import (
     EPOCHS,
+    LAYERS,
     SAVED,
+    TOKENS,
     WARM,
+    WIDTH,
     Checkpoint,
     Counter,
     Training,
@@ -35,7 +38,9 @@ STEPS = 3  # of the optimizer, per epoch
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, number: int) -> None:
-        self.rows = torch.randint(0, 64, (number, 12), generator=torch.Generator().manual_seed(3))
+        self.rows = torch.randint(
+            0, 64, (number, TOKENS), generator=torch.Generator().manual_seed(3)
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -82,12 +87,12 @@ def trainer_of(kind: Any, folder: str, rows: int, callbacks: list[Any], **option
     world = world_size()
     config = LlamaConfig(
         vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=32,
+        max_position_embeddings=2 * TOKENS,
     )
     model = LlamaForCausalLM(config)
     arguments = TrainingArguments(
