@@ -35,18 +35,20 @@ from functionalize.ir.outputs import SourceItself
 from functionalize.util.unchanged import Read, Unchanged, reading, token
 
 log = logging.getLogger("functionalize")
+_WORTH = 8  # uses of what was learned from one call that make up for learning it
 
 
 class KnownInputs:
     """What is known from the last call whose guards all passed.
 
-    It learns again from a call whose guards have passed and for which it was of no use, but ever more seldom if that
-    happens in a row: then some object is another one at every call.
+    It learns again from a call whose guards have passed and for which it was of no use. To learn takes as long as to
+    ask all guards several times, so it learns ever more seldom while it is of use for a few calls only: then some
+    object is another one at every call, or after every few (an evaluation in between).
     """
 
     def __init__(self) -> None:
         self._last: _LastCall | None = None
-        self._misses = 0
+        self._misses = self._uses = 0
 
     def call(self, leaves: Sequence[Any]) -> Call | None:
         """The next call with its inputs, if nothing has changed; None: the guards must be asked. Changes nothing."""
@@ -56,7 +58,9 @@ class KnownInputs:
         if call is None:
             self._last = None  # it refers to objects that may have been replaced
         else:
-            self._misses = 0
+            self._uses += 1
+            if self._uses >= _WORTH:
+                self._misses = 0
         return call
 
     def learn(self, program: Any, call: Call) -> None:
@@ -64,6 +68,7 @@ class KnownInputs:
         self._misses += 1
         if self._misses & (self._misses - 1):
             return
+        self._uses = 0
         try:
             self._last = _LastCall.of(program, call)
         except Exception as error:  # an object of the user's that cannot be read twice

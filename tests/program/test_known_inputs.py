@@ -138,16 +138,19 @@ def test_a_loaded_state_is_learned_and_the_old_one_is_released(
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("every", [1, 3])
 def test_learning_stops_where_something_is_new_at_every_call(
-    monkeypatch: pytest.MonkeyPatch,
+    every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or after every few, as where an evaluation follows a few steps."""
     model, _, step = captured_step()
     learned: list[Any] = []
     known = step.program._known
     learn = type(known._last).of
     monkeypatch.setattr(type(known._last), "of", lambda *args: learned.append(args) or learn(*args))
-    for _ in range(40):
-        model[0].note = object()
+    for i in range(40):
+        if i % every == 0:
+            model[0].note = object()
         step(X)
     assert len(learned) <= 6
     for _ in range(40):
