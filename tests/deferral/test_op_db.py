@@ -21,9 +21,9 @@ UNDEFINED = frozenset(  # their results have no contents
 )
 # Under any dispatch mode torch itself computes the gradient, or the result, by other ops: with other strides, in
 # another order, without a check. These are compared with a run under an empty mode.
-OTHERWISE = frozenset(
-    {"linalg.eig", "linalg.lstsq", "linalg.lstsq.grad_oriented", "linalg.pinv", "ormqr", "pinverse"}
-)
+OTHERWISE = frozenset({"linalg.eig", "linalg.pinv", "ormqr", "pinverse"})
+# LAPACK's `gelsy` rounds by where its memory lies: eager gives four results for the same numbers.
+UNSTABLE = frozenset({"linalg.lstsq", "linalg.lstsq.grad_oriented"})
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def check(
         compare(make, call, eager=eager)
 
 
-NAMES = sorted(BY_NAME.keys() - UNDEFINED)
+NAMES = sorted(BY_NAME.keys() - UNDEFINED - UNSTABLE)
 EACH = 10  # without --fuzz-long every tenth op is tried, and the usual ones
 
 
