@@ -28,7 +28,7 @@ def dynamo_frames() -> Any:
 
 
 def tracers_of_torchscript() -> list[tuple[Any, str]]:
-    """(owner, name) of the functions by which `torch.jit.trace` and ONNX trace code and check it (torch 2.0 to 2.15)."""
+    """(owner, name) of the functions by which `torch.jit.trace` and ONNX trace and check code (torch 2.0 to 2.15)."""
     of_modules = ("_create_method_from_trace", "_create_method_from_trace_with_dict")
     of_functions = ("_create_function_from_trace", "_create_function_from_trace_with_dict")
     found: list[tuple[Any, str]] = [(torch._C.ScriptModule, name) for name in of_modules]

@@ -9,8 +9,8 @@ op, with gradients of zeros where the branch that was not taken uses them. A rec
 would lose these gradients. Therefore the op is compiled as in eager, and no mode of a recorder sees what is inside.
 Of flex attention no program is made, although it runs by ops where it is not compiled: users compile it, and the kernel
 that Inductor generates rounds and allocates otherwise. On CPUs it has no backward.
-Refusals: `torch.jit.trace`; every higher-order op that runs while a step is recorded, but for custom Functions inside of `torch.func`:
-eager never compiles them, and the ops inside are recorded.
+Refusals: `torch.jit.trace`; every higher-order op that runs while a step is recorded, but for custom Functions inside
+of `torch.func`: eager never compiles them, and the ops inside are recorded.
 """
 
 from __future__ import annotations
