@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 VOCABULARY = 128_256
@@ -104,28 +105,38 @@ class Llama(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def build(size: str = "8B", layers: int | None = None, fused: bool = True):
-    """The sharded model of a size, and its optimizer. layers: None for all layers of that size."""
+def build(
+    size: str = "8B",
+    layers: int | None = None,
+    fused: bool = True,
+    mesh: DeviceMesh | None = None,
+):
+    """The sharded model of a size, and its optimizer.
+
+    layers: None for all layers of that size. mesh: of one dimension (sharded), or two (replicated, sharded); None: all
+    ranks shard.
+    """
     shape = SHAPES[size]
     if layers is not None:
         shape = Shape(layers, shape.width, shape.hidden, shape.heads, shape.key_heads)
     model = Llama(shape)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fully_shard(block, mp_policy=precision)
-    fully_shard(model, mp_policy=precision)
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=fused)
 
 
-def inputs(batch: int = 1, length: int = 8192) -> tuple[Tensor]:
-    """A batch of this rank."""
-    return (torch.randint(0, VOCABULARY, (batch, length)),)
+def inputs(batch: int = 1, length: int = 8192, accumulate: int = 1) -> tuple[Tensor, ...]:
+    """The microbatches of this rank in one step."""
+    return tuple(torch.randint(0, VOCABULARY, (batch, length)) for _ in range(accumulate))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
-    """One training step."""
-    loss = model(tokens)
-    loss.backward()
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, *microbatches: Tensor) -> Tensor:
+    """One training step, with the mean gradient of its microbatches."""
+    for tokens in microbatches:
+        loss = model(tokens)
+        (loss / len(microbatches) if len(microbatches) > 1 else loss).backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

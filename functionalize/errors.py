@@ -100,6 +100,10 @@ class PlanError(FunctionalizeError):
     """A plan requests something that its functions, grid or model do not offer."""
 
 
+class TuneError(FunctionalizeError):
+    """`tune` lacks a solver or an axis to search, has an option that it cannot read, or found nothing that fits."""
+
+
 class SaveError(FunctionalizeError):
     """A program refers to an object that another process could not find again by a name."""
 

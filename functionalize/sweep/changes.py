@@ -8,7 +8,7 @@ Refuses (`PlanError`): other values; a result of `build` without a module that `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -40,31 +40,38 @@ def change(built: Any, reshard: Any = None, checkpoint: Any = None) -> None:
             "`reshard` and `checkpoint` change the modules that `build` wraps by `fully_shard` below a root, and it "
             "returned none: give `build` a parameter of that name, or return the model"
         )
-    meshes: dict[Any, Any] = {}
-    for module in wrapped:
-        if isinstance(reshard, bool):
-            module.set_reshard_after_forward(reshard, recurse=False)
-        elif reshard is not None:
-            _reshard_to(module, reshard, meshes)
-        if checkpoint:
+    if reshard is not None:
+        set_reshard(dict.fromkeys(wrapped, reshard))
+    if checkpoint:
+        for module in wrapped:
             checkpoint_module(module)
+
+
+def set_reshard(values: Mapping[Any, int]) -> None:
+    """Set `reshard_after_forward` of modules that `fully_shard` wraps: True, False or a number of ranks."""
+    meshes: dict[Any, Any] = {}
+    for module, value in values.items():
+        if isinstance(value, bool):
+            module.set_reshard_after_forward(value, recurse=False)
+        else:
+            _reshard_to(module, value, meshes)
 
 
 def _reshard_to(module: Any, ranks: int, meshes: dict[Any, Any]) -> None:
     """Reshard a module to groups of `ranks` after its forward, which torch's setter cannot do.
 
-    meshes: mesh of parameters -> the mesh after the forward, which modules share as those of one `fully_shard` do.
+    meshes: (mesh of parameters, ranks) -> the mesh after the forward, which modules share as those of one `fully_shard` do.
     """
     state = module._get_fsdp_state()
     state._auto_reshard_after_forward = False
     for group in groups_of(state):
         mesh = group.mesh_info.mesh
-        if mesh not in meshes:
+        if (mesh, ranks) not in meshes:
             try:
-                meshes[mesh] = mesh_after_forward(ranks, group.mesh_info)
+                meshes[mesh, ranks] = mesh_after_forward(ranks, group.mesh_info)
             except ValueError as error:
                 raise PlanError(f"`reshard` {ranks}: {error}") from None
-        reshard_group_to(group, meshes[mesh])
+        reshard_group_to(group, meshes[mesh, ranks])
 
 
 def modules_of(built: Any) -> list[nn.Module]:

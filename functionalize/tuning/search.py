@@ -1,0 +1,255 @@
+"""The search of `tune`: settings are composed of short plans, and what is chosen is planned as it stands.
+
+    search.compose()        every setting: uniform policies, and the best ones for several budgets
+    search.verify(3)        plan the best of each setting, until so many fit
+
+For each setting an integer program picks the options of the layers (`compose.py`) from the numbers of short plans
+(`short_plans.py`). The best is planned whole. If it does not fit, the budget of all candidates shrinks by what it lacks,
+they are composed again, and the next best is planned.
+Invariant: a candidate with a `plan` has that plan's figures; one without has composed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from functionalize.errors import FunctionalizeError
+from functionalize.planning.report.memory_figures import EAGER
+from functionalize.sweep.summary import Items, Plan
+from functionalize.tuning.compose import Assigned, Numbers, options, solved
+from functionalize.tuning.policy import EagerPolicy, LayerPolicy
+from functionalize.tuning.short_plans import ShortPlans
+from functionalize.tuning.space import MeshKey, Setting
+from functionalize.tuning.variants import Variant
+
+_BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of what is left: the frontier
+_MARGIN = 0.02  # of the limit, for what the allocator cannot use; grows if a plan does not fit
+_MOST_MARGIN = 0.5
+_REFUSED = 5  # plans that do not fit, until the search ends
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One configuration.
+
+    assigned: the options of its layers. peak: requested bytes of eager. seconds: of a step. items: tokens or samples
+    that a rank trains on in it, shared ones divided. exposed, recompute: seconds of it. lacks: bytes that it has too many.
+    plan: it as it was planned; all figures are the plan's then. refused: why the plan does not fit, or failed.
+    """
+
+    setting: Setting
+    policy: EagerPolicy
+    assigned: Assigned
+    peak: float
+    seconds: float
+    items: float
+    exposed: float
+    recompute: float
+    lacks: float = 0.0
+    plan: Plan | None = None
+    refused: str | None = None
+    composed_peak: float = 0.0
+    composed_seconds: float = 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Items per second and rank."""
+        return self.items / self.seconds if self.seconds else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, as far as is known."""
+        return not self.lacks and self.refused is None
+
+
+@dataclass(eq=False)
+class Search:
+    """One search. limit: bytes of a device. pipelines: run on the program of the best.
+
+    candidates: found so far. failed: mesh -> why it cannot be planned. margin: a fraction of the limit.
+    as_programs: pipeline -> the plan of the best after it.
+    """
+
+    short: ShortPlans
+    limit: float
+    pipelines: Sequence[str]
+    say: Callable[[str], None]
+    candidates: list[Candidate] = field(default_factory=list)
+    failed: dict[MeshKey | None, str] = field(default_factory=dict)
+    items: Items | None = None
+    margin: float = _MARGIN
+    planned: int = 0
+    programs: dict[Setting, dict[str, Plan]] = field(default_factory=dict)
+    _settings: list[Setting] = field(default_factory=list)
+
+    # -- the settings ------------------------------------------------------------------------------
+
+    def compose(self) -> None:
+        """Find the settings, and the candidates of each."""
+        meshes = self.short.space.meshes
+        for mesh in meshes:
+            try:
+                self._settings += self._settings_on(mesh)
+            except FunctionalizeError as error:
+                if len(meshes) == 1:
+                    raise
+                self.failed[mesh] = str(error).splitlines()[0]
+        self._compose()
+
+    def _settings_on(self, mesh: MeshKey | None) -> list[Setting]:
+        first, space = self.short.first(mesh), self.short.space
+        each, ranks = 1, self.short.world
+        if first.items is not None:
+            each, ranks = first.items.number, ranks // first.items.ranks
+            self.items = first.items
+        found = space.settings(mesh, each, ranks)
+        if space.batches is not None or space.tokens is not None:
+            return found
+        # Batches by doubling, until one does not fit even if every layer is recomputed.
+        fitting: list[Setting] = []
+        for setting in found:
+            base, _ = self.short.base(setting, found[:2])
+            if fitting and base.peak > self._left():
+                break
+            fitting.append(setting)
+        return fitting
+
+    # -- candidates --------------------------------------------------------------------------------
+
+    def _left(self) -> float:
+        """Requested bytes that a candidate may have."""
+        return (self.limit - self.short.constants) * (1 - self.margin)
+
+    def _compose(self) -> None:
+        """All candidates, with the margin as it is now; those that were planned stay."""
+        self.candidates = [each for each in self.candidates if each.plan is not None]
+        for setting in self._settings:
+            self.say(f"composing {setting.text()}")
+            ends = [each for each in self._settings if each.mesh == setting.mesh]
+            self._compose_at(setting, ends)
+
+    def _compose_at(self, setting: Setting, ends: Sequence[Setting]) -> None:
+        base, built = self.short.base(setting, ends)
+        stays, later = self.short.accumulation(setting, ends[0])
+        micro = base.seconds - base.optimizer
+        base = replace(
+            base,
+            peak=base.peak + stays,
+            seconds=base.seconds + (setting.accumulate - 1) * later * micro,
+            exposed=base.exposed * setting.accumulate,
+        )
+        if not self.short.runs:
+            self._add(setting, Assigned((), 0.0), base)
+            return
+        counts, choices = self.short.counts, self.short.choices(setting)
+        reshards = self.short.reshards(setting, ends[0])
+        # Seconds are those of a step: what is recomputed is so for each microbatch.
+        hidden = built.backward / sum(counts)
+        every = [options(each, reshards, hidden, setting.accumulate) for each in choices]
+        for share in _BUDGETS:
+            found = solved(every, counts, self._left() * share - base.peak)
+            if found is not None:
+                self._add(setting, found, base)
+        for at in (0, -1):  # all saved, all recomputed: as it is done by hand
+            for reshard in reshards.items():
+                chosen = [
+                    options([each[at]], dict([reshard]), hidden, setting.accumulate)
+                    for each in choices
+                ]
+                runs = [(own[0],) * count for own, count in zip(chosen, counts, strict=True)]
+                self._add(setting, Assigned(tuple(runs), 0.0), base)
+
+    def _add(self, setting: Setting, assigned: Assigned, base: Numbers) -> None:
+        names = [name for run in self.short.runs for name in run.names]
+        layers = dict(zip(names, (o.policy for run in assigned.runs for o in run), strict=True))
+        mesh = dict(setting.mesh) if setting.mesh else None
+        policy = EagerPolicy(setting.batch, setting.accumulate, mesh, layers)
+        if any(each.policy == policy for each in self.candidates):
+            return
+        peak, seconds = base.peak + assigned.nbytes, base.seconds + assigned.seconds
+        each = self.items.number / self.items.ranks if self.items else 1
+        found = Candidate(
+            setting,
+            policy,
+            assigned,
+            peak,
+            seconds,
+            each * (setting.batch or 1) * setting.accumulate,
+            base.exposed,
+            assigned.recompute,
+            max(peak - self._left(), 0.0),
+            composed_peak=peak,
+            composed_seconds=seconds,
+        )
+        self.candidates.append(found)
+
+    # -- plans of what was chosen ------------------------------------------------------------------
+
+    def ranked(self) -> list[Candidate]:
+        """The candidates that fit, the fastest first; of equal ones that with the lower peak."""
+        fitting = (each for each in self.candidates if each.fits)
+        return sorted(fitting, key=lambda c: (-c.throughput, c.peak))
+
+    def best(self) -> Candidate | None:
+        """The fastest that was planned and fits."""
+        return next((each for each in self.ranked() if each.plan is not None), None)
+
+    def verify(self, wanted: int) -> None:
+        """Plan the best candidate of each of the best settings, until so many fit."""
+        refused = 0
+        while refused < _REFUSED:
+            done = {c.setting for c in self.candidates if c.plan is not None and c.fits}
+            after = [c for c in self.ranked() if c.plan is None and c.setting not in done]
+            if len(done) >= wanted or not after:
+                return
+            refused += not self._plan(after[0])
+
+    def _plan(self, chosen: Candidate) -> bool:
+        """Plan a candidate; return whether it fits."""
+        self.say(f"planning it as it stands: {chosen.setting.text()}")
+        self.planned += 1
+        layers: Mapping[str, LayerPolicy] = chosen.policy.layers
+        variant = Variant(chosen.setting.mesh, policy=tuple(layers.items()) or None)
+        plan = self.short.planner.at(self.short.point(chosen.setting, variant))
+        at = self.candidates.index(chosen)
+        if plan.figures is None:
+            self.candidates[at] = replace(chosen, plan=plan, refused=plan.error or "it fails")
+            return False
+        memory, time = plan.figures.memory, plan.figures.time
+        fit = memory.fit(self.limit, EAGER)
+        self.candidates[at] = replace(
+            chosen,
+            plan=plan,
+            peak=memory.levels(EAGER).requested,
+            seconds=time.seconds,
+            exposed=time.exposed,
+            recompute=sum(p.compute for p in time.phases if p.phase == "recompute"),
+            refused=fit.refused,
+            lacks=max(fit.nbytes - self.limit, 0.0) if fit.refused else 0.0,
+        )
+        if fit.refused is not None:
+            over = (fit.nbytes - self.limit) / self.limit
+            self.margin = min(self.margin + min(max(over, 0.02), 0.1), _MOST_MARGIN)
+            self._compose()
+            return False
+        self.programs[chosen.setting] = {}
+        if len(self.programs) == 1:  # the best, unless the model of time is wrong
+            self.programs[chosen.setting] = self._after_passes(plan)
+        return True
+
+    def _after_passes(self, plan: Plan) -> dict[str, Plan]:
+        found = {}
+        for text in self.pipelines:
+            self.say(f"running the pipeline {text}")
+            found[text] = self.short.planner.after(plan, text)
+        return found
+
+
+def frontier_of(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that no other one betters in both peak and throughput, the lowest peak first."""
+    best: list[Candidate] = []
+    for each in sorted(candidates, key=lambda c: (c.peak, -c.throughput)):
+        if not best or each.throughput > best[-1].throughput:
+            best.append(each)
+    return best

@@ -1,0 +1,68 @@
+"""Mixed integer linear programs, by HiGHS as scipy has it.
+
+    solve(costs, [Row((1, 1), 0, 3)], upper=[1, 1])      the least costs @ x with 0 <= 1 x_0 + 1 x_1 <= 3, x integers
+
+Refuses (`TuneError`): no scipy; a solver that fails. A program without a solution gives None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from functionalize.errors import TuneError
+
+_SECONDS = 10.0  # for one program; what is found then has a gap
+_INFEASIBLE = 2
+
+
+class Row(NamedTuple):
+    """One constraint: low <= weights @ x <= high."""
+
+    weights: Sequence[float]
+    low: float
+    high: float
+
+
+class Solved(NamedTuple):
+    """Integers, and how far their costs are from the bound at most, as a fraction of the costs."""
+
+    values: list[int]
+    gap: float
+
+
+def check_solver() -> None:
+    """Raises `TuneError` if scipy is not installed."""
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError:
+        raise TuneError(
+            "what to save and what to recompute is solved by scipy, which is not installed: "
+            'pip install "functionalize[tune]"'
+        ) from None
+
+
+def solve(costs: Sequence[float], rows: Sequence[Row], upper: Sequence[float]) -> Solved | None:
+    """Integers from 0 to `upper` with the least costs that satisfy all rows; None if there are none."""
+    check_solver()
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    # Rows are scaled to weights of about 1: tolerances of the solver are absolute.
+    scales = [max(map(abs, row.weights), default=0) or 1.0 for row in rows]
+    matrix = np.array([np.asarray(row.weights, float) / s for row, s in zip(rows, scales, strict=True)])
+    lows = [row.low / scale for row, scale in zip(rows, scales, strict=True)]
+    highs = [row.high / scale for row, scale in zip(rows, scales, strict=True)]
+    unit = max(map(abs, costs), default=0) or 1.0
+    found = milp(
+        np.asarray(costs, float) / unit,
+        constraints=LinearConstraint(matrix, lows, highs),
+        bounds=Bounds(0, np.asarray(upper, float)),
+        integrality=np.ones(len(costs)),
+        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-6},
+    )
+    if found.status == _INFEASIBLE:
+        return None
+    if found.x is None:
+        raise TuneError(f"the solver found nothing: {found.message}")
+    return Solved([round(value) for value in found.x], float(found.mip_gap or 0.0))

@@ -1,0 +1,152 @@
+"""What is searched: the settings of a step, and the axes that its script does not parametrise.
+
+    space = Space.of(script, world, machine, ...)
+    space.meshes                 fsdp, hsdp over nodes: if `build` has a parameter `mesh`
+    space.settings(mesh, ...)    batch and accumulation with the same tokens per step: parameters `batch`, `accumulate`
+    space.reshards               `reshard_after_forward`: of every layer that `fully_shard` wraps
+    space.left_out               why an axis is not searched, in words
+
+A mesh is given to `build` as a `DeviceMesh` with the dimensions `shard`, or `replicate` and `shard`; meshes of your own
+may have others, as `tp`. Batches are those of one rank and microbatch.
+Refuses (`TuneError`): a step that is smaller than one sample per rank; a mesh where `build` has no such parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from functionalize.errors import TuneError
+from functionalize.planning.machines.machine import Machine
+from functionalize.tuning.policy import Mesh
+
+_NODES = (1, 2, 4)  # sizes of a group that shards, in nodes
+_DIVISORS = 6  # microbatches that are tried at most
+_DOUBLINGS = 12
+MeshKey = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all layers share. mesh: None: `build` makes it. batch: of a rank and microbatch; None: `inputs` decides."""
+
+    mesh: MeshKey | None
+    batch: int | None
+    accumulate: int = 1
+
+    def text(self) -> str:
+        """`shard 64, batch 2 x 1`."""
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh or ())
+        batch = "" if self.batch is None else f"batch {self.batch}"
+        if self.accumulate > 1:
+            batch = f"{batch or 'batch'} x {self.accumulate}"
+        return ", ".join(filter(None, (mesh, batch))) or "as built"
+
+
+@dataclass(frozen=True)
+class Space:
+    """The axes of a search. batches: given ones; None: those that the tokens of a step ask for.
+
+    accumulates: whether the script accumulates gradients. tokens: of a step over all ranks; None: not fixed.
+    """
+
+    meshes: tuple[MeshKey | None, ...]
+    reshards: tuple[bool | int, ...]
+    has_batch: bool
+    accumulates: bool
+    batches: tuple[int, ...] | None
+    tokens: int | None
+    left_out: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        functions: Sequence[Callable[..., Any] | None],
+        world: int,
+        machine: Machine,
+        meshes: Sequence[Mesh] | None = None,
+        batches: Sequence[int] | None = None,
+        tokens: int | None = None,
+    ) -> Space:
+        """functions: `build`, `inputs`, `step`."""
+        names = [_parameters(f) for f in functions]
+        left_out = []
+        has_mesh, has_batch = "mesh" in names[0], any("batch" in found for found in names)
+        accumulates = any("accumulate" in found for found in names)
+        if meshes is not None and not has_mesh:
+            raise TuneError("meshes are given, and `build` has no parameter `mesh` that takes one")
+        if batches is not None and not has_batch:
+            raise TuneError("batches are given, and no function has a parameter `batch`")
+        if tokens is not None and not (has_batch or accumulates):
+            raise TuneError(
+                "tokens of a step are given, and no function has a parameter `batch` or `accumulate`"
+            )
+        if not has_mesh:
+            left_out.append("mesh: `build` has no parameter `mesh` (a DeviceMesh)")
+        if not has_batch:
+            left_out.append("batch: no function has a parameter `batch`")
+        if not accumulates:
+            left_out.append("accumulation: no function has a parameter `accumulate`")
+        own = tuple(tuple(mesh.items()) for mesh in meshes or ())
+        node = machine.ranks_per_node or world
+        for mesh in own:
+            if math.prod(size for _, size in mesh) != world:
+                raise TuneError(f"the mesh {dict(mesh)} is not one of {world:,} ranks")
+        return Space(
+            own or (_meshes(world, node) if has_mesh else (None,)),
+            (True, False, *([node] if node < world and not world % node else [])),
+            has_batch,
+            accumulates,
+            None if batches is None else tuple(batches),
+            tokens,
+            tuple(left_out),
+        )
+
+    def settings(self, mesh: MeshKey | None, each: int, ranks: int) -> list[Setting]:
+        """The settings on a mesh. each: tokens or samples of one rank at batch 1. ranks: that train on different ones."""
+        if self.batches is not None and self.tokens is None:
+            return [Setting(mesh, batch) for batch in self.batches]
+        if self.tokens is None:
+            most = _DOUBLINGS if self.has_batch else 1
+            return [Setting(mesh, 1 << i if self.has_batch else None) for i in range(most)]
+        rounds = round(self.tokens / (each * ranks))
+        if rounds < 1:
+            raise TuneError(
+                f"a step of {self.tokens:,} is less than one sample for each of {ranks:,} ranks, which has {each:,}: "
+                "use fewer ranks, or more for a step"
+            )
+        if not self.accumulates:
+            return [Setting(mesh, rounds)]
+        if not self.has_batch:
+            return [Setting(mesh, None, rounds)]
+        divisors = [n for n in self.batches or range(1, rounds + 1) if not rounds % n]
+        if len(divisors) > _DIVISORS:  # evenly among them, the first and the last included
+            last = len(divisors) - 1
+            divisors = [divisors[i * last // (_DIVISORS - 1)] for i in range(_DIVISORS)]
+        if not divisors:
+            raise TuneError(f"none of the batches {self.batches} divides the {rounds} of a rank")
+        return [Setting(mesh, batch, rounds // batch) for batch in divisors]
+
+    def reshards_on(self, mesh: MeshKey | None, world: int) -> tuple[bool | int, ...]:
+        """The values of `reshard_after_forward` that a mesh allows: a number of ranks divides those that shard."""
+        ranks = dict(mesh).get("shard", world) if mesh else world
+        return tuple(
+            r for r in self.reshards if isinstance(r, bool) or (r < ranks and not ranks % r)
+        )
+
+
+def _parameters(function: Callable[..., Any] | None) -> frozenset[str]:
+    if function is None:
+        return frozenset()
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _meshes(world: int, node: int) -> tuple[MeshKey, ...]:
+    """Sharding over all ranks, and over one, two and four nodes with replicas of each group."""
+    sizes = [node * n for n in _NODES if node * n < world and not world % (node * n)]
+    if world <= node:
+        sizes = [n for n in (world // 2,) if n > 1 and not world % n]
+    hybrid: list[MeshKey] = [(("replicate", world // n), ("shard", n)) for n in sizes]
+    return ((("shard", world),), *hybrid)

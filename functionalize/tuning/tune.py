@@ -1,0 +1,192 @@
+"""`fz.tune`: the fastest configuration of a training step that fits in a device.
+
+    found = fz.tune(build, step, inputs=inputs, world=64, limit="h100", batch_tokens=1 << 20)
+    found.policy.apply(model); found.pipeline; print(found.text())
+
+The functions are those of `fz.plan`. What they have parameters for is searched:
+
+    build(mesh=None)             a `DeviceMesh`: fully sharded, or replicas of groups of one, two or four nodes
+    inputs(batch=1)              the batch of a rank and microbatch
+    inputs(accumulate=1)         or `step`: microbatches of a step, whose gradients are accumulated
+    layers of `fully_shard`      below the root: resharding, recomputation of all or of some ops, each layer its own
+
+Invariant: the figures of the answer are those of a plan of exactly that configuration; torch is as before afterwards.
+Refuses (`TuneError`) before anything is recorded: no scipy, an option that cannot be read, an axis that is given and
+that the functions do not have. Refuses then: a limit in which nothing fits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from functionalize.errors import TuneError
+from functionalize.fake_world.target import Target, target_named
+from functionalize.planning.allocator.alloc_conf import Settings
+from functionalize.planning.machines.constants import declared
+from functionalize.planning.machines.machine import Machine
+from functionalize.planning.machines.presets import MACHINES
+from functionalize.planning.report.display import human_bytes
+from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys
+from functionalize.sweep.plan import Planner
+from functionalize.sweep.summary import machine_of
+from functionalize.tuning.policy import Mesh
+from functionalize.tuning.search import Search
+from functionalize.tuning.short_plans import ShortPlans
+from functionalize.tuning.solver import check_solver
+from functionalize.tuning.space import Space
+from functionalize.tuning.tuned import SearchFacts, Tuned
+from functionalize.tuning.variants import VariantBuilder
+
+OWN = ("mesh", "batch", "accumulate", "variant")  # keys that the search sets
+
+
+def tune(
+    build: Callable[..., Any],
+    step: Callable[..., Any],
+    *,
+    inputs: Callable[..., Any] | None = None,
+    world: int,
+    limit: float | str,
+    batch_tokens: int | None = None,
+    meshes: Sequence[Mesh] | None = None,
+    batches: Sequence[int] | None = None,
+    pipelines: Sequence[str] = ("default",),
+    top: int = 1,
+    progress: Callable[[str], None] | None = None,
+    target: str | Target = "cuda",
+    machine: str | Machine | None = None,
+    **fixed: Any,
+) -> Tuned:
+    """Search the configuration with the most tokens (or samples) per second whose eager step fits in `limit`.
+
+    limit: bytes of a device, or the name of a machine, whose memory it is.
+    batch_tokens: tokens or samples of a step over all ranks, rounded to whole batches; None: any.
+    meshes: dimension -> ranks, for `build`'s parameter `mesh`; None: those that the machine's nodes suggest.
+    batches: of a rank and microbatch; None: the divisors of what a rank has in a step.
+    pipelines: passes that are run on the best's program. top: how many settings are planned as they stand.
+    progress: called with a text. fixed: other keys, as those of `fz.plan`.
+    Raises `TuneError`, and the errors of `fz.plan`.
+    """
+    start = time.perf_counter()
+    check_solver()
+    where = machine_of(machine, target.name if isinstance(target, Target) else target_named(target).name)
+    bytes_of_device = _limit(limit)
+    _check(build, inputs, step, world, batch_tokens, batches, top, fixed)
+    _check_pipelines(pipelines)
+    constants = sum(each.nbytes for each in declared(where, 1))
+    if bytes_of_device <= constants:
+        raise TuneError(
+            f"nothing fits in {human_bytes(bytes_of_device)}: context and workspaces alone need "
+            f"{human_bytes(constants)}"
+        )
+    space = Space.of((build, inputs, step), world, where, meshes, batches, batch_tokens)
+    keys = {"world": world, "target": target, "machine": machine, **fixed}
+    given = {key: value for key, value in keys.items() if value is not None}
+    Settings.parse(str(fixed.get("alloc_conf") or ""))
+    builder = VariantBuilder(build)
+    own = ["variant", *(["batch"] if space.has_batch else [])]
+    own += ["accumulate"] if space.accumulates else []
+    planner = Planner(builder, step, inputs, AcceptedKeys.of([*given, *own], builder, inputs, step))
+    say = progress or (lambda text: None)
+    with planner.searching():
+        short = ShortPlans(planner, (builder, inputs, step), given, space, where, world, say)
+        search = Search(short, bytes_of_device, pipelines, say)
+        search.compose()
+        search.verify(top)
+    return _answer(search, world, start)
+
+
+def _answer(search: Search, world: int, start: float) -> Tuned:
+    best, short = search.best(), search.short
+    if best is None:
+        raise TuneError(_nothing_fits(search))
+    fitting = search.ranked()
+    rest = [each for each in search.candidates if not each.fits]
+    every = [best, *(each for each in fitting if each is not best), *sorted(rest, key=lambda c: c.lacks)]
+    left_out = list(short.space.left_out)
+    if not short.runs:
+        left_out.append("layers: `build` returns no model with modules that `fully_shard` wraps below a root")
+    elif short.whole is not None:
+        left_out.append(f"nothing, but planned whole each time: {short.whole}")
+    facts = SearchFacts(
+        settings=len({each.setting for each in every}),
+        candidates=len(every),
+        short=short.planned,
+        whole=search.planned,
+        seconds=time.perf_counter() - start,
+        margin=search.margin,
+        left_out=tuple(left_out),
+        failed={str(dict(mesh or ())): why for mesh, why in search.failed.items()},
+    )
+    kind = search.items.kind if search.items is not None else "steps"
+    programs = search.programs.get(best.setting) or {}
+    return Tuned(best, every, programs, search.limit, kind, world, facts)
+
+
+def _nothing_fits(search: Search) -> str:
+    refused = [each for each in search.candidates if each.refused is not None]
+    least = min(search.candidates, key=lambda c: c.lacks or float("inf"))
+    text = (
+        f"nothing fits in {human_bytes(search.limit)}: of {len(search.candidates):,} configurations the one that "
+        f"needs least lacks {human_bytes(least.lacks)} ({least.setting.text()})"
+    )
+    if refused:
+        text += f"; {len(refused)} were planned whole: {(refused[-1].refused or '').splitlines()[0]}"
+    return text + ". Use more ranks, a smaller batch or a larger limit"
+
+
+def _limit(limit: float | str) -> float:
+    """The bytes of a limit. Raises `TuneError`."""
+    if isinstance(limit, str):
+        memory = MACHINES[limit].memory if limit in MACHINES else None
+        if memory is None:
+            named = ", ".join(name for name, each in MACHINES.items() if each.memory is not None)
+            raise TuneError(f"a limit is a number of bytes, or one of {named}, not {limit!r}")
+        return float(memory)
+    if isinstance(limit, bool) or not limit > 0:
+        raise TuneError(f"a limit is a number of bytes or the name of a machine, not {limit!r}")
+    return float(limit)
+
+
+def _check(
+    build: Any,
+    inputs: Any,
+    step: Any,
+    world: Any,
+    tokens: Any,
+    batches: Sequence[Any] | None,
+    top: Any,
+    fixed: Mapping[str, Any],
+) -> None:
+    """Raises `TuneError` for arguments of the wrong kind."""
+    for name, function in (("build", build), ("step", step), ("inputs", inputs)):
+        if not callable(function) and not (name == "inputs" and function is None):
+            raise TuneError(f"`{name}` is a function, not {type(function).__name__}")
+    numbers = {"world": world, "top": top, "batch_tokens": 1 if tokens is None else tokens}
+    for i, batch in enumerate(batches or ()):
+        numbers[f"batches[{i}]"] = batch
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise TuneError(f"`{name}` is a positive whole number, not {value!r}")
+    searched = sorted({*OWN, "passes", "reshard", "checkpoint"} & fixed.keys())
+    own = inspect.signature(build).parameters
+    taken = [key for key in searched if key in OWN or key not in own]
+    if taken:
+        other = {"mesh": "meshes", "batch": "batches", "passes": "pipelines"}.get(taken[0])
+        hint = f": give `{other}`" if other else ""
+        raise TuneError(f"`{taken[0]}` is searched, it has no single value{hint}")
+    unknown = [key for key in fixed if key in WORLD_KEYS and key != "rank"]
+    assert not unknown, unknown
+
+
+def _check_pipelines(pipelines: Sequence[str]) -> None:
+    """Raises `PassError` for a pipeline that cannot be read."""
+    from passes.pipeline import parse  # here, as `passes` imports `functionalize`
+
+    if isinstance(pipelines, str):
+        raise TuneError(f"`pipelines` is a list of pipelines, not {pipelines!r}")
+    for text in pipelines:
+        parse(text)

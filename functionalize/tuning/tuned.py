@@ -1,0 +1,291 @@
+"""The answer of `tune`: the fastest configuration that fits, the frontier, and why others lost.
+
+    found = fz.tune(build, step, inputs=inputs, world=64, limit="h100", batch_tokens=1 << 20)
+    print(found.text())
+    found.policy.apply(model)           what to do to the model; `found.policy.code()`: as a Python file
+    found.pipeline                      for `fz.capture(step, passes=...)`; None: eager is as good
+    found.peak, found.program_peak      requested bytes, of plans of exactly that: eager's, and of the replayed program
+    found.rows(), found.to_json()
+
+Figures that are composed, not planned, have a `~` in the text and `"planned": false` in rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.report.memory_figures import EAGER, PROGRAM
+from functionalize.sweep.summary import Plan
+from functionalize.tuning.policy import EagerPolicy, counted_policies
+from functionalize.tuning.search import Candidate, frontier_of
+
+_LOST = 8  # rows that say why others lost
+_FRONTIER = 8
+_HEADS = (
+    "setting",
+    "layers",
+    "peak",
+    "device",
+    "step (modelled)",
+    "exposed",
+    "recomputed",
+)
+
+
+@dataclass(frozen=True)
+class SearchFacts:
+    """What a search did. gap: of the best choice of layers, from the optimum of the composed model, as a fraction.
+
+    short, whole: plans made. seconds: of the clock. left_out: axes that the script does not have. margin: of the limit.
+    """
+
+    settings: int
+    candidates: int
+    short: int
+    whole: int
+    seconds: float
+    margin: float
+    left_out: tuple[str, ...]
+    failed: Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tuned:
+    """The answer.
+
+    best: the fastest that fits. candidates: all, the fastest that fits first. programs: pipeline -> the best after it.
+    limit: bytes of a device. kind: what is trained on, "tokens" or "samples". world: ranks.
+    """
+
+    best: Candidate
+    candidates: Sequence[Candidate]
+    programs: Mapping[str, Plan]
+    limit: float
+    kind: str
+    world: int
+    facts: SearchFacts
+
+    def __repr__(self) -> str:
+        rate = f"{self.best.throughput:,.0f} {self.kind}/s/rank"
+        return f"<Tuned: {self.best.setting.text()}, {human_bytes(self.peak)}, {rate}>"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    @property
+    def policy(self) -> EagerPolicy:
+        """What the best does, to apply or to print."""
+        return self.best.policy
+
+    @property
+    def peak(self) -> int:
+        """Requested bytes of the best, run eagerly: of its plan."""
+        return int(self.best.peak)
+
+    @property
+    def pipeline(self) -> str | None:
+        """The passes after which the best's program fits and takes least; None: none is better than eager."""
+        times = {
+            text: plan.figures.time.seconds
+            for text, plan in self.programs.items()
+            if plan.figures is not None and self._fits(plan)
+        }
+        found = min(times, key=lambda text: times[text], default=None)
+        return found if found is not None and times[found] <= self.best.seconds else None
+
+    @property
+    def program_peak(self) -> int | None:
+        """Requested bytes of the program after `pipeline`; None without one."""
+        if self.pipeline is None:
+            return None
+        figures = self.programs[self.pipeline].figures
+        return figures.memory.levels(PROGRAM).requested if figures is not None else None
+
+    @property
+    def tokens(self) -> float:
+        """Tokens or samples of a step, over all ranks."""
+        return self.best.items * self.world
+
+    def frontier(self) -> list[Candidate]:
+        """The candidates that fit, of which no other has both a lower peak and a higher throughput."""
+        return frontier_of([each for each in self.candidates if each.fits])
+
+    def _fits(self, plan: Plan) -> bool:
+        assert plan.figures is not None
+        return plan.figures.memory.fit(self.limit, PROGRAM).refused is None
+
+    # -- why the others lost -----------------------------------------------------------------------
+
+    def why(self, other: Candidate) -> str:
+        """Why a candidate is not the best."""
+        if not other.fits:
+            much = f"does not fit: {human_bytes(other.lacks)} too many" if other.lacks else ""
+            return much or f"does not fit: {(other.refused or '').splitlines()[0]}"
+        best = self.best
+        slower = best.throughput / other.throughput - 1
+        if slower <= 0:
+            return "composed as fast, not planned"
+        # Seconds per item that it spends more.
+        more = {
+            "recomputation": other.recompute / other.items - best.recompute / best.items,
+            "exposed communication": other.exposed / other.items - best.exposed / best.items,
+        }
+        whole = other.seconds / other.items - best.seconds / best.items
+        cause = max(more, key=lambda name: more[name])
+        if more[cause] * 2 < whole:
+            return f"{slower:.1%} slower: kernels and optimizer, which are spread over fewer items"
+        return f"{slower:.1%} slower: {cause}, {human_seconds(more[cause] * other.items)} more per step"
+
+    def losers(self) -> list[Candidate]:
+        """The next best of each other setting, and what is done by hand in the setting of the best."""
+        found: list[Candidate] = []
+        settings = {self.best.setting}
+        for each in self.candidates:
+            if each is self.best:
+                continue
+            alike = len({o.policy for run in each.assigned.runs for o in run}) <= 1
+            if each.setting not in settings or (each.setting == self.best.setting and alike):
+                settings.add(each.setting)
+                found.append(each)
+        return found
+
+    # -- for people and programs -------------------------------------------------------------------
+
+    def row(self, each: Candidate) -> dict[str, Any]:
+        """The figures of a candidate: bytes, seconds, items per second and rank."""
+        device = None
+        if each.plan is not None and each.plan.figures is not None:
+            device = each.plan.figures.memory.fit(self.limit, EAGER).nbytes
+        return {
+            "mesh": dict(each.setting.mesh) if each.setting.mesh else None,
+            "batch": each.setting.batch,
+            "accumulate": each.setting.accumulate,
+            "layers": counted_policies(each.policy.layers.values()),
+            "peak": int(each.peak),
+            "device": device,
+            "step": each.seconds,
+            "exposed": each.exposed,
+            "recomputed": each.recompute,
+            "throughput": each.throughput,
+            "planned": each.plan is not None,
+            "fits": each.fits,
+            "lacks": int(each.lacks),
+            "composed": {"peak": int(each.composed_peak), "step": each.composed_seconds},
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict per candidate, the fastest that fits first."""
+        return [self.row(each) for each in self.candidates]
+
+    def to_json(self) -> str:
+        """The answer as JSON: the best, its policy and pipeline, all candidates, why the next ones lost."""
+        data = {
+            "best": self.row(self.best),
+            "policy": {name: each.text() for name, each in self.policy.layers.items()},
+            "code": self.policy.code(),
+            "pipeline": self.pipeline,
+            "program peak": self.program_peak,
+            "frontier": [self.row(each) for each in self.frontier()],
+            "lost": [{**self.row(each), "why": self.why(each)} for each in self.losers()],
+            "candidates": self.rows(),
+            "limit": self.limit,
+            "search": vars(self.facts),
+        }
+        return json.dumps(data, indent=2, default=str)
+
+    def text(self) -> str:
+        """The answer for people."""
+        facts = self.facts
+        tokens = f"{self.tokens:,.0f} {self.kind} a step"
+        planned = [c for c in self.candidates if c.plan is not None and c.fits]
+        lines = [
+            f"{tokens} on {self.world:,} ranks of {human_bytes(self.limit)}",
+            *self._table(planned),
+            "",
+            "the frontier (~ composed, not planned)",
+            *self._table(_thinned(self.frontier(), _FRONTIER)),
+        ]
+        lost = [each for each in self.losers() if each not in planned[:1]][:_LOST]
+        if lost:
+            lines += ["", "why the next ones lost"]
+            rows = [(c.setting.text(), _layers(c), self.why(c)) for c in lost]
+            lines += _aligned(rows)
+        for text, plan in self.programs.items():
+            if plan.figures is not None:
+                levels = plan.figures.memory.levels(PROGRAM)
+                fits = "fits" if self._fits(plan) else "does not fit"
+                chosen = ", chosen" if text == self.pipeline else ""
+                lines += [
+                    "",
+                    f"captured, passes={text!r}: peak {human_bytes(levels.requested)}, "
+                    f"{human_seconds(plan.figures.time.seconds)} a step, {fits}{chosen}",
+                ]
+        off = self.best.peak / self.best.composed_peak - 1 if self.best.composed_peak else 0.0
+        late = self.best.seconds / self.best.composed_seconds - 1
+        lines += [
+            "",
+            f"{facts.candidates:,} configurations in {facts.settings} settings, of {facts.short} short plans and "
+            f"{facts.whole} whole ones, in {human_seconds(facts.seconds)}; the best was composed with {off:+.1%} of "
+            f"its peak and {late:+.1%} of its time to go; "
+            f"its layers are within {self.best.assigned.gap:.1g} of the optimum",
+        ]
+        lines += [f"not searched: {why}" for why in facts.left_out]
+        lines += [f"not searched: mesh {mesh}: {why}" for mesh, why in facts.failed.items()]
+        return "\n".join(lines)
+
+    def _table(self, found: Sequence[Candidate]) -> list[str]:
+        rows = [(*_HEADS, f"{self.kind}/s/rank")]
+        for each in found:
+            row = self.row(each)
+            about = "" if each.plan is not None else "~"
+            rows.append(
+                (
+                    each.setting.text(),
+                    _layers(each),
+                    about + human_bytes(each.peak),
+                    human_bytes(row["device"]) if row["device"] is not None else "",
+                    about + human_seconds(each.seconds),
+                    about + human_seconds(each.exposed),
+                    about + human_seconds(each.recompute),
+                    f"{about}{each.throughput:,.0f}"
+                    if each.throughput >= 100
+                    else f"{about}{each.throughput:.3g}",
+                )
+            )
+        return _aligned(rows)
+
+
+def _layers(each: Candidate) -> str:
+    """The policies of the layers in short: `19 recomputed in part, 13 saved`."""
+    counts: dict[str, int] = {}
+    for one in each.policy.layers.values():
+        how = "saved" if one.saved is None else "recomputed in part" if one.saved else "recomputed"
+        after = {True: "", False: ", unsharded"}.get(one.reshard or False, f", on {one.reshard}")
+        if one.reshard is None:
+            after = ""
+        counts[how + after] = counts.get(how + after, 0) + 1
+    return "; ".join(f"{count} {how}" for how, count in counts.items()) or "as built"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines; the first two columns are text, the others stand at the right."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _thinned(found: Sequence[Candidate], most: int) -> list[Candidate]:
+    """At most so many, evenly, the first and the last included."""
+    if len(found) <= most:
+        return [*found]
+    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
