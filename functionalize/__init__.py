@@ -17,6 +17,7 @@ from functionalize.step.step_file import load
 from functionalize.step_backward.captured_backward import capture_backward
 from functionalize.step_backward.trace_backward import trace_backward
 from functionalize.sweep.plan import plan
+from functionalize.tuning.tune import tune
 
 __all__ = [
     "FunctionalizeError",
@@ -34,6 +35,7 @@ __all__ = [
     "resize_storage_bytes_",
     "trace",
     "trace_backward",
+    "tune",
     "world",
 ]
 

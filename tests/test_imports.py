@@ -54,6 +54,7 @@ ORDER = [
     "deferral",
     "sweep",
     "calibration",
+    "tuning",
     "integrations",
     "functionalize",
     "cli",

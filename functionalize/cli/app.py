@@ -18,6 +18,7 @@ from functionalize.cli import calibrate as calibrate_command
 from functionalize.cli import graphs
 from functionalize.cli import memory as memory_command
 from functionalize.cli import plan as plan_command
+from functionalize.cli import tune as tune_command
 from functionalize.cli.compare import compare
 from functionalize.cli.console import Out, run
 from functionalize.cli.recorded import DEFAULT_WORLD, Job
@@ -363,6 +364,40 @@ def plan(
 
 app.command()(compare)
 app.command("calibrate")(calibrate_command.command)
+
+
+@command(Script)
+def tune(
+    out: Out,
+    job: Job,
+    limit: Limit = None,
+    batch_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="COUNT", help="Of a step over all ranks: 1M, 4_194_304, 512k."),
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option(metavar="1,2,4", help="Of a rank and microbatch.")
+    ] = None,
+    passes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PIPELINE", help="To run on the best's program; repeatable."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, metavar="K", help="Settings to plan whole.")] = 1,
+    alloc_conf: AllocConf = "",
+    machine: Machine = None,
+    code: Annotated[str | None, _file("FILE.py", "Write the policy, to apply to a model.")] = None,
+) -> None:
+    """Search the configuration with the most tokens per second that fits in --limit: mesh, batch, layers, passes.
+
+    What build, inputs and step have parameters for is searched: mesh, batch, accumulate; and for each layer under
+    fully_shard whether it is resharded, and which of its ops are recomputed. --mesh fixes the mesh.
+
+    Example: [bold]functionalize tune train.py --world 64 --limit h100 --batch-tokens 1M --code policy.py[/]
+    """
+    options = tune_command.TuneOptions(
+        _size(limit), batch_tokens, batches, passes, top, machine, alloc_conf or None, code
+    )
+    tune_command.tune(out, job, options)
 
 
 def _axes(grid: list[str] | None) -> dict[str, list[object]]:

@@ -60,7 +60,7 @@ def set_reshard(values: Mapping[Any, int]) -> None:
 def _reshard_to(module: Any, ranks: int, meshes: dict[Any, Any]) -> None:
     """Reshard a module to groups of `ranks` after its forward, which torch's setter cannot do.
 
-    meshes: (mesh of parameters, ranks) -> the mesh after the forward, which modules share as those of one `fully_shard` do.
+    meshes: (mesh of parameters, ranks) -> the mesh after the forward, which modules share as after one `fully_shard`.
     """
     state = module._get_fsdp_state()
     state._auto_reshard_after_forward = False

@@ -265,6 +265,7 @@ class Planner:
         before = plan.figures
         program = passes.run(before.program, pipeline)
         conf = str(plan.point.get("alloc_conf") or "")
+        assert isinstance(before.memory, StepMemory)
         figures = Figures.of(program, before.memory, before.machine, conf, before.items)
         _ = figures.row
         return replace(plan, point={**plan.point, "passes": pipeline}, figures=figures)

@@ -39,5 +39,5 @@ def saving(saved: Saved) -> Any:
 
 def recompute(module: nn.Module, saved: Saved) -> None:
     """Compute what the forward of a module saves again in backward, except the results of `saved`."""
-    contexts = {"context_fn": partial(saving, saved)} if saved else {}
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False, **contexts)
+    run = partial(checkpoint, module.forward, use_reentrant=False)
+    module.forward = partial(run, context_fn=partial(saving, saved)) if saved else run

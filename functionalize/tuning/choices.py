@@ -13,31 +13,37 @@ Invariant: bytes fall and seconds rise from one choice to the next.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-from functionalize.tuning.pieces import Piece, PieceOp
-from functionalize.tuning.solver import Row, solve
+from functionalize.tuning.pieces import LayerPiece, PieceOp
+from functionalize.tuning.solver import LinearRow, solve
 
 _STEPS = 64
 Saved = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A choice for one layer. saved: as in `LayerPolicy`. nbytes, seconds: more than plain checkpointing, of which all."""
+class LayerChoice:
+    """A choice for one layer.
+
+    saved: as in `LayerPolicy`. nbytes: kept beyond what plain checkpointing keeps. seconds: of recomputation.
+    """
 
     saved: Saved | None
     nbytes: int
     seconds: float
 
 
-def frontier(piece: Piece) -> list[Choice]:
+def frontier(piece: LayerPiece) -> list[LayerChoice]:
     """The choices for a layer that no other one betters in both bytes and seconds."""
-    found = [Choice(None, piece.saved - piece.held, 0.0)]
+    found = [LayerChoice(None, piece.saved - piece.held, 0.0)]
     ops = [op for op in piece.ops if op.seconds and not op.fixed]
     if any(op.random and op.fixed and op.seconds for op in piece.ops):
         ops = [op for op in ops if not op.random]
     step = max(piece.saved // _STEPS, 1)
-    budget = piece.saved - piece.held - step  # closer ones differ by less than the tolerance of the solver
+    budget = (
+        piece.saved - piece.held - step
+    )  # closer ones differ by less than the tolerance of the solver
     while ops and budget >= 0:
         kept = _kept(ops, budget)
         nbytes = sum(op.nbytes for op in kept)
@@ -46,19 +52,19 @@ def frontier(piece: Piece) -> list[Choice]:
         left = piece.recompute - sum(op.seconds for op in kept)
         if left < found[-1].seconds or nbytes >= found[-1].nbytes:  # by rounding alone
             break
-        found.append(Choice(_named(kept), nbytes, left))
+        found.append(LayerChoice(_named(kept), nbytes, left))
         budget = nbytes - step
     if found[-1].nbytes > 0:
-        found.append(Choice((), 0, piece.recompute))
+        found.append(LayerChoice((), 0, piece.recompute))
     return found
 
 
 def _kept(ops: list[PieceOp], budget: int) -> list[PieceOp]:
     """The ops to save that spare most seconds within a budget of bytes."""
-    rows = [Row([op.nbytes for op in ops], 0, budget)]
+    rows = [LinearRow([op.nbytes for op in ops], 0, budget)]
     random = [i for i, op in enumerate(ops) if op.random]
-    for first, second in zip(random, random[1:], strict=False):
-        rows.append(Row([(i == first) - (i == second) for i in range(len(ops))], 0, 0))
+    for first, second in pairwise(random):
+        rows.append(LinearRow([(i == first) - (i == second) for i in range(len(ops))], 0, 0))
     solved = solve([-op.seconds for op in ops], rows, [1] * len(ops))
     return [] if solved is None else [op for op, x in zip(ops, solved.values, strict=True) if x]
 

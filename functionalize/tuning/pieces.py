@@ -8,7 +8,7 @@ What is recorded is what a checkpoint of the layer sees: the ops of its `forward
 overload as selective checkpointing counts them. An op after the last value that autograd saves is never run again:
 recomputation stops there.
 Not recorded in detail: layers with tensor subclasses (DTensor: tensor parallelism), whose ops run on their parts; a
-`Piece` of such a layer is not `selective`.
+`LayerPiece` of such a layer is not `selective`.
 Invariant: the step runs as without a recording.
 """
 
@@ -40,7 +40,8 @@ class PieceOp:
     name: of the overload. call: which of its calls in this layer, from 0.
     seconds: modelled; 0 if the op is never run again.
     nbytes: of the storages that it makes, but those that live on as the layer's result.
-    random: whether it draws numbers. fixed: whether its results cannot be saved: a later op writes to them.
+    random: whether it draws numbers. fixed: whether its results cannot be saved: it has none of its own, or a later op
+    writes to them.
     """
 
     name: str
@@ -52,7 +53,7 @@ class PieceOp:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayerPiece:
     """One layer. saved: bytes that autograd keeps of it until its backward, without the layer's result and inputs.
 
     held: bytes of inputs that a checkpoint holds and autograd does not. selective: whether ops are known one by one.
@@ -70,9 +71,9 @@ class Piece:
 
 
 @contextmanager
-def recording(layers: Mapping[str, nn.Module], machine: Machine) -> Iterator[dict[str, Piece]]:
+def recording(layers: Mapping[str, nn.Module], machine: Machine) -> Iterator[dict[str, LayerPiece]]:
     """Record the first call of each of these modules."""
-    found: dict[str, Piece] = {}
+    found: dict[str, LayerPiece] = {}
     before = {module: vars(module).get("forward") for module in layers.values()}
 
     def recorded(name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,30 +154,29 @@ class _PieceMode(TorchDispatchMode):
             self._kept.append(tensor)
             self._nbytes.setdefault(_key(tensor), 0)  # not made here
 
-    def piece(self, inputs: Any, result: Any, machine: Machine) -> Piece:
+    def piece(self, inputs: Any, result: Any, machine: Machine) -> LayerPiece:
         """What was recorded. inputs, result: of the layer."""
         if not self._plain:
-            return Piece((), 0, 0, False)
+            return LayerPiece((), 0, 0, False)
         results = {_key(t) for t in _tensors(result)}
         ops = []
         for i, (node, call, made) in enumerate(self._made):
-            if not made:
-                continue
             again = i < self._last_save
+            spent = seconds(node, machine) if again else 0.0
+            if not made and not spent:  # a view
+                continue
             ops.append(
                 PieceOp(
                     str(node.target),
                     call,
-                    seconds(node, machine) if again else 0.0,
+                    spent,
                     sum(self._nbytes[key] for key in made if key not in results),
                     is_random(node),
-                    is_collective(node) or any(key in self._written for key in made),
+                    is_collective(node) or not made or any(key in self._written for key in made),
                 )
             )
-        held = {
-            _key(t): t.untyped_storage().nbytes() for t in _tensors(inputs) if t.requires_grad
-        }
-        return Piece(
+        held = {_key(t): t.untyped_storage().nbytes() for t in _tensors(inputs) if t.requires_grad}
+        return LayerPiece(
             tuple(ops),
             sum(self._nbytes.get(key, 0) for key in self._saved - results),
             sum(nbytes for key, nbytes in held.items() if key not in self._saved),

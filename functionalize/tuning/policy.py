@@ -48,10 +48,11 @@ class LayerPolicy:
             for name, calls in self.saved or ()
         )
         how = "saves all" if self.saved is None else f"saves {kept}" if kept else "recomputed"
-        after = {None: "", True: "; resharded", False: "; stays unsharded"}
-        where = after.get(self.reshard, f"; resharded to {self.reshard}")
-        # `1 == True`: a group of one rank does not exist, so that 1 is never a number of ranks here.
-        return how + where
+        if self.reshard is None:
+            return how
+        if isinstance(self.reshard, bool):
+            return f"{how}; {'resharded' if self.reshard else 'stays unsharded'}"
+        return f"{how}; resharded to {self.reshard}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class EagerPolicy:
         missing = [name for name in self.layers if name not in modules]
         if missing:
             raise TuneError(
-                f"the model has no module `{missing[0]}`, for which this policy is: apply it to the model that was tuned"
+                f"the model has no module `{missing[0]}`, which this policy is for: apply it to the one that was tuned"
             )
         chosen = {modules[name]: policy for name, policy in self.layers.items()}
         if any(isinstance(vars(module).get("forward"), partial) for module in chosen):

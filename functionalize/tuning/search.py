@@ -4,8 +4,8 @@
     search.verify(3)        plan the best of each setting, until so many fit
 
 For each setting an integer program picks the options of the layers (`compose.py`) from the numbers of short plans
-(`short_plans.py`). The best is planned whole. If it does not fit, the budget of all candidates shrinks by what it lacks,
-they are composed again, and the next best is planned.
+(`short_plans.py`). The best is planned whole. If it does not fit, the budget of all candidates shrinks, and the next
+best is planned.
 Invariant: a candidate with a `plan` has that plan's figures; one without has composed ones.
 """
 
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from functionalize.errors import FunctionalizeError
 from functionalize.planning.report.memory_figures import EAGER
 from functionalize.sweep.summary import Items, Plan
-from functionalize.tuning.compose import Assigned, Numbers, options, solved
+from functionalize.tuning.compose import LayerAssignment, StepNumbers, options, solved
 from functionalize.tuning.policy import EagerPolicy, LayerPolicy
 from functionalize.tuning.short_plans import ShortPlans
 from functionalize.tuning.space import MeshKey, Setting
 from functionalize.tuning.variants import Variant
 
-_BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of what is left: the frontier
+_BUDGETS = tuple(1 - i / 20 for i in range(16))  # of what is left: the frontier
 _MARGIN = 0.02  # of the limit, for what the allocator cannot use; grows if a plan does not fit
 _MOST_MARGIN = 0.5
 _REFUSED = 5  # plans that do not fit, until the search ends
@@ -34,13 +34,13 @@ class Candidate:
     """One configuration.
 
     assigned: the options of its layers. peak: requested bytes of eager. seconds: of a step. items: tokens or samples
-    that a rank trains on in it, shared ones divided. exposed, recompute: seconds of it. lacks: bytes that it has too many.
-    plan: it as it was planned; all figures are the plan's then. refused: why the plan does not fit, or failed.
+    that a rank trains on in it, shared ones divided. exposed, recompute: seconds of it. lacks: bytes that it has too
+    many. plan: it as it was planned; all figures are the plan's then. refused: why the plan does not fit, or failed.
     """
 
     setting: Setting
     policy: EagerPolicy
-    assigned: Assigned
+    assigned: LayerAssignment
     peak: float
     seconds: float
     items: float
@@ -98,19 +98,19 @@ class Search:
         self._compose()
 
     def _settings_on(self, mesh: MeshKey | None) -> list[Setting]:
-        first, space = self.short.first(mesh), self.short.space
+        items, space = self.short.first(mesh), self.short.space
         each, ranks = 1, self.short.world
-        if first.items is not None:
-            each, ranks = first.items.number, ranks // first.items.ranks
-            self.items = first.items
+        if items is not None:
+            each, ranks = items.number, ranks // items.ranks
+            self.items = items
         found = space.settings(mesh, each, ranks)
         if space.batches is not None or space.tokens is not None:
             return found
         # Batches by doubling, until one does not fit even if every layer is recomputed.
         fitting: list[Setting] = []
         for setting in found:
-            base, _ = self.short.base(setting, found[:2])
-            if fitting and base.peak > self._left():
+            base, beside = self.short.base(setting, found[:2])
+            if fitting and base.peak + beside > self._left():
                 break
             fitting.append(setting)
         return fitting
@@ -124,13 +124,16 @@ class Search:
     def _compose(self) -> None:
         """All candidates, with the margin as it is now; those that were planned stay."""
         self.candidates = [each for each in self.candidates if each.plan is not None]
+        by_mesh: dict[MeshKey | None, list[Setting]] = {}
         for setting in self._settings:
-            self.say(f"composing {setting.text()}")
-            ends = [each for each in self._settings if each.mesh == setting.mesh]
-            self._compose_at(setting, ends)
+            by_mesh.setdefault(setting.mesh, []).append(setting)
+        for ends in by_mesh.values():
+            self.short.prepare(ends)
+            for setting in ends:
+                self._compose_at(setting, ends)
 
     def _compose_at(self, setting: Setting, ends: Sequence[Setting]) -> None:
-        base, built = self.short.base(setting, ends)
+        base, beside = self.short.base(setting, ends)
         stays, later = self.short.accumulation(setting, ends[0])
         micro = base.seconds - base.optimizer
         base = replace(
@@ -140,17 +143,18 @@ class Search:
             exposed=base.exposed * setting.accumulate,
         )
         if not self.short.runs:
-            self._add(setting, Assigned((), 0.0), base)
+            self._add(setting, LayerAssignment((), 0.0), base, beside)
             return
         counts, choices = self.short.counts, self.short.choices(setting)
         reshards = self.short.reshards(setting, ends[0])
         # Seconds are those of a step: what is recomputed is so for each microbatch.
-        hidden = built.backward / sum(counts)
+        # Recomputation hides communication that is exposed beside it, where there are streams.
+        hidden = base.backward / sum(counts) if self.short.machine.streams else 0.0
         every = [options(each, reshards, hidden, setting.accumulate) for each in choices]
         for share in _BUDGETS:
-            found = solved(every, counts, self._left() * share - base.peak)
+            found = solved(every, counts, self._left() * share - base.peak, beside)
             if found is not None:
-                self._add(setting, found, base)
+                self._add(setting, found, base, beside)
         for at in (0, -1):  # all saved, all recomputed: as it is done by hand
             for reshard in reshards.items():
                 chosen = [
@@ -158,16 +162,19 @@ class Search:
                     for each in choices
                 ]
                 runs = [(own[0],) * count for own, count in zip(chosen, counts, strict=True)]
-                self._add(setting, Assigned(tuple(runs), 0.0), base)
+                self._add(setting, LayerAssignment(tuple(runs), 0.0), base, beside)
 
-    def _add(self, setting: Setting, assigned: Assigned, base: Numbers) -> None:
+    def _add(
+        self, setting: Setting, assigned: LayerAssignment, base: StepNumbers, beside: float
+    ) -> None:
         names = [name for run in self.short.runs for name in run.names]
         layers = dict(zip(names, (o.policy for run in assigned.runs for o in run), strict=True))
         mesh = dict(setting.mesh) if setting.mesh else None
         policy = EagerPolicy(setting.batch, setting.accumulate, mesh, layers)
         if any(each.policy == policy for each in self.candidates):
             return
-        peak, seconds = base.peak + assigned.nbytes, base.seconds + assigned.seconds
+        peak = assigned.peak(base.peak, beside)
+        seconds = base.seconds + assigned.seconds
         each = self.items.number / self.items.ranks if self.items else 1
         found = Candidate(
             setting,

@@ -24,10 +24,10 @@ from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.memory_figures import EAGER
 from functionalize.sweep.grid import AcceptedKeys, of
 from functionalize.sweep.plan import Planner, arguments, called, target_on
-from functionalize.sweep.summary import Figures
-from functionalize.tuning.choices import Choice, frontier
-from functionalize.tuning.compose import Numbers
-from functionalize.tuning.pieces import Piece, recording
+from functionalize.sweep.summary import Figures, Items
+from functionalize.tuning.choices import LayerChoice, frontier
+from functionalize.tuning.compose import StepNumbers
+from functionalize.tuning.pieces import LayerPiece, recording
 from functionalize.tuning.policy import LayerPolicy
 from functionalize.tuning.space import MeshKey, Setting, Space
 from functionalize.tuning.variants import (
@@ -63,8 +63,8 @@ class ShortPlans:
     whole: str | None = None
     runs: list[Run] = field(default_factory=list)
     _seen: bool = False
-    _short: dict[Any, Figures] = field(default_factory=dict)
-    _choices: dict[Any, list[list[Choice]]] = field(default_factory=dict)
+    _short: dict[Any, tuple[StepNumbers, Items | None]] = field(default_factory=dict)
+    _choices: dict[Any, list[list[LayerChoice]]] = field(default_factory=dict)
 
     @property
     def counts(self) -> list[int]:
@@ -80,8 +80,8 @@ class ShortPlans:
     def _keep(self) -> int | None:
         return _KEEP if self.whole is None else None
 
-    def first(self, mesh: MeshKey | None) -> Figures:
-        """The short model on a mesh at batch 1; the whole model if it cannot be shortened."""
+    def first(self, mesh: MeshKey | None) -> Items | None:
+        """Plan the short model on a mesh at batch 1, the whole one if it cannot be shortened: what a rank trains on."""
         setting = Setting(mesh, 1 if self.space.has_batch else None)
         if not self._seen:
             self._seen = True
@@ -89,16 +89,19 @@ class ShortPlans:
             if all(len(r.names) <= _KEEP + 1 or not r.removable for r in self.runs):
                 self.whole = "no layers are equal" if self.runs else "no layers are wrapped"
         try:
-            return self.figures(setting, None, None)
+            return self._planned(setting, None, None)[1]
         except Exception as error:
             if self.whole is not None:
                 raise
             self.whole = f"its forward needs every layer ({type(error).__name__})"
-            return self.figures(setting, None, None)
+            return self._planned(setting, None, None)[1]
 
     # -- numbers -----------------------------------------------------------------------------------
 
-    def figures(self, setting: Setting, policy: LayerPolicy | None, more: int | None) -> Figures:
+    def _planned(
+        self, setting: Setting, policy: LayerPolicy | None, more: int | None
+    ) -> tuple[StepNumbers, Items | None]:
+        """The numbers of a short model. more: the run that has one layer more."""
         key = setting, policy, more
         if key not in self._short:
             self.say(f"planning a short model: {setting.text()}")
@@ -109,7 +112,8 @@ class ShortPlans:
                 assert plan.cause is not None
                 raise plan.cause
             self.constants = plan.figures.memory.levels(EAGER).constants
-            self._short[key] = plan.figures
+            # Only numbers are kept: many graphs would make every collection of garbage slow.
+            self._short[key] = _numbers_of(plan.figures), plan.figures.items
         return self._short[key]
 
     def point(self, setting: Setting, variant: Variant) -> dict[str, Any]:
@@ -120,9 +124,9 @@ class ShortPlans:
             own["accumulate"] = setting.accumulate
         return {**self.fixed, **own}
 
-    def of(self, setting: Setting, policy: LayerPolicy | None) -> Numbers:
+    def of(self, setting: Setting, policy: LayerPolicy | None) -> StepNumbers:
         """The numbers of the whole model, all layers with a policy: composed of two short models."""
-        short = replace(_numbers_of(self.figures(setting, policy, None)), backward=0.0)
+        short = replace(self._planned(setting, policy, None)[0], backward=0.0)
         if self._keep is None:
             return short
         found, exposed = short, 0.0
@@ -130,15 +134,15 @@ class ShortPlans:
             zip(self.runs, shortened(self.runs, self._keep, None), strict=True)
         ):
             if len(run.names) > kept:
-                longer = _numbers_of(self.figures(setting, policy, i))
-                layer = longer.plus(_numbers_of(self.figures(setting, policy, None)), -1.0)
+                longer = self._planned(setting, policy, i)[0]
+                layer = longer.plus(self._planned(setting, policy, None)[0], -1.0)
                 found = found.plus(layer, len(run.names) - kept)
                 exposed += len(run.names) * max(layer.backward, 0.0)
         return replace(found, backward=exposed)
 
     def _at_batch(
         self, setting: Setting, policy: LayerPolicy | None, ends: Sequence[Setting]
-    ) -> Numbers:
+    ) -> StepNumbers:
         """The numbers of one microbatch, between those of the smallest and of the largest batch that are planned."""
         first, last = (replace(each, accumulate=1) for each in (ends[0], ends[-1]))
         low = self.of(first, policy)
@@ -148,20 +152,44 @@ class ShortPlans:
         share = (setting.batch - first.batch) / (last.batch - first.batch)
         return low.between(self.of(last, policy), share)
 
-    def base(self, setting: Setting, ends: Sequence[Setting]) -> tuple[Numbers, Numbers]:
-        """(the peak of layers that are all recomputed, with the seconds of layers that are not; such layers' own numbers)."""
+    def base(self, setting: Setting, ends: Sequence[Setting]) -> tuple[StepNumbers, float]:
+        """(the seconds if no layer is recomputed with the peak if all are, bytes beside the last layer's backward)."""
         built = self._at_batch(setting, self.policy, ends)
         if not self.runs:
-            return built, built
+            return built, 0.0
         choices = self.choices(setting)
         saved = sum(n * each[0].nbytes for n, each in zip(self.counts, choices, strict=True))
         # The peak may move into the layers once they are recomputed: known from the first mesh, the same on others.
-        alike = [replace(each, mesh=self.space.meshes[0], accumulate=1) for each in ends]
+        alike = [replace(each, mesh=self._like(setting.mesh), accumulate=1) for each in ends]
         here = replace(setting, mesh=alike[0].mesh, accumulate=1)
         least = self._at_batch(here, RECOMPUTED, alike)
         most = self._at_batch(here, SAVED, alike)
         beside = max(least.peak - (most.peak - saved), 0.0)
-        return replace(built, peak=built.peak - saved + beside), built
+        return replace(built, peak=built.peak - saved), beside
+
+    def _like(self, mesh: MeshKey | None) -> MeshKey | None:
+        """The first mesh on which layers compute what they do on this one."""
+        beside = _beside_data(mesh)
+        return next(each for each in self.space.meshes if _beside_data(each) == beside)
+
+    def prepare(self, ends: Sequence[Setting]) -> None:
+        """Plan what the settings of a mesh need, in an order in which plans share models. ends: its settings."""
+        if self.whole is not None:
+            return
+        once = [replace(each, accumulate=1) for each in (ends[0], ends[-1])]
+        saved = (
+            [*once, replace(once[0], accumulate=2)] if any(e.accumulate > 1 for e in ends) else once
+        )
+        wanted: list[tuple[LayerPolicy | None, list[Setting]]] = [(self.policy, saved)]
+        for value in self.space.reshards_on(ends[0].mesh, self.world):
+            if value is not True:
+                wanted.append((replace(SAVED, reshard=value), once[:1]))
+        if ends[0].mesh == self._like(ends[0].mesh):
+            wanted.append((RECOMPUTED, once))
+        for policy, settings in wanted:
+            for more in (None, *range(len(self.runs))):
+                for setting in settings:
+                    self._planned(setting, policy, more)
 
     def reshards(self, setting: Setting, first: Setting) -> dict[bool | int, tuple[float, float]]:
         """The bytes and seconds of a layer's resharding beyond `True`."""
@@ -176,30 +204,30 @@ class ShortPlans:
                 found[value] = max(delta.peak / layers, 0.0), delta.seconds / layers
         return found
 
-    def choices(self, setting: Setting) -> list[list[Choice]]:
+    def choices(self, setting: Setting) -> list[list[LayerChoice]]:
         """The choices of a layer of each run."""
         key = setting.batch, _beside_data(setting.mesh)
         if key not in self._choices:
             self.say(f"one layer, op by op: {setting.text()}")
             pieces = self._see(replace(setting, accumulate=1), self._keep)
-            found: dict[Piece, list[Choice]] = {}
+            found: dict[LayerPiece, list[LayerChoice]] = {}
             for piece in pieces:
                 if piece not in found:
                     found[piece] = frontier(piece) if piece.selective else self._plain(setting)
             self._choices[key] = [found[piece] for piece in pieces]
         return self._choices[key]
 
-    def _plain(self, setting: Setting) -> list[Choice]:
+    def _plain(self, setting: Setting) -> list[LayerChoice]:
         """All or nothing, for layers whose ops are not known one by one: what two plans differ by."""
         here = replace(setting, accumulate=1)
         layers = sum(self.counts)
         delta = self.of(here, SAVED).plus(self.of(here, RECOMPUTED), -1.0)
         return [
-            Choice(None, max(int(delta.peak / layers), 0), 0.0),
-            Choice((), 0, max(-delta.seconds / layers, 0.0)),
+            LayerChoice(None, max(int(delta.peak / layers), 0), 0.0),
+            LayerChoice((), 0, max(-delta.seconds / layers, 0.0)),
         ]
 
-    def _see(self, setting: Setting, keep: int | None) -> list[Piece]:
+    def _see(self, setting: Setting, keep: int | None) -> list[LayerPiece]:
         """Build a model in a fake world, and run its step once, recording a layer of each run.
 
         The first time: only find the runs.
@@ -223,25 +251,23 @@ class ShortPlans:
             with recording(chosen, self.machine) as pieces:
                 called("step", step, args, {**kwargs, **of(point, accepted.step)})()
             del built, args, kwargs, layers, chosen
-        return [pieces.get(run.names[0], Piece((), 0, 0, False)) for run in self.runs]
+        return [pieces.get(run.names[0], LayerPiece((), 0, 0, False)) for run in self.runs]
 
     def accumulation(self, setting: Setting, first: Setting) -> tuple[float, float]:
-        """(bytes of gradients that stay from one microbatch to the next, seconds of a later one by those of the first)."""
+        """(bytes that stay from one microbatch to the next, the seconds of a later one by those of the first)."""
         if setting.accumulate == 1:
             return 0.0, 1.0
-        once, twice = (
-            self.of(replace(first, accumulate=n), self.policy) for n in (1, 2)
-        )
+        once, twice = (self.of(replace(first, accumulate=n), self.policy) for n in (1, 2))
         factor = (twice.seconds - once.seconds) / max(once.seconds - once.optimizer, 1e-12)
         return max(twice.peak - once.peak, 0.0), factor
 
 
-def _numbers_of(figures: Figures) -> Numbers:
+def _numbers_of(figures: Figures) -> StepNumbers:
     time = figures.time
     phases = {p.phase: p for p in time.phases}
     backward = sum(p.exposed for name, p in phases.items() if name not in (FORWARD, OPTIMIZER, ""))
     optimizer = phases[OPTIMIZER].seconds if OPTIMIZER in phases else 0.0
-    return Numbers(
+    return StepNumbers(
         figures.memory.levels(EAGER).requested, time.seconds, time.exposed, backward, optimizer
     )
 

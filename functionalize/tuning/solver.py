@@ -1,6 +1,6 @@
 """Mixed integer linear programs, by HiGHS as scipy has it.
 
-    solve(costs, [Row((1, 1), 0, 3)], upper=[1, 1])      the least costs @ x with 0 <= 1 x_0 + 1 x_1 <= 3, x integers
+    solve(costs, [LinearRow((1, 1), 0, 3)], upper=[1, 1])      integers x, least costs @ x, 0 <= x_0 + x_1 <= 3
 
 Refuses (`TuneError`): no scipy; a solver that fails. A program without a solution gives None.
 """
@@ -16,7 +16,7 @@ _SECONDS = 10.0  # for one program; what is found then has a gap
 _INFEASIBLE = 2
 
 
-class Row(NamedTuple):
+class LinearRow(NamedTuple):
     """One constraint: low <= weights @ x <= high."""
 
     weights: Sequence[float]
@@ -42,7 +42,9 @@ def check_solver() -> None:
         ) from None
 
 
-def solve(costs: Sequence[float], rows: Sequence[Row], upper: Sequence[float]) -> Solved | None:
+def solve(
+    costs: Sequence[float], rows: Sequence[LinearRow], upper: Sequence[float]
+) -> Solved | None:
     """Integers from 0 to `upper` with the least costs that satisfy all rows; None if there are none."""
     check_solver()
     import numpy as np
@@ -50,7 +52,9 @@ def solve(costs: Sequence[float], rows: Sequence[Row], upper: Sequence[float]) -
 
     # Rows are scaled to weights of about 1: tolerances of the solver are absolute.
     scales = [max(map(abs, row.weights), default=0) or 1.0 for row in rows]
-    matrix = np.array([np.asarray(row.weights, float) / s for row, s in zip(rows, scales, strict=True)])
+    matrix = np.array(
+        [np.asarray(row.weights, float) / s for row, s in zip(rows, scales, strict=True)]
+    )
     lows = [row.low / scale for row, scale in zip(rows, scales, strict=True)]
     highs = [row.high / scale for row, scale in zip(rows, scales, strict=True)]
     unit = max(map(abs, costs), default=0) or 1.0

@@ -105,7 +105,7 @@ class Space:
         )
 
     def settings(self, mesh: MeshKey | None, each: int, ranks: int) -> list[Setting]:
-        """The settings on a mesh. each: tokens or samples of one rank at batch 1. ranks: that train on different ones."""
+        """The settings on a mesh. each: tokens or samples of a rank at batch 1. ranks: that train on different ones."""
         if self.batches is not None and self.tokens is None:
             return [Setting(mesh, batch) for batch in self.batches]
         if self.tokens is None:

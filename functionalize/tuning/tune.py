@@ -72,7 +72,9 @@ def tune(
     """
     start = time.perf_counter()
     check_solver()
-    where = machine_of(machine, target.name if isinstance(target, Target) else target_named(target).name)
+    where = machine_of(
+        machine, target.name if isinstance(target, Target) else target_named(target).name
+    )
     bytes_of_device = _limit(limit)
     _check(build, inputs, step, world, batch_tokens, batches, top, fixed)
     _check_pipelines(pipelines)
@@ -105,10 +107,16 @@ def _answer(search: Search, world: int, start: float) -> Tuned:
         raise TuneError(_nothing_fits(search))
     fitting = search.ranked()
     rest = [each for each in search.candidates if not each.fits]
-    every = [best, *(each for each in fitting if each is not best), *sorted(rest, key=lambda c: c.lacks)]
+    every = [
+        best,
+        *(each for each in fitting if each is not best),
+        *sorted(rest, key=lambda c: c.lacks),
+    ]
     left_out = list(short.space.left_out)
     if not short.runs:
-        left_out.append("layers: `build` returns no model with modules that `fully_shard` wraps below a root")
+        left_out.append(
+            "layers: `build` returns no model with modules that `fully_shard` wraps below a root"
+        )
     elif short.whole is not None:
         left_out.append(f"nothing, but planned whole each time: {short.whole}")
     facts = SearchFacts(
@@ -134,7 +142,9 @@ def _nothing_fits(search: Search) -> str:
         f"needs least lacks {human_bytes(least.lacks)} ({least.setting.text()})"
     )
     if refused:
-        text += f"; {len(refused)} were planned whole: {(refused[-1].refused or '').splitlines()[0]}"
+        text += (
+            f"; {len(refused)} were planned whole: {(refused[-1].refused or '').splitlines()[0]}"
+        )
     return text + ". Use more ranks, a smaller batch or a larger limit"
 
 

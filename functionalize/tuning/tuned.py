@@ -129,16 +129,19 @@ class Tuned:
         best = self.best
         slower = best.throughput / other.throughput - 1
         if slower <= 0:
-            return "composed as fast, not planned"
+            return "composed as fast, not planned: more settings are planned with a larger `top`"
         # Seconds per item that it spends more.
         more = {
             "recomputation": other.recompute / other.items - best.recompute / best.items,
             "exposed communication": other.exposed / other.items - best.exposed / best.items,
+            "gathering again": (
+                other.assigned.gather / other.items - best.assigned.gather / best.items
+            ),
         }
         whole = other.seconds / other.items - best.seconds / best.items
         cause = max(more, key=lambda name: more[name])
         if more[cause] * 2 < whole:
-            return f"{slower:.1%} slower: kernels and optimizer, which are spread over fewer items"
+            return f"{slower:.1%} slower: kernels and optimizer"
         return f"{slower:.1%} slower: {cause}, {human_seconds(more[cause] * other.items)} more per step"
 
     def losers(self) -> list[Candidate]:
@@ -265,9 +268,11 @@ def _layers(each: Candidate) -> str:
     counts: dict[str, int] = {}
     for one in each.policy.layers.values():
         how = "saved" if one.saved is None else "recomputed in part" if one.saved else "recomputed"
-        after = {True: "", False: ", unsharded"}.get(one.reshard or False, f", on {one.reshard}")
-        if one.reshard is None:
-            after = ""
+        after = ""
+        if one.reshard is False:
+            after = ", unsharded"
+        elif not isinstance(one.reshard, bool) and one.reshard is not None:
+            after = f", on {one.reshard}"
         counts[how + after] = counts.get(how + after, 0) + 1
     return "; ".join(f"{count} {how}" for how, count in counts.items()) or "as built"
 

@@ -95,9 +95,9 @@ def layers_of(built: Any) -> dict[str, nn.Module]:
         wrapped = {module for state in fsdp_states(root) for module in state._modules}
         found: dict[str, nn.Module] = {}
         for name, module in root.named_modules():
-            if module in wrapped and module is not root:
-                if not any(name.startswith(f"{outer}.") for outer in found):
-                    found[name] = module
+            inside = any(name.startswith(f"{outer}.") for outer in found)
+            if module in wrapped and module is not root and not inside:
+                found[name] = module
         if found:
             return found
     return {}
@@ -161,4 +161,3 @@ def _shorten(built: Any, keep: int, more: int | None) -> None:
         if isinstance(each, optim.Optimizer):
             for group in each.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) not in removed]
-

@@ -19,7 +19,7 @@ from tests.cli.entry import TRAINING, Command, command
 from tests.planning.trace_format import checked, counters
 
 __all__ = ["command"]
-COMMANDS = ("capture", "show", "opt", "memory", "plan")
+COMMANDS = ("capture", "show", "opt", "memory", "plan", "tune")
 
 
 @pytest.fixture

@@ -1,0 +1,128 @@
+"""`tune`: the fastest configuration that fits, the frontier, why others lost; the policy as a Python file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import functionalize as fz
+from functionalize.cli.console import Out, plain
+from functionalize.cli.graphs import check_pipeline
+from functionalize.cli.memory import check_alloc_conf, check_machine
+from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
+from functionalize.cli.scripts import opened
+from functionalize.errors import SaveError, UsageError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The options of the command.
+
+    limit: bytes of a device. tokens: of a step, as text. batches: as text. pipelines: to run on the best's program.
+    top: settings that are planned whole. code: a file to write.
+    """
+
+    limit: int | None
+    tokens: str | None = None
+    batches: str | None = None
+    pipelines: Sequence[str] | None = None
+    top: int = 1
+    machine: str | None = None
+    alloc_conf: str | None = None
+    code: str | None = None
+
+    def check(self, job: Job) -> None:
+        """Raises `UsageError` for options that are invalid or contradict each other."""
+        if job.is_file:
+            raise UsageError(
+                f"{job.source} is one recorded graph: tune takes a script, to record others"
+            )
+        if self.limit is None:
+            raise UsageError("tune needs --limit: within how many bytes?")
+        check_machine(self.machine)
+        check_alloc_conf(self.alloc_conf)
+        for text in self.pipelines or ():
+            check_pipeline(text)
+        if self.code is not None and Path(self.code).suffix != ".py":
+            raise UsageError(f"--code {self.code}: the policy is a Python file, which ends in .py")
+        if isinstance(job.mesh, tuple):
+            raise UsageError(
+                "tune needs the names of a mesh's dimensions: --mesh replicate=8,shard=8"
+            )
+
+
+def count(text: str) -> int:
+    """Parse a number of tokens: `1M` (10**6), `512k`, `1_048_576`."""
+    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([kKmMgG]?)", text.strip())
+    number = round(float(found[1].replace("_", "")) * _UNITS[found[2].lower()]) if found else 0
+    if number < 1:
+        raise UsageError(
+            f"--batch-tokens {text!r} cannot be read: write 1M, 512k, or a number of tokens"
+        )
+    return number
+
+
+def batch_list(text: str) -> list[int]:
+    """Parse `1,2,4`."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise UsageError(f"--batches {text!r} cannot be read: write 1,2,4")
+    return [int(part) for part in parts]
+
+
+def tune(out: Out, job: Job, options: TuneOptions) -> None:
+    """Search, print the answer, write its policy."""
+    options.check(job)
+    tokens = count(options.tokens) if options.tokens is not None else None
+    batches = batch_list(options.batches) if options.batches is not None else None
+    fixed: dict[str, Any] = {**job.parameters}
+    if options.alloc_conf is not None:
+        fixed["alloc_conf"] = options.alloc_conf
+    if job.rank:
+        fixed["rank"] = job.rank
+    meshes = [job.mesh] if isinstance(job.mesh, dict) else None
+    world = job.world or DEFAULT_WORLD
+    if meshes is not None and job.world is None:
+        world = 1
+        for size in meshes[0].values():
+            world *= size
+    assert options.limit is not None
+    with opened(job.source, job.names) as script:
+        wants(script, [*fixed])
+        with out.working("searching") as say:
+            found = fz.tune(
+                script.build,
+                script.step,
+                inputs=script.inputs,
+                world=world,
+                limit=options.limit,
+                batch_tokens=tokens,
+                meshes=meshes,
+                batches=batches,
+                pipelines=("default",) if options.pipelines is None else options.pipelines,
+                top=options.top,
+                progress=say,
+                target=job.target,
+                machine=options.machine,
+                **fixed,
+            )
+    if options.code is not None:
+        try:
+            Path(options.code).write_text(found.policy.code(), encoding="utf-8")
+        except OSError as error:
+            raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
+
+    def show(console: Console) -> None:
+        plain(console, f"{job.source}: {found.text()}")
+        if options.code is not None:
+            plain(console, f"wrote {options.code}")
+
+    out.emit(lambda: {"script": job.source, **json.loads(found.to_json())}, show)

@@ -1,0 +1,55 @@
+"""A step of six equal layers under `fully_shard`, with what `tune` searches as parameters."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+WIDTH, LAYERS = 32, 6
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.1, self.training))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def build(width=WIDTH, layers=LAYERS, mesh=None):
+    model = Net(width, layers)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def inputs(batch=1, accumulate=1):
+    return tuple(torch.randint(0, 64, (batch, 128)) for _ in range(accumulate))
+
+
+def step(model, optimizer, *microbatches):
+    for tokens in microbatches:
+        loss = model(tokens) / len(microbatches)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
