@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from functionalize.errors import FunctionalizeError
 from functionalize.planning.report.memory_figures import EAGER
@@ -27,6 +28,15 @@ _BUDGETS = tuple(1 - i / 20 for i in range(16))  # of what is left: the frontier
 _MARGIN = 0.02  # of the limit, for what the allocator cannot use; grows if a plan does not fit
 _MOST_MARGIN = 0.5
 _REFUSED = 5  # plans that do not fit, until the search ends
+
+
+class Composed(NamedTuple):
+    """The figures of a candidate before it is planned: bytes and seconds, as in `Candidate`."""
+
+    peak: float
+    seconds: float
+    exposed: float
+    recompute: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +56,10 @@ class Candidate:
     items: float
     exposed: float
     recompute: float
-    lacks: float = 0.0
+    lacks: float
+    composed: Composed
     plan: Plan | None = None
     refused: str | None = None
-    composed_peak: float = 0.0
-    composed_seconds: float = 0.0
 
     @property
     def throughput(self) -> float:
@@ -186,8 +195,7 @@ class Search:
             base.exposed,
             assigned.recompute,
             max(peak - self._left(), 0.0),
-            composed_peak=peak,
-            composed_seconds=seconds,
+            Composed(peak, seconds, base.exposed, assigned.recompute),
         )
         self.candidates.append(found)
 

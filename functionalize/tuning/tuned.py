@@ -127,18 +127,19 @@ class Tuned:
             much = f"does not fit: {human_bytes(other.lacks)} too many" if other.lacks else ""
             return much or f"does not fit: {(other.refused or '').splitlines()[0]}"
         best = self.best
-        slower = best.throughput / other.throughput - 1
+        mine, others = best.composed, other.composed
+        slower = (others.seconds / other.items) / (mine.seconds / best.items) - 1
         if slower <= 0:
             return "composed as fast, not planned: more settings are planned with a larger `top`"
         # Seconds per item that it spends more.
         more = {
-            "recomputation": other.recompute / other.items - best.recompute / best.items,
-            "exposed communication": other.exposed / other.items - best.exposed / best.items,
+            "recomputation": others.recompute / other.items - mine.recompute / best.items,
+            "exposed communication": others.exposed / other.items - mine.exposed / best.items,
             "gathering again": (
                 other.assigned.gather / other.items - best.assigned.gather / best.items
             ),
         }
-        whole = other.seconds / other.items - best.seconds / best.items
+        whole = others.seconds / other.items - mine.seconds / best.items
         cause = max(more, key=lambda name: more[name])
         if more[cause] * 2 < whole:
             return f"{slower:.1%} slower: kernels and optimizer"
@@ -178,7 +179,7 @@ class Tuned:
             "planned": each.plan is not None,
             "fits": each.fits,
             "lacks": int(each.lacks),
-            "composed": {"peak": int(each.composed_peak), "step": each.composed_seconds},
+            "composed": {"peak": int(each.composed.peak), "step": each.composed.seconds},
         }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -228,14 +229,14 @@ class Tuned:
                     f"captured, passes={text!r}: peak {human_bytes(levels.requested)}, "
                     f"{human_seconds(plan.figures.time.seconds)} a step, {fits}{chosen}",
                 ]
-        off = self.best.peak / self.best.composed_peak - 1 if self.best.composed_peak else 0.0
-        late = self.best.seconds / self.best.composed_seconds - 1
+        off = self.best.peak / self.best.composed.peak - 1
+        late = self.best.seconds / self.best.composed.seconds - 1
         lines += [
             "",
             f"{facts.candidates:,} configurations in {facts.settings} settings, of {facts.short} short plans and "
-            f"{facts.whole} whole ones, in {human_seconds(facts.seconds)}; the best was composed with {off:+.1%} of "
-            f"its peak and {late:+.1%} of its time to go; "
-            f"its layers are within {self.best.assigned.gap:.1g} of the optimum",
+            f"{facts.whole} whole ones, in {human_seconds(facts.seconds)}",
+            f"the plan of the best has {off:+.1%} of the composed peak and {late:+.1%} of the composed seconds; its "
+            f"layers are chosen within {self.best.assigned.gap:.0e} of the optimum of what is composed",
         ]
         lines += [f"not searched: {why}" for why in facts.left_out]
         lines += [f"not searched: mesh {mesh}: {why}" for mesh, why in facts.failed.items()]

@@ -1,4 +1,4 @@
-"""A step of six equal layers under `fully_shard`, with what `tune` searches as parameters."""
+"""A step of four equal layers under `fully_shard`, with what `tune` searches as parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-WIDTH, LAYERS = 32, 6
+WIDTH, LAYERS = 32, 4
 
 
 class Block(nn.Module):

@@ -1,0 +1,250 @@
+"""Searches on small steps: the answer applied on real ranks, what is composed against plans, errors by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import functionalize as fz
+from functionalize.errors import FunctionalizeError, TuneError
+from functionalize.planning.machines.presets import MACHINES
+from functionalize.planning.report.memory_figures import EAGER
+from functionalize.sweep.changes import change
+from functionalize.tuning.policy import EagerPolicy, LayerPolicy
+from functionalize.tuning.space import Space
+from functionalize.tuning.variants import device_mesh, layers_of
+from tests.ranks import run_on_ranks
+from tests.tuning import training
+from tests.tuning.training import build, inputs, step
+
+LIMIT = 2_200_000
+
+
+def tuned(**given):
+    given = {"world": 2, "limit": LIMIT, "target": "cpu", "batches": [4], **given}
+    return fz.tune(build, step, inputs=inputs, **given)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return tuned(batch_tokens=2048)
+
+
+def on_real_ranks(policy, code, pipeline):
+    """The peaks of this rank: eager with `apply`, eager with the printed code, the captured step's program."""
+    peaks = []
+    written = {}
+    exec(compile(code, "policy.py", "exec"), written)
+    for apply in (policy.apply, written["apply"]):
+        model, optimizer = build(mesh=device_mesh(policy.mesh))
+        apply(model)
+        recorded = fz.record_memory(step)
+        for _ in range(2):
+            recorded(model, optimizer, *inputs(policy.batch, policy.accumulate))
+        peaks.append(recorded.memory.peak)
+    model, optimizer = build(mesh=device_mesh(policy.mesh))
+    policy.apply(model)
+    captured = fz.capture(step, memory=True, passes=pipeline)
+    while captured.memory is None:
+        captured(model, optimizer, *inputs(policy.batch, policy.accumulate))
+    peaks += [captured.memory.eager.peak, captured.memory.program.peak]
+    return peaks
+
+
+def test_the_answer_has_the_predicted_peak_on_real_ranks(found) -> None:
+    assert any(each.saved for each in found.policy.layers.values())  # of some ops
+    assert found.policy.accumulate == 2 and found.pipeline == "default"
+    (first, _) = run_on_ranks(on_real_ranks, found.policy, found.policy.code(), found.pipeline)
+    assert first == [found.peak, found.peak, found.peak, found.program_peak]
+
+
+def test_the_best_is_faster_than_what_fits_by_hand(found) -> None:
+    by_hand = fz.plan(
+        build,
+        step,
+        grid={"reshard": [True, False], "checkpoint": [True, False]},
+        inputs=inputs,
+        world=2,
+        target="cpu",
+        batch=4,
+        accumulate=2,
+    )
+    rows = [(p.figures.memory.levels(EAGER).device, p.figures.time.seconds) for p in by_hand.plans]
+    fitting = [seconds for nbytes, seconds in rows if nbytes <= LIMIT]
+    assert len(fitting) == 2 and found.best.seconds < min(fitting)
+    assert found.best.plan.figures.memory.fit(LIMIT, EAGER).refused is None
+    # What was composed for the same four is what they are planned with.
+    composed = [
+        (c.composed.peak, c.composed.seconds)
+        for c in found.candidates
+        if len(set(c.policy.layers.values())) == 1
+        and all(not p.saved for p in c.policy.layers.values())
+    ]
+    for (peak, seconds), (nbytes, planned) in zip(sorted(composed), sorted(rows), strict=True):
+        assert peak == pytest.approx(nbytes, rel=0.03)
+        assert seconds == pytest.approx(planned, rel=0.05)
+
+
+def test_the_text_and_the_rows(found) -> None:
+    text = found.text()
+    assert text.startswith("2,048 tokens a step on 2 ranks of 3.05 MiB")
+    assert "why the next ones lost" in text and "does not fit" in text and "recomputation" in text
+    assert "1 whole ones" in text and "captured, passes='default'" in text
+    data = json.loads(found.to_json())
+    assert data["best"]["planned"] and data["best"]["peak"] == found.peak
+    frontier = [(row["peak"], row["throughput"]) for row in data["frontier"]]
+    assert frontier == sorted(frontier) and len(frontier) > 3
+    assert [rate for _, rate in frontier] == sorted(rate for _, rate in frontier)
+    assert repr(found).startswith("<Tuned: shard 2, batch 4 x 2, ")
+
+
+def test_meshes_and_batches_are_searched() -> None:
+    space = Space.of((build, inputs, step), 32, MACHINES["h100"], tokens=1 << 15)
+    assert space.meshes == (
+        (("shard", 32),),
+        (("replicate", 4), ("shard", 8)),
+        (("replicate", 2), ("shard", 16)),
+    )
+    settings = space.settings(space.meshes[0], 128, 32)
+    assert [(s.batch, s.accumulate) for s in settings] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert space.reshards_on(space.meshes[0], 32) == (True, False, 8)
+    assert space.reshards_on(space.meshes[1], 32) == (True, False)
+    assert space.left_out == ()
+
+
+def plain_build():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def plain_step(model, optimizer, x):
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_what_a_script_does_not_parametrise_is_named() -> None:
+    found = fz.tune(
+        plain_build,
+        plain_step,
+        inputs=lambda batch=1: torch.randn(batch, 16),
+        world=1,
+        limit=40_000,
+        target="cpu",
+        pipelines=[],
+    )
+    left_out = "\n".join(found.facts.left_out)
+    assert "mesh: `build` has no parameter `mesh`" in left_out
+    assert "accumulation: no function has" in left_out and "layers: `build` returns no" in left_out
+    assert found.best.setting.batch > 1 and found.pipeline is None and not found.policy.layers
+    assert found.kind == "samples"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"limit": "h10"}, "a limit is a number of bytes, or one of a100, h100"),
+        ({"limit": 0}, "a limit is a number of bytes or the name of a machine, not 0"),
+        (
+            {"limit": 1e8, "target": "cuda"},
+            "nothing fits in 95.4 MiB: context and workspaces alone",
+        ),
+        ({"world": 0}, "`world` is a positive whole number, not 0"),
+        ({"batch_tokens": 1.5}, "`batch_tokens` is a positive whole number, not 1.5"),
+        ({"batches": [0]}, r"`batches\[0\]` is a positive whole number, not 0"),
+        ({"batch": 4}, "`batch` is searched, it has no single value: give `batches`"),
+        ({"passes": "default"}, "`passes` is searched, it has no single value: give `pipelines`"),
+        ({"checkpoint": True}, "`checkpoint` is searched"),
+        ({"pipelines": ["fly"]}, "no pass `fly`"),
+        ({"pipelines": "default"}, "`pipelines` is a list of pipelines, not 'default'"),
+        ({"machine": "abacus"}, "no machine `abacus`"),
+        ({"meshes": [{"shard": 3}]}, "the mesh {'shard': 3} is not one of 2 ranks"),
+        ({"flavour": 3}, "no function accepts `flavour`"),
+    ],
+)
+def test_options_are_refused_before_anything_is_recorded(monkeypatch, given, message) -> None:
+    def unreachable(*args, **kwargs):
+        raise AssertionError("recorded")
+
+    monkeypatch.setattr(training, "Net", unreachable)
+    with pytest.raises(FunctionalizeError, match=message):
+        tuned(**given)
+
+
+def test_axes_that_the_functions_lack_are_refused() -> None:
+    given = {"world": 1, "limit": 1e9, "target": "cpu"}
+    for more, message in (
+        ({"meshes": [{"shard": 1}]}, "meshes are given, and `build` has no parameter `mesh`"),
+        ({"batches": [1]}, "batches are given, and no function has a parameter `batch`"),
+        ({"batch_tokens": 64}, "no function has a parameter `batch` or `accumulate`"),
+    ):
+        with pytest.raises(TuneError, match=message):
+            fz.tune(plain_build, plain_step, inputs=lambda: torch.randn(1, 16), **given, **more)
+    with pytest.raises(TuneError, match="`step` is a function, not int"):
+        fz.tune(plain_build, 3, **given)
+
+
+def test_a_limit_in_which_nothing_fits() -> None:
+    with pytest.raises(
+        TuneError, match=r"nothing fits in 1,000 B: of 1 configurations the one that"
+    ):
+        fz.tune(
+            plain_build,
+            plain_step,
+            inputs=lambda: torch.randn(1, 16),
+            world=1,
+            limit=1e3,
+            target="cpu",
+        )
+    with pytest.raises(
+        TuneError, match="a step of 100 is less than one sample for each of 2 ranks"
+    ):
+        tuned(batch_tokens=100)
+
+
+def test_a_policy_is_applied_once_and_to_its_model() -> None:
+    policy = EagerPolicy(layers={"0": LayerPolicy(())})
+    model = nn.Sequential(nn.Linear(2, 2))
+    policy.apply(model)
+    with pytest.raises(TuneError, match="a policy was applied to this model before"):
+        policy.apply(model)
+    with pytest.raises(TuneError, match=r"the model has no module `blocks\.7`"):
+        EagerPolicy(layers={"blocks.7": LayerPolicy(())}).apply(nn.Linear(2, 2))
+
+
+def test_resharding_to_some_ranks_is_printed_and_applied() -> None:
+    layers = {"blocks.0": LayerPolicy(None, 2), "blocks.1": LayerPolicy((), False)}
+    policy = EagerPolicy(1, 1, {"shard": 4}, layers)
+    code = policy.code()
+    assert "set_reshard" in code and "RESHARD = {'blocks.0': 2, 'blocks.1': False}" in code
+    with fz.world(4, target="cpu"):
+        applied, printed, by_hand = (build(layers=2)[0] for _ in range(3))
+        policy.apply(applied)
+        written = {}
+        exec(compile(code, "policy.py", "exec"), written)
+        written["apply"](printed)
+        change(by_hand, reshard=2)
+        sizes = [
+            model.blocks[0]
+            ._get_fsdp_state()
+            ._fsdp_param_group.post_forward_mesh_info.shard_mesh_size
+            for model in (applied, printed, by_hand)
+        ]
+        assert sizes == [2, 2, 2]
+        assert "forward" in vars(layers_of(applied)["blocks.1"])
+
+
+def test_a_forward_that_needs_every_layer_is_planned_whole(monkeypatch) -> None:
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for i in range(training.LAYERS):
+            x = self.blocks[i](x)
+        return self.head(x).float().mean()
+
+    monkeypatch.setattr(training.Net, "forward", forward)
+    found = tuned(batch_tokens=1024, pipelines=[])
+    assert any("its forward needs every layer (IndexError)" in why for why in found.facts.left_out)
+    assert found.facts.whole == 1 and found.peak <= LIMIT
