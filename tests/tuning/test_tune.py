@@ -90,7 +90,7 @@ def test_the_best_is_faster_than_what_fits_by_hand(found) -> None:
 
 def test_the_text_and_the_rows(found) -> None:
     text = found.text()
-    assert text.startswith("2,048 tokens a step on 2 ranks of 3.05 MiB")
+    assert text.startswith("2,048 tokens a step on 2 ranks of 2.10 MiB")
     assert "why the next ones lost" in text and "does not fit" in text and "recomputation" in text
     assert "1 whole ones" in text and "captured, passes='default'" in text
     data = json.loads(found.to_json())
@@ -189,7 +189,7 @@ def test_axes_that_the_functions_lack_are_refused() -> None:
 
 def test_a_limit_in_which_nothing_fits() -> None:
     with pytest.raises(
-        TuneError, match=r"nothing fits in 1,000 B: of 1 configurations the one that"
+        TuneError, match=r"nothing fits in 0.98 KiB: of 1 configurations the one that"
     ):
         fz.tune(
             plain_build,

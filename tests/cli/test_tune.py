@@ -1,0 +1,62 @@
+"""`tune` through its entry point: the answer as text and as JSON, the policy's file, usage errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.entry import TRAINING, Command, command
+from tests.tuning import training
+
+__all__ = ["command"]
+SCRIPT = training.__file__
+
+
+def test_the_answer(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "policy.py"
+    options = ("--mesh", "shard=2", "--target", "cpu", "--limit", "1200KB", "--batches", "2")
+    tokens = ("--batch-tokens", "0.5k", "--set", "layers=2")
+    ran = command("tune", SCRIPT, *options, *tokens, "--code", file, columns=200)
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith(f"{SCRIPT}: 512 tokens a step on 2 ranks of 1.14 MiB")
+    assert "why the next ones lost" in ran.out and f"wrote {file}" in ran.out
+    assert "def apply(model: nn.Module)" in file.read_text() and "BATCH = 2" in file.read_text()
+
+
+def test_json(command: Command) -> None:
+    options = ("--world", 2, "--target", "cpu", "--limit", "1MB", "--batches", "4")
+    ran = command("tune", TRAINING, *options, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["best"]["fits"] and ran.json["best"]["mesh"] is None
+    assert ran.json["script"] == TRAINING and ran.json["best"]["batch"] == 4
+    assert any("mesh" in why for why in ran.json["search"]["left_out"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "tune needs --limit: within how many bytes?"),
+        (("--limit", "80GB", "--batch-tokens", "1T"), "--batch-tokens '1T' cannot be read: write"),
+        (("--limit", "80GB", "--batches", "1,x"), "--batches '1,x' cannot be read: write 1,2,4"),
+        (("--limit", "80GB", "--passes", "fly"), "no pass `fly`"),
+        (("--limit", "80GB", "--machine", "abacus"), "abacus"),
+        (("--limit", "80GB", "--code", "policy.txt"), "the policy is a Python file, which ends in"),
+        (("--limit", "80GB", "--mesh", "2x4"), "tune needs the names of a mesh's dimensions"),
+        (("--limit", "80GB", "--set", "layer=3"), "no function accepts `layer`"),
+    ],
+)
+def test_usage_errors(command: Command, args: tuple[str, ...], message: str) -> None:
+    ran = command("tune", TRAINING, *args)
+    assert ran.code == 2 and message in ran.words
+
+
+def test_a_file_is_refused(command: Command) -> None:
+    ran = command("tune", "step.fzp", "--limit", "80GB")
+    assert ran.code == 2 and "tune takes a script, to record others" in ran.words
+
+
+def test_nothing_fits(command: Command) -> None:
+    options = ("--world", 2, "--target", "cpu", "--batches", "4")
+    ran = command("tune", TRAINING, *options, "--limit", "1KB")
+    assert ran.code == 1 and "nothing fits in 0.98 KiB" in ran.words
