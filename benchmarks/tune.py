@@ -5,7 +5,7 @@
 First: the seconds of a search, how many configurations it compared, how far composed figures were from plans.
 Then, for a layer and several budgets of bytes: torch's `SACEstimator` lists the layer's ops, its solver (`sac_ilp`, by
 pulp's CBC) chooses what to save; `fz.tune`'s choice (HiGHS) may keep as many bytes as torch's keeps. Both are applied
-to a short model and planned. The times of ops are the same for both: those of our model of an H100, as torch's estimator
+to a short model and planned. The times of ops are the same for both, those of our model of an H100: torch's estimator
 has none without a GPU. Needs `pip install pulp scipy`.
 """
 
@@ -91,7 +91,7 @@ def timed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
 def of_torch(size: str) -> list[tuple[float, LayerPolicy]]:
     """What torch's solver chooses: (seconds of solving, policy) per share.
 
-    For a layer without `fully_shard`, under which the estimator fails: the copies of FSDP2's hooks have no parent in it.
+    For a layer without `fully_shard`, under which the estimator fails: writes of FSDP2's hooks have no parent in it.
     """
     from torch.distributed._tools.sac_estimator import OPS_TO_ALWAYS_SKIP, SACEstimator
     from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_per_module

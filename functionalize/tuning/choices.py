@@ -5,7 +5,7 @@
     choice.nbytes, choice.seconds     kept beyond what plain checkpointing keeps; spent on recomputation
 
 Under selective checkpointing every op that is not saved runs again, whether its result is needed or not, so seconds and
-bytes are sums over ops: a knapsack, solved exactly for each budget. Budgets are 1/64 of the largest apart at least.
+bytes are sums over ops: a knapsack, solved exactly for each budget. Budgets are 1/32 of the largest apart at least.
 Random ops are all saved or all recomputed: one that was saved alone would shift the numbers of the others.
 Invariant: bytes fall and seconds rise from one choice to the next.
 """
@@ -18,7 +18,7 @@ from itertools import pairwise
 from functionalize.tuning.pieces import LayerPiece, PieceOp
 from functionalize.tuning.solver import LinearRow, solve
 
-_STEPS = 64
+_STEPS = 32
 Saved = tuple[tuple[str, tuple[int, ...]], ...]
 
 

@@ -20,13 +20,12 @@ from functionalize.planning.report.memory_figures import EAGER
 from functionalize.sweep.summary import Items, Plan
 from functionalize.tuning.compose import LayerAssignment, StepNumbers, options, solved
 from functionalize.tuning.policy import EagerPolicy, LayerPolicy
-from functionalize.tuning.short_plans import ShortPlans
+from functionalize.tuning.short_plans import ShortPlans, unusable
 from functionalize.tuning.space import MeshKey, Setting
 from functionalize.tuning.variants import Variant
 
 _BUDGETS = tuple(1 - i / 20 for i in range(16))  # of what is left: the frontier
-_MARGIN = 0.02  # of the limit, for what the allocator cannot use; grows if a plan does not fit
-_MOST_MARGIN = 0.5
+_GROWTH = 1.1  # of the margin, at least, if a plan does not fit
 _REFUSED = 5  # plans that do not fit, until the search ends
 
 
@@ -76,8 +75,8 @@ class Candidate:
 class Search:
     """One search. limit: bytes of a device. pipelines: run on the program of the best.
 
-    candidates: found so far. failed: mesh -> why it cannot be planned. margin: a fraction of the limit.
-    as_programs: pipeline -> the plan of the best after it.
+    candidates: found so far. failed: mesh -> why it cannot be planned. margins: batch -> bytes that the
+    allocator cannot use, of plans that did not fit. programs: setting -> pipeline -> the plan of its best after that.
     """
 
     short: ShortPlans
@@ -87,7 +86,7 @@ class Search:
     candidates: list[Candidate] = field(default_factory=list)
     failed: dict[MeshKey | None, str] = field(default_factory=dict)
     items: Items | None = None
-    margin: float = _MARGIN
+    margins: dict[int | None, float] = field(default_factory=dict)
     planned: int = 0
     programs: dict[Setting, dict[str, Plan]] = field(default_factory=dict)
     _settings: list[Setting] = field(default_factory=list)
@@ -119,16 +118,20 @@ class Search:
         fitting: list[Setting] = []
         for setting in found:
             base, beside = self.short.base(setting, found[:2])
-            if fitting and base.peak + beside > self._left():
+            if fitting and base.peak + beside > self._left(setting):
                 break
             fitting.append(setting)
         return fitting
 
     # -- candidates --------------------------------------------------------------------------------
 
-    def _left(self) -> float:
+    def margin(self, setting: Setting) -> float:
+        """The bytes that the allocator cannot use, as far as plans have shown."""
+        return max(self.margins.get(setting.batch, 0.0), self.short.spare)
+
+    def _left(self, setting: Setting) -> float:
         """Requested bytes that a candidate may have."""
-        return (self.limit - self.short.constants) * (1 - self.margin)
+        return self.limit - self.short.constants - self.margin(setting)
 
     def _compose(self) -> None:
         """All candidates, with the margin as it is now; those that were planned stay."""
@@ -161,7 +164,7 @@ class Search:
         hidden = base.backward / sum(counts) if self.short.machine.streams else 0.0
         every = [options(each, reshards, hidden, setting.accumulate) for each in choices]
         for share in _BUDGETS:
-            found = solved(every, counts, self._left() * share - base.peak, beside)
+            found = solved(every, counts, self._left(setting) * share - base.peak, beside)
             if found is not None:
                 self._add(setting, found, base, beside)
         for at in (0, -1):  # all saved, all recomputed: as it is done by hand
@@ -194,7 +197,7 @@ class Search:
             each * (setting.batch or 1) * setting.accumulate,
             base.exposed,
             assigned.recompute,
-            max(peak - self._left(), 0.0),
+            max(peak - self._left(setting), 0.0),
             Composed(peak, seconds, base.exposed, assigned.recompute),
         )
         self.candidates.append(found)
@@ -244,8 +247,10 @@ class Search:
             lacks=max(fit.nbytes - self.limit, 0.0) if fit.refused else 0.0,
         )
         if fit.refused is not None:
-            over = (fit.nbytes - self.limit) / self.limit
-            self.margin = min(self.margin + min(max(over, 0.02), 0.1), _MOST_MARGIN)
+            # What this plan needs beyond what was composed, others are assumed to need, too.
+            more = max(memory.levels(EAGER).requested - chosen.composed.peak, 0.0)
+            before = self.margin(chosen.setting)
+            self.margins[chosen.setting.batch] = max(unusable(memory) + more, before * _GROWTH)
             self._compose()
             return False
         self.programs[chosen.setting] = {}

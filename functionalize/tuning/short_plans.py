@@ -21,7 +21,7 @@ from typing import Any
 from functionalize.fake_world.world import world as fake_world
 from functionalize.ir.phases import FORWARD, OPTIMIZER
 from functionalize.planning.machines.machine import Machine
-from functionalize.planning.report.memory_figures import EAGER
+from functionalize.planning.report.memory_figures import EAGER, MemoryFigures
 from functionalize.sweep.grid import AcceptedKeys, of
 from functionalize.sweep.plan import Planner, arguments, called, target_on
 from functionalize.sweep.summary import Figures, Items
@@ -38,6 +38,7 @@ from functionalize.tuning.variants import (
     shortened,
 )
 
+_EXACT = 1e-3  # of a device's bytes, to which `unusable` is found
 _KEEP = 2  # layers of each run in the short model; the longer one has one more
 SAVED, RECOMPUTED = LayerPolicy(None, True), LayerPolicy((), True)
 Script = tuple[Callable[..., Any], Callable[..., Any] | None, Callable[..., Any]]
@@ -48,7 +49,8 @@ class ShortPlans:
     """The short plans of one search.
 
     script: `VariantBuilder`, `inputs`, `step`. fixed: keys of every point. planned: how many plans were made.
-    constants: bytes of the device outside of torch's allocator. whole: why the model is not shortened; None: it is.
+    constants: bytes of the device outside of torch's allocator. spare: bytes that the allocator cannot use.
+    whole: why the model is not shortened; None: it is.
     """
 
     planner: Planner
@@ -60,6 +62,7 @@ class ShortPlans:
     say: Callable[[str], None]
     planned: int = 0
     constants: float = 0.0
+    spare: float = 0.0
     whole: str | None = None
     runs: list[Run] = field(default_factory=list)
     _seen: bool = False
@@ -112,6 +115,7 @@ class ShortPlans:
                 assert plan.cause is not None
                 raise plan.cause
             self.constants = plan.figures.memory.levels(EAGER).constants
+            self.spare = max(self.spare, unusable(plan.figures.memory))
             # Only numbers are kept: many graphs would make every collection of garbage slow.
             self._short[key] = _numbers_of(plan.figures), plan.figures.items
         return self._short[key]
@@ -260,6 +264,16 @@ class ShortPlans:
         once, twice = (self.of(replace(first, accumulate=n), self.policy) for n in (1, 2))
         factor = (twice.seconds - once.seconds) / max(once.seconds - once.optimizer, 1e-12)
         return max(twice.peak - once.peak, 0.0), factor
+
+
+def unusable(memory: MemoryFigures) -> float:
+    """The bytes that eager's peak needs beyond the requested ones on the smallest device in which the step fits."""
+    levels = memory.levels(EAGER)
+    low, high = levels.requested + levels.constants - 1, levels.device
+    while high - low > max(_EXACT * high, 1):
+        middle = (low + high) // 2
+        low, high = (low, middle) if memory.fit(middle, EAGER).refused is None else (middle, high)
+    return high - levels.requested - levels.constants
 
 
 def _numbers_of(figures: Figures) -> StepNumbers:

@@ -125,7 +125,7 @@ def _answer(search: Search, world: int, start: float) -> Tuned:
         short=short.planned,
         whole=search.planned,
         seconds=time.perf_counter() - start,
-        margin=search.margin,
+        margin=search.margin(best.setting),
         left_out=tuple(left_out),
         failed={str(dict(mesh or ())): why for mesh, why in search.failed.items()},
     )

@@ -41,7 +41,8 @@ _HEADS = (
 class SearchFacts:
     """What a search did. gap: of the best choice of layers, from the optimum of the composed model, as a fraction.
 
-    short, whole: plans made. seconds: of the clock. left_out: axes that the script does not have. margin: of the limit.
+    short, whole: plans made. seconds: of the clock. left_out: axes that the script does not have. margin: bytes of
+    the limit that the allocator cannot use.
     """
 
     settings: int
