@@ -372,8 +372,7 @@ def tune(
     job: Job,
     limit: Limit = None,
     batch_tokens: Annotated[
-        str | None,
-        typer.Option(metavar="COUNT", help="Of a step over all ranks: 1M, 4_194_304, 512k."),
+        str | None, typer.Option(metavar="COUNT", help="Of a step on all ranks: 1M, 524_288.")
     ] = None,
     batches: Annotated[
         str | None, typer.Option(metavar="1,2,4", help="Of a rank and microbatch.")
@@ -387,17 +386,12 @@ def tune(
     machine: Machine = None,
     code: Annotated[str | None, _file("FILE.py", "Write the policy, to apply to a model.")] = None,
 ) -> None:
-    """Search the configuration with the most tokens per second that fits in --limit: mesh, batch, layers, passes.
-
-    What build, inputs and step have parameters for is searched: mesh, batch, accumulate; and for each layer under
-    fully_shard whether it is resharded, and which of its ops are recomputed. --mesh fixes the mesh.
+    """Search the configuration with the most tokens per second that fits in --limit, and print it as code.
 
     Example: [bold]functionalize tune train.py --world 64 --limit h100 --batch-tokens 1M --code policy.py[/]
     """
-    options = tune_command.TuneOptions(
-        _size(limit), batch_tokens, batches, passes, top, machine, alloc_conf or None, code
-    )
-    tune_command.tune(out, job, options)
+    given = (_size(limit), batch_tokens, batches, passes, top, machine, alloc_conf or None, code)
+    tune_command.tune(out, job, tune_command.TuneOptions(*given))
 
 
 def _axes(grid: list[str] | None) -> dict[str, list[object]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
@@ -138,6 +140,26 @@ def test_a_policy_changes_no_gradient() -> None:
         grads.append([p.grad.clone() for p in layer.parameters()])
     for other in grads[1:]:
         assert all(map(torch.equal, grads[0], other))
+
+
+def test_ops_are_saved_by_the_number_of_their_call() -> None:
+    layer, x = Layer(), torch.randn(4, 8)
+    again = []
+    for saved in ({}, {"aten.addmm.default": {0}}, {"aten.addmm.default": {1}}):
+        vars(layer).pop("forward", None)
+        recompute(layer, saved)
+        loss = layer(x).sum()
+        counts: Counter[str] = Counter()
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None, counts=counts):
+                counts[str(func)] += 1
+                return func(*args, **(kwargs or {}))
+
+        with Counting():
+            loss.backward()
+        again.append(counts["aten.addmm.default"])
+    assert again == [1, 0, 1]
 
 
 def test_the_solver_is_refused_by_name_if_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

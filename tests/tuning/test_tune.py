@@ -247,4 +247,4 @@ def test_a_forward_that_needs_every_layer_is_planned_whole(monkeypatch) -> None:
     monkeypatch.setattr(training.Net, "forward", forward)
     found = tuned(batch_tokens=1024, pipelines=[])
     assert any("its forward needs every layer (IndexError)" in why for why in found.facts.left_out)
-    assert found.facts.whole == 1 and found.peak <= LIMIT
+    assert found.peak <= LIMIT and found.best.plan is not None
