@@ -257,19 +257,6 @@ class Planner:
         recorded = None if figures is not None else memory
         return Plan(point, figures, choices, assumed, seconds, remarks=remarks, recorded=recorded)
 
-    def after(self, plan: Plan, pipeline: str) -> Plan:
-        """The last plan that `at` returned, with its program after other passes; not recorded again."""
-        import passes  # here, as `passes` imports `functionalize`
-
-        assert plan.figures is not None
-        before = plan.figures
-        program = passes.run(before.program, pipeline)
-        conf = str(plan.point.get("alloc_conf") or "")
-        assert isinstance(before.memory, StepMemory)
-        figures = Figures.of(program, before.memory, before.machine, conf, before.items)
-        _ = figures.row
-        return replace(plan, point={**plan.point, "passes": pipeline}, figures=figures)
-
 
 def _world_of(point: Point) -> dict[str, Any]:
     """The arguments of the world of a point; its target is that of the machine. Raises `PlanError`, `TargetError`."""

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from functionalize.errors import FunctionalizeError
 from functionalize.planning.report.memory_figures import EAGER
-from functionalize.sweep.summary import Items, Plan
+from functionalize.step.step_memory import StepMemory
+from functionalize.sweep.summary import Figures, Items, Plan
 from functionalize.tuning.compose import LayerAssignment, StepNumbers, options, solved
 from functionalize.tuning.policy import EagerPolicy, LayerPolicy
 from functionalize.tuning.short_plans import ShortPlans, unusable
@@ -262,8 +263,22 @@ class Search:
         found = {}
         for text in self.pipelines:
             self.say(f"running the pipeline {text}")
-            found[text] = self.short.planner.after(plan, text)
+            found[text] = after_passes(plan, text)
         return found
+
+
+def after_passes(plan: Plan, pipeline: str) -> Plan:
+    """A plan with its program after other passes, not recorded again; in the world of the plan."""
+    import passes  # here, as `passes` imports `functionalize`
+
+    before = plan.figures
+    assert before is not None
+    assert isinstance(before.memory, StepMemory)
+    program = passes.run(before.program, pipeline)
+    conf = str(plan.point.get("alloc_conf") or "")
+    figures = Figures.of(program, before.memory, before.machine, conf, before.items, replay=True)
+    _ = figures.row  # computed now: process groups exist only inside the world
+    return replace(plan, point={**plan.point, "passes": pipeline}, figures=figures)
 
 
 def frontier_of(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from functionalize.errors import TuneError
 from functionalize.fake_world.world import world as fake_world
 from functionalize.ir.phases import FORWARD, OPTIMIZER
 from functionalize.planning.machines.machine import Machine
@@ -112,8 +113,9 @@ class ShortPlans:
             variant = Variant(setting.mesh, self._keep, more, policy)
             plan = self.planner.at(self.point(setting, variant))
             if plan.figures is None:
-                assert plan.cause is not None
-                raise plan.cause
+                raise plan.cause or TuneError(
+                    "the step cannot be captured, so that its time is not known: `functionalize plan` says why"
+                )
             self.constants = plan.figures.memory.levels(EAGER).constants
             self.spare = max(self.spare, unusable(plan.figures.memory))
             # Only numbers are kept: many graphs would make every collection of garbage slow.

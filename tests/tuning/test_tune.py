@@ -248,3 +248,20 @@ def test_a_forward_that_needs_every_layer_is_planned_whole(monkeypatch) -> None:
     found = tuned(batch_tokens=1024, pipelines=[])
     assert any("its forward needs every layer (IndexError)" in why for why in found.facts.left_out)
     assert found.peak <= LIMIT and found.best.plan is not None
+
+
+def test_a_step_that_cannot_be_captured_is_refused() -> None:
+    seen = []
+
+    def keeps(model, optimizer, x):
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+        return len(seen)
+
+    with pytest.raises(FunctionalizeError, match="cannot be captured"):
+        fz.tune(
+            plain_build, keeps, inputs=lambda: torch.randn(1, 16), world=1, limit=1e9, target="cpu"
+        )
