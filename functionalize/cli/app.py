@@ -22,7 +22,7 @@ from functionalize.cli import tune as tune_command
 from functionalize.cli.compare import compare
 from functionalize.cli.console import Out, run
 from functionalize.cli.recorded import DEFAULT_WORLD, Job
-from functionalize.cli.scripts import FunctionNames, assignments, axis, nbytes, training
+from functionalize.cli.scripts import FunctionNames, assignments, axes, nbytes, training
 from functionalize.cli.scripts import mesh as sizes
 from functionalize.cli.tape import show_tape
 from functionalize.errors import UsageError
@@ -347,7 +347,7 @@ def plan(
     """
     size = _size(limit)
     options = plan_command.PlanOptions(
-        _axes(grid),
+        axes(grid),
         passes,
         machine,
         alloc_conf or None,
@@ -392,13 +392,3 @@ def tune(
     """
     given = (_size(limit), batch_tokens, batches, passes, top, machine, alloc_conf or None, code)
     tune_command.tune(out, job, tune_command.TuneOptions(*given))
-
-
-def _axes(grid: list[str] | None) -> dict[str, list[object]]:
-    found: dict[str, list[object]] = {}
-    for text in grid or ():
-        key, values = axis(text)
-        if key in found:
-            raise UsageError(f"--grid {key} appears twice")
-        found[key] = values
-    return found

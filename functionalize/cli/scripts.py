@@ -173,6 +173,17 @@ def axis(text: str) -> tuple[str, list[Any]]:
     return key, [mesh(part) if key == "mesh" else literal(part) for part in parts]
 
 
+def axes(texts: Sequence[str] | None) -> dict[str, list[Any]]:
+    """Parse the axes of a grid; every key may occur once."""
+    found: dict[str, list[Any]] = {}
+    for text in texts or ():
+        key, values = axis(text)
+        if key in found:
+            raise UsageError(f"--grid {key} appears twice")
+        found[key] = values
+    return found
+
+
 def literal(text: str) -> Any:
     """Parse a Python literal, or `true`, `false`, `none` in any case; any other text is returned as it is."""
     if text.lower() in _WORDS:
