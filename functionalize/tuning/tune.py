@@ -26,12 +26,12 @@ from functionalize.errors import TuneError
 from functionalize.fake_world.target import Target, target_named
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.machines.constants import declared
+from functionalize.planning.machines.files import machine_of
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.display import human_bytes
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys
 from functionalize.sweep.plan import Planner
-from functionalize.sweep.summary import machine_of
 from functionalize.tuning.policy import Mesh
 from functionalize.tuning.search import Search
 from functionalize.tuning.short_plans import ShortPlans
