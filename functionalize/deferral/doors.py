@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.dispatch import HigherOrderOperator, current_modes
+from functionalize._compat.modules import packed_sequence_functions
 from functionalize.deferral.mode import LazyMode
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step_backward.captured_forward import CapturedForward
@@ -43,7 +44,6 @@ _COMPARES = "torch.distributed.fsdp."  # its code asks whether two tensors have 
 
 _OF_MODULES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("tensor", "as_tensor", "asarray", "save", "ctc_loss", "tensor_split", "from_dlpack")),
-    (torch._VF, ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence")),
     (threading.Thread, ("start",)),
     (multiprocessing.process.BaseProcess, ("start",)),
     (os, ("fork",)),
@@ -113,6 +113,8 @@ def _patches() -> Iterator[Patch]:
         for name in names:
             if hasattr(owner, name):
                 yield owner, name, _looking(owner, name, hands_out=False)
+    for module, name in packed_sequence_functions():
+        yield module, name, _looking(module, name, hands_out=False)
     for captured in (CapturedStep, CapturedForward):
         yield captured, "__call__", _apart(captured)
     for name in _ADDRESSES:
