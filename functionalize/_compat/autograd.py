@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch._C import (  # a replay needs no autograd kernels, and they cost time
-    _AutoDispatchBelowAutograd as below_autograd,
-)
 
 # The higher-order op by which a custom Function runs inside of `torch.func`.
 from torch._functorch.autograd_function import custom_function_call
 
-__all__ = [
-    "below_autograd",
-    "custom_function_call",
-]  # names of torch that are used elsewhere
+__all__ = ["custom_function_call"]  # names of torch that are used elsewhere
+
+_KINDS = torch._C.DispatchKey
+_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+_AUTOCAST = tuple(name for name in dir(_KINDS) if name.startswith("Autocast"))
+_ABOVE = functools.reduce(
+    operator.or_,
+    [torch._C.DispatchKeySet(getattr(_KINDS, name)) for name in (*_AUTOGRAD, *_AUTOCAST)],
+)
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """A context: ops run below autograd, whose kernels a replay does not need, and below autocast (torch 2.11 to 2.15).
+
+    What autocast casts is in the recorded ops; under the caller's autocast an op that it left alone would be cast.
+    """
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_ABOVE)
+    return guard
+
 
 BACKWARD, RECOMPUTE = "backward", "recompute"
 

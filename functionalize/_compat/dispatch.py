@@ -172,6 +172,13 @@ def entry_of(op: Any) -> Any:
     return getattr(op, "_op", op)
 
 
+def is_in_python(op: Any) -> bool:
+    """Whether a kernel that computes the op was registered from Python, by `torch.library` (torch 2.4 to 2.15)."""
+    start = op.name().partition(".")[0].replace("::", "/") + "/"
+    keys = [each.removeprefix(start) for each in torch.library._impls if each.startswith(start)]
+    return any(not key.startswith(("Meta", "Autograd", "Autocast")) for key in keys)
+
+
 def no_python_dispatch() -> AbstractContextManager[None]:
     """A context: ops are dispatched as if no mode were active (torch 2.0 to 2.13)."""
     guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()

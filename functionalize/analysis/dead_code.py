@@ -1,8 +1,8 @@
 """Which nodes of a graph may be removed: those without users that have no side effect.
 
 Invariant: a random op stays, so that replay consumes the generator as eager does; a collective
-stays, so that every rank issues the same ones; so does an op that writes (at stage INPLACE). A read of a generator's
-state without users may be removed.
+stays, so that every rank issues the same ones; so does an op that writes (at stage INPLACE), and a factorization that
+is to raise for a singular matrix. A read of a generator's state without users may be removed.
 Not by `fx.Graph.eliminate_dead_code`: it lints the whole graph first, which costs thirty times as much as the sweep.
 """
 
@@ -22,8 +22,10 @@ _COMMUNICATING = ("_c10d_functional", "_dtensor")  # namespaces
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Whether a node has a side effect: it draws random numbers, sets a generator, communicates, or writes."""
+    """Whether a node has a side effect: it draws random numbers, sets a generator, communicates, writes, or checks."""
     if is_random(node) and node.target is not GET_STATE:
+        return True
+    if node.kwargs and node.kwargs.get("check_errors") is True:
         return True
     if getattr(node.target, "namespace", "") in _COMMUNICATING or node.target is BARRIER:
         return True

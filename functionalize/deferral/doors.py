@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from functionalize._compat.dispatch import HigherOrderOperator, current_modes
 from functionalize._compat.modules import packed_sequence_functions
+from functionalize._compat.references import address
 from functionalize.deferral.mode import LazyMode
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step_backward.captured_forward import CapturedForward
@@ -108,11 +110,47 @@ def _looking(owner: Any, name: str, hands_out: bool) -> Any:
     return look
 
 
+# As modules have bound them: a recording replaces some of them, too.
+_OF_TORCH = {name: getattr(torch, name) for name in (*dict(_OF_MODULES)[torch], "to_dlpack")}
+
+
+class _Importers:
+    """The modules that have bound a function by its name: `from torch import tensor`.
+
+    A module is searched again only when it has another number of names.
+    """
+
+    def __init__(self) -> None:
+        self._searched: dict[str, tuple[int, list[str]]] = {}
+
+    def of(self, replaced: dict[int, Any]) -> Iterator[Patch]:
+        """(module, name, replacement) where a module has bound one of `replaced`, by address."""
+        for title, module in list(sys.modules.items()):
+            if not isinstance(module, ModuleType) or title.partition(".")[0] == "torch":
+                continue
+            names = vars(module)
+            known = self._searched.get(title)
+            if known is None or known[0] != len(names):
+                bound = [name for name, value in list(names.items()) if address(value) in replaced]
+                known = self._searched[title] = len(names), bound
+            for name in known[1]:
+                new = replaced.get(address(names.get(name)))
+                if new is not None:
+                    yield module, name, new
+
+
+_IMPORTERS = _Importers()
+
+
 def _patches() -> Iterator[Patch]:
+    replaced: dict[int, Any] = {}
     for owner, names in ((Tensor, _OF_TENSORS), (torch.UntypedStorage, _OF_STORAGES), *_OF_MODULES):
         for name in names:
             if hasattr(owner, name):
-                yield owner, name, _looking(owner, name, hands_out=False)
+                new = _looking(owner, name, hands_out=False)
+                if owner is torch:
+                    replaced[address(_OF_TORCH[name])] = new
+                yield owner, name, new
     for module, name in packed_sequence_functions():
         yield module, name, _looking(module, name, hands_out=False)
     for captured in (CapturedStep, CapturedForward):
@@ -120,12 +158,15 @@ def _patches() -> Iterator[Patch]:
     for name in _ADDRESSES:
         yield Tensor, name, _looking(Tensor, name, hands_out=True)
     for module in (torch, torch.utils.dlpack):
-        yield module, "to_dlpack", _looking(module, "to_dlpack", hands_out=True)
+        new = _looking(module, "to_dlpack", hands_out=True)
+        replaced[address(_OF_TORCH["to_dlpack"])] = new
+        yield module, "to_dlpack", new
     yield (
         torch.UntypedStorage,
         "data_ptr",
         _looking(torch.UntypedStorage, "data_ptr", hands_out=True),
     )
+    yield from _IMPORTERS.of(replaced)
 
 
 DOORS = Patches(_patches)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.dispatch import disable_current_modes, is_in_python
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.stacks import CapturedTraceback, stack_here
 from functionalize.discharge.byte_ranges import check_bounds, check_order, check_overlap
@@ -36,6 +36,7 @@ from functionalize.errors import (
 )
 from functionalize.ir.generators import generator_states
 from functionalize.ir.ops import OpRecord, TensorRef, geometry_of, refs_in
+from functionalize.recorder.eager_formulas import autocast_devices
 from functionalize.recorder.op_kinds import (
     BLANK,
     CHECKED_INPLACE_VIEWS,
@@ -231,6 +232,11 @@ class Checks:
         if not self.for_real:
             return
         where = line_of(record.traceback)
+        if autocast_devices() and (op.op.namespace == "aten" or is_in_python(op.op)):
+            self.note(
+                f"{record.target} calls other ops under autocast, which changes them and is off in a replay, {where}: "
+                "switch autocast off around the call, and cast its arguments"
+            )
         if op.returns_numbers:
             self.note(
                 f"{record.target} returns a number to Python, which no guard checks, {where}: let it return a "

@@ -5,11 +5,14 @@
     x.max().backward()            eager fills zeros with the gradient where `x` has its maximum; under a mode torch
                                   multiplies by a mask, which makes -0.0 of zeros and NaN of an infinite gradient
     x.prod().backward()           eager divides the product by `x` if no element is 0: the recording reads how many are
+    torch._assert_async(flag)     eager raises if `flag` is 0: the recording reads it, so that a guard checks it
+    an op of another library      runs under the caller's autocast, which is off below a mode: ops inside it are cast
     x.masked_fill(mask, value)    the gradient of `value`: eager adds the selected elements alone, whose number depends
                                   on data, so a recording refuses it
 
-torch asks `isTensorSubclassLike` in each of these places, which is true of every tensor while a mode is active. The
-formulas of a backward are recognised by the running node and the last ops of torch's other formula.
+But for assertions and autocast, torch asks `isTensorSubclassLike` in each of these places, which is true of every
+tensor while a mode is active. The formulas of a backward are recognised by the running node and the last ops of torch's
+other formula.
 Invariant: the formula is that of a tensor on the CPU without a mode, for the recorded call, for every replay and for
 an audited call.
 Refusals: singular or eigenvalues by a function that was read before the recording (`from torch.linalg import svdvals`),
@@ -27,6 +30,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.autograd import forward_mode_is_on, running_node_name
+from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.util.patching import Patch
@@ -40,13 +44,44 @@ _MUL, _WHERE, _SLICE, _DETACH = (
     aten.slice.Tensor,
     aten.detach.default,
 )
-FORMULA_OPS = frozenset({_SVD, _EIGH, _MUL, _WHERE, _SLICE, _DETACH})
+ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
+FORMULA_OPS = ASSERTIONS | {_SVD, _EIGH, _MUL, _WHERE, _SLICE, _DETACH}
 _SPREAD = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"})
 _PRODUCT = frozenset({"ProdBackward0", "ProdBackward1"})
 _FILLED = "MaskedFillBackward1"
 _ALL = _SPREAD | _PRODUCT | {_FILLED}
 
 _VALUES_ONLY = threading.local()  # depth: how many functions below are running in this thread
+_AUTOCAST = (
+    threading.local()
+)  # devices: those for which autocast is on in this thread, while a watcher is active
+
+
+def note_autocast(is_watched: bool) -> None:
+    """Note for which devices autocast is on: inside of a mode's handler torch does not say."""
+    found = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    _AUTOCAST.devices = found if is_watched else []
+
+
+def autocast_devices() -> list[str]:
+    """The devices for which the step that is watched has autocast on."""
+    return getattr(_AUTOCAST, "devices", [])
+
+
+def under_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, under the autocast of the step that is watched."""
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        devices = [d for d in autocast_devices() if not torch.is_autocast_enabled(d)]
+        try:
+            for device in devices:
+                torch.set_autocast_enabled(device, True)
+            return run(*args, **kwargs)
+        finally:
+            for device in devices:
+                torch.set_autocast_enabled(device, False)
+
+    return cast
 
 
 class EagerFormulas:
@@ -66,6 +101,8 @@ class EagerFormulas:
             return NotImplemented
         if func is _SVD or func is _EIGH:
             return self._run(mode, _decomposed, mode, func, args, kwargs)
+        if func in ASSERTIONS:
+            return self._run(mode, _asserted, mode, func, *args)
         node = running_node_name()
         if func is _DETACH or func is _SLICE:
             self.note(func, args[0], node)
@@ -131,6 +168,16 @@ class EagerFormulas:
         return NotImplemented
 
 
+def _asserted(mode: Any, func: Any, flag: Tensor, *message: str) -> Any:
+    """None if the assertion holds; NotImplemented if the op raises."""
+    if isinstance(flag, FakeTensor):
+        if mode.checks is not None and not mode.checks.for_real:
+            mode.checks.refuse_here("asserts by data, which tensors without data cannot")
+        with disable_current_modes():
+            return func(flag, *message)
+    return None if flag.item() else NotImplemented
+
+
 def _spread(mask: Tensor, share: Tensor) -> Any:
     if mask.device.type != "cpu":
         return NotImplemented  # eager multiplies there
@@ -184,13 +231,21 @@ def _check_vectors(mode: Any, vectors: Sequence[Tensor]) -> None:
 
 
 def patches(watched: Callable[[], bool]) -> Iterator[Patch]:
-    """(owner, name, replacement) of the functions that compute singular or eigenvalues alone.
+    """(owner, name, replacement) of the functions that compute singular or eigenvalues alone, or switch autocast.
 
     watched: whether a recorder is active in this thread.
     """
     for name in ("svdvals", "eigvalsh", "cond", "matrix_norm", "norm", "matrix_rank"):
         yield torch.linalg, name, _values_only(getattr(torch.linalg, name), watched)
     yield torch, "nuclear_norm", _values_only(torch.nuclear_norm, watched)
+    set_autocast_enabled: Callable[..., Any] = torch.set_autocast_enabled
+
+    def noted(*args: Any) -> None:
+        set_autocast_enabled(*args)
+        if watched():
+            note_autocast(True)
+
+    yield torch, "set_autocast_enabled", noted
 
 
 def _values_only(original: Callable[..., Any], watched: Callable[[], bool]) -> Callable[..., Any]:

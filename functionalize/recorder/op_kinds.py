@@ -23,11 +23,11 @@ from functionalize._compat.dispatch import entry_of, has_kernel
 from functionalize.discharge.rules.collectives import refusal_of_collective
 from functionalize.discharge.rules.factories import SHAPE_ONLY
 from functionalize.discharge.rules.mutations import is_mutating, written_arguments
-from functionalize.discharge.rules.op_quirks import READS_GRAD_MODE
+from functionalize.discharge.rules.op_quirks import CHECK_ERRORS, READS_GRAD_MODE
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import UnsupportedTensorError
 from functionalize.ir.ops import MASKS
-from functionalize.recorder.eager_formulas import FORMULA_OPS
+from functionalize.recorder.eager_formulas import ASSERTIONS, FORMULA_OPS, under_autocast
 
 aten = torch.ops.aten
 QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -156,6 +156,8 @@ def is_metadata(func: Any) -> bool:
         return True
     if is_mutating(func) or func in TO_PYTHON or func is RESIZE_STORAGE or is_composite(func):
         return False
+    if func in ASSERTIONS or func is CHECK_ERRORS:
+        return False
     if func.namespace not in ("aten", "prim"):
         return False
     return not any("Tensor" in str(r.type) for r in func._schema.returns)
@@ -205,6 +207,8 @@ _OF_TORCH |= {
     "symm_mem",
 }
 _OF_TORCH |= {"quantized", "mkldnn", "mkl"}
+# Ops whose one kernel, for all devices, calls ops that autocast casts.
+_CALLS_OTHERS = frozenset({aten._trilinear.default, aten.linalg_pinv.atol_rtol_tensor})
 
 
 class SizingNumber(NamedTuple):
@@ -267,7 +271,8 @@ class OpKind:
     restrides: its arguments set the strides of its result (`as_strided`).
     random: draws from a random generator.
     sized_by_data: the size of its result depends on data.
-    foreign: of a library that is not torch's. returns_numbers: returns something else than tensors.
+    foreign: of a library that is not torch's, or treated so since its kernel calls ops that autocast casts.
+    returns_numbers: returns something else than tensors.
     reads_grad_mode: computes a different result under `no_grad`.
     makes: "quantised" or "nested" if the result is more than a strided tensor, else "".
     may_be_refused: `Checks.refuse` must be called before it runs.
@@ -303,6 +308,7 @@ def kind_of(func: Any) -> OpKind:
     reads_no_data, communicates = is_data_free(func), func.namespace in ("c10d", "fsdp")
     refused_collective = refusal_of_collective(func) is not None
     writes = is_mutating(func) and not reads_no_data
+    foreign = func.namespace not in _OF_TORCH or func in _CALLS_OTHERS
     makes = next((kind for start, kind in _MAKES.items() if func.name().startswith(start)), "")
     return OpKind(
         reads_no_data=reads_no_data,
@@ -317,7 +323,7 @@ def kind_of(func: Any) -> OpKind:
         restrides=func in (aten.as_strided.default, aten.as_strided_.default),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
-        foreign=func.namespace not in _OF_TORCH,
+        foreign=foreign,
         returns_numbers=any("Tensor" not in str(r.type) for r in func._schema.returns),
         reads_grad_mode=func in READS_GRAD_MODE,
         makes=makes,
@@ -328,6 +334,6 @@ def kind_of(func: Any) -> OpKind:
         or func in CHECKED_INPLACE_VIEWS
         or func is RESIZE_STORAGE,
         has_formula=func in FORMULA_OPS,
-        run=entry_of(func),
+        run=under_autocast(entry_of(func)) if foreign else entry_of(func),
         op=func,
     )

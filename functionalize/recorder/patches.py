@@ -45,7 +45,7 @@ from functionalize._compat.modules import OPTIMIZER_LABEL
 from functionalize.recorder import eager_formulas, effects, higher_order, reduction_patches
 from functionalize.recorder import rng_patches as generators
 from functionalize.recorder.checks import Checks
-from functionalize.recorder.eager_formulas import EagerFormulas
+from functionalize.recorder.eager_formulas import EagerFormulas, note_autocast
 from functionalize.scalars import scalar_patches as number_patches
 from functionalize.scalars.scalar_arguments import ScalarArguments
 from functionalize.tape.notes import TapeNotes
@@ -130,6 +130,8 @@ class Watcher(TorchDispatchMode):
                 undo.callback(_ACTIVE.remove, self)
             PATCHES.install()
             undo.callback(PATCHES.remove)
+            if outermost:
+                note_autocast(True)
             super().__enter__()
             undo.pop_all()
         self._entered += 1
@@ -145,6 +147,7 @@ class Watcher(TorchDispatchMode):
                 self._entered -= 1
                 if not self._entered:
                     _ACTIVE.remove(self)
+                    note_autocast(bool(_watchers()))
                     self._uncover()
                     self.stop()
 

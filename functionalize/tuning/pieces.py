@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from functionalize._compat.dispatch import TorchDispatchMode
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.graphs import pytree
 from functionalize.analysis.aliases import storage_key

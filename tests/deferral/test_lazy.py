@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import tensor as bound_elsewhere
 
 import functionalize as fz
 from functionalize._compat.dispatch import op_overrides
@@ -89,6 +90,14 @@ def in_thread(call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("name", LOOKS)
 def test_looks_as_in_eager(name: str) -> None:
     same_as_eager(lambda: [torch.randn(4)], lambda x: LOOKS[name](ops(x)))
+
+
+def test_looks_by_a_function_that_a_module_has_bound() -> None:
+    with learned():
+        x = torch.full((4,), 2.0)
+        y = ops(x)
+        found = bound_elsewhere([y[0], y[1]])
+    assert torch.equal(found, ops(torch.full((4,), 2.0))[:2])
 
 
 @pytest.mark.parametrize("name", ["item", "tolist"])

@@ -52,6 +52,11 @@ def total(x: Tensor) -> float:
     return float(x.sum())
 
 
+@custom_op("functionalize_tests::squared", mutates_args=())
+def squared(x: Tensor) -> Tensor:
+    return (x @ x).float()
+
+
 class Looped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,6 +121,19 @@ def by_traced_code(m: Any, x: Tensor) -> Tensor:
     return traced(m.a(x)).sum()
 
 
+def by_an_op_that_autocast_changes(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = squared(x[:4])
+    return (m.a(x[:4]) * y).sum()
+
+
+def by_bilinear_under_autocast(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        z = F.bilinear(x, x, m.b.weight.expand(3, 4, 4))
+    return (y.sum(1, keepdim=True) * z).sum()
+
+
 Body = Callable[[Any, Tensor], Tensor]
 REFUSED: dict[str, tuple[Body, str]] = {
     "cond": (by_cond, "runs the higher-order op `cond`"),
@@ -125,6 +143,11 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "jit.trace": (by_traced_code, "traces code for TorchScript"),
     "noise": (with_noise, "functionalize_tests.noise.default draws random numbers"),
     "add_noise": (with_noise_in_place, "functionalize_tests.add_noise.default draws random"),
+    "squared": (
+        by_an_op_that_autocast_changes,
+        "squared.default calls other ops under autocast",
+    ),
+    "bilinear": (by_bilinear_under_autocast, "_trilinear.default calls other ops under autocast"),
     "total": (lambda m, x: m.a(x).sum() * total(x), "total.default returns a number to Python"),
 }
 CAPTURED: dict[str, Body] = {

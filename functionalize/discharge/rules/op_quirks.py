@@ -1,4 +1,5 @@
-"""Ops that do more than their schema says: batch norm's running statistics, streams, oneDNN's LSTM layer, `bincount`.
+"""Ops that do more than their schema says: batch norm's running statistics, streams, oneDNN's LSTM layer, `bincount`,
+and the check by which `torch.linalg.inv`, `cholesky`, `solve` and factorizations raise.
 
     aten.native_batch_norm(x, w, b, mean, var, True, m, eps)
       ->  out, save_mean, save_invstd, mean', var' = aten._native_batch_norm_legit_functional(...)
@@ -10,8 +11,12 @@ backward needs; with gradients off it calls the inference primitive and returns 
 so a call that was recorded with gradients on becomes a call of an op of this library, whose kernel runs aten's with
 gradients on (below autograd, which saves nothing). A call that was recorded with gradients off stays aten's.
 
-Refusal: batch norm with `out=` on a CPU with an input or output that is not contiguous: eager's kernel rounds
-differently, or leaves the saved statistics unwritten.
+    values, info = aten.linalg_inv_ex(a)
+    aten._linalg_check_errors(info, "linalg.inv", True)
+      ->  values, info = aten.linalg_inv_ex(a, check_errors=True)
+
+Refusals: `_linalg_check_errors` of what no op with `check_errors` has made; batch norm with `out=` on a CPU with an
+input or output that is not contiguous: eager's kernel rounds differently, or leaves the saved statistics unwritten.
 """
 
 from __future__ import annotations
@@ -95,6 +100,32 @@ def vendor_batch_norm(engine: Engine, record: OpRecord) -> Any:
 @rule(aten.record_stream.default)
 def record_stream(engine: Engine, record: OpRecord) -> None:
     """`record_stream(Tensor(a!) self, Stream s)` informs the CUDA allocator; it writes nothing."""
+
+
+CHECK_ERRORS = aten._linalg_check_errors.default
+_OPTION = "check_errors"
+_MOST_VIEWS = 8  # between the op that is checked and the check, as under `torch.func.vmap`
+
+
+@rule(CHECK_ERRORS)
+def linalg_check_errors(engine: Engine, record: OpRecord) -> None:
+    """`(Tensor info, str api_name, *, bool is_matrix) -> ()` raises unless `info` is 0: the op that made it does so."""
+    made = engine.read(record.args[0])
+    if isinstance(made, torch.Tensor):
+        engine.emit.call(CHECK_ERRORS, made, *record.args[1:], **record.kwargs)
+        return
+    for _ in range(_MOST_VIEWS):
+        schema = getattr(made.target, "_schema", None)
+        if schema is not None and any(each.name == _OPTION for each in schema.arguments):
+            made.kwargs = {**made.kwargs, _OPTION: True}
+            return
+        if not made.args or not isinstance(made.args[0], type(made)):
+            break
+        made = made.args[0]
+    raise UnsupportedOpError(
+        f"raises by data that {made} has computed, and a program has no such check: use the function's `_ex` form, "
+        "with check_errors=True"
+    )
 
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
