@@ -217,6 +217,47 @@ FLAGS: tuple[Callable[[], Any], ...] = (
 )
 
 
+_ON_CPU = (
+    *("cpu_allow_fp16_reduced_precision_reduction", "deterministic_algorithms"),
+    *("deterministic_fill_uninitialized_memory", "float32_matmul_precision", "mkldnn_enabled"),
+    *("mkldnn_deterministic", "nnpack_enabled", "onednn_allow_tf32"),
+)
+_ON_CUDA = (
+    *("blas_preferred_backend", "cublas_allow_fp16_accumulation", "cublas_allow_tf32"),
+    *("cublas_allow_fp16_reduced_precision_reduction", "cudnn_allow_tf32", "cudnn_deterministic"),
+    *("cublas_allow_bf16_reduced_precision_reduction", "cudnn_enabled", "linalg_preferred_backend"),
+)
+
+
+def kernel_settings() -> list[tuple[Any, str, str, Callable[..., Any]]]:
+    """(owner, name, text, getter) of the functions that set what kernels of all ops read (torch 2.11 to 2.15).
+
+    getter: takes the arguments of the setter; returns None if nobody can tell. Not those of attention, which choose
+    the op.
+    """
+
+    def named(name: str) -> tuple[Any, str, str, Callable[..., Any]]:
+        getter: Callable[[], Any] = getattr(torch._C, f"_get_{name}", lambda: None)
+        return torch._C, f"_set_{name}", name, lambda *_: getter()
+
+    has_cuda = torch.cuda.is_available()
+    found = [named(name) for name in (*_ON_CPU, *(_ON_CUDA if has_cuda else ()))]
+    for name in ("default_dtype", "default_tensor_type"):
+        found.append((torch._C, f"_set_{name}", name, lambda *_: torch.get_default_dtype()))
+    found.append((torch, "set_num_threads", "num_threads", lambda *_: torch.get_num_threads()))
+    found.append((torch, "set_flush_denormal", "flush_denormal", lambda *_: None))
+    precision = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: None)
+    name = "_set_fp32_precision_setter"
+    found.append((torch._C, name, "fp32_precision", lambda *args: precision(*args[:2])))
+    for module in (torch.backends.mkldnn, *([torch.backends.cudnn] if has_cuda else ())):
+        for name, each in vars(type(module)).items():
+            if isinstance(
+                each, torch.backends.ContextProp
+            ):  # it holds functions that were read early
+                found.append((each, "setter", name, lambda *_, getter=each.getter: getter()))
+    return [each for each in found if hasattr(each[0], each[1])]
+
+
 def mkldnn_is_on() -> bool:
     """Whether kernels may use oneDNN (2.11 to 2.15)."""
     return bool(torch._C._get_mkldnn_enabled())

@@ -38,7 +38,12 @@ from torch.autograd.profiler import record_function
 
 from functionalize._compat.autograd import engine_entry, function_entry, saved_hooks_entry
 from functionalize._compat.compilers import dynamo_frames
-from functionalize._compat.dispatch import TorchDispatchMode, current_modes, no_python_dispatch
+from functionalize._compat.dispatch import (
+    TorchDispatchMode,
+    current_modes,
+    kernel_settings,
+    no_python_dispatch,
+)
 from functionalize._compat.distributed import work_class
 from functionalize._compat.fsdp import FSDP_LABEL
 from functionalize._compat.modules import OPTIMIZER_LABEL
@@ -328,6 +333,21 @@ def _uncompiled(original: Any) -> Any:
     return callback_from_stance
 
 
+def _watched_setting(original: Any, text: str, value: Any) -> Any:
+    """A setter of what kernels read: a replay runs every op under the value on entry. value: its getter."""
+
+    def setting(*args: Any, **kwargs: Any) -> Any:
+        before = value(*args)
+        out = original(*args, **kwargs)
+        if before is None or value(*args) != before:
+            for checks in recorded_checks():
+                checks.refuse_here(f"changes torch's setting `{text}`, which ops of a replay read")
+        return out
+
+    setting.__doc__ = original.__doc__
+    return setting
+
+
 def _capture_patches() -> Iterator[Patch]:
     yield torch.UntypedStorage, "resize_", _watched_resize()
     for name in _READS:
@@ -339,6 +359,8 @@ def _capture_patches() -> Iterator[Patch]:
     yield from higher_order.patches(recorded_checks, lambda: bool(_watchers()))
     effects.watch_audit_events(_is_recording, recorded_checks)
     yield from effects.patches(recorded_checks, _checked_recorders)
+    for owner, name, text, value in kernel_settings():
+        yield owner, name, _watched_setting(getattr(owner, name), text, value)
     frames = dynamo_frames()
     if frames is not None:
         yield frames, "_callback_from_stance", _uncompiled(frames._callback_from_stance)

@@ -1,4 +1,4 @@
-"""Higher-order ops, scripted modules and ops of other libraries in a step: captured or refused by name."""
+"""Higher-order ops, scripted modules, settings and ops of other libraries in a step: captured or refused by name."""
 
 from __future__ import annotations
 
@@ -134,6 +134,28 @@ def by_bilinear_under_autocast(m: Any, x: Tensor) -> Tensor:
     return (y.sum(1, keepdim=True) * z).sum()
 
 
+def with_setting(name: str, value: Any) -> Callable[[Any, Tensor], Tensor]:
+    def body(m: Any, x: Tensor) -> Tensor:
+        before = getattr(torch, f"get_{name}")()
+        getattr(torch, f"set_{name}")(value)
+        try:
+            return (m.a(x) * (torch.arange(5)[:, None] / 3)).sum()
+        finally:
+            getattr(torch, f"set_{name}")(before)
+
+    return body
+
+
+def without_onednn(m: Any, x: Tensor) -> Tensor:
+    with torch.backends.mkldnn.flags(enabled=False):
+        return F.conv1d(m.a(x)[None], torch.ones(3, 5, 2) / 3).sum()
+
+
+def with_the_same_setting(m: Any, x: Tensor) -> Tensor:
+    torch.set_num_threads(torch.get_num_threads())
+    return m.a(x).sum()
+
+
 Body = Callable[[Any, Tensor], Tensor]
 REFUSED: dict[str, tuple[Body, str]] = {
     "cond": (by_cond, "runs the higher-order op `cond`"),
@@ -148,9 +170,20 @@ REFUSED: dict[str, tuple[Body, str]] = {
         "squared.default calls other ops under autocast",
     ),
     "bilinear": (by_bilinear_under_autocast, "_trilinear.default calls other ops under autocast"),
+    "default_dtype": (
+        with_setting("default_dtype", torch.float64),
+        "torch's setting `default_dtype`",
+    ),
+    "num_threads": (with_setting("num_threads", 3), "torch's setting `num_threads`"),
+    "precision": (
+        with_setting("float32_matmul_precision", "medium"),
+        "torch's setting `float32_matmul_precision`",
+    ),
+    "onednn": (without_onednn, "torch's setting `mkldnn_enabled`"),
     "total": (lambda m, x: m.a(x).sum() * total(x), "total.default returns a number to Python"),
 }
 CAPTURED: dict[str, Body] = {
+    "same_setting": with_the_same_setting,
     "constant_cond": by_constant_cond,
     "scripted": lambda m, x: m.scripted(m.a(x)).sum(),
     "tagged": lambda m, x: (m.a(x) * tagged(x)).sum(),
@@ -193,6 +226,7 @@ def test_captured(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name_and_never_broken(name: str) -> None:
     body, why = REFUSED[name]
