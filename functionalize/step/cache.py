@@ -25,10 +25,10 @@ from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Call
 from functionalize.lengths.length_classes import Prediction
+from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Gradient, Slot
-from functionalize.step.stats import StepMemory
 from functionalize.step.vote import Fingerprints
 from functionalize.util.structure import odd_keys
 from functionalize.util.text import without_numbers

@@ -40,6 +40,7 @@ from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
 from functionalize.lengths.length_classes import Reference
 from functionalize.lifetimes.observer import LifetimeObserver
+from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
@@ -66,7 +67,7 @@ from functionalize.step.stages import (
     judge,
     record,
 )
-from functionalize.step.stats import ProgramCounts, StepMemory
+from functionalize.step.stats import ProgramCounts
 from functionalize.step.step_file import SavedStep, load_step, save_step
 from functionalize.step.vote import RARE, Level, RankVote
 from functionalize.util.gc_pause import only_young_collections

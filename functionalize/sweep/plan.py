@@ -42,6 +42,7 @@ from functionalize.fake_world.target import Target, target_named
 from functionalize.fake_world.world import World, world
 from functionalize.fsdp.objects import fsdp_groups
 from functionalize.lifetimes.record_memory import RecordedMemory, record_memory
+from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.machines.constants import declared
 from functionalize.planning.machines.files import machine_of
@@ -49,7 +50,6 @@ from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.memory import Memory
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
-from functionalize.step.stats import StepMemory
 from functionalize.sweep.changes import change, modules_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
 from functionalize.sweep.summary import Figures, Items, Plan, Sweep

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 from functionalize.errors import PlanError
 from functionalize.fake_world.kernel_log import Choice
+from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.machines.constants import declared
 from functionalize.planning.machines.machine import Machine
@@ -44,7 +45,6 @@ from functionalize.planning.time.communication import Traffic, communication, me
 from functionalize.planning.time.compute import Work, compute
 from functionalize.planning.time.step_time import StepTime, step_time, time_range
 from functionalize.program.program import Program
-from functionalize.step.stats import StepMemory
 from functionalize.sweep.columns import ASKED, COLUMNS, Column, efficiencies, levels_row
 from functionalize.sweep.grid import Point
 from functionalize.sweep.training import Training

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from functionalize.errors import FunctionalizeError
+from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.planning.report.memory_figures import EAGER
-from functionalize.step.stats import StepMemory
 from functionalize.sweep.summary import Figures, Items, Plan
 from functionalize.tuning.compose import LayerAssignment, StepNumbers, options, solved
 from functionalize.tuning.policy import EagerPolicy, LayerPolicy
