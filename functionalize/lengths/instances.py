@@ -9,6 +9,7 @@ and all inputs, guards, outputs and actions in which no integer varies.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,18 +158,11 @@ class Instances:
         return made
 
 
-_FIELDS = (
-    *(
-        "constants",
-        "inputs",
-        "outputs",
-        "epilogue",
-        "guards",
-        "value_guards",
-        "in_spec",
-        "out_spec",
-    ),
-    *("facts", "stage", "history", "writes", "runner", "backwards"),
+# What an instance shares with the reference; the rest is made for it, or at its first replay.
+_FIELDS = tuple(
+    each.name
+    for each in dataclasses.fields(Program)
+    if each.name not in ("graph", "notes") and not each.name.startswith("_")
 )
 
 
