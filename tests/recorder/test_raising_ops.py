@@ -71,6 +71,18 @@ def test_a_step_that_catches_the_error_goes_its_way() -> None:
     assert captured.stats.replays
 
 
+def test_a_check_of_something_else_is_refused_by_name() -> None:
+    def step(a: Tensor) -> Tensor:
+        torch.ops.aten._linalg_check_errors(a.to(torch.int32), "mine", is_matrix=False)
+        return a * 2
+
+    captured = fz.capture(step, on_uncapturable="eager")
+    for _ in range(3):
+        assert torch.equal(captured(torch.zeros(2)), torch.zeros(2))
+    assert captured.stats.replays == 0
+    assert "has computed, and a program has no such check" in captured.explain()
+
+
 def test_a_trace_refuses_assertions() -> None:
     with pytest.raises(UnsupportedOpError, match="asserts by data"):
         fz.trace(asserted, torch.ones(3, 3))
