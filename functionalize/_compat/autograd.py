@@ -244,10 +244,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 @contextmanager
 def tape_compiler(make: Callable[[], Any]) -> Iterator[None]:
-    """A context in which the backward of a graph is handed to a compiler, made by `make`, and not run.
+    """A context in which a compiler, made by `make`, gets the backward of a graph, which is not run.
 
     torch's compiled autograd does that, for all threads: a backward that another thread calls waits for the end. Its
-    cache is emptied, so that every backward is handed over. Raises `RuntimeError` if compiled autograd is in use, its
+    cache is emptied, so that the compiler gets every backward. Raises `RuntimeError` if compiled autograd is used, its
     cache holds what others have compiled, or another thread is going backward (torch 2.13).
     """
     compiled: Any = torch._C._dynamo.compiled_autograd
@@ -297,7 +297,7 @@ def _others_wait() -> Iterator[None]:
 
 
 def bound_function(name: str, function: Any, is_custom: bool, is_traceable: bool) -> str:
-    """The name by which compiled autograd finds a function of C++, which it is told once in a process (torch 2.13)."""
+    """The name by which compiled autograd finds a function of C++, which binds it once in a process (torch 2.13)."""
     from torch._dynamo.compiled_autograd import ops  # it takes a second to import
 
     return str(ops.add(name, function, is_custom, is_traceable))

@@ -2,7 +2,7 @@
 
     x.numpy(), x.tolist(), print(x), x.data_ptr(), pickling, DLPack, torch.save
     torch.tensor([x, y]), torch.ctc_loss(...), an LSTM on packed sequences     C++ that reads numbers without an op
-    threads and processes that start: they read what they are given outside of the block
+    threads and processes that start: they read their arguments outside of the block
 
 A function that hands out an address (`data_ptr`, `numpy`, `__dlpack__`) makes the storage one on which no op waits: who
 has the address may write there. The replacements are active while a `fz.lazy` block is, and call the originals.

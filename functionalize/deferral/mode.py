@@ -193,7 +193,7 @@ class LazyMode(Watcher):
     # -- observations --------------------------------------------------------------------------
 
     def escape(self, storage: torch.UntypedStorage) -> None:
-        """The address of a storage was handed out: ops on it run at once from now on."""
+        """Code has the address of a storage: ops on it run at once from now on."""
         self._escaped = {a: weak for a, weak in self._escaped.items() if weak.alive}
         self._escaped[storage._cdata] = WeakStorage(storage)
 

@@ -8,7 +8,7 @@ Python cannot list the hooks of a node. The collector of torch's compiled autogr
 nodes and hands its compiler, node by node, all that each of them would compute from. The compiler here notes that and
 compiles nothing; the collector's own run ends in an exception before anything has run. Nodes, hooks and gradients are
 as before.
-Invariant: what the compiler is given is all that compiled autograd computes a backward from. So graphs of equal keys
+Invariant: what the compiler gets is all that compiled autograd computes a backward from. So graphs of equal keys
 differ at most in the contents of tensors, and in what the Python code of hooks and Functions reads, attributes of `ctx`
 among it. These are for the caller to compare: `hooks` has the objects.
 Refusals (`Unlisted`): hooks and nodes in C++, hooks and Functions of torch itself or of installed packages, whose state
