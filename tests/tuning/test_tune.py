@@ -34,7 +34,10 @@ def found():
 
 
 def on_real_ranks(policy, code, pipeline):
-    """The peaks of this rank: eager with `apply`, eager with the printed code, the captured step's program."""
+    """The peaks of this rank: eager with `apply`, eager with the printed code, the captured step, its program.
+
+    The least of several: gloo's threads, which may be late with what they free, only add.
+    """
     peaks = []
     written = {}
     exec(compile(code, "policy.py", "exec"), written)
@@ -42,16 +45,24 @@ def on_real_ranks(policy, code, pipeline):
         model, optimizer = build(mesh=device_mesh(policy.mesh))
         apply(model)
         recorded = fz.record_memory(step)
-        for _ in range(2):
-            recorded(model, optimizer, *inputs(policy.batch, policy.accumulate))
-        peaks.append(recorded.memory.peak)
-    model, optimizer = build(mesh=device_mesh(policy.mesh))
-    policy.apply(model)
-    captured = fz.capture(step, memory=True, passes=pipeline)
-    while captured.memory is None:
-        captured(model, optimizer, *inputs(policy.batch, policy.accumulate))
-    peaks += [captured.memory.eager.peak, captured.memory.program.peak]
-    return peaks
+        recorded(
+            model, optimizer, *inputs(policy.batch, policy.accumulate)
+        )  # makes the optimizer's states
+        peaks.append(min(peak_of(recorded, model, optimizer, policy) for _ in range(4)))
+    of_captures = []
+    for _ in range(3):
+        model, optimizer = build(mesh=device_mesh(policy.mesh))
+        policy.apply(model)
+        captured = fz.capture(step, memory=True, passes=pipeline)
+        while captured.memory is None:
+            captured(model, optimizer, *inputs(policy.batch, policy.accumulate))
+        of_captures.append((captured.memory.eager.peak, captured.memory.program.peak))
+    return peaks + [min(each) for each in zip(*of_captures, strict=True)]
+
+
+def peak_of(recorded, model, optimizer, policy):
+    recorded(model, optimizer, *inputs(policy.batch, policy.accumulate))
+    return recorded.memory.peak
 
 
 def test_the_answer_has_the_predicted_peak_on_real_ranks(found) -> None:
