@@ -183,7 +183,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=list(cases()), choices=list(cases()))
-    parser.add_argument("--passes", nargs="+", default=["", "default"], metavar="PIPELINE")
+    parser.add_argument("--passes", nargs="+", default=["", "default", "fast"], metavar="PIPELINE")
     parser.add_argument("--where", action="store_true", help="which op runs at the peak")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
