@@ -40,19 +40,41 @@ BACKWARD, RECOMPUTE = "backward", "recompute"
 
 
 _current_node, _current_task = torch._C._current_autograd_node, torch._C._current_graph_task_id
+_gradients_are_on = torch.is_grad_enabled
 
 
-def autograd_position() -> tuple[int | None, str | None, str | None]:
+# The class of the nodes that accumulate the gradient of a leaf (torch 2.0 to 2.15).
+ACCUMULATES: type = torch._C._functions.AccumulateGrad
+OTHER_CLASS = "CppFunction"  # of the nodes of C++ that have no class of their own
+
+
+class NodeNames(dict[type, str]):
+    """The names of autograd's nodes by their class: `Node.name()` makes a text at every call, and may demangle one."""
+
+    def of(self, node: Any) -> str:
+        """`node.name()`."""
+        kind = type(node)
+        name = self.get(kind)
+        if name is None:
+            name = str(node.name())
+            if kind.__name__ != OTHER_CLASS:
+                self[kind] = name
+        return name
+
+
+def autograd_position(names: NodeNames) -> tuple[int | None, str | None, str | None]:
     """The sequence number and the name of the autograd node that runs the current op, and the phase; None in a forward.
 
     The callbacks at the end of a backward run outside of any node. In a backward without `retain_graph`, gradients are
     enabled only in a recomputed forward, as of activation checkpointing.
     """
+    if _current_task() == -1:
+        return None, None, None
     node = _current_node()
     if node is None:
-        return None, None, BACKWARD if _current_task() != -1 else None
-    again = torch.is_grad_enabled() and not graph_is_kept()
-    return node._sequence_nr(), node.name(), RECOMPUTE if again else BACKWARD
+        return None, None, BACKWARD
+    again = _gradients_are_on() and not graph_is_kept()
+    return node._sequence_nr(), names.of(node), RECOMPUTE if again else BACKWARD
 
 
 Position = tuple[int | None, str]
@@ -82,10 +104,8 @@ def is_of_leaf(number: int) -> bool:
     return number < 0 or number >= FIRST_OF_LEAVES
 
 
-def graph_task() -> int:
-    """The unique number of the running backward; -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
-
+# Returns the unique number of the running backward; -1 outside of one.
+graph_task = _current_task
 
 # Returns the sequence number that the next autograd node of this thread will have.
 next_node_number = torch.autograd._get_sequence_nr
@@ -184,7 +204,7 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
 
 def leaf_of(node: Any) -> torch.Tensor | None:
     """The leaf into which an autograd node accumulates a gradient; None for another node."""
-    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+    return node.variable if type(node) is ACCUMULATES else None
 
 
 def nodes_of(outputs: Iterable[Any]) -> dict[Any, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -45,6 +45,24 @@ def set_own_call(module: torch.nn.Module, run: Any) -> None:
 
 class ReportedCall(functools.partial[Any]):
     """What a recording sets in place of a module's call: `ReportedCall(report, module, the call before)`."""
+
+    __slots__ = ()
+
+
+def report_calls(module: torch.nn.Module, report: Callable[..., Any]) -> None:
+    """Let `report(module, the call before, ...)` run in place of a module's call, until `end_reports`."""
+    own = vars(module)
+    own["_compiled_call_impl"] = ReportedCall(report, module, own.get("_compiled_call_impl"))
+
+
+def end_reports(module: torch.nn.Module) -> None:
+    """Set the call from before `report_calls`."""
+    own = vars(module)
+    before = without_reports(own.get("_compiled_call_impl"))
+    if before is None:
+        own.pop("_compiled_call_impl", None)
+    else:
+        own["_compiled_call_impl"] = before
 
 
 def without_reports(value: Any) -> Any:

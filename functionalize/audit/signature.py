@@ -13,7 +13,7 @@ are kept as their type.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -126,42 +126,30 @@ class Signature:
     @staticmethod
     def of(recorder: Recorder, state: StateAround) -> Signature:
         """The signature of a recording that has ended and is in the steady state."""
+        return Signature.later(recorder, state)()
+
+    @staticmethod
+    def later(recorder: Recorder, state: StateAround) -> Callable[[], Signature]:
+        """What makes the signature of such a recording: its rows are made when a run is to be compared, if ever.
+
+        Like the signature, it keeps no tensor alive; until it is called, it keeps the records.
+        """
         frozen = {id(each.record): each.value for each in recorder.scalars}
-        records = recorder.records[: state.records]
-        rows = tuple([row_of(r, bool(frozen) and id(r) in frozen) for r in records])
-        facts = [
-            NumberFact(row.read, frozen[id(record)])
-            for row, record in zip(rows, records, strict=True)
-            if row.read is not None and id(record) in frozen
-        ]
-        log = recorder.scalar_log
-        if log is not None:
-            found = list(log.facts.values())[: state.facts]
-            facts += [NumberFact(fact.expression, fact.value) for fact in found]
-        pairs = zip(rows, records, strict=True)
-        with_numbers = [row for row, record in pairs if record.live]
+        records, log = recorder.records[: state.records], recorder.scalar_log
+        found = list(log.facts.values())[: state.facts] if log is not None else []
+        known = [NumberFact(fact.expression, fact.value) for fact in found]
         leaves = tuple([leaf_of(leaf, recorder) for leaf in state.leaves])
-        used = storages_in(records)
-        used |= {ref.storage for ref in refs_in([parts for parts in leaves if type(parts) is list])}
-        outside = [e for e in recorder.storages.externals if e.ref.storage in used]
-        sources, literals = [], {}
-        for each in outside:
+        outside, literals = [], {}
+        for each in recorder.storages.externals:
             serial = each.ref.storage
             if each.literal:
                 literals[serial] = digest(each.tensor)
             elif serial in state.places:
-                name, source, _ = state.places[serial]
-                sources.append((serial, name, source))
+                outside.append((serial, *state.places[serial][:2]))
             else:
-                sources.append((serial, each.info.name, Captured(each.tensor)))
+                outside.append((serial, each.info.name, Captured(each.tensor)))
         assigned = set(map(id, state.assigned))
-        return Signature(
-            rows,
-            tuple(sources),
-            literals,
-            tuple(facts),
-            _numbers_in(with_numbers, facts, leaves),
-            leaves,
+        around = (
             state.spec,
             tuple(state.slots),
             tuple(id(slot) in assigned for _, slot in state.slots),
@@ -170,6 +158,29 @@ class Signature:
             dict(state.optimizers),
             state.moving if state.moving else None,
         )
+
+        def made() -> Signature:
+            rows = tuple([row_of(r, bool(frozen) and id(r) in frozen) for r in records])
+            pairs = list(zip(rows, records, strict=True))
+            facts = [
+                NumberFact(row.read, frozen[id(record)])
+                for row, record in pairs
+                if row.read is not None and id(record) in frozen
+            ]
+            facts += known
+            used = storages_in(records)
+            used |= {ref.storage for ref in refs_in([p for p in leaves if type(p) is list])}
+            return Signature(
+                rows,
+                tuple([source for source in outside if source[0] in used]),
+                {serial: each for serial, each in literals.items() if serial in used},
+                tuple(facts),
+                _numbers_in([row for row, record in pairs if record.live], facts, leaves),
+                leaves,
+                *around,
+            )
+
+        return made
 
 
 def row_of(record: OpRecord, reads: bool) -> Row:

@@ -27,13 +27,13 @@ from torch import nn
 from functionalize._compat.autograd import (
     Position,
     current_node_leaf,
-    in_backward,
+    graph_task,
     is_of_leaf,
     next_node_number,
 )
 from functionalize._compat.dispatch import current_modes
 from functionalize._compat.fsdp import class_before_fsdp
-from functionalize._compat.modules import ReportedCall, own_call, set_own_call, without_reports
+from functionalize._compat.modules import end_reports, report_calls
 from functionalize._compat.references import address
 from functionalize.fsdp.objects import fsdp_registered
 from functionalize.ir.ops import OpRecord
@@ -97,24 +97,25 @@ class ModuleCalls:
 
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
-        self.running = self._names.get(address(module), self.running)
-        self._running.append((self.running, in_backward()))
-        self._mark()
+        name = self.running = self._names.get(address(module), self.running)
+        inside = graph_task() != -1
+        self._running.append((name, inside))
+        self._mark(name, inside)
 
     def leave(self) -> None:
         """The innermost call ends, or raises."""
-        self._running.pop()
-        self.running = self._running[-1][0] if self._running else ""
-        self._mark()
+        running = self._running
+        running.pop()
+        self.running, inside = running[-1] if running else ("", False)
+        self._mark(self.running, inside)
 
-    def _mark(self) -> None:
+    def _mark(self, name: str, inside: bool) -> None:
         if self._numbered:
             self._numbers.append(next_node_number())
-            self._modules.append(self.running)
-        if self._tape is not None:
-            inside = bool(self._running) and self._running[-1][1]
-            mark = len(self._tape.records), self.running, inside, len(self._running)
-            self._tape.marks.append(mark)
+            self._modules.append(name)
+        tape = self._tape
+        if tape is not None:
+            tape.marks.append((len(tape.records), name, inside, len(self._running)))
 
     def _place_of(self, leaf: torch.Tensor | None) -> tuple[str, str]:
         """The module of a parameter, and its full name."""
@@ -161,18 +162,20 @@ class _WatchedModules:
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         with self._lock:
+            users = self._users
             for module in modules:
-                self._users[module] = self._users.get(module, 0) + 1
-                if self._users[module] == 1:
-                    set_own_call(module, ReportedCall(_reporting_call, module, own_call(module)))
+                count = users[module] = users.get(module, 0) + 1
+                if count == 1:
+                    report_calls(module, _reporting_call)
 
     def remove(self, modules: Iterable[nn.Module]) -> None:
         with self._lock:
+            users = self._users
             for module in modules:
-                self._users[module] -= 1
-                if not self._users[module]:
-                    del self._users[module]
-                    set_own_call(module, without_reports(own_call(module)))
+                count = users[module] = users[module] - 1
+                if not count:
+                    del users[module]
+                    end_reports(module)
 
 
 def _reporting_call(

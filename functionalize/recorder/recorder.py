@@ -370,7 +370,7 @@ class Recorder(Watcher):
         """`UntypedStorage.resize_` was called, which does not dispatch; `original` carries it out."""
         record = OpRecord(RESIZE_STORAGE, (), {}, None, (), stack_here())
         if not self.tape.is_off:
-            record.seq_nr, record.autograd_node, record.phase = autograd_position()
+            record.seq_nr, record.autograd_node, record.phase = autograd_position(self.tape.names)
             record.tape = self.tape
         info = self.storages.info_at(storage)
         size = plain(size)

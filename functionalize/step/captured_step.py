@@ -341,8 +341,8 @@ class CapturedStep(PredictedStep):
             reference = Reference.of(call.key, names, call.leaves, recorded, cached, has_budget)
         return Built(cached, recording.summary, counts, reference)
 
-    def _signature(self, recording: StepRecording) -> Signature | None:
-        """What audited calls are compared with; None if none is audited."""
+    def _signature(self, recording: StepRecording) -> Callable[[], Signature] | None:
+        """What makes that with which audited calls are compared; None if none is audited."""
         is_unused = self._options.audit.every == 0 and self._lengths is None
         if is_unused or not recording.recorder.ignore_fake:
             return None  # a fake world, whose mode is off here, replays nothing

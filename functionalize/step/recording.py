@@ -321,9 +321,9 @@ class StepRecording:
             for place in shared.get(ref(inner).storage, ())
         )
 
-    def signature(self) -> Signature:
-        """What a later run is compared with."""
-        return Signature.of(self.recorder, state_around(self.entry, self.exit))
+    def signature(self) -> Callable[[], Signature]:
+        """What makes that with which a later run is compared."""
+        return Signature.later(self.recorder, state_around(self.entry, self.exit))
 
     def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
         """Let each replay return a copy of a mutable object that the step made."""

@@ -22,7 +22,7 @@ Refusals: see `ForwardEnd.changed`; a storage that is resized between forward an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -225,13 +225,14 @@ class JointRecording(StepRecording):
             self.effects,
         )
 
-    def signature(self) -> Signature:
+    def signature(self) -> Callable[[], Signature]:
         """What a later forward is compared with: its own ops, without those of the backward."""
-        return self.end.signature(self.recorder)
+        own = self.end.signature(self.recorder)
+        return lambda: own
 
     def whole_signature(self) -> Signature:
         """The ops of both."""
-        return super().signature()
+        return super().signature()()
 
     def _named_inputs(
         self, builder: Builder, externals: Sequence[External]

@@ -10,10 +10,10 @@ Invariant: the notes keep no node and no tensor alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from functionalize._compat.autograd import gradient_node, leaf_of
+from functionalize._compat.autograd import ACCUMULATES, OTHER_CLASS, gradient_node
 from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback
 
@@ -29,7 +29,7 @@ class BackwardCall(NamedTuple):
 
     names: list[str]
     numbers: list[int]
-    edges: list[tuple[int, ...]]
+    edges: list[Sequence[int]]
     roots: list[int]
     ends: list[int] | None
     thread: int
@@ -82,29 +82,19 @@ def walked(
     traceback: CapturedTraceback,
 ) -> BackwardCall:
     """The graph that a backward of `outputs` can reach. inputs: tensors or gradient edges, if it is of these alone."""
-    found: list[Any] = []
-    places: dict[Any, int] = {}
-
-    def place_of(node: Any) -> int:
-        place = places.get(node)
-        if place is None:
-            place = places[node] = len(found)
-            found.append(node)
-        return place
-
     outputs = list(outputs)
-    for each in outputs:
-        if (node := gradient_node(each)) is not None:
-            place_of(node)
+    found = list(dict.fromkeys(n for each in outputs if (n := gradient_node(each)) is not None))
+    places = {node: place for place, node in enumerate(found)}
     names: list[str] = []
     numbers: list[int] = []
-    edges: list[tuple[int, ...]] = []
+    edges: list[Sequence[int]] = []
     leaves: dict[int, int] = {}  # address of a leaf -> the place of its node
     for node in found:  # which grows
-        name = type(node).__name__
-        leaf = leaf_of(node) if name == "AccumulateGrad" else None
-        names.append(name if name != "CppFunction" else node.name())
-        if leaf is not None:
+        kind = type(node)
+        name = kind.__name__
+        names.append(name if name != OTHER_CLASS else node.name())
+        if kind is ACCUMULATES:
+            leaf = node.variable
             leaves[address(leaf)] = len(edges)
             numbers.append(number_of_leaf(leaf))
             edges.append(())
@@ -114,12 +104,15 @@ def walked(
         for each, _ in node.next_functions:
             if each is not None:
                 place = places.get(each)
-                after.append(place_of(each) if place is None else place)
-        edges.append(tuple(after))
+                if place is None:
+                    place = places[each] = len(found)
+                    found.append(each)
+                after.append(place)
+        edges.append(after)
     for each in outputs:
         if gradient_node(each) is None and address(each) not in leaves:
             leaves[address(each)] = len(names)
-            names.append("AccumulateGrad")
+            names.append(ACCUMULATES.__name__)
             numbers.append(number_of_leaf(each))
             edges.append(())
 

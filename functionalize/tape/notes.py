@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from types import CodeType
+from types import CodeType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,10 @@ from torch.fx import traceback as fx_traceback
 
 from functionalize._compat.autograd import (
     FIRST_OF_LEAVES,
+    NodeNames,
     autograd_position,
     current_node_leaf,
+    graph_task,
     in_backward,
     next_node_number,
     saved_tensor_hooks,
@@ -36,6 +38,7 @@ from functionalize.tape.backwards import BackwardCall, walked
 from functionalize.tape.hooks import is_user_hook, kind_of_hook
 
 _thread = threading.get_ident
+_NO_LEAVES = frozenset({bool, int, float, str, NoneType})
 
 
 class FunctionCall(NamedTuple):
@@ -124,6 +127,7 @@ class TapeNotes:
         self.is_off = False
         self._used: dict[int, Leaf] = {}  # by the address of the tensor
         self.resolved: Any = None  # see `ownership.ownership_of`
+        self.names = NodeNames()
         self.made = 0
         self._main = 0
         self.stacks = Stacks()
@@ -148,36 +152,40 @@ class TapeNotes:
 
     def record(self, func: Any, args: Iterable[Any]) -> OpRecord:
         """The record of an op that is being dispatched; for a mode's handler."""
-        stacks = self.stacks
-        if self.is_off:
-            return OpRecord(
-                func, (), {}, None, (), stacks.here() if in_backward() else stack_here()
-            )
-        seq_nr, node, phase = autograd_position()
-        if phase is None:
+        if graph_task() == -1:
             # Outside of a backward no stack is shared: the calling frame need not be looked up.
+            if self.is_off:
+                return OpRecord(func, (), {}, None, (), stack_here())
             record = OpRecord(func, (), {}, None, (), stack_here(), None, None, None, None, self)
             made = next_node_number()
             if made != self.made:
                 self._moved(record, args, made)
+        elif self.is_off:
+            return OpRecord(func, (), {}, None, (), self.stacks.here())
         else:
-            stack = stacks.here()
-            record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase, None, self)
-            is_shared = stack is stacks.shared
-            if _thread() != self._main:
-                record.thread = self.thread()
-            if seq_nr is not None and seq_nr >= FIRST_OF_LEAVES:
-                record.seq_nr = self._leaf()
-                if is_shared:
-                    record.meta["accumulates"] = True
-            if not is_shared:
-                self._note_hook(record)
-            if torch.is_grad_enabled():  # else it makes none
-                self._moved(record, args, next_node_number())
+            record = self._record_in_backward(func, args, self.stacks.here())
         if fx_traceback.current_meta:
             custom = fx_traceback.current_meta.get("custom")
             if custom:  # `annotate` changes its dict
                 record.meta["custom"] = dict(custom)
+        return record
+
+    def _record_in_backward(
+        self, func: Any, args: Iterable[Any], stack: CapturedTraceback
+    ) -> OpRecord:
+        seq_nr, node, phase = autograd_position(self.names)
+        record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase, None, self)
+        is_shared = stack is self.stacks.shared
+        if _thread() != self._main:
+            record.thread = self.thread()
+        if seq_nr is not None and seq_nr >= FIRST_OF_LEAVES:
+            record.seq_nr = self._leaf()
+            if is_shared:
+                record.meta["accumulates"] = True
+        if not is_shared:
+            self._note_hook(record)
+        if torch.is_grad_enabled():  # else it makes none
+            self._moved(record, args, next_node_number())
         return record
 
     def _note_hook(self, record: OpRecord) -> None:
@@ -205,13 +213,17 @@ class TapeNotes:
             self._use(args, record)
 
     def _use(self, args: Iterable[Any], maker: OpRecord | FunctionCall) -> None:
+        used = self._used
         for a in args:
+            kind = type(a)
+            if kind in _NO_LEAVES:
+                continue
             if isinstance(a, Tensor):
                 if a.is_leaf and a.requires_grad:
-                    found = self._used.get(address(a))
+                    found = used.get(address(a))
                     if found is None or found.weak() is not a:
-                        self._used[address(a)] = Leaf(a, maker)
-            elif (type(a) is list or type(a) is tuple) and a and type(a[0]) is not int:
+                        used[address(a)] = Leaf(a, maker)
+            elif (kind is list or kind is tuple) and a and type(a[0]) is not int:
                 self._use(a, maker)
 
     def _swap(self, thread: int, made: int) -> int:
