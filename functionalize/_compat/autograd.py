@@ -104,6 +104,9 @@ def is_of_leaf(number: int) -> bool:
     return number < 0 or number >= FIRST_OF_LEAVES
 
 
+# Returns the autograd node that runs the current op; None outside of one.
+running_node = _current_node
+
 # Returns the unique number of the running backward; -1 outside of one.
 graph_task = _current_task
 

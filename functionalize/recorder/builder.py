@@ -221,7 +221,7 @@ class Builder:
 
     def _note_gradient(self, record: OpRecord) -> None:
         """Put the name of a parameter on the node of its gradient, which autograd has just accumulated."""
-        name, out = record.tape.leaves[-1 - (record.seq_nr or 0)].name, record.outputs
+        name, out = record.tape.leaves[-1 - (record.seq_nr or 0)].place[1], record.outputs
         storage = self.engine.storages.get(out.storage) if type(out) is TensorRef else None
         if not name or storage is None or not isinstance(storage.base, fx.Node):
             return

@@ -85,15 +85,11 @@ def walked(
     outputs = list(outputs)
     found = list(dict.fromkeys(n for each in outputs if (n := gradient_node(each)) is not None))
     places = {node: place for place, node in enumerate(found)}
-    names: list[str] = []
     numbers: list[int] = []
     edges: list[Sequence[int]] = []
     leaves: dict[int, int] = {}  # address of a leaf -> the place of its node
     for node in found:  # which grows
-        kind = type(node)
-        name = kind.__name__
-        names.append(name if name != OTHER_CLASS else node.name())
-        if kind is ACCUMULATES:
+        if type(node) is ACCUMULATES:
             leaf = node.variable
             leaves[address(leaf)] = len(edges)
             numbers.append(number_of_leaf(leaf))
@@ -109,6 +105,12 @@ def walked(
                     found.append(each)
                 after.append(place)
         edges.append(after)
+    texts = {kind: kind.__name__ for kind in set(map(type, found))}
+    names = [texts[type(node)] for node in found]
+    if OTHER_CLASS in texts.values():
+        names = [
+            node.name() if n == OTHER_CLASS else n for n, node in zip(names, found, strict=True)
+        ]
     for each in outputs:
         if gradient_node(each) is None and address(each) not in leaves:
             leaves[address(each)] = len(names)

@@ -14,21 +14,26 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from types import CodeType, NoneType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import traceback as fx_traceback
+from torch.nn import Parameter
 
 from functionalize._compat.autograd import (
+    BACKWARD,
     FIRST_OF_LEAVES,
+    RECOMPUTE,
     NodeNames,
-    autograd_position,
     current_node_leaf,
+    graph_is_kept,
     graph_task,
     in_backward,
+    leaf_of,
     next_node_number,
+    running_node,
     saved_tensor_hooks,
 )
 from functionalize._compat.references import address
@@ -38,7 +43,6 @@ from functionalize.tape.backwards import BackwardCall, walked
 from functionalize.tape.hooks import is_user_hook, kind_of_hook
 
 _thread = threading.get_ident
-_NO_LEAVES = frozenset({bool, int, float, str, NoneType})
 
 
 class FunctionCall(NamedTuple):
@@ -59,20 +63,14 @@ class Leaf:
     """A leaf that the step uses. maker: the first op or `Function` that used it, for which autograd made its node.
 
     number: of the node that accumulates its gradient, in the numbering of the recording; 0: none has.
+    place: then, the module and the full name of the parameter, empty if unknown.
     """
 
-    __slots__ = ("maker", "number", "weak")
+    __slots__ = ("maker", "number", "place", "weak")
 
     def __init__(self, leaf: Tensor, maker: OpRecord | FunctionCall | None) -> None:
         self.weak, self.maker, self.number = weakref.ref(leaf), maker, 0
-
-
-class Accumulated(NamedTuple):
-    """A leaf into which a backward has accumulated a gradient. module, name: its place, empty if unknown."""
-
-    leaf: Leaf
-    module: str
-    name: str
+        self.place = _NOWHERE
 
 
 # From a place in the records on: the innermost module that is being called, whether its call began inside a backward,
@@ -89,8 +87,11 @@ class EnteredRange(NamedTuple):
     in_backward: bool
 
 
+_NOWHERE = "", ""
+
+
 def _nowhere(leaf: Tensor) -> tuple[str, str]:
-    return "", ""
+    return _NOWHERE
 
 
 def _no_class(module: str) -> str:
@@ -114,7 +115,7 @@ class TapeNotes:
     def __init__(self, records: list[OpRecord]) -> None:
         self.records = records
         self.functions: list[FunctionCall] = []
-        self.leaves: list[Accumulated] = []
+        self.leaves: list[Leaf] = []
         self.backwards: list[BackwardCall] = []
         self.marks: list[ModuleMark] = []
         self.labels: list[tuple[int, str]] = []
@@ -160,10 +161,11 @@ class TapeNotes:
             made = next_node_number()
             if made != self.made:
                 self._moved(record, args, made)
-        elif self.is_off:
-            return OpRecord(func, (), {}, None, (), self.stacks.here())
         else:
-            record = self._record_in_backward(func, args, self.stacks.here())
+            stack = self.stacks.here()
+            if self.is_off:
+                return OpRecord(func, (), {}, None, (), stack)
+            record = self._record_in_backward(func, args, stack)
         if fx_traceback.current_meta:
             custom = fx_traceback.current_meta.get("custom")
             if custom:  # `annotate` changes its dict
@@ -173,18 +175,26 @@ class TapeNotes:
     def _record_in_backward(
         self, func: Any, args: Iterable[Any], stack: CapturedTraceback
     ) -> OpRecord:
-        seq_nr, node, phase = autograd_position(self.names)
-        record = OpRecord(func, (), {}, None, (), stack, seq_nr, node, phase, None, self)
+        node, enabled = running_node(), torch.is_grad_enabled()
+        number = name = None
+        phase = BACKWARD
+        if node is not None:  # `autograd_position`, without its call
+            number, name = node._sequence_nr(), self.names.get(type(node)) or self.names.of(node)
+            if enabled and not graph_is_kept():
+                phase = RECOMPUTE
+        record = OpRecord(func, (), {}, None, (), stack, number, name, phase, None, self)
         is_shared = stack is self.stacks.shared
         if _thread() != self._main:
             record.thread = self.thread()
-        if seq_nr is not None and seq_nr >= FIRST_OF_LEAVES:
-            record.seq_nr = self._leaf()
+        if number is not None and number >= FIRST_OF_LEAVES:
+            # It accumulates the gradient of a leaf: these nodes share autograd's number.
+            leaf = leaf_of(node)
+            record.seq_nr = None if leaf is None else self._leaf_number(leaf)
             if is_shared:
                 record.meta["accumulates"] = True
         if not is_shared:
             self._note_hook(record)
-        if torch.is_grad_enabled():  # else it makes none
+        if enabled:  # else it makes none
             self._moved(record, args, next_node_number())
         return record
 
@@ -216,9 +226,7 @@ class TapeNotes:
         used = self._used
         for a in args:
             kind = type(a)
-            if kind in _NO_LEAVES:
-                continue
-            if isinstance(a, Tensor):
+            if kind is Tensor or kind is Parameter or isinstance(a, Tensor):
                 if a.is_leaf and a.requires_grad:
                     found = used.get(address(a))
                     if found is None or found.weak() is not a:
@@ -276,16 +284,12 @@ class TapeNotes:
             self.functions.append(call)
             self._use(args, call)
 
-    def _leaf(self) -> int | None:
-        """A number for the running node, which accumulates the gradient of a leaf: these nodes share autograd's."""
-        leaf = current_node_leaf()
-        return None if leaf is None else self._leaf_number(leaf)
-
     def _leaf_number(self, leaf: Tensor) -> int:
-        found = self._used.get(address(leaf))
+        at = address(leaf)
+        found = self._used.get(at)
         if found is None or found.weak() is not leaf:
-            found = self._used[address(leaf)] = Leaf(leaf, None)
+            found = self._used[at] = Leaf(leaf, None)
         if not found.number:
-            found.number = -1 - len(self.leaves)
-            self.leaves.append(Accumulated(found, *self.place_of(leaf)))
+            self.leaves.append(found)
+            found.number, found.place = -len(self.leaves), self.place_of(leaf)
         return found.number

@@ -77,9 +77,9 @@ class Ownership:
         self._add_later()
         if not SEES_FUNCTIONS:
             self._drop_functions()
-        for at, accumulated in enumerate(notes.leaves):
-            if accumulated.leaf.maker is not None:
-                self._makers[0, -1 - at] = accumulated.leaf.maker
+        for leaf in notes.leaves:
+            if leaf.maker is not None:
+                self._makers[0, leaf.number] = leaf.maker
         for record in notes.records:
             for found in (self._ran_in.get(id(record)), self._made.get(id(record))):
                 if found is not None:
@@ -107,7 +107,7 @@ class Ownership:
             if maker is not None:
                 line = lines.get(id(maker.traceback), "")
                 line = lines[id(maker.traceback)] = line or line_or_empty(maker.traceback)
-            parameter = self._notes.leaves[-1 - number].name if number < 0 else ""
+            parameter = self._notes.leaves[-1 - number].place[1] if number < 0 else ""
             name = call.names[place]
             nodes.append(TapeNode(self._numbers[key], name, tuple(edges), line, parameter))
         return RecordedBackward(tuple(nodes), line_or_empty(call.traceback))
@@ -135,7 +135,7 @@ class Ownership:
         accumulates a gradient belongs to the module of the parameter.
         """
         if record.phase is not None and record.seq_nr is not None and record.seq_nr < 0:
-            return self._notes.leaves[-1 - record.seq_nr].module
+            return self._notes.leaves[-1 - record.seq_nr].place[0]
         at, _ = self._mark(record)
         return self._notes.marks[at][1] if at >= 0 else ""
 
