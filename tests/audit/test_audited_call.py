@@ -508,3 +508,23 @@ def test_the_option_of_the_decorator() -> None:
     assert (step.stats.audits, step.stats.replays) == (2, 2)
     assert "2 audits (no difference)" in step.explain()
     assert "  2 audited calls" in step.explain()
+
+
+def test_the_op_stream_is_made_when_a_run_is_compared_and_keeps_no_tensor_until_then() -> None:
+    model = nn.Linear(6, 2)
+    captured = fz.capture(lambda x: model(x).square())
+    until_captured(captured)
+    captured.forget()
+    result = captured(batch(5))
+    latest, died = captured._cache.latest, weakref.ref(result)
+    assert callable(latest.op_stream)
+    del result
+    assert died() is None
+    for i in range(8):
+        captured(batch(i))
+    assert captured.stats.audits == 1 and not callable(latest.op_stream)
+    assert [row.target for row in latest.signature.rows] == [
+        torch.ops.aten.t.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.pow.Tensor_Scalar,
+    ]

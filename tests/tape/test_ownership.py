@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-from functionalize._compat.autograd import SEES_FUNCTIONS
+from functionalize._compat.autograd import SEES_FUNCTIONS, NodeNames
 from functionalize._compat.distributed import fake_process_group
 from functionalize.ir.ops import OpRecord
 from functionalize.recorder.recorder import Recorder
@@ -160,3 +160,39 @@ def test_threads_count_for_themselves() -> None:
     assert ownership.maker(backward) is forward
     assert ownership.of(forward).made == ownership.of(backward).node == 0
     assert ownership.of(again).made == 1
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_names_of_nodes_are_their_own() -> None:
+    leaf, written = x(), x() * 1
+    written[:1].mul_(leaf[:1])
+    nodes = [
+        leaf.sin().grad_fn,
+        torch.autograd.graph.get_gradient_edge(leaf).node,
+        written.grad_fn,
+        _Double.apply(leaf).grad_fn,
+    ]
+    names = NodeNames()
+    assert [names.of(node) for node in nodes * 2] == [node.name() for node in nodes * 2]
+    assert len(names) == 4 and "CopySlices" in names.of(nodes[2])
+
+
+def test_nodes_without_a_class_of_their_own_are_asked_each_time() -> None:
+    class CppFunction:
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def name(self) -> str:
+            return self.text
+
+    names = NodeNames()
+    assert [names.of(CppFunction(text)) for text in "ab"] == ["a", "b"]
