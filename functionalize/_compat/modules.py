@@ -56,13 +56,14 @@ def report_calls(module: torch.nn.Module, report: Callable[..., Any]) -> None:
 
 
 def end_reports(module: torch.nn.Module) -> None:
-    """Set the call from before `report_calls`."""
+    """Set the call from before `report_calls`; one that the step has set itself stays."""
     own = vars(module)
-    before = without_reports(own.get("_compiled_call_impl"))
-    if before is None:
-        own.pop("_compiled_call_impl", None)
-    else:
-        own["_compiled_call_impl"] = before
+    found = own.get("_compiled_call_impl")
+    if type(found) is ReportedCall:
+        if found.args[1] is None:
+            del own["_compiled_call_impl"]
+        else:
+            own["_compiled_call_impl"] = found.args[1]
 
 
 def without_reports(value: Any) -> Any:

@@ -78,9 +78,9 @@ def is_ready(group: Any) -> bool:
     return hasattr(group.comm_ctx, "post_forward_order")
 
 
-def fsdp_registered(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+def fsdp_registered(under: Under) -> Iterator[tuple[nn.Module, str, Any]]:
     """Every place where FSDP2 registers a parameter: module, name, FSDPParam."""
-    for _, param in fsdp_params(module):
+    for _, param in fsdp_params(under):
         for owner, name in registrations_of(param):
             yield owner, name, param
 

@@ -61,14 +61,16 @@ class ModuleCalls:
 
     def register(self, roots: Roots) -> None:
         """Register the names of the modules that a step can reach, and the module of each of their parameters."""
+        names, leaves = self._names, self._leaves
         for name, module in roots.walk():
-            self._names.setdefault(address(module), name)
+            names.setdefault(address(module), name)
             self._types.setdefault(name, type(module))
             self._watched_modules[module] = None
             for own, parameter in module._parameters.items():
-                self._leaves.setdefault(address(parameter), (name, f"{name}.{own}"))
-        for root in roots.modules.values():
-            for owner, own, managed in fsdp_registered(root):
+                if parameter is not None:
+                    leaves.setdefault(address(parameter), (name, f"{name}.{own}"))
+        for states in roots.states().values():
+            for owner, own, managed in fsdp_registered(states):
                 name = self._names.get(address(owner), "")
                 for attribute in ("sharded_param", "_unsharded_param"):
                     leaf = getattr(managed, attribute, None)

@@ -165,34 +165,30 @@ class TapeNotes:
             stack = self.stacks.here()
             if self.is_off:
                 return OpRecord(func, (), {}, None, (), stack)
-            record = self._record_in_backward(func, args, stack)
+            record = self._in_backward(func, args, stack)
         if fx_traceback.current_meta:
             custom = fx_traceback.current_meta.get("custom")
             if custom:  # `annotate` changes its dict
                 record.meta["custom"] = dict(custom)
         return record
 
-    def _record_in_backward(
-        self, func: Any, args: Iterable[Any], stack: CapturedTraceback
-    ) -> OpRecord:
-        node, enabled = running_node(), torch.is_grad_enabled()
-        number = name = None
-        phase = BACKWARD
-        if node is not None:  # `autograd_position`, without its call
-            number, name = node._sequence_nr(), self.names.get(type(node)) or self.names.of(node)
+    def _in_backward(self, func: Any, args: Iterable[Any], stack: CapturedTraceback) -> OpRecord:
+        node, phase, enabled = running_node(), BACKWARD, torch.is_grad_enabled()
+        if node is None:
+            record = OpRecord(func, (), {}, None, (), stack, None, None, phase, None, self)
+        else:  # `autograd_position`, without its call
             if enabled and not graph_is_kept():
                 phase = RECOMPUTE
-        record = OpRecord(func, (), {}, None, (), stack, number, name, phase, None, self)
-        is_shared = stack is self.stacks.shared
+            number, name = node._sequence_nr(), self.names.get(type(node)) or self.names.of(node)
+            record = OpRecord(func, (), {}, None, (), stack, number, name, phase, None, self)
+            if number >= FIRST_OF_LEAVES:  # nodes that accumulate gradients share their numbers
+                leaf = leaf_of(node)
+                record.seq_nr = None if leaf is None else self._leaf_number(leaf)
+                if stack is self.stacks.shared:
+                    record.meta["accumulates"] = True
         if _thread() != self._main:
             record.thread = self.thread()
-        if number is not None and number >= FIRST_OF_LEAVES:
-            # It accumulates the gradient of a leaf: these nodes share autograd's number.
-            leaf = leaf_of(node)
-            record.seq_nr = None if leaf is None else self._leaf_number(leaf)
-            if is_shared:
-                record.meta["accumulates"] = True
-        if not is_shared:
+        if stack is not self.stacks.shared:
             self._note_hook(record)
         if enabled:  # else it makes none
             self._moved(record, args, next_node_number())
@@ -223,14 +219,13 @@ class TapeNotes:
             self._use(args, record)
 
     def _use(self, args: Iterable[Any], maker: OpRecord | FunctionCall) -> None:
-        used = self._used
         for a in args:
             kind = type(a)
             if kind is Tensor or kind is Parameter or isinstance(a, Tensor):
                 if a.is_leaf and a.requires_grad:
-                    found = used.get(address(a))
+                    found = self._used.get(address(a))
                     if found is None or found.weak() is not a:
-                        used[address(a)] = Leaf(a, maker)
+                        self._used[address(a)] = Leaf(a, maker)
             elif (kind is list or kind is tuple) and a and type(a[0]) is not int:
                 self._use(a, maker)
 
