@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import traceback as fx_traceback
-from torch.nn import Parameter
 
 from functionalize._compat.autograd import (
     BACKWARD,
@@ -220,13 +219,12 @@ class TapeNotes:
 
     def _use(self, args: Iterable[Any], maker: OpRecord | FunctionCall) -> None:
         for a in args:
-            kind = type(a)
-            if kind is Tensor or kind is Parameter or isinstance(a, Tensor):
+            if isinstance(a, Tensor):
                 if a.is_leaf and a.requires_grad:
                     found = self._used.get(address(a))
                     if found is None or found.weak() is not a:
                         self._used[address(a)] = Leaf(a, maker)
-            elif (kind is list or kind is tuple) and a and type(a[0]) is not int:
+            elif (type(a) is list or type(a) is tuple) and a and type(a[0]) is not int:
                 self._use(a, maker)
 
     def _swap(self, thread: int, made: int) -> int:
