@@ -44,7 +44,7 @@ _gradients_are_on = torch.is_grad_enabled
 
 
 # The class of the nodes that accumulate the gradient of a leaf (torch 2.0 to 2.15).
-ACCUMULATES: type = torch._C._functions.AccumulateGrad
+ACCUMULATES: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 OTHER_CLASS = "CppFunction"  # of the nodes of C++ that have no class of their own
 
 
