@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+import functionalize.ctrl_c  # noqa: F401  # before torch is imported, which takes long
 from functionalize.calibration.calibrate import calibrate
 from functionalize.deferral.lazy import lazy
 from functionalize.entry import capture

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A folder imports only what stands before it. `docs/architecture.md` says what each holds.
 ORDER = [
+    "ctrl_c",
     "errors",
     "_compat",
     "util",

@@ -37,6 +37,7 @@ from functionalize.calibration.curves import Sample, curve_of, rates
 from functionalize.calibration.probes import aten, matmuls, probes
 from functionalize.calibration.timing import Clock
 from functionalize.calibration.tiny_steps import DEPTHS, host_of
+from functionalize.ctrl_c import held_back, let_through
 from functionalize.errors import PlanError
 from functionalize.planning.machines.efficiency import (
     ATTENTION,
@@ -85,17 +86,33 @@ def calibrate(
     with tempfile.TemporaryDirectory() as folder:
         result = f"{folder}/machine.json"
         options = (count, folder, device, each, largest or _LARGEST[device], result)
-        mp.spawn(_rank, options, nprocs=count)
+        _run(options, count)
         machine = read_machine(result)
     if path is not None:
         write_machine(path, machine)
     return machine
 
 
+def _run(options: tuple[Any, ...], count: int) -> None:
+    """Run the ranks to their end; if one fails, or at Ctrl-C, none is left."""
+    with held_back():
+        ranks = mp.spawn(_rank, options, nprocs=count, join=False, daemon=True)
+    assert ranks is not None
+    try:
+        while not ranks.join():
+            pass
+    finally:
+        for process in ranks.processes:
+            process.kill()
+        for process in ranks.processes:
+            process.join()
+
+
 def _rank(
     rank: int, ranks: int, folder: str, device: str, each: float, largest: int, result: str
 ) -> None:
     """One rank of the calibration; the first writes the result."""
+    let_through()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":

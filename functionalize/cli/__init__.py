@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import sys
 
+from functionalize.ctrl_c import INTERRUPTED
+
 _NEEDS = ("typer", "rich")
 
 
@@ -31,7 +33,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    from functionalize.cli.console import INTERRUPTED, wrong_usage
+    from functionalize.cli.console import wrong_usage
 
     try:
         with wrong_usage():

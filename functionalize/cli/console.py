@@ -37,10 +37,10 @@ from rich.table import Table
 from rich.text import Text
 from typer.rich_utils import rich_format_error
 
+from functionalize.ctrl_c import INTERRUPTED, interruptible
 from functionalize.errors import FunctionalizeError, InvariantError, UncapturableError, UsageError
 from functionalize.util.user_stack import user_frames
 
-INTERRUPTED = 130  # the exit code after Ctrl-C
 _UNLIMITED_WIDTH = 100_000  # columns when stdout is not a terminal
 _STDLIB = os.path.dirname(os.__file__)
 _LOGGERS = ("functionalize", "torch")
@@ -190,19 +190,26 @@ def _file_descriptor_redirected(out: Out) -> Iterator[None]:
 
 
 def _code(command: Callable[[Out], int | None], out: Out) -> int:
-    try:
-        return command(out) or 0
-    except KeyboardInterrupt:
-        out.errors.print("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader of the pipe has closed it
+    with interruptible() as was_interrupted:
+        try:
+            return command(out) or 0
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or was_interrupted():
+                out.errors.print("interrupted")
+                return INTERRUPTED
+            return _failed(error, out)
+
+
+def _failed(error: BaseException, out: Out) -> int:
+    if isinstance(error, BrokenPipeError):  # the reader of the pipe has closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # so that the interpreter's last flush does not fail
         return 0
-    except (Exception, SystemExit) as error:
-        if out.debug:
-            out.errors.print(Text(traceback.format_exc()), soft_wrap=True)
-        out.fail(error_text(error), type(error).__name__)
-        return 2 if isinstance(error, UsageError) else 1
+    if not isinstance(error, (Exception, SystemExit)):
+        raise error
+    if out.debug:
+        out.errors.print(Text(traceback.format_exc()), soft_wrap=True)
+    out.fail(error_text(error), type(error).__name__)
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def error_text(error: BaseException) -> str:
