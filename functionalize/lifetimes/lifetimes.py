@@ -23,6 +23,7 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.ops import Geometry, OpRecord, refs_in
 from functionalize.lifetimes.input_categories import Origin
 from functionalize.lifetimes.op_categories import OpCategories, phases_of
+from functionalize.planning.timeline.categories import PARAMETERS
 from functionalize.planning.timeline.timeline import (
     BEFORE,
     Allocation,
@@ -100,7 +101,8 @@ class Lifetimes:
         """
         phases = phases_of(self.records, self.updates)
         payload = {serial: o.payload for serial, o in self.origins.items() if o.payload is not None}
-        categories = OpCategories(self.records, phases, self.gradients, payload)
+        parameters = {s for s, o in self.origins.items() if o.category in PARAMETERS}
+        categories = OpCategories(self.records, phases, self.gradients, payload, parameters)
         return _TimelineBuilder(self, categories, scratch, self._unseen(unseen)).timeline()
 
     def _unseen(self, unseen: Bytes | None) -> dict[int, int]:

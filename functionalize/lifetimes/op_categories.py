@@ -4,6 +4,7 @@
     fsdp.split_with_sizes_copy                          `out=` arguments: unsharded parameters
     fsdp.chunk_cat, chunk_cat_mixed_dtype               read unsharded gradients, write a reduce-scatter buffer
     c10d._reduce_scatter_base_                          reads a reduce-scatter buffer, writes sharded gradients
+    a parameter's copy in a smaller dtype               cast parameters: autocast makes them, outside the optimizer
     created in a backward, read by the optimizer        sharded gradients
     created in a recomputation                          recomputed
     created in a forward, used or freed in a backward   saved activations
@@ -19,14 +20,18 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
+
 from functionalize._compat.autograd import BACKWARD, RECOMPUTE
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.generators import GET_STATE
 from functionalize.ir.ops import OpRecord, TensorRef, refs_in
 from functionalize.ir.phases import FORWARD, OPTIMIZER
+from functionalize.planning.timeline.categories import is_narrower
 from functionalize.planning.timeline.timeline import Allocation, Category
 
 _BACKWARDS = (BACKWARD, RECOMPUTE)
+_CAST = torch.ops.aten._to_copy.default
 
 
 def phases_of(records: Sequence[OpRecord], updates: Iterable[range]) -> list[str]:
@@ -59,6 +64,7 @@ class OpCategories:
 
     gradients: the categories of storages that still hold a gradient when the step has ended.
     payload: the bytes of a storage that are not padding.
+    parameters: the storages of parameters that existed before the step.
     uses: for each storage, the indices of the ops that read or write it, in ascending order.
     reused: for the storage of a gradient sum, the operand's storage that eager adds into: Note [Sums in place].
     """
@@ -69,12 +75,14 @@ class OpCategories:
         phases: Sequence[str],
         gradients: Mapping[int, Category],
         payload: Mapping[int, int],
+        parameters: Collection[int] = (),
     ) -> None:
         self.phases, self.payload = phases, dict(payload)
         self.uses: dict[int, list[int]] = {}
         self._records, self._gradients = records, dict(gradients)
         self.reused: dict[int, int] = {}
         self._assigned: dict[int, Category] = {}
+        self._parameters, self._casts = frozenset(parameters), set[int]()
         self._read: dict[str, set[int]] = {phase: set() for phase in (*_BACKWARDS, OPTIMIZER)}
         for i, record in enumerate(records):
             inputs = refs_in([record.args, record.kwargs])
@@ -84,6 +92,8 @@ class OpCategories:
                 self._assign(refs_in(record.outputs), Category.RNG_STATE)
             elif getattr(record.target, "namespace", "") in ("c10d", "fsdp"):
                 self._assign_by_communication(record, phases[i])
+            elif record.target is _CAST and phases[i] != OPTIMIZER:
+                self._note_cast(inputs, refs_in(record.outputs))
 
     def _note(self, i: int, inputs: list[TensorRef], outputs: list[TensorRef]) -> None:
         storages = {ref.storage for ref in inputs}
@@ -92,6 +102,14 @@ class OpCategories:
             read |= storages
         for storage in storages.union(ref.storage for ref in outputs):
             self.uses.setdefault(storage, []).append(i)
+
+    def _note_cast(self, inputs: list[TensorRef], outputs: list[TensorRef]) -> None:
+        """Note a copy of a parameter in a smaller dtype, unless a collective sends it later."""
+        for source, made in zip(inputs, outputs, strict=False):
+            category = self._assigned.get(source.storage)
+            known = source.storage in self._parameters or category is Category.UNSHARDED_PARAMETERS
+            if known and is_narrower(made.geometry.dtype, source.geometry.dtype):
+                self._casts.add(made.storage)
 
     def _assign(self, refs: Iterable[TensorRef], category: Category) -> None:
         for ref in refs:
@@ -183,6 +201,8 @@ class OpCategories:
         found = self._assigned.get(storage) or self._gradients.get(storage)
         if found is not None:
             return found
+        if storage in self._casts:
+            return Category.CAST_PARAMETERS
         phase = self.phases[made] if made < len(self.phases) else FORWARD
         if phase == RECOMPUTE:
             return Category.RECOMPUTED

@@ -28,8 +28,8 @@ from functionalize.planning.timeline.timeline import (
     by_category,
 )
 
-# Families: blue is state, grey inputs and buffers, orange unsharded parameters, purple unsharded gradients, green
-# activations, yellow temporaries. The members of a family differ in lightness.
+# Families: blue is state, grey inputs and buffers, orange and brown unsharded parameters, purple unsharded gradients,
+# green activations, yellow temporaries. The members of a family differ in lightness.
 COLOURS: Mapping[Category, str] = MappingProxyType(
     {
         Category.SHARDED_PARAMETERS: "#174593",
@@ -39,6 +39,7 @@ COLOURS: Mapping[Category, str] = MappingProxyType(
         Category.INPUTS: "#a59999",
         Category.PADDING: "#e6ddce",
         Category.UNSHARDED_PARAMETERS: "#ae540a",
+        Category.CAST_PARAMETERS: "#662200",
         Category.ALL_GATHER_BUFFERS: "#f4a246",
         Category.UNSHARDED_GRADIENTS: "#632071",
         Category.REDUCE_SCATTER_BUFFERS: "#db99da",
@@ -231,12 +232,12 @@ def brief(name: str) -> str:
     )
 
 
-def check_reserved(reserved: Sequence[int], timeline: Timeline) -> None:
-    """Raise `PictureError` unless there is one number of reserved bytes per event of the timeline."""
-    if len(reserved) != len(timeline.events):
+def check_held(held: Sequence[int], timeline: Timeline) -> None:
+    """Raise `PictureError` unless there is one number of the device's bytes per event of the timeline."""
+    if len(held) != len(timeline.events):
         raise PictureError(
-            f"Reserved bytes of {len(reserved):,} moments do not match the {len(timeline.events):,} events of "
-            f"`{timeline.name}`. Pass one number per event, as simulate(timeline).bytes does."
+            f"The device's bytes at {len(held):,} moments do not match the {len(timeline.events):,} events of "
+            f"`{timeline.name}`. Pass one number per event, as `Memory.held()` returns them."
         )
 
 

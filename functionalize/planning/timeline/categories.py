@@ -9,7 +9,8 @@
 
 Derived from the data flow, not from names. An unsharded parameter is the result of a collective whose inputs derive
 from parameters only; if the model reads the collective's buffer itself, that buffer is the unsharded parameter. A
-gradient is made in backward and reaches the optimizer or the caller through casts, sums, packing and collectives only.
+copy of a parameter in a smaller dtype that no collective sends is a cast parameter: autocast makes them. A gradient is
+made in backward and reaches the optimizer or the caller through casts, sums, packing and collectives only.
 So an all-gather or a reduce-scatter of activations (tensor parallelism) matches neither rule: its values are
 activations like all others. The category of an input follows from its `Source`.
 Needs `val` and `phase` in `node.meta`; linear in nodes and edges.
@@ -23,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property, reduce
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from functionalize._compat.autograd import BACKWARD, RECOMPUTE
@@ -37,7 +39,7 @@ from functionalize.planning.timeline.timeline import Category
 from functionalize.program.metadata import tensors_of
 from functionalize.program.program import Program
 
-_PARAMETERS = (Category.SHARDED_PARAMETERS, Category.UNSHARDED_PARAMETERS)
+PARAMETERS = (Category.SHARDED_PARAMETERS, Category.UNSHARDED_PARAMETERS)
 _PACKS = ("cat", "_chunk_cat", "stack", "slice_scatter", "split_with_sizes_copy", "constant_pad_nd")
 _ARITHMETIC = ("add", "sub", "mul", "div", "_to_copy", "clone", "copy", "copy_", "add_", "mul_")
 _LISTS = tuple(f"_foreach_{name}" for name in ("add", "mul", "div", "copy", "add_", "mul_", "div_"))
@@ -110,9 +112,10 @@ class Categories:
     def _parameters(self) -> bool:
         """Find the all-gathers of parameters, their buffers and the unsharded parameters; whether there are any."""
         # shards: nodes that derive from parameters only, before a collective. whole: those after one.
-        shards = {n for n, category in self._input.items() if category in _PARAMETERS}
+        shards = {n for n, category in self._input.items() if category in PARAMETERS}
         starts: dict[fx.Node, None] = {}
         whole: dict[fx.Node, None] = {}
+        casts: list[fx.Node] = []
         for node in self.live.nodes:
             read = _tensors_read(node)
             if node.op != "call_function" or not read:
@@ -124,12 +127,19 @@ class Categories:
                 else:
                     shards.add(node)
             elif all(n in whole for n in read):
-                whole[node] = None
+                if _is_cast(node):  # the model reads the parameter itself
+                    casts.append(node)
+                else:
+                    whole[node] = None
         for node in _leading_to(starts, shards):
             self._set(node, Category.ALL_GATHER_BUFFERS)
-        # Without a collective between: an all-gather in a group of one rank is a clone, autocast makes a cast.
-        for node in shards:
-            if packet(node) in ("clone", "_to_copy") and self._phase[node] != OPTIMIZER:
+        # Without a collective between: an all-gather in a group of one rank is a clone.
+        for node in (*shards, *casts):
+            if self._phase[node] == OPTIMIZER:
+                continue
+            if _is_cast(node):
+                self._set(node, Category.CAST_PARAMETERS)
+            elif packet(node) in ("clone", "_to_copy"):
                 self._set(node, Category.UNSHARDED_PARAMETERS)
         models = (n for n in whole if any(u not in whole for u in n.users))
         read_by_model = {storage for n in models for storage in self.live.of[n]}
@@ -320,6 +330,23 @@ def _is_transfer(node: fx.Node) -> bool:
     return (
         is_part(node) or is_view(node) or node.target is WAIT or packet(node) in _TRANSFERS
     ) and node.op == "call_function"
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether a node copies a tensor into a smaller floating-point dtype, as autocast does."""
+    if packet(node) != "_to_copy":
+        return False
+    source, made = node.args[0], node.meta.get("val")
+    before = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(before, Tensor) or not isinstance(made, Tensor):
+        return False
+    return is_narrower(made.dtype, before.dtype)
+
+
+def is_narrower(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Whether both are floating-point, and the first has fewer bytes: a quantized shard that is unpacked is no cast."""
+    floating = dtype.is_floating_point and than.is_floating_point
+    return floating and dtype.itemsize < than.itemsize
 
 
 def _tensors_read(node: fx.Node) -> list[fx.Node]:

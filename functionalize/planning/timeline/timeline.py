@@ -37,6 +37,7 @@ class Category(enum.StrEnum):
     INPUTS = "inputs"
     PADDING = "padding"
     UNSHARDED_PARAMETERS = "unsharded parameters"
+    CAST_PARAMETERS = "cast parameters"
     ALL_GATHER_BUFFERS = "all-gather buffers"
     UNSHARDED_GRADIENTS = "unsharded gradients"
     REDUCE_SCATTER_BUFFERS = "reduce-scatter buffers"
