@@ -11,6 +11,7 @@ from rich.console import Console
 
 from functionalize.calibration.calibrate import calibrate as measure
 from functionalize.cli.console import Out, plain, run, table
+from functionalize.cli.scripts import check_files
 from functionalize.errors import PlanError, UsageError
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.display import human_bytes, human_seconds
@@ -49,6 +50,7 @@ def calibrate(out: Out, file: str, device: str | None, ranks: int | None, each: 
         raise UsageError(
             f"{file}: the file of a machine ends in .json, by which --machine knows it"
         )
+    check_files(file)
     if not 0 < each <= 60:
         raise UsageError(f"--each {each}: seconds of one measurement, above 0 and at most 60")
     start = time.perf_counter()

@@ -16,7 +16,7 @@ from functionalize.cli.console import Out, plain
 from functionalize.cli.graphs import check_pipeline
 from functionalize.cli.memory import check_alloc_conf, check_machine
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
-from functionalize.cli.scripts import opened
+from functionalize.cli.scripts import check_files, opened
 from functionalize.errors import SaveError, UsageError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -53,6 +53,7 @@ class TuneOptions:
             check_pipeline(text)
         if self.code is not None and Path(self.code).suffix != ".py":
             raise UsageError(f"--code {self.code}: the policy is a Python file, which ends in .py")
+        check_files(self.code)
         if isinstance(job.mesh, tuple):
             raise UsageError(
                 "tune needs the names of a mesh's dimensions: --mesh replicate=8,shard=8"

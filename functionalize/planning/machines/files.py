@@ -58,12 +58,7 @@ def write_machine(path: str | Path, machine: Machine) -> None:
 
 def read_machine(path: str | Path) -> Machine:
     """Read a machine that `write_machine` wrote. Raises `PlanError`."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"the machine {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"{path} is no machine: it is no JSON ({error})") from error
+    content = read_json(path, PlanError)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PlanError(
             f"{path} is no machine: its `format` is not {FORMAT!r}; `functionalize calibrate` writes such files"
@@ -77,6 +72,16 @@ def read_machine(path: str | Path) -> Machine:
         raise PlanError(f"{path} is no machine: it has no field `{error.args[0]}`") from error
     except (TypeError, ValueError, AttributeError, PlanError) as error:
         raise PlanError(f"{path} is no machine: {error}") from error
+
+
+def read_json(path: str | Path, kind: type[Exception]) -> Any:
+    """The content of a file. Raises an error of that kind for a file that cannot be read or is no JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise kind(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise kind(f"{path} is no JSON: {error}") from error
 
 
 def _plain(machine: Machine) -> dict[str, Any]:

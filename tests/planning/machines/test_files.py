@@ -38,9 +38,9 @@ def changed(path: Path, **changes: Any) -> str:
 
 def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
-    assert refusal(path) == "the machine own.json cannot be read: No such file or directory"
+    assert refusal(path) == "own.json cannot be read: No such file or directory"
     path.write_text("{")
-    assert refusal(path).startswith("own.json is no machine: it is no JSON (")
+    assert refusal(path).startswith("own.json is no JSON: ")
     path.write_text("[1, 2]")
     assert "`functionalize calibrate` writes such files" in refusal(path)
     assert "its `format` is not" in changed(path, format="functionalize machine 0")
