@@ -296,6 +296,9 @@ def memory(
     html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
     snapshot: Annotated[str | None, _file("FILE.pickle", "For PyTorch's memory viewer.")] = None,
     trace: Annotated[str | None, _file("FILE.json", "For Perfetto: schedule and memory.")] = None,
+    time_axis: Annotated[
+        bool, typer.Option("--time-axis", help="The picture over modelled time, not over events.")
+    ] = False,
 ) -> int:
     """What a step holds at its peak: by category, module, op and line; whether it fits.
 
@@ -303,9 +306,9 @@ def memory(
 
     Example: [bold]functionalize memory train.py --world 64 --limit 80GB --png memory.png[/]
     """
-    options = memory_command.MemoryOptions(
-        top, of, passes, machine, alloc_conf, _size(limit), png, html, snapshot, trace
-    )
+    given = (top, of, passes, machine, alloc_conf, _size(limit))
+    files = (png, html, snapshot, trace)
+    options = memory_command.MemoryOptions(*given, *files, time_axis)
     return memory_command.memory(out, job, options)
 
 

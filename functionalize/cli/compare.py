@@ -2,6 +2,7 @@
 
     functionalize plan train.py --world 64 --json > a.json
     functionalize compare a.json b.json          figure, first, second, change; a table for each point
+    functionalize compare a.json b.json --html both.html     a page: what changed, and any two points of both files
 
 Points with the same keys are compared; where each file has one point, these two, whatever their keys.
 Refuses (`UsageError`): a file that cannot be read, is none of these, or is of the other kind than the first.
@@ -9,7 +10,6 @@ Refuses (`UsageError`): a file that cannot be read, is none of these, or is of t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,9 +18,16 @@ import typer
 from rich.console import Console
 
 from functionalize.cli.console import Out, plain, run, table
-from functionalize.errors import UsageError
+from functionalize.cli.scripts import check_files
+from functionalize.errors import SaveError, UsageError
+from functionalize.planning.machines.files import read_json
+from functionalize.planning.pictures.cards import Card
+from functionalize.planning.pictures.page import Table, write_page
+from functionalize.planning.pictures.page_script import Choice
+from functionalize.planning.pictures.page_sweep import holding_figure
 from functionalize.planning.report.display import human_bytes
-from functionalize.sweep.columns import COLUMNS
+from functionalize.planning.timeline.timeline import Category
+from functionalize.sweep.columns import COLUMNS, figures_of
 
 _KINDS = {"points": "plan", "timelines": "memory"}
 _SHOWN = {name: (head, show) for name, head, show in COLUMNS if name != "planned in"}
@@ -60,9 +67,20 @@ class _Compared(NamedTuple):
     differing: list[str]
 
 
+class _Held(NamedTuple):
+    """A point or a timeline of one file, for the page. categories: the bytes of each at its peak."""
+
+    name: str
+    figures: Mapping[str, tuple[float, str]]
+    categories: Mapping[Category, int]
+
+
 def compare(
     first: Annotated[str, typer.Argument(metavar="A.json", help="Of plan --json, memory --json.")],
     second: Annotated[str, typer.Argument(metavar="B.json", help="Another of the same kind.")],
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE.html", help="A page that works offline.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
 ) -> None:
@@ -72,11 +90,12 @@ def compare(
 
     Example: [bold]functionalize compare before.json after.json[/]
     """
-    run(lambda out: side_by_side(out, first, second), as_json, debug)
+    run(lambda out: side_by_side(out, first, second, html), as_json, debug)
 
 
-def side_by_side(out: Out, first: str, second: str) -> int:
+def side_by_side(out: Out, first: str, second: str, html: str | None = None) -> int:
     """Print two plans, or two reports, side by side; return exit code 1 if they have no point in common."""
+    check_files(html)
     files = first, second
     one, other = _read(first), _read(second)
     kinds = [next(name for key, name in _KINDS.items() if key in each) for each in (one, other)]
@@ -88,6 +107,9 @@ def side_by_side(out: Out, first: str, second: str) -> int:
         found, alone = _points(one, other)
     else:
         found, alone = list(_timelines(one, other)), ([], [])
+
+    if html is not None:
+        _page(html, files, (one, other), found)
 
     def data() -> dict[str, Any]:
         return {
@@ -105,6 +127,7 @@ def side_by_side(out: Out, first: str, second: str) -> int:
             ],
             "only in the first": alone[0],
             "only in the second": alone[1],
+            "page": html,
         }
 
     def show(console: Console) -> None:
@@ -116,6 +139,8 @@ def side_by_side(out: Out, first: str, second: str) -> int:
         for file, points in zip(files, alone, strict=True):
             for point in points:
                 plain(console, f"only in {file}: {point}")
+        if html is not None:
+            plain(console, f"wrote {html}")
 
     out.emit(data, show)
     return int(not found)
@@ -123,12 +148,7 @@ def side_by_side(out: Out, first: str, second: str) -> int:
 
 def _read(file: str) -> Mapping[str, Any]:
     """The content of a file that `plan --json` or `memory --json` printed."""
-    try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{file} is not JSON: {error}") from None
+    found = read_json(file, UsageError)
     if not isinstance(found, dict) or not any(key in found for key in _KINDS):
         raise UsageError(f"{file} is not what `plan --json` or `memory --json` prints")
     if "points" in found and "keys" not in found:
@@ -203,3 +223,83 @@ def _timelines(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[_Co
 
 def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> _Pair:
     return _Pair(name, a.get(name), b.get(name), human_bytes)
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+_CARDS = (
+    ("device", "How much memory?", False),
+    ("step (modelled)", "How long is a step?", False),
+    ("items/s/rank", "How fast?", True),
+)
+_BARS = 24  # of the figure of what holds the memory, at most
+
+
+def _page(
+    path: str,
+    files: Sequence[str],
+    contents: Sequence[Mapping[str, Any]],
+    found: Sequence[_Compared],
+) -> None:
+    """Cards of the first pair, what holds the memory of each, any two side by side, a table for each pair."""
+    held = [
+        each for file, of in zip(files, contents, strict=True) for each in _held(_stem(file), of)
+    ]
+    bars = [(each.name, each.categories) for each in held if each.categories][:_BARS]
+    heads = ("", *map(_stem, files), "change")
+    try:
+        write_page(
+            path,
+            title=f"{files[0]} and {files[1]}",
+            cards=_cards(found[0]) if found else (),
+            plots={"What holds the memory": holding_figure(bars)} if bars else {},
+            first=[
+                Table(
+                    each.title,
+                    heads,
+                    [pair.cells() for pair in each.pairs],
+                    "; ".join(each.differing),
+                )
+                for each in found
+            ],
+            choices=[Choice(each.name, each.figures) for each in held],
+        )
+    except OSError as error:
+        raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
+
+
+def _cards(compared: _Compared) -> list[Card]:
+    """What changes most for a reader, and which category changes most."""
+    by_name, cards = {pair.name: pair for pair in compared.pairs}, []
+    for name, question, more in _CARDS:
+        pair = by_name.get(name)
+        change = pair.change if pair is not None else None
+        if pair is None or change is None:
+            continue
+        _, first, second, text = pair.cells()
+        same = text == "same"
+        cards.append(
+            Card(question, text, f"{first} to {second}", None if same else (change > 0) is more)
+        )
+    return cards
+
+
+def _held(file: str, content: Mapping[str, Any]) -> Iterator[_Held]:
+    """The points of a plan, or the timelines of a report."""
+    if "points" in content:
+        for name, row in _by_key(content).items():
+            held = row.get("categories") or {}
+            more = {f"at the peak: {each}": (n, human_bytes(n)) for each, n in held.items()}
+            figures = {**figures_of(row, "items"), **more}
+            yield _Held(f"{file}: {name}", figures, _categories(held))
+        return
+    for name, timeline in content["timelines"].items():
+        both = {**timeline["levels"], **timeline["by_category"]}
+        figures = {head: (n, human_bytes(n)) for head, n in both.items()}
+        yield _Held(f"{file}: {name}", figures, _categories(timeline["by_category"]))
+
+
+def _categories(found: Mapping[str, int]) -> dict[Category, int]:
+    """The categories that this version knows, of a file that another one may have written."""
+    known = {each.value: each for each in Category}
+    return {known[name]: nbytes for name, nbytes in found.items() if name in known}

@@ -30,15 +30,16 @@ from functionalize.planning.machines.constants import declared
 from functionalize.planning.machines.files import machine_of
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.machines.presets import MACHINE_OF
-from functionalize.planning.pictures.cards import memory_cards, speed_card
-from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
+from functionalize.planning.pictures.cards import Card, memory_cards, speed_card
+from functionalize.planning.pictures.chrome_trace import TraceRun, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import memory_picture
 from functionalize.planning.report.display import human_bytes
+from functionalize.planning.report.event_times import event_times, reached
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM, StorageRow
 from functionalize.planning.report.memory_text import short_line, signed
-from functionalize.planning.time.step_time import step_time
+from functionalize.planning.time.step_time import StepTime, step_time
 from functionalize.sweep.plan import target_on
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
@@ -51,7 +52,7 @@ class MemoryOptions:
     """The options of the command.
 
     top: rows of each table. of: the timeline whose peak is broken down, `eager` or `program`.
-    limit: bytes of the device. png, html, snapshot, trace: files to write.
+    limit: bytes of the device. png, html, snapshot, trace: files to write. time_axis: of the picture.
     """
 
     top: int = 10
@@ -64,12 +65,15 @@ class MemoryOptions:
     html: str | None = None
     snapshot: str | None = None
     trace: str | None = None
+    time_axis: bool = False
 
     def settings(self) -> Settings:
         """Check the options (raises `UsageError`); return the settings of the simulated allocator, without limit."""
         check_pipeline(self.pipeline)
         check_machine(self.machine)
         check_picture(self.png)
+        if self.time_axis and self.png is None:
+            raise UsageError("--time-axis is of the picture: add --png; a page has both axes")
         check_files(self.png, self.html, self.snapshot, self.trace)
         if self.of not in (None, EAGER, PROGRAM):
             raise UsageError(f"--of {self.of}: write {EAGER} or {PROGRAM}")
@@ -156,17 +160,24 @@ def _write(
         return files
     main = report.timeline(of)
     timelines = [main, *(t for t in report.timelines.values() if t is not main)]
-    held = report.simulated(of)
+    held = report.held(of, options.limit)
     title = f"Memory of {found.name}: {found.world}"
-    drawn = options.html is not None or options.trace is not None
+    drawn = options.html is not None or options.trace is not None or options.time_axis
     time = step_time(found.program, machine, groups=found.groups) if drawn else None
     spans = time.spans if time is not None else ()
+    steps = reached(found.program.graph, spans)
+    times = event_times(timelines, steps) if spans else {}
     name = options.machine or MACHINE_OF[found.target]
     try:
         if options.png is not None:
             say(f"drawing {options.png}")
             memory_picture(
-                timelines, options.png, title=title, reserved=held.bytes, limit=options.limit
+                timelines,
+                options.png,
+                title=title,
+                held=held,
+                limit=options.limit,
+                times=times if options.time_axis else {},
             )
         if options.html is not None:
             say(f"writing {options.html}")
@@ -177,24 +188,32 @@ def _write(
                 spans=spans,
                 tables=tables(report, of, options.top),
                 facts=_facts(found, report, of),
-                cards=[
-                    *memory_cards(report, of, name, options.limit),
-                    *([speed_card(time)] if time is not None else []),
-                ],
-                reserved={of: held.bytes},
+                cards=_cards(found, report, of, name, options.limit, time),
+                held={of: held},
+                times=times,
                 limit=options.limit,
             )
         if options.snapshot is not None:
             say(f"writing {options.snapshot}")
-            write_snapshot(options.snapshot, main, held)
+            write_snapshot(options.snapshot, main, report.simulated(of))
         if options.trace is not None:
             say(f"writing {options.trace}")
-            write_trace(
-                options.trace, [TraceRun("", timelines, spans, reached(found.program.graph, spans))]
-            )
+            write_trace(options.trace, [TraceRun("", timelines, spans, steps)])
     except OSError as error:
         raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
     return files
+
+
+def _cards(
+    found: Recorded, report: Memory, of: str, machine: str, limit: int | None, time: StepTime | None
+) -> list[Card]:
+    """Whether it fits, how fast it is, what holds the memory, what would help."""
+    first, *rest = memory_cards(report, of, machine, limit)
+    if time is None:
+        return [first, *rest]
+    items = found.items
+    rate = items.rate(time.seconds) if items is not None else None
+    return [first, speed_card(time, rate, items.kind if items is not None else ""), *rest]
 
 
 def tables(report: Memory, of: str, top: int) -> list[Table]:
@@ -210,11 +229,11 @@ def tables(report: Memory, of: str, top: int) -> list[Table]:
         ("line", report.by_line(of)),
     )
     return [
-        Table(f"Largest at the peak of {of}", heads, rows),
         *(
-            Table(f"Peak of {of}, by {name}", (name, "bytes"), list(found.items()))
+            Table(f"Peak of {of}, by {name}", (name, "bytes"), list(found.items()), is_folded=True)
             for name, found in breakdowns
         ),
+        Table(f"The largest storages at the peak of {of}", heads, rows, is_folded=True),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,11 @@ from functionalize.cli.memory import brief, check_alloc_conf, check_machine, che
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
 from functionalize.cli.scripts import Script, check_files, opened
 from functionalize.errors import SaveError, UsageError
-from functionalize.planning.machines.presets import MACHINE_OF
-from functionalize.planning.pictures.cards import Card, memory_cards, speed_card
-from functionalize.planning.pictures.chrome_trace import TraceRun, reached, write_trace
-from functionalize.planning.pictures.page import Table, write_page
+from functionalize.planning.pictures.chrome_trace import TraceRun, write_trace
 from functionalize.planning.pictures.pictures import tradeoff_picture
 from functionalize.planning.report.display import human_bytes
-from functionalize.planning.report.memory_figures import EAGER
-from functionalize.planning.report.spans import Span
-from functionalize.planning.timeline.timeline import Timeline
+from functionalize.planning.report.event_times import reached
+from functionalize.sweep.page import label, varying, write_sweep_page
 from functionalize.sweep.summary import Plan, Sweep, short
 from functionalize.sweep.training import Training
 
@@ -166,11 +162,6 @@ def _default(script: Script, key: str) -> Any:
     return 1
 
 
-def label(point: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """The values of some keys as text: `batch 4, world 64`."""
-    return ", ".join(f"{key} {short(point[key])}" for key in keys)
-
-
 def _more(largest: int) -> str:
     return f"{largest:,}" + (", and no larger one was tried" if largest >= _SEARCH_END else "")
 
@@ -261,93 +252,12 @@ def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
             across, up = names.values()
             tradeoff_picture(rows, options.png, x=across, y=up, limit=options.limit, title=title)
         if options.html is not None:
-            _page(options.html, sweep, job, options)
+            write_sweep_page(options.html, sweep, f"Plan of {job.source}")
         if options.trace is not None:
             write_trace(options.trace, _runs(sweep))
     except OSError as error:
         raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
     return files
-
-
-def _page(path: str, sweep: Sweep, job: Job, options: PlanOptions) -> None:
-    """Cards of the best point and the table, then memory over time of that point alone."""
-    rows, best = sweep.rows(), _best(sweep)
-    on_frontier = _frontier(sweep)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    units = {"peak", "program", "allocated", "reserved", "device", "sent"}
-    seconds = {"step", "exposed"}
-    heads = [f"{c} bytes" if c in units else f"{c} seconds" if c in seconds else c for c in columns]
-    cells = [
-        [each in on_frontier, *(row.get(column) for column in columns)]
-        for each, row in zip(sweep.plans, rows, strict=True)
-    ]
-    note = (
-        "Frontier: no other point is faster on a device of as many bytes. " if on_frontier else ""
-    )
-    timelines: list[Timeline] = []
-    spans: Sequence[Span] = ()
-    cards: list[Card] = []
-    named = label(best.point, _varying(sweep)) if best is not None else ""
-    if best is not None and best.memory is not None:
-        name = best.point.get("machine") or options.machine or MACHINE_OF[_target_of(job)]
-        cards = memory_cards(best.memory, EAGER, short(name), options.limit)
-        for timeline in best.memory.timelines.values():
-            timelines.append(replace(timeline, name=f"{timeline.name} {named}".strip()))
-    if best is not None and best.figures is not None:
-        rate = best.figures.throughput
-        speed = f"{rate:,.4g} {sweep.items}/s/rank" if rate is not None else ""
-        cards.insert(1, speed_card(best.figures.time, speed))
-        spans = best.figures.time.spans
-    if named and len(rows) > 1:
-        fits = options.limit is not None and any(row.get("fits") for row in rows)
-        which = "the fastest that fits" if fits else "the fastest"
-        cards.insert(0, Card("Which point?", named, f"{which} of {len(rows)}, as modelled"))
-    write_page(
-        path,
-        title=f"Plan of {job.source}",
-        timelines=timelines,
-        spans=spans,
-        cards=cards,
-        first=[Table("Points", ["frontier", *heads], cells, note + "; ".join(sweep.notes()))],
-        facts={"points": len(rows), "kept to": ", ".join(_same(sweep))},
-        limit=options.limit,
-    )
-
-
-def _target_of(job: Job) -> str:
-    """The name of a job's target."""
-    return job.target if isinstance(job.target, str) else job.target.name
-
-
-def _speed(each: Plan) -> float:
-    """Items per second and rank, else steps per second; 0 for a point without a modelled time."""
-    if each.figures is None:
-        return 0.0
-    rate, seconds = each.figures.throughput, each.figures.time.seconds
-    return rate if rate is not None else 1 / seconds if seconds else 0.0
-
-
-def _best(sweep: Sweep) -> Plan | None:
-    """The fastest point that fits; the fastest, if none does; None if no point could be planned."""
-    pairs = zip(sweep.plans, sweep.rows(), strict=True)
-    found = [(row.get("fits", True), _speed(each), each) for each, row in pairs if each.memory]
-    return max(found, key=lambda one: one[:2])[2] if found else None
-
-
-def _frontier(sweep: Sweep) -> list[Plan]:
-    """The points that no other one dominates: faster, on a device of as many bytes."""
-    rows = zip(sweep.plans, sweep.rows(), strict=True)
-    timed = [(each, row["device"]) for each, row in rows if each.figures is not None]
-    return [
-        each
-        for each, device in timed
-        if not any(
-            _speed(other) >= _speed(each)
-            and nbytes <= device
-            and (_speed(other), -nbytes) != (_speed(each), -device)
-            for other, nbytes in timed
-        )
-    ]
 
 
 def _runs(sweep: Sweep) -> list[TraceRun]:
@@ -356,15 +266,6 @@ def _runs(sweep: Sweep) -> list[TraceRun]:
     for each in sweep.plans:
         if (figures := each.figures) is not None:
             timelines, spans = [*figures.memory.timelines.values()], figures.time.spans
-            name = label(each.point, _varying(sweep))
+            name = label(each.point, varying(sweep))
             found.append(TraceRun(name, timelines, spans, reached(figures.program.graph, spans)))
     return found
-
-
-def _varying(sweep: Sweep) -> list[str]:
-    return [a for a in sweep.axes if len({str(p.point[a]) for p in sweep.plans}) > 1]
-
-
-def _same(sweep: Sweep) -> list[str]:
-    varying, first = _varying(sweep), sweep.plans[0]
-    return [f"{axis} {short(first.point[axis])}" for axis in sweep.axes if axis not in varying]

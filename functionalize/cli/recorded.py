@@ -30,7 +30,7 @@ from functionalize.planning.time.communication import members_of
 from functionalize.step.captured_step import CapturedStep
 from functionalize.sweep.changes import change
 from functionalize.sweep.grid import MODEL_KEYS, AcceptedKeys, of
-from functionalize.sweep.plan import arguments, called, idle_dimensions, record
+from functionalize.sweep.plan import arguments, called, idle_dimensions, items_of, record
 from functionalize.sweep.summary import assumptions, short
 
 DEFAULT_WORLD = 8  # ranks: one node of most machines
@@ -140,6 +140,7 @@ def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
         groups,
         notes,
         memory.eager,
+        items_of(made, built, world.size),
     )
 
 

@@ -16,6 +16,7 @@ from functionalize.planning.scratch.unknown import uncounted
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
+from functionalize.sweep.summary import Items
 
 Say = Callable[[str], None]  # shows a status text
 
@@ -30,6 +31,7 @@ class Recorded:
     groups: name of a process group -> its ranks.
     notes: the kernels that the target is assumed to run, and other assumptions.
     eager: the memory of the eager step; None for a step that was read from a file.
+    items: what a rank trains on in the step; None if that is not known.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Recorded:
     groups: Mapping[str, tuple[int, ...]]
     notes: tuple[str, ...] = ()
     eager: Timeline | None = None
+    items: Items | None = None
 
     def timeline(self) -> Timeline:
         """The memory of a replay of the program."""

@@ -62,6 +62,10 @@ class Items(NamedTuple):
     ranks: int = 1
     world: int = 1
 
+    def rate(self, seconds: float) -> float | None:
+        """Items per second and rank of a step of so many seconds."""
+        return self.number / self.ranks / seconds if seconds else None
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Figures:
@@ -142,9 +146,7 @@ class Figures:
     @property
     def throughput(self) -> float | None:
         """Items per second and rank, modelled; None where `inputs` returns no tensor."""
-        if self.items is None or not self.time.seconds:
-            return None
-        return self.items.number / self.items.ranks / self.time.seconds
+        return self.items.rate(self.time.seconds) if self.items is not None else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -218,12 +220,13 @@ class Sweep:
         return [_row(each, self.limit, self.training) for each in self.plans]
 
     def to_json(self) -> str:
-        """The rows as JSON, with the choices of kernels, the assumed numbers, and the range of the modelled time."""
+        """The rows as JSON, with the categories at eager's peak, the choices of kernels, and the range of the time."""
         more = [
             {
                 "choices": [asdict(c) for c in each.choices],
                 "assumed": dict(each.assumed),
                 "remarks": list(each.remarks),
+                "categories": each.memory.by_category(EAGER) if each.memory is not None else {},
                 **(each.figures.times if each.figures is not None else {}),
             }
             for each in self.plans

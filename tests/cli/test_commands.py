@@ -84,6 +84,7 @@ def test_wrong_usage(command: Command) -> None:
         ),
         (("memory", TRAINING, "--machine", "abacus"), "no machine `abacus`; there are 4090"),
         (("memory", TRAINING, "--png", "a.gif"), "--png a.gif: the file of a picture ends in .png"),
+        (("memory", TRAINING, "--time-axis"), "--time-axis is of the picture: add --png"),
         (("memory", TRAINING, "--of", "both"), "--of both: write eager or program"),
         (("plan", TRAINING, "--grid", "batch="), "a value is empty"),
         (("plan", TRAINING, "--grid", "batches=1"), "no function accepts `batches`"),
@@ -395,6 +396,9 @@ def test_files_of_memory(command: Command, tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG") and "</html>" in html.read_text()
     assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
     found = counters(checked(json.loads(trace.read_text())))
+    over_events = png.read_bytes()
+    assert command("memory", TRAINING, "--png", png, "--time-axis").code == 0
+    assert png.read_bytes().startswith(b"\x89PNG") and png.read_bytes() != over_events
     for name, timeline in ran.json["timelines"].items():
         peak = max(nbytes for _, nbytes in found[f"memory of {name}", "all"])
         assert peak == timeline["levels"]["requested"]
@@ -421,13 +425,14 @@ def test_plan(command: Command, tmp_path: Path) -> None:
     points = command(*args, "--json").json["points"]
     assert [int(row["peak"]) for row in table] == [point["peak"] for point in points]
     assert points[2]["peak"] > points[0]["peak"]
+    assert all(sum(point["categories"].values()) == point["peak"] for point in points)
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     page = files["html"].read_text()
     assert "Plan of" in page and page.index('class="cards"') < page.index("<h2>Points</h2>")
-    assert page.index("<h2>Points</h2>") < page.index("<h2>Memory of a step</h2>")
+    assert page.index("<h2>Points</h2>") < page.index("<h2>Memory of batch")
     best = max(points, key=lambda point: point["throughput"])
     assert f"<b>batch {best['batch']}, world {best['world']}</b>" in page
-    assert "the fastest of 4, as modelled" in page and page.count("Peak of eager batch") == 1
+    assert "the fastest of 4, as modelled" in page and page.count("Peak of eager") == 1
     found = counters(checked(json.loads(files["trace"].read_text())))
     peaks = [
         max(nbytes for _, nbytes in each)

@@ -90,6 +90,22 @@ def test_what_the_commands_print_can_be_compared(command: Command, tmp_path: Pat
         assert 0 < shards["second"] < shards["first"]
 
 
+def test_the_page_of_two_plans(command: Command, written: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "both.html"
+    args = ("compare", written["b"], written["c"], "--html", page)
+    ran = command(*args)
+    assert ran.code == 0 and f"wrote {page}" in ran.out
+    assert command(*args, "--json").json["page"] == str(page)
+    text = page.read_text()
+    assert "<h2>How long is a step?</h2><b>+100.0%</b><p>3.00\u00a0s to 6.00\u00a0s</p>" in text
+    assert '<div class="card bad">' in text and "<p>batch: 2 -&gt; 4</p>" in text
+    assert '<option value="0" selected>b: batch 2</option>' in text
+    assert '<option value="1" selected>c: batch 4</option>' in text
+    command("compare", written["m"], written["n"], "--html", page)
+    assert '<option value="1" selected>n: eager</option>' in page.read_text()
+
+
 def test_files_that_cannot_be_compared(
     command: Command, written: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -99,7 +115,7 @@ def test_files_that_cannot_be_compared(
     old.write_text('{"points": []}')
     for file, message in (
         (tmp_path / "none.json", "none.json cannot be read: No such file or directory"),
-        (text, "text.json is not JSON: "),
+        (text, "text.json is no JSON: "),
         (other, "other.json is not what `plan --json` or `memory --json` prints"),
         (old, "old.json does not name its keys: write it again with `plan --json`"),
         (written["m"], "is of `plan --json` and "),
@@ -115,6 +131,7 @@ def test_files_that_cannot_be_compared(
         ("show", "--tape", "--png", "tape.png"),
         *(("memory", f"--{kind}", f"file.{kind}") for kind in ("png", "html", "snapshot", "trace")),
         *(("plan", f"--{kind}", f"file.{kind}") for kind in ("csv", "html", "png", "trace")),
+        ("tune", "--limit", "h100", "--code", "policy.py"),
     ],
 )
 def test_files_are_checked_before_anything_is_recorded(
@@ -128,3 +145,14 @@ def test_files_are_checked_before_anything_is_recorded(
     (tmp_path / file).mkdir()
     ran = command(name, TRAINING, *more, tmp_path / file, columns=500)
     assert ran.code == 2 and "is a folder: name a file in it" in ran.words
+
+
+def test_files_of_other_commands_are_checked_first(
+    command: Command, written: dict[str, Path], tmp_path: Path
+) -> None:
+    for args in (
+        ("calibrate", tmp_path / "none" / "here.json"),
+        ("compare", written["a"], written["b"], "--html", tmp_path / "none" / "both.html"),
+    ):
+        ran = command(*args, columns=500)
+        assert ran.code == 2 and "cannot be written: there is no folder" in ran.words

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.patches import Rectangle
 
 INK, GREY, RED, PALE = "#1c1c1c", "#6a6a6a", "#c00032", "#f8d3db"
+# Columns of a picture at most: more than a printed page resolves, few enough for a small SVG.
+COLUMNS = 900
 _SUFFIXES = (".png", ".svg", ".pdf")
 _STYLE: Any = {  # matplotlib types every key of its settings
     "font.family": "sans-serif",

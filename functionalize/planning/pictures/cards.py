@@ -9,6 +9,7 @@ Invariant: a card computes no figure, it words those of the report and of the mo
 from __future__ import annotations
 
 import html
+import re
 import types
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -18,6 +19,10 @@ from functionalize.planning.report.memory_figures import MemoryFigures
 from functionalize.planning.time.step_time import StepTime
 from functionalize.planning.timeline.timeline import Category
 
+_UNIT, _NARROW = (
+    re.compile(r"(?<=\d) (?=(?:[KMGTP]iB|B|s|ms|µs)\b)"),
+    "\u00a0",
+)  # no line ends between
 _BATCH = "a smaller batch"
 _FEWER = "more ranks to shard over, or offload"
 _UNITS = "smaller modules under fully_shard"
@@ -28,6 +33,7 @@ _HELP: Mapping[Category, str] = types.MappingProxyType(
         Category.SHARDED_GRADIENTS: _FEWER,
         Category.PADDING: _FEWER,
         Category.UNSHARDED_PARAMETERS: f"reshard_after_forward=True, {_UNITS}",
+        Category.CAST_PARAMETERS: "MixedPrecisionPolicy(param_dtype=torch.bfloat16) in place of autocast",
         Category.ALL_GATHER_BUFFERS: _UNITS,
         Category.UNSHARDED_GRADIENTS: _UNITS,
         Category.REDUCE_SCATTER_BUFFERS: _UNITS,
@@ -53,7 +59,7 @@ class Card(NamedTuple):
         kind = {True: " good", False: " bad", None: ""}[self.is_good]
         texts = (self.question, self.answer, self.note)
         rows = (
-            f"<{t}>{html.escape(text)}</{t}>"
+            f"<{t}>{_UNIT.sub(_NARROW, html.escape(text))}</{t}>"
             for t, text in zip(("h2", "b", "p"), texts, strict=True)
             if text
         )
@@ -91,8 +97,10 @@ def _fit_card(memory: MemoryFigures, of: str, machine: str, limit: float | None)
     return Card("Does it fit?", f"no: {sizes}", fit.refused, False)
 
 
-def speed_card(time: StepTime, throughput: str = "") -> Card:
-    """How fast a step is, as modelled. throughput: as text, with its unit."""
+def speed_card(time: StepTime, rate: float | None = None, items: str = "") -> Card:
+    """How fast a step is, as modelled. rate: items per second and rank, `items` what they are."""
+    throughput = "" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    throughput += f" {items}/s/rank" if throughput else ""
     seconds = f"{human_seconds(time.seconds)} a step"
     mfu = f"MFU {time.mfu:.0%}, " if time.mfu is not None else ""
     waits = f"{mfu}{human_seconds(time.exposed)} exposed communication; modelled on {time.where}"

@@ -8,11 +8,8 @@
                                     after each event
     process `memory of program`     the same with the program's lifetimes
 
-Memory and schedule have one time axis. An event of the program has the time at which the compute stream reaches its op;
-several events of one op are spread evenly over the op. Eager's ops have no modelled time: its events are aligned with
-the program's at the borders of phases, and evenly in between. A timeline without a schedule counts ops, one per
-microsecond, and has a thread of its ops. Allocations from before the step are shown at 0. Times are whole nanoseconds,
-written in microseconds.
+Memory and schedule have one time axis (`event_times.py`). A timeline without a schedule counts ops, one per
+microsecond, and has a thread of its ops. Times are whole nanoseconds, written in microseconds.
 Invariants: complete events of one thread do not overlap; a counter's times do not decrease; the largest value of `all`
 is the timeline's peak. Refuses: a trace without any event. Linear in events and spans (after sorting).
 Source: Google's document "Trace Event Format".
@@ -22,18 +19,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import fx
-
 from functionalize.errors import PictureError
-from functionalize.planning.report.display import anchors, first_event, placed
-from functionalize.planning.report.memory_figures import PROGRAM
-from functionalize.planning.report.rows import COMPUTE, Interval, exposed, rows_of
+from functionalize.planning.report.display import first_event
+from functionalize.planning.report.event_times import event_times, times_of
+from functionalize.planning.report.rows import Interval, exposed, rows_of
 from functionalize.planning.report.spans import Span
-from functionalize.planning.timeline.timeline import BEFORE, Timeline, parts
+from functionalize.planning.timeline.timeline import Timeline, parts
 
 WAITS = "compute waits"
 ALL = "all"
@@ -53,17 +47,6 @@ class TraceRun(NamedTuple):
     timelines: Sequence[Timeline]
     spans: Sequence[Span] = ()
     reached: Sequence[Interval] = ()
-
-
-def reached(graph: fx.Graph, spans: Sequence[Span]) -> list[Interval]:
-    """Per node, (start, end) in seconds on the compute stream; the last entry is for events after the graph."""
-    found: list[Interval] = []
-    times = {span.name: (span.start, span.end) for span in spans if span.stream == COMPUTE}
-    at = 0.0
-    for node in graph.nodes:
-        start, at = times.get(node.name, (at, at))
-        found.append((start, at))
-    return [*found, (at, at)]
 
 
 def write_trace(path: str | Path, runs: Sequence[TraceRun]) -> None:
@@ -89,53 +72,29 @@ def _events(run: TraceRun, pid: int) -> Iterator[Json]:
         for tid, (stream, row) in enumerate(rows_of([*run.spans, *waits]).items(), 1):
             yield _metadata("thread", pid, stream, tid)
             yield from (_complete(pid, tid, span) for span in row)
-    program = next((t for t in run.timelines if t.name == PROGRAM and run.reached), None)
+    times = event_times(run.timelines, run.reached)
     for timeline in run.timelines:
         if timeline.events:
             pid += 1
-            yield from _memory(timeline, program, run.reached, pid, title)
+            yield from _memory(timeline, times.get(timeline.name), pid, title)
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 
 def _memory(
-    timeline: Timeline, program: Timeline | None, reached: Sequence[Interval], pid: int, title: str
+    timeline: Timeline, times: Sequence[float] | None, pid: int, title: str
 ) -> Iterator[Json]:
-    if program is None:
+    if times is None:
         yield _metadata("process", pid, f"memory of {timeline.name}{title} (1 µs is 1 op)")
         yield _metadata("thread", pid, "ops", 1)
         for i, op in enumerate(timeline.ops):
             yield _complete(pid, 1, Span("", op.name, i * _OP, (i + 1) * _OP, op.phase, op.module))
         ops = [(i * _OP, (i + 1) * _OP) for i in range(len(timeline.ops))]
-        yield from _counters(timeline, _times(timeline, ops), pid)
+        yield from _counters(timeline, times_of(timeline, ops), pid)
         return
     yield _metadata("process", pid, f"memory of {timeline.name}{title}")
-    times = _times(program, reached)
-    if timeline is not program:
-        times = _aligned_times(timeline, program, times)
     yield from _counters(timeline, times, pid)
-
-
-def _times(timeline: Timeline, ops: Sequence[Interval]) -> list[float]:
-    """The time of each event. ops: the interval of each op; several events of one op are spread evenly over it."""
-    found: list[float] = []
-    for op, events in groupby(timeline.events, key=lambda event: event.op):
-        count = sum(1 for _ in events)
-        start, end = (0.0, 0.0) if op == BEFORE else ops[op]
-        found += [start + (end - start) * i / count for i in range(count)]
-    return list(accumulate(found, max))
-
-
-def _aligned_times(timeline: Timeline, program: Timeline, times: Sequence[float]) -> list[float]:
-    """The time of each event of a timeline, aligned with the program's events (at `times`) phase by phase."""
-    step = range(first_event(timeline), len(timeline.events))
-    found = [0.0] * first_event(timeline)
-    for x in placed(anchors(timeline, program), step):
-        i = min(int(x), len(times) - 1)
-        after = times[min(i + 1, len(times) - 1)]
-        found.append(times[i] + (x - i) * (after - times[i]))
-    return list(accumulate(found, max))
 
 
 def _counters(timeline: Timeline, times: Sequence[float], pid: int) -> Iterator[Json]:

@@ -3,7 +3,8 @@
     write_page("plan.html", title="Llama-3-8B on 64 ranks", timelines=[eager, program], spans=spans,
                tables=[Table("Communication", ["kind", "count", "bytes"], rows)], facts={"machine": "H100"})
 
-    title, cards, the tables that are first   what a reader asks first (`cards.py`)
+    title, cards, first figures and tables    what a reader asks first (`cards.py`, `page_sweep.py`)
+    two plans side by side                    chosen among `choices` (`page_script.py`)
     sentences on the peaks                    text
     memory of a step, modelled schedule       figures drawn by plotly (`page_figures.py`), whose script is inlined
     live at each peak, other tables, facts    HTML tables; the tooltip of a cell has the exact number
@@ -19,18 +20,32 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from functionalize.errors import PictureError
 from functionalize.planning.pictures.cards import Card, cards_html
-from functionalize.planning.pictures.page_figures import Figure, memory_figure, schedule_figure
-from functionalize.planning.report.display import Peak, groups, human_bytes, human_seconds, pattern
+from functionalize.planning.pictures.page_figures import memory_figure
+from functionalize.planning.pictures.page_parts import Figure
+from functionalize.planning.pictures.page_schedule import schedule_figure
+from functionalize.planning.pictures.page_script import AXIS, FIGURES, Choice, side_by_side_html
+from functionalize.planning.report.display import (
+    OTHER_PHASE,
+    PHASE_COLOURS,
+    Peak,
+    groups,
+    human_bytes,
+    human_seconds,
+    pattern,
+    stretches,
+)
 from functionalize.planning.report.memory_figures import place
 from functionalize.planning.report.memory_text import short_line
 from functionalize.planning.report.rows import exposed, total
 from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Allocation, Category, Timeline
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _LIVE = 25  # rows, at most, of a table of the storages live at a peak
 _CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True}
 _POLICY = (
@@ -40,28 +55,43 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; max-width: 1500px; margin: 0 auto; padding: 1.5rem; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.2rem; margin: 2rem 0 .25rem; }
 summary { font-weight: 600; margin: .75rem 0; cursor: pointer; }
-.scroll { overflow-x: auto; } .scroll > div { min-width: 900px; }
+.scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .87rem; }
 th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #e3e5e8; vertical-align: top; }
-td + td { overflow-wrap: anywhere; min-width: 8rem; }
+td:not(.number) { overflow-wrap: anywhere; } details td:not(.number) { min-width: 10rem; }
 td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .75rem; margin: 1rem 0; }
 .card { border: 1px solid #d6d9de; border-top: 4px solid #8a929c; border-radius: 6px; padding: .6rem .9rem; }
 .card.good { border-top-color: #0a7a50; } .card.bad { border-top-color: #c00032; }
 .card h2 { font-size: .87rem; font-weight: 400; color: #55595f; margin: 0; } .card b { font-size: 1.1rem; }
 .card p { font-size: .87rem; color: #55595f; margin: .25rem 0 0; } .card * { overflow-wrap: anywhere; }
+.small { font-size: .87rem; color: #55595f; }
+.small i { display: inline-block; width: 1rem; height: .8rem; margin-right: .35rem; vertical-align: -.05rem; }
+.pick { display: flex; flex-wrap: wrap; gap: .25rem 1rem; align-items: center; }
+.pick select { font: inherit; max-width: 100%; padding: .2rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.5rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 
 class Table(NamedTuple):
-    """A table of the page. Numbers in a column whose name contains `bytes` or `seconds` are shown with a unit."""
+    """A table of the page. Numbers in a column whose name contains `bytes` or `seconds` are shown with a unit.
+
+    is_folded: whether a click on the title shows the rows.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     note: str = ""
+    is_folded: bool = False
+
+
+class Exact(NamedTuple):
+    """A number in a table with its text; the tooltip of the cell has the number."""
+
+    number: float
+    text: str
 
 
 def write_page(
@@ -72,43 +102,60 @@ def write_page(
     spans: Sequence[Span] = (),
     tables: Sequence[Table] = (),
     facts: Mapping[str, Any] | None = None,
-    reserved: Mapping[str, Sequence[int]] | None = None,
+    held: Mapping[str, Sequence[int]] = _NONE,
+    times: Mapping[str, Sequence[float]] = _NONE,
     limit: int | None = None,
     cards: Sequence[Card] = (),
+    plots: Mapping[str, Figure] = _NONE,
     first: Sequence[Table] = (),
+    asked: Sequence[Timeline] = (),
+    choices: Sequence[Choice] = (),
+    drawn_of: str = "a step",
 ) -> None:
-    """Write the page: cards, the tables in `first`, figures, the other tables.
+    """Write the page: cards, plots and the tables in `first`, two of the choices, memory, schedule, the other tables.
 
     The first timeline is shown at first; buttons select the others.
 
-    reserved: name of a timeline -> bytes reserved by an allocator after each of its events.
+    held, times: name of a timeline -> bytes of the device after each of its events, and the event's modelled seconds.
     limit: bytes of the device. facts: assumptions, shown as a list of names and values.
+    plots: title -> a figure of `page_sweep.py`. choices: plans of which two are shown side by side.
+    asked: timelines of other steps, each a line that a click on its name shows. drawn_of: whose timelines these are.
     """
     timelines = [timeline for timeline in timelines if timeline.events]
-    if not (timelines or spans or tables or first):
+    if not (timelines or spans or tables or first or plots or choices):
         raise PictureError(
             f"The page `{title}` would be empty: there is no timeline with events, no span and no table. "
             "Capture the step with memory=True, or pass `spans` or `tables`."
         )
     figures: dict[str, Figure] = {}
+    named = {f"plot{i}": figure for i, figure in enumerate(plots.values())}
+    figures.update(named)
     if timelines:
-        figures["memory"] = memory_figure(timelines, reserved or {}, limit)
+        figures["memory"] = memory_figure(timelines, held, limit, times, asked)
     if spans:
         figures["schedule"] = schedule_figure(spans)
     drawn = _figures_html(path, figures)
     parts = [f"<h1>{_text(title)}</h1>"]
     parts += [cards_html(cards)] if cards else []
-    for table in first:
-        parts += [f"<h2>{_text(table.title)}</h2>", *_table(table)]
+    for (title_, _), name in zip(plots.items(), named, strict=True):
+        parts += [f"<h2>{_text(title_)}</h2>", drawn[name]]
+    parts += _tables(first)
+    if len(choices) > 1:
+        parts += ["<h2>Side by side</h2>", side_by_side_html(choices)]
     if timelines:
-        parts += ["<h2>Memory of a step</h2>", *_peaks(timelines, limit), drawn["memory"]]
+        parts += [
+            f"<h2>Memory of {_text(drawn_of)}</h2>",
+            *([AXIS] if times else []),
+            drawn["memory"],
+        ]
+        parts += [_phases(timelines), *_peaks(timelines, limit)]
         parts += [_folded(_live(timeline), i == 0) for i, timeline in enumerate(timelines)]
     if spans:
         parts += ["<h2>Modelled schedule</h2>", _summary(spans), drawn["schedule"]]
-    for table in tables:
-        parts += [f"<h2>{_text(table.title)}</h2>", *_table(table)]
+    parts += _tables(tables)
     if facts:
         parts += ["<h2>What was assumed</h2>", "<dl>", *_facts(facts), "</dl>"]
+    parts += [FIGURES] if figures else []
     Path(path).write_text(_document(title, parts), encoding="utf-8")
 
 
@@ -145,7 +192,7 @@ def _figures_html(path: str | Path, figures: Mapping[str, Figure]) -> dict[str, 
     for name, figure in figures.items():
         first = not drawn
         found = to_html(figure, _CONFIG, include_plotlyjs=first, full_html=False, div_id=name)
-        drawn[name] = f'<div class="scroll">{found}</div>'
+        drawn[name] = found
     return drawn
 
 
@@ -166,10 +213,17 @@ def _peaks(timelines: Sequence[Timeline], limit: int | None) -> Iterator[str]:
         yield f"<p><b>Peak of {_text(timeline.name)}:</b> {_text(sentence)}</p>"
     if limit is not None:
         yield f"<p>The device has {human_bytes(limit)}.</p>"
-    yield (
-        "<p>Wheel or drag: zoom. Double click: the whole step. A click on a category hides it. "
-        "Dashed: the other lifetimes.</p>"
+
+
+def _phases(timelines: Sequence[Timeline]) -> str:
+    """What the colours of the strip below the figure mean, and what a reader can do with the figure."""
+    found = dict.fromkeys(each.phase for timeline in timelines for each in stretches(timeline))
+    named = (
+        f'<span><i style="background: {PHASE_COLOURS.get(phase, OTHER_PHASE)}"></i>{_text(phase)}</span>'
+        for phase in found
     )
+    use = "Wheel or drag: zoom. Double click: the whole step. A click on a category hides it."
+    return f'<p class="pick small">{"".join(named)}<span>{use}</span></p>'
 
 
 def _live(timeline: Timeline) -> Table:
@@ -205,6 +259,15 @@ def _summary(spans: Sequence[Span]) -> str:
     )
 
 
+def _tables(tables: Iterable[Table]) -> Iterator[str]:
+    for table in tables:
+        if table.is_folded:
+            yield _folded(table, False)
+        else:
+            yield f"<h2>{_text(table.title)}</h2>"
+            yield from _table(table)
+
+
 def _folded(table: Table, is_open: bool) -> str:
     summary = f"<summary>{_text(table.title)}</summary>"
     return f"<details{' open' if is_open else ''}>{summary}{''.join(_table(table))}</details>"
@@ -225,7 +288,8 @@ def _table(table: Table) -> Iterator[str]:
     for row in table.rows:
         yield "<tr>"
         for i, value in enumerate(row):
-            exact = f' title="{value:,}"' if _is_number(value) else ""
+            number = value.number if isinstance(value, Exact) else value
+            exact = f' title="{number:,}"' if _is_number(number) else ""
             yield f"<td{style[i]}{exact}>{_text(_cell(value, table.columns[i]))}</td>"
         yield "</tr>"
     yield "</table></div>"
@@ -237,13 +301,15 @@ def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float | Exact) and not isinstance(value, bool)
 
 
 def _cell(value: Any, column: str) -> str:
     """A value as text; a number with the unit that the name of its column contains."""
     if value is None or isinstance(value, bool):
         return "" if value is None else "yes" if value else "no"
+    if isinstance(value, Exact):
+        return value.text
     words = column.lower().replace("_", " ").split()
     if not _is_number(value):
         return str(value)

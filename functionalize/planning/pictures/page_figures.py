@@ -1,28 +1,27 @@
-"""The two figures of a page, as plotly's JSON: memory event by event, and the modelled schedule.
+"""The figure of a step's memory on a page, as plotly's JSON: event by event, or over modelled time.
 
-    memory_figure([eager, program], reserved, limit)    categories stacked over events, the peak, buttons for timelines
-    schedule_figure(spans)                              a row of bars per stream; hatched where compute waits
+    memory_figure([eager, program], held, limit)    categories stacked over events, the peak, buttons for timelines
+    memory_figure(..., times=times)                 `page_script.py` can place the events at their modelled time, too
 
     events        ▟█▙▟██▙▟█▙   one point per event and category: bytes in the unit of the peak, exact in float64
     phases        ▔▔▔▔▔▁▁▁▁    a strip below
     hover         op, module, line, phase; the allocation or free; the bytes of every category
 
 A browser draws about 10,000 points per category fluently. A longer timeline is divided into `POINTS` columns, each
-drawn as its event with the most bytes, and all events near the peak are drawn. In a longer schedule, consecutive spans
-within an invisibly short time are one bar. `chrome_trace.py` writes every event and span.
-Invariants: categories of one event add up to its bytes; every peak is kept. Linear in events and spans (after sorting).
+drawn as its event with the most bytes, and all events near the peak are drawn. `chrome_trace.py` writes every event.
+Invariants: categories of one event add up to its bytes; every peak is kept. Linear in events.
 """
 
 from __future__ import annotations
 
-import base64
 import html
-import sys
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from functionalize.planning.pictures.pictures import columns, stream_colour
+from functionalize.planning.pictures.canvas import GREY, INK, RED
+from functionalize.planning.pictures.page_parts import LAYOUT, Figure, Trace, column, hover_lines
+from functionalize.planning.pictures.pictures import columns
 from functionalize.planning.report.display import (
     BYTES,
     COLOURS,
@@ -32,56 +31,36 @@ from functionalize.planning.report.display import (
     Peak,
     anchors,
     brief,
-    check_reserved,
+    check_held,
     first_event,
     groups,
     human_bytes,
-    human_seconds,
     placed,
     stretches,
 )
 from functionalize.planning.report.memory_text import short_line
-from functionalize.planning.report.rows import COMPUTE, exposed, rows_of
-from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import BEFORE, Op, Timeline
 
 POINTS = 10_000  # events of a timeline that are drawn, besides those near the peak
 NEAR = 500  # events on each side of the peak that are all drawn
-BARS = 5_000  # bars per stream, approximately
 _LINE_POINTS = 2_000  # points of a timeline that is drawn as a line
 _LIVE = 8  # groups of allocations in the hover text of the peak
-_INK, _GREY, _RED = "#1c1c1c", "#6a6a6a", "#c00032"
-_WAITS = "compute waits for communication"
-
-Figure = dict[str, Any]
-Trace = dict[str, Any]
-
-
-def column(values: Iterable[float], kind: str = "d") -> dict[str, str]:
-    """Numbers in plotly's binary encoding: float64 (`d`) or int32 (`i`), little-endian, base64."""
-    numbers = array(kind, values)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    dtype = {"d": "f8", "i": "i4"}[kind]
-    return {"dtype": dtype, "bdata": base64.b64encode(numbers.tobytes()).decode()}
-
-
-def _hover_lines(lines: Iterable[str]) -> str:
-    """The lines of a hover text. plotly interprets HTML tags in texts, so that names and code are escaped."""
-    first, *rest = (html.escape(line, quote=False) for line in lines)
-    return "<br>".join([f"<b>{first}</b>", *rest])
-
-
-# -- memory ----------------------------------------------------------------------------------------
+_NO_TIMES: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 def memory_figure(
     timelines: Sequence[Timeline],
-    reserved: Mapping[str, Sequence[int]],
+    held: Mapping[str, Sequence[int]],
     limit: int | None = None,
+    times: Mapping[str, Sequence[float]] = _NO_TIMES,
+    asked: Sequence[Timeline] = (),
 ) -> Figure:
-    """The first timeline stacked, the others as lines; buttons select another one. All must have events."""
-    held = {t.name: reserved[t.name] for t in timelines if t.name in reserved}
+    """The first timeline stacked, the others as lines; buttons select another one. All must have events.
+
+    asked: timelines of other steps, each a line that a click on its name in the legend shows.
+    held, times: by name of a timeline, the bytes that the device holds after each event, and the event's seconds.
+    """
+    held = {t.name: held[t.name] for t in timelines if t.name in held}
     top = max([t.peak for t in timelines] + [max(bytes_, default=0) for bytes_ in held.values()])
     if limit is not None and limit > 1.5 * top:
         limit = None  # far above: an axis up to the limit would flatten the rest
@@ -91,27 +70,29 @@ def memory_figure(
     for timeline in timelines:
         drawn = _TimelineTraces(timeline, held.get(timeline.name), unit, name)
         others = [drawn.other(each) for each in timelines if each is not timeline]
+        others += [{**drawn.other(each), "visible": "legendonly"} for each in asked]
         traces.append(
             [*drawn.stack(), *others, *drawn.lines(limit), *drawn.peak(), *drawn.phases()]
         )
+    layout = _layout(timelines, traces, name)
+    layout["meta"] = {"legends": _legends(len(traces[0]), len(asked))}
     for i, some in enumerate(traces):
         for trace in some:
-            trace["visible"] = i == 0
-    return {
-        "data": [t for some in traces for t in some],
-        "layout": _layout(timelines, traces, name),
-    }
+            trace["visible"] = i == 0 and trace.get("visible", True)
+    if times:
+        layout["meta"] |= _clock(timelines, traces, times)
+    return {"data": [t for some in traces for t in some], "layout": layout}
 
 
 class _TimelineTraces:
     """The traces (plotly's data series) of one timeline. x is 0 at the last event before the step."""
 
     def __init__(
-        self, timeline: Timeline, reserved: Sequence[int] | None, unit: int, unit_name: str
+        self, timeline: Timeline, held: Sequence[int] | None, unit: int, unit_name: str
     ) -> None:
-        if reserved is not None:
-            check_reserved(reserved, timeline)
-        self.timeline, self.reserved = timeline, reserved
+        if held is not None:
+            check_held(held, timeline)
+        self.timeline, self.held = timeline, held
         self.unit, self.unit_name = unit, unit_name
         self.first, self.end = first_event(timeline), len(timeline.events)
         self.at_peak = Peak.of(timeline)
@@ -150,27 +131,27 @@ class _TimelineTraces:
             "name": html.escape(f"{other.name}: peak {human_bytes(other.peak)}"),
             "x": column(each - self.first for each in x),
             "y": column(other.bytes[e] / self.unit for e in kept),
-            "line": {"width": 1.5, "color": _INK, "dash": "dash", "shape": "hv"},
+            "line": {"width": 1.5, "color": INK, "dash": "dash", "shape": "hv"},
             "hovertemplate": self._hover_template(html.escape(other.name)),
         }
 
     def lines(self, limit: int | None) -> Iterable[Trace]:
-        """Lines of the requested bytes (with the hover text of each event), the reserved bytes, and the limit."""
+        """Lines of the requested bytes (with the hover text of each event), the device's bytes, and the limit."""
         words = [self.hover_text(e) for e in self.events]
         yield self._line(
             self.timeline.bytes,
             name="requested",
             text=[*words, words[-1]],
             showlegend=False,
-            line={"width": 0, "shape": "hv", "color": _INK},
+            line={"width": 0, "shape": "hv", "color": INK},
             hovertemplate="%{text}<extra></extra>",
         )
-        if self.reserved is not None:
+        if self.held is not None:
             yield self._line(
-                self.reserved,
-                name=f"reserved (simulated): peak {human_bytes(max(self.reserved))}",
-                line={"width": 1, "shape": "hv", "color": _GREY},
-                hovertemplate=self._hover_template("reserved"),
+                self.held,
+                name=f"on the device: peak {human_bytes(max(self.held))}",
+                line={"width": 1, "shape": "hv", "color": GREY},
+                hovertemplate=self._hover_template("on the device"),
             )
         if limit is not None:
             yield {
@@ -179,7 +160,7 @@ class _TimelineTraces:
                 "name": f"limit {human_bytes(limit)}",
                 "x": [0, self.end - self.first],
                 "y": [limit / self.unit] * 2,
-                "line": {"width": 1.5, "color": _RED},
+                "line": {"width": 1.5, "color": RED},
                 "hoverinfo": "skip",
             }
 
@@ -189,7 +170,7 @@ class _TimelineTraces:
         of = self.timeline.ops[op] if op != BEFORE else Op("before the step", "")
         details = (("module", of.module), ("line", short_line(of.line)), ("phase", of.phase))
         nbytes, name = human_bytes(allocation.nbytes), brief(allocation.name)
-        return _hover_lines(
+        return hover_lines(
             [
                 f"{human_bytes(self.timeline.bytes[event])} in all",
                 f"op {of.name}",
@@ -218,7 +199,7 @@ class _TimelineTraces:
             "y": [peak.nbytes / self.unit],
             "text": [f"<b>peak {human_bytes(peak.nbytes)}</b>"],
             "textposition": f"top {'right' if x < 0.8 * (self.end - self.first) else 'left'}",
-            "marker": {"size": 10, "color": _INK, "line": {"width": 2, "color": "white"}},
+            "marker": {"size": 10, "color": INK, "line": {"width": 2, "color": "white"}},
             "hoverinfo": "skip",
         }
 
@@ -236,7 +217,7 @@ class _TimelineTraces:
                 "y": [0] * len(own),
                 "yaxis": "y2",
                 "marker": {"color": PHASE_COLOURS.get(phase, OTHER_PHASE), "line": {"width": 0}},
-                "legend": "legend2",
+                "showlegend": False,
                 "hoverinfo": "skip",
             }
 
@@ -250,13 +231,53 @@ def chosen(timeline: Timeline) -> list[int]:
     return sorted({*columns(timeline.bytes, start, end, POINTS), *near})
 
 
+def _clock(
+    timelines: Sequence[Timeline],
+    traces: Sequence[Sequence[Trace]],
+    times: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
+    """What the page's script needs to place events at their time: per timeline, events and increasing times."""
+    longest = max(times[each.name][-1] for each in timelines)
+    name, unit = next((u for u in SECONDS if longest >= u[1]), SECONDS[-1])
+    clocks = []
+    for timeline in timelines:
+        first, end = first_event(timeline), len(timeline.events)
+        events, seconds = chosen(timeline), times[timeline.name]
+        # Stacked areas need places that differ, and events of an op that takes no time have one: a billionth apart.
+        least = (longest or 1) / unit * 1e-9
+        at, now = [], -least
+        for time in (*(seconds[e] / unit for e in events), longest / unit):
+            now = max(time, now + least)
+            at.append(now)
+        clocks.append(
+            [column([*(e - first for e in events), end - first])["bdata"], column(at)["bdata"]]
+        )
+    of = [i for i, some in enumerate(traces) for _ in some]
+    return {"clocks": clocks, "of": of, "unit": name}
+
+
+def _legends(entries: int, asked: int) -> dict[str, dict[str, Any]]:
+    """The place of the categories: right of the figure, below it where the page is narrow. asked: long entries."""
+    below = 70 + 20 * (-(-entries // 2) + asked)  # pixels: two short entries share a row
+    both = {
+        "legend.orientation": ("v", "h"),
+        "legend.x": (1.02, 0),
+        "legend.yref": ("paper", "container"),
+        "legend.y": (1, 0),
+        "legend.yanchor": ("top", "bottom"),
+        "margin.b": (LAYOUT["margin"]["b"], below),
+        "height": (600, 480 + below),
+    }
+    return {name: {k: v[i] for k, v in both.items()} for i, name in enumerate(("wide", "narrow"))}
+
+
 def _layout(
     timelines: Sequence[Timeline], traces: Sequence[Sequence[Trace]], unit: str
 ) -> dict[str, Any]:
     """Axes, legends, and two buttons per timeline: the whole step, and the events around the peak."""
     buttons: list[dict[str, Any]] = []
     for i, timeline in enumerate(timelines):
-        visible = [i == j for j, some in enumerate(traces) for _ in some]
+        visible = [i == j and t.get("visible", True) for j, some in enumerate(traces) for t in some]
         peak, name = timeline.peak_at - first_event(timeline), html.escape(timeline.name)
         whole = [0, len(timeline.events) - first_event(timeline)]
         for label, x in ((name, whole), (f"{name}: the peak", [peak - 60, peak + 60])):
@@ -265,8 +286,8 @@ def _layout(
     few = len(timelines) <= 2
     menu = {"type": "buttons", "direction": "right"} if few else {"type": "dropdown"}
     return {
-        **_LAYOUT,
-        "height": 640,
+        **LAYOUT,
+        "height": 600,
         "barmode": "overlay",
         "hovermode": "x unified",
         "xaxis": {
@@ -284,7 +305,6 @@ def _layout(
         },
         "yaxis2": {"domain": [0, 0.035], "visible": False, "fixedrange": True},
         "legend": {"traceorder": "reversed", "title": {"text": "bytes at the peak"}},
-        "legend2": {"orientation": "h", "y": -0.14, "yanchor": "top"},
         "updatemenus": [
             {
                 **menu,
@@ -297,87 +317,3 @@ def _layout(
             }
         ],
     }
-
-
-# -- schedule --------------------------------------------------------------------------------------
-
-
-def schedule_figure(spans: Sequence[Span]) -> Figure:
-    """The modelled schedule: a row of bars per stream."""
-    rows = rows_of(spans)
-    end = max(span.end for span in spans)
-    name, unit = next((u for u in SECONDS if end >= u[1]), SECONDS[-1])
-    traces: list[Trace] = []
-    for y, (stream, row) in enumerate(rows.items()):
-        for phase in dict.fromkeys(span.phase for span in row):
-            own = [span for span in row if span.phase == phase]
-            trace = _bars(own, y, end, unit)
-            trace["marker"] = {"color": stream_colour(stream, phase), "line": {"width": 0}}
-            traces.append(
-                {**trace, "name": html.escape(phase) or "other", "showlegend": stream == COMPUTE}
-            )
-    waits = [Span(COMPUTE, _WAITS, start, stop) for start, stop in exposed(spans)]
-    if waits and COMPUTE in rows:
-        hatch = {"shape": "/", "fgcolor": _RED, "bgcolor": "#f8d3db", "size": 6}
-        marker = {"color": "#f8d3db", "pattern": hatch, "line": {"width": 0}}
-        traces.append({**_bars(waits, 0, end, unit), "name": _WAITS, "marker": marker})
-    ticks = {"tickvals": [*range(len(rows))], "ticktext": [html.escape(row) for row in rows]}
-    layout = {
-        **_LAYOUT,
-        "height": 170 + 34 * len(rows),
-        "barmode": "overlay",
-        "bargap": 0.25,
-        "hovermode": "closest",
-        "xaxis": {"title": {"text": name}, "side": "bottom", "range": [0, end / unit or 1]},
-        "yaxis": {**ticks, "autorange": "reversed", "fixedrange": True, "automargin": True},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-    }
-    return {"data": traces, "layout": layout}
-
-
-def _bars(row: Sequence[Span], y: int, end: float, unit: float) -> Trace:
-    found = together(row, 2 * end / BARS if len(row) > BARS else 0.0)
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "base": column(some[0].start / unit for some in found),
-        "x": column((some[-1].end - some[0].start) / unit for some in found),
-        "y": [y] * len(found),
-        "hovertext": [_span_words(some) for some in found],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
-
-
-def together(row: Sequence[Span], width: float) -> list[list[Span]]:
-    """The spans of each bar: consecutive ones that lie within `width` seconds."""
-    found: list[list[Span]] = []
-    for span in row:
-        if found and span.end - found[-1][0].start < width:
-            found[-1].append(span)
-        else:
-            found.append([span])
-    return found
-
-
-def _span_words(some: Sequence[Span]) -> str:
-    span, nbytes = some[0], sum(each.nbytes for each in some)
-    names = [span.name] if len(some) == 1 else [f"{len(some)} from {span.name} to {some[-1].name}"]
-    details = (("module", span.module), ("phase", span.phase))
-    used = human_seconds(sum(each.end - each.start for each in some))
-    return _hover_lines(
-        [
-            *names,
-            *(f"{key} {value}" for key, value in details if value),
-            f"from {human_seconds(span.start)}, for {used}",
-            *([f"sends {human_bytes(nbytes)} per rank"] if nbytes else []),
-        ]
-    )
-
-
-_LAYOUT: Mapping[str, Any] = {
-    "template": "none",
-    "font": {"family": "system-ui, sans-serif", "size": 13, "color": _INK},
-    "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
-    "dragmode": "zoom",
-    "hoverlabel": {"align": "left", "namelength": -1},
-}

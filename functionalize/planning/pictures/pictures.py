@@ -3,6 +3,7 @@
 Needs matplotlib: `pip install "functionalize[plots]"`.
 
     memory_picture([eager, program], "memory.png")      bytes by category, event by event; the peak in detail
+    memory_picture(..., times=times)                    the same over modelled time (`report/event_times.py`)
     schedule_picture(spans, "schedule.svg")             a row per stream; hatched where compute waits
     tradeoff_picture(rows, "sweep.png")                 bytes against seconds (see `tradeoffs.py`)
 
@@ -21,16 +22,17 @@ Refuses: another file suffix; nothing to draw. Linear in events, spans (after so
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from functionalize.errors import PictureError
 from functionalize.planning.pictures.canvas import (
+    COLUMNS,
     GREY,
     INK,
-    PALE,
     RED,
     Canvas,
     blank,
@@ -39,18 +41,16 @@ from functionalize.planning.pictures.canvas import (
     swatch,
     tick,
 )
+from functionalize.planning.pictures.schedule_picture import schedule_picture
 from functionalize.planning.pictures.tradeoffs import tradeoff_picture
 from functionalize.planning.report.display import (
     COLOURS,
-    COMPUTE_COLOURS,
     OTHER_PHASE,
-    OTHER_STREAM,
     PHASE_COLOURS,
-    STREAM_COLOURS,
     Peak,
     anchors,
     brief,
-    check_reserved,
+    check_held,
     coarse,
     first_event,
     groups,
@@ -59,17 +59,14 @@ from functionalize.planning.report.display import (
     placed,
     stretches,
 )
-from functionalize.planning.report.rows import COMPUTE, exposed, merged, rectangles, rows_of, total
-from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import BEFORE, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMNS = (
-    900  # at most, of a picture: more than a printed page resolves, few enough for a small SVG
-)
+
+_NO_TIMES: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 __all__ = ["memory_picture", "schedule_picture", "tradeoff_picture"]
 
@@ -81,36 +78,39 @@ def memory_picture(
     path: str | Path,
     *,
     title: str = "",
-    reserved: Sequence[int] | None = None,
+    held: Sequence[int] | None = None,
     limit: int | None = None,
+    times: Mapping[str, Sequence[float]] = _NO_TIMES,
 ) -> None:
     """Draw the memory of a step: the first timeline by category, the others as lines.
 
-    reserved: bytes reserved by an allocator after each event of the first timeline. limit: bytes of the device.
-    The other timelines are aligned with the first one phase by phase, because their events differ.
+    held: bytes that the device holds after each event of the first timeline. limit: bytes of the device.
+    times: by name of a timeline, the seconds of its events; without, events are drawn in order, and the other timelines
+    are aligned with the first one phase by phase, because their events differ.
     """
     if not timelines or not any(timeline.events for timeline in timelines[:1]):
         raise PictureError(
             f"{path} cannot be drawn: there is no event in the timeline. Was the step captured with memory=True?"
         )
     main, peak = timelines[0], Peak.of(timelines[0])
-    if reserved is not None:
-        check_reserved(reserved, main)
+    if held is not None:
+        check_held(held, main)
     with Canvas(path, 12, 5.6) as figure:
         axes = figure.add_axes((0.068, 0.145, 0.605, 0.765))
         strip = figure.add_axes((0.068, 0.075, 0.605, 0.04))
-        start, end = first_event(main), len(main.events)
-        chosen = columns(main.bytes, start, end)
-        _stack(axes, main, chosen, end)
-        lines = [_other_line(axes, each, main) for each in timelines[1:]]
-        if reserved is not None:
-            held = columns(reserved, start, end)
-            lines.append((f"reserved by the allocator, peak {human_bytes(max(reserved))}", "-"))
-            axes.plot(held, [reserved[i] for i in held], color=GREY, lw=1.1, drawstyle="steps-post")
-        top = max([t.peak for t in timelines] + [max(reserved or [0])])
-        _memory_axes(axes, (start, end), top, limit)
-        _phases(strip, main, (start, end))
-        _mark_peak(axes, peak, (start, end))
+        across = _Across.of(main, times.get(main.name))
+        _stack(axes, main, across)
+        lines = [_other_line(axes, each, main, times) for each in timelines[1:]]
+        if held is not None:
+            chosen = across.columns(held)
+            heights = [held[i] for i in (*chosen, chosen[-1])]
+            lines.append((f"on the device: peak {human_bytes(max(held))}", "-"))
+            at = across.places(chosen)
+            axes.plot(at, heights, color=GREY, lw=1.1, drawstyle="steps-post")
+        top = max([t.peak for t in timelines] + [max(held or [0])])
+        _memory_axes(axes, across, top, limit)
+        _phases(strip, main, across)
+        _mark_peak(axes, peak, across)
         figure.text(
             0.068, 0.945, title or f"Memory of a step ({main.name})", fontsize=13, color=INK
         )
@@ -125,9 +125,64 @@ def columns(values: Sequence[int], start: int, end: int, count: int = COLUMNS) -
     return [max(range(a, b), key=values.__getitem__) for a, b in pairwise(edges)]
 
 
-def _stack(axes: Axes, timeline: Timeline, chosen: Sequence[int], end: int) -> None:
+def time_columns(values: Sequence[int], at: Sequence[float], start: int) -> list[int]:
+    """For each of `COLUMNS` parts of the time its event with the most bytes, and its last one; all events if few.
+
+    at: the seconds of each event. The last one holds in the parts that have no event.
+    """
+    if len(at) - start <= COLUMNS:
+        return list(range(start, len(at)))
+    width = (at[-1] - at[start]) / COLUMNS or 1.0
+    parts = groupby(range(start, len(at)), key=lambda i: int((at[i] - at[start]) / width))
+    found: list[int] = []
+    for _, part in parts:
+        events = [*part]
+        found += sorted({max(events, key=values.__getitem__), events[-1]})
+    return found
+
+
+class _Across(NamedTuple):
+    """The horizontal axis: events in order, or their modelled seconds.
+
+    first: the first event that is drawn. at: the place of each event. end: the right end.
+    """
+
+    first: int
+    at: Sequence[float]
+    end: float
+    is_time: bool
+
+    @classmethod
+    def of(cls, timeline: Timeline, times: Sequence[float] | None) -> _Across:
+        """The axis of a timeline. times: of its events; None: events in order."""
+        count = len(timeline.events)
+        if times is None:
+            return cls(first_event(timeline), range(count), count, False)
+        return cls(first_event(timeline), times, times[-1] or 1.0, True)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Both ends."""
+        return self.at[self.first], self.end
+
+    def columns(self, values: Sequence[int]) -> list[int]:
+        """The events that are drawn: of those that share a column of the picture, that with the most bytes."""
+        if self.is_time:
+            return time_columns(values, self.at, self.first)
+        return columns(values, self.first, len(self.at))
+
+    def places(self, events: Iterable[int]) -> list[float]:
+        """Where events are drawn, and the right end."""
+        return [*(self.at[i] for i in events), self.end]
+
+    def place(self, event: int) -> float:
+        """Where an event is drawn; the right end for one after the last."""
+        return self.at[event] if event < len(self.at) else self.end
+
+
+def _stack(axes: Axes, timeline: Timeline, across: _Across) -> None:
     """The stacked categories. Each is filled from 0 to its top, the uppermost first, which halves the points."""
-    stacked = timeline.stacked()
+    stacked, chosen = timeline.stacked(), across.columns(timeline.bytes)
     heights = [0] * len(chosen)
     layers = []
     for category, values in stacked.items():
@@ -136,7 +191,7 @@ def _stack(axes: Axes, timeline: Timeline, chosen: Sequence[int], end: int) -> N
     for category, tops in reversed(layers):
         kept = [i for i in range(len(tops)) if i == 0 or tops[i] != tops[i - 1]]
         axes.fill_between(
-            [*(chosen[i] for i in kept), end],
+            across.places(chosen[i] for i in kept),
             [*(tops[i] for i in kept), tops[-1]],
             color=COLOURS[category],
             step="post",
@@ -146,22 +201,25 @@ def _stack(axes: Axes, timeline: Timeline, chosen: Sequence[int], end: int) -> N
         )
 
 
-def _other_line(axes: Axes, timeline: Timeline, main: Timeline) -> tuple[str, str]:
+def _other_line(
+    axes: Axes, timeline: Timeline, main: Timeline, times: Mapping[str, Sequence[float]]
+) -> tuple[str, str]:
     """Draw a timeline as a line over the main one; return its legend entry: (label, line style)."""
-    chosen = columns(timeline.bytes, first_event(timeline), len(timeline.events))
-    at = placed(anchors(timeline, main), chosen)
+    across = _Across.of(timeline, times.get(timeline.name))
+    chosen = across.columns(timeline.bytes)
+    at = [across.at[i] for i in chosen] if times else placed(anchors(timeline, main), chosen)
     heights = [timeline.bytes[i] for i in chosen]
     for width, colour, style in ((2.6, "white", "-"), (1.2, INK, (0, (4, 1.5)))):
         axes.plot(at, heights, color=colour, lw=width, ls=style, drawstyle="steps-post")
     return f"{timeline.name}: peak {human_bytes(timeline.peak)}", "--"
 
 
-def _memory_axes(axes: Axes, span: tuple[int, int], top: int, limit: int | None) -> None:
+def _memory_axes(axes: Axes, across: _Across, top: int, limit: int | None) -> None:
     from matplotlib.ticker import FuncFormatter
 
     shown = limit is not None and limit < 1.6 * top
     height = max(top, limit or 0) if shown else top
-    axes.set_xlim(*span)
+    axes.set_xlim(*across.span)
     axes.set_ylim(0, max(height, 1) * 1.1)
     axes.set_yticks(round_bytes(max(height, 1) * 1.1))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: tick(y)))
@@ -186,32 +244,42 @@ def _memory_axes(axes: Axes, span: tuple[int, int], top: int, limit: int | None)
     )
 
 
-def _phases(strip: Axes, timeline: Timeline, span: tuple[int, int]) -> None:
+def _phases(strip: Axes, timeline: Timeline, across: _Across) -> None:
     """A strip below: the phases in order, each stretch labelled if its name fits."""
     from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    found, width = stretches(timeline), (span[1] - span[0]) / COLUMNS
+    found, span = stretches(timeline), across.span
+    width = (span[1] - span[0]) / COLUMNS
     drawn = span[0] - width
-    for phase, start, end in found:
+    for phase, *ends in found:
+        start, end = map(across.place, ends)
         if end - drawn < width:  # thinner than a column: left out, the next one extends over it
             continue
         strip.axvspan(max(start, span[0]), end, color=PHASE_COLOURS.get(phase, OTHER_PHASE), lw=0)
         drawn = end
-    for phase, start, end in coarse(found):
+    for phase, *ends in coarse(found):
+        start, end = map(across.place, ends)
         if (end - start) / (span[1] - span[0]) > 0.0125 * len(phase):
             strip.text((start + end) / 2, 0.46, phase, ha="center", va="center", fontsize=8.5)
     strip.set_xlim(*span)
     strip.set_ylim(0, 1)
     strip.set_yticks([])
-    strip.set_xticks([])
+    if across.is_time:
+        strip.xaxis.set_major_locator(MaxNLocator(9))
+        strip.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tick(x, human_seconds)))
+        strip.tick_params(axis="x", length=2, labelsize=8.5, pad=1)
+    else:
+        strip.set_xticks([])
     count = sum(event.op != BEFORE for event in timeline.events)
-    strip.set_xlabel(f"{count:,} allocations and frees, in order", fontsize=9, loc="left")
+    how = f"over {human_seconds(span[1])}, modelled" if across.is_time else "in order"
+    strip.set_xlabel(f"{count:,} allocations and frees, {how}", fontsize=9, loc="left")
     strip.spines[:].set_visible(False)
     names = dict.fromkeys(phase for phase, _, _ in found)
     strip.legend(
         handles=[Patch(color=PHASE_COLOURS.get(name, OTHER_PHASE), label=name) for name in names],
         loc="upper right",
-        bbox_to_anchor=(1.01, 0.12),
+        bbox_to_anchor=(1.01, -0.4 if across.is_time else 0.12),
         ncols=len(names),
         frameon=False,
         fontsize=9,
@@ -220,13 +288,14 @@ def _phases(strip: Axes, timeline: Timeline, span: tuple[int, int]) -> None:
     )
 
 
-def _mark_peak(axes: Axes, peak: Peak, span: tuple[int, int]) -> None:
-    axes.axvline(peak.event, color=INK, lw=0.8, ls=(0, (1, 2)))
-    axes.plot([peak.event], [peak.nbytes], "o", color=INK, ms=5.5, mec="white", mew=1.2, zorder=5)
-    share = (peak.event - span[0]) / max(span[1] - span[0], 1)
+def _mark_peak(axes: Axes, peak: Peak, across: _Across) -> None:
+    at, (left, right) = across.place(peak.event), across.span
+    axes.axvline(at, color=INK, lw=0.8, ls=(0, (1, 2)))
+    axes.plot([at], [peak.nbytes], "o", color=INK, ms=5.5, mec="white", mew=1.2, zorder=5)
+    share = (at - left) / (right - left or 1)
     axes.annotate(
         f"peak {human_bytes(peak.nbytes)}",
-        (peak.event, peak.nbytes),
+        (at, peak.nbytes),
         xytext=(6 if share < 0.8 else -6, 5),
         textcoords="offset points",
         ha="left" if share < 0.8 else "right",
@@ -273,83 +342,3 @@ def _entry(
     panel.add_patch(swatch(y, colour, size / 9.5))
     panel.text(0.075, y, name, va="center", color=ink, fontsize=size)
     panel.text(1, y, human_bytes(nbytes), va="center", ha="right", color=ink, fontsize=size)
-
-
-# -- schedule --------------------------------------------------------------------------------------
-
-
-def schedule_picture(spans: Sequence[Span], path: str | Path, *, title: str = "") -> None:
-    """Draw a modelled schedule: a row per stream, hatched where compute waits for communication."""
-    if not spans:
-        raise PictureError(f"{path} cannot be drawn: the schedule has no span.")
-    rows = rows_of(spans)
-    end = max(span.end for span in spans)
-    waits = exposed(spans)
-    height = 1.5 + 0.42 * len(rows)
-    with Canvas(path, 12, height) as figure:
-        axes = figure.add_axes((0.15, 0.78 / height, 0.835, 0.42 * len(rows) / height))
-        for y, (name, row) in enumerate(rows.items()):
-            bars: dict[str, list[tuple[float, float]]] = {}
-            for phase, start, stop in rectangles(row, end / COLUMNS):
-                width = max(stop - start, 0.8 * end / COLUMNS)  # else thinner than a pixel
-                bars.setdefault(stream_colour(name, phase), []).append((start, width))
-            for colour, some in bars.items():
-                axes.broken_barh(some, (y - 0.36, 0.72), facecolors=colour, lw=0)
-            used = total(merged((s.start, s.end) for s in row))
-            label = f"{shorter(name, 22)}  {100 * used / (end or 1):.0f}%"
-            place = axes.get_yaxis_transform()
-            axes.text(-0.006, y, label, transform=place, ha="right", va="center")
-        if waits:
-            gaps = [(start, stop - start) for start, stop in waits]
-            axes.broken_barh(gaps, (-0.36, 0.72), fc=PALE, ec=RED, hatch="/////", lw=0)
-        _time_axis(axes, end, len(rows))
-        figure.text(0.15, 1 - 0.34 / height, title or "Modelled schedule of a step", fontsize=13)
-        summary = f"{human_seconds(end)} in all; compute waits {human_seconds(total(waits))} for communication"
-        figure.text(
-            0.15, 0.16 / height, f"{summary} ({100 * total(waits) / (end or 1):.0f}%)", fontsize=9
-        )
-        _schedule_legend(
-            figure, height, {span.phase for span in spans if span.stream == COMPUTE}, bool(waits)
-        )
-
-
-def stream_colour(stream: str, phase: str) -> str:
-    """The colour of a span: of compute by phase; of communication by kind, as its buffers in pictures of memory."""
-    if stream == COMPUTE:
-        return COMPUTE_COLOURS.get(phase, OTHER_PHASE)
-    return next((colour for kind, colour in STREAM_COLOURS.items() if kind in stream), OTHER_STREAM)
-
-
-def _time_axis(axes: Axes, end: float, rows: int) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.set_xlim(0, end or 1)
-    axes.set_ylim(rows - 0.5, -0.5)
-    axes.set_yticks([])
-    axes.xaxis.set_major_locator(MaxNLocator(9))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tick(x, human_seconds)))
-    axes.grid(axis="x", color="#e6e6e6", lw=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _schedule_legend(figure: Figure, height: float, phases: set[str], waits: bool) -> None:
-    """The legend of the compute colours and the hatching, right of the title."""
-    from matplotlib.patches import Patch
-
-    entries = [
-        Patch(color=colour, label=phase)
-        for phase, colour in COMPUTE_COLOURS.items()
-        if phase in phases
-    ]
-    if waits:
-        entries.append(Patch(fc=PALE, ec=RED, hatch="/////", lw=0, label="compute waits"))
-    figure.legend(
-        handles=entries,
-        loc="upper right",
-        bbox_to_anchor=(0.99, 1 - 0.06 / height),
-        ncols=len(entries),
-        frameon=False,
-        handlelength=1.2,
-        columnspacing=1.4,
-    )

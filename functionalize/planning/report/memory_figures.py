@@ -195,6 +195,15 @@ class MemoryFigures:
         streams = self.stream_of if name == EAGER else None  # a program allocates on one stream
         return simulate(self.timelines[name], settings or self.settings, streams)
 
+    def held(self, of: str | None = None, limit: float | None = None) -> list[int]:
+        """What the device holds after each event: reserved and declared bytes; at a limit that it fits in, as `fit`."""
+        name, settings = self._name(of), self.settings
+        constants = self.levels(name).constants
+        if limit is not None and self.fit(limit, name).refused is None:
+            settings = replace(settings or Settings(), limit=int(limit) - constants)
+        found = self.simulated(name, settings).bytes if self.caching else self.timelines[name].bytes
+        return [nbytes + constants for nbytes in found]
+
     def fit(self, limit: float, of: str | None = None) -> Fit:
         """Whether a device of `limit` bytes can run the step."""
         key = limit, self._name(of)

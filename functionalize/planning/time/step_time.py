@@ -93,7 +93,8 @@ class StepTime:
     def text(self) -> str:
         """The result as a table for people."""
         lines = [
-            f"modelled step time: {human_seconds(self.seconds)} per rank, {_MODELS[self.streams]}, on {self._where()}",
+            f"modelled step time: {human_seconds(self.seconds)} per rank, {_MODELS[self.streams]}, "
+            f"on {self.machine_name}",
             f"  compute {human_seconds(self.compute)}; communication {human_seconds(self.communication)}, of which "
             f"{human_seconds(self.exposed)} exposed and {human_seconds(self.overlap)} behind compute",
             f"  {self.flops:.3g} FLOPs, {self.model_flops:.3g} of them the model's"
@@ -115,7 +116,7 @@ class StepTime:
         """The result as plain values, for `json.dumps`. spans: include all spans, one list for each."""
         found: dict[str, Any] = {
             "modelled": True,
-            "machine": self._where(),
+            "machine": self.machine_name,
             "efficiency": self.machine.efficiency.about or None,
             "streams": self.streams,
             "seconds": self.seconds,
@@ -136,9 +137,11 @@ class StepTime:
     def where(self) -> str:
         """The machine, and which efficiencies its kernels have."""
         about = self.machine.efficiency.about or "every kernel at its peak"
-        return f"{self._where()} ({about})"
+        return f"{self.machine_name} ({about})"
 
-    def _where(self) -> str:
+    @property
+    def machine_name(self) -> str:
+        """The name of the machine."""
         names = (name for name, machine in MACHINES.items() if machine == self.machine)
         return next(names, "a machine of your own")
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from functionalize.planning.pictures.cards import _HELP, Card, cards_html, memory_cards
+from functionalize.planning.pictures.cards import _HELP, Card, cards_html, memory_cards, speed_card
 from functionalize.planning.pictures.page import Table, write_page
+from functionalize.planning.report.display import human_seconds
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.timeline.timeline import (
     BEFORE,
@@ -18,6 +19,7 @@ from functionalize.planning.timeline.timeline import (
     Op,
     Timeline,
 )
+from tests.planning.timelines import real
 
 GIB = 2**30
 
@@ -56,6 +58,15 @@ def test_without_a_limit_there_is_no_verdict():
 def test_advice_is_for_the_largest_category(category: Category):
     cards = memory_cards(held(category, 3 * GIB), "eager", "h100", None)
     assert [c.answer for c in cards[2:]] == ([_HELP[category]] if category in _HELP else [])
+
+
+def test_the_speed_has_tokens_and_seconds() -> None:
+    *_, time = real()
+    fast = speed_card(time, 7573.2, "tokens")
+    assert fast.answer == f"7,573 tokens/s/rank, {human_seconds(time.seconds)} a step"
+    assert "exposed communication; modelled on h100" in fast.note
+    assert speed_card(time).answer == f"{human_seconds(time.seconds)} a step"
+    assert speed_card(time, 0.5, "samples").answer.startswith("0.5 samples/s/rank, ")
 
 
 def test_texts_are_escaped():

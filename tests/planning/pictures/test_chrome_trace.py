@@ -9,8 +9,9 @@ import pytest
 
 from functionalize.errors import PictureError
 from functionalize.planning.machines.presets import MACHINES
-from functionalize.planning.pictures.chrome_trace import ALL, WAITS, TraceRun, reached, write_trace
+from functionalize.planning.pictures.chrome_trace import ALL, WAITS, TraceRun, write_trace
 from functionalize.planning.report.display import first_event, stretches
+from functionalize.planning.report.event_times import reached
 from functionalize.planning.report.rows import COMPUTE, merged, rows_of, total
 from functionalize.planning.report.spans import Span
 from functionalize.planning.time.step_time import step_time

@@ -8,20 +8,20 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from functionalize.errors import PictureError
-from functionalize.planning.pictures import page_figures
+from functionalize.planning.pictures import page_figures, page_schedule
 from functionalize.planning.pictures.page import Table, write_page
-from functionalize.planning.pictures.page_figures import (
-    chosen,
-    memory_figure,
-    schedule_figure,
-    together,
-)
+from functionalize.planning.pictures.page_figures import chosen, memory_figure
+from functionalize.planning.pictures.page_schedule import schedule_figure, together
+from functionalize.planning.pictures.page_script import Choice
+from functionalize.planning.pictures.page_sweep import frontier_figure, holding_figure
+from functionalize.planning.pictures.tradeoffs import Point
 from functionalize.planning.report.display import (
     BYTES,
     Peak,
@@ -29,10 +29,11 @@ from functionalize.planning.report.display import (
     human_bytes,
     human_seconds,
 )
+from functionalize.planning.report.event_times import event_times, reached
 from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Category, Timeline
 from tests.planning.browser import NAMES, Browser, executable
-from tests.planning.timelines import Maker, large, real, schedule_of, step_of
+from tests.planning.timelines import Maker, captured, large, real, schedule_of, step_of
 
 pytest.importorskip("plotly")
 needs_browser = pytest.mark.skipif(
@@ -69,7 +70,7 @@ def path(tmp_path_factory):
             ),
         ],
         facts={"machine": HOSTILE, "world": 16384, "memory bytes": 80 << 30},
-        reserved={"eager": [n + 512 for n in EAGER.bytes]},
+        held={"eager": [n + 512 for n in EAGER.bytes]},
         limit=300 << 20,
     )
     return path
@@ -211,7 +212,7 @@ def test_hover_tells_the_event_and_every_category(opened):
         f"line {of.line}",
         f"phase {of.phase}",
         f"{'allocates' if made else 'frees'} {allocation.name} {allocation.shape}, {human_bytes(allocation.nbytes)}",
-        f"reserved {(EAGER.bytes[event] + 512) / (1 << 20):,.3f} MiB",
+        f"on the device {(EAGER.bytes[event] + 512) / (1 << 20):,.3f} MiB",
         "sharded parameters 15.5 MiB",
     ):
         assert line in said, line
@@ -295,6 +296,131 @@ def test_the_tables_of_the_peaks_are_those_of_the_timelines(opened):
     assert sum(int(n.replace(",", "")) for n in exact) == EAGER.peak
 
 
+# -- over time -------------------------------------------------------------------------------------
+
+
+def choose_axis(browser: Browser, value: str) -> None:
+    """One of the two horizontal axes, when the figure has it."""
+    browser.run(f"document.querySelector('input[value={value}]').click()")
+    title = {"time": "modelled time", "events": "events, in order"}[value]
+    browser.wait(f"document.querySelector('#memory .xtitle').textContent.startsWith({title!r})")
+
+
+@needs_browser
+def test_events_at_their_modelled_time(browser, tmp_path):
+    eager, program, time = real()
+    intervals = reached(captured().step.graph, time.spans)
+    times = event_times([eager, program], intervals)
+    path = tmp_path / "timed.html"
+    write_page(path, timelines=[eager, program], spans=time.spans, times=times)
+    with opening(browser, path):
+        before = drawn(browser)
+        whole = shown(browser)
+        choose_axis(browser, "time")
+        unit = {"ms": 1e3, "µs": 1e6}[
+            browser.run("document.getElementById('memory').layout.meta.unit")
+        ]
+        assert drawn(browser) == before  # the bytes are the same, at other places
+        for timeline in (eager, program):
+            click(browser, MEMORY, timeline.name)
+            (x,) = {tuple(found) for (found,) in traces(browser, "Array.from(t.x)")}
+            last = max(t[-1] for t in times.values())
+            want = [*times[timeline.name][first_event(timeline) :], last]
+            assert [*x] == pytest.approx([t * unit for t in want], abs=last * unit * 1e-5)
+            assert list(x) == sorted(x) and shown(browser) == (pytest.approx(0), x[-1])
+        peak = "document.getElementById('memory')._fullData.find(t => t.name === 'peak' && t.visible === true).x[0]"
+        assert browser.run(peak) == pytest.approx(
+            times["program"][program.peak_at] * unit, rel=1e-4
+        )
+        bars = "document.getElementById('memory')._fullData.filter(t => t.type === 'bar' && t.visible === true)"
+        covered = browser.run(f"{bars}.flatMap(t => Array.from(t.x)).reduce((a, b) => a + b)")
+        assert covered == pytest.approx(x[-1], rel=1e-3)
+        choose_axis(browser, "events")
+        click(browser, MEMORY, "eager")
+        assert drawn(browser) == before and shown(browser) == whole
+
+
+@needs_browser
+def test_lines_of_other_steps_are_shown_when_they_are_asked_for(browser, tmp_path):
+    other = replace(step_of(2)[0], name="batch 2")
+    path = tmp_path / "asked.html"
+    write_page(path, timelines=[EAGER, PROGRAM], asked=[other])
+    line = "document.getElementById('memory').data.filter(t => t.name.startsWith('batch 2'))"
+    with opening(browser, path):
+        assert browser.run(f"{line}.map(t => t.visible)") == ["legendonly", False]
+        click(browser, MEMORY, "program")
+        assert browser.run(f"{line}.map(t => t.visible)") == [False, "legendonly"]
+
+
+# -- several plans ---------------------------------------------------------------------------------
+
+
+@needs_browser
+def test_two_of_several_points_side_by_side(browser, tmp_path):
+    rows = [("batch 1", 100.0, "1.00 s"), (HOSTILE, 150.0, "2.00 s"), ("batch 4", 50.0, "4.00 s")]
+    choices = [Choice(name, {"peak": (n, f"{n:.0f} B"), text: (1, text)}) for name, n, text in rows]
+    path = tmp_path / "choices.html"
+    write_page(path, tables=[Table("Points", ["batch"], [[1]])], choices=choices)
+    with opening(browser, path):
+        assert cells(browser, "#beside tr") == [
+            ["", "batch 1", HOSTILE, "change"],
+            ["peak", "100 B", "150 B", "+50.0%"],
+            ["1.00 s", "1.00 s", "", ""],
+            ["2.00 s", "", "2.00 s", ""],
+        ]
+        browser.run(
+            "(() => { const s = document.getElementById('second'); s.value = 2;"
+            "s.dispatchEvent(new Event('change')); })()"
+        )
+        assert cells(browser, "#beside tr")[:2] == [
+            ["", "batch 1", "batch 4", "change"],
+            ["peak", "100 B", "50 B", "\u221250.0%"],
+        ]
+    write_page(path, tables=[Table("Points", ["batch"], [[1]])], choices=choices[:1])
+    assert "Side by side" not in path.read_text()
+
+
+@needs_browser
+def test_the_figures_of_several_plans(browser, tmp_path):
+    found = [Point(1.0, 3 << 30, HOSTILE, True), Point(2.0, 5 << 30, "b", False)]
+    bars = [(HOSTILE, {Category.INPUTS: 1 << 20}), ("b", {Category.BUFFERS: 3 << 20})]
+    plots = {
+        "Frontier": frontier_figure(found, found[:1], "tokens/s/rank", 4 << 30),
+        HOSTILE: holding_figure(bars),
+    }
+    path = tmp_path / "plots.html"
+    write_page(path, tables=[Table("Points", ["batch"], [[1]])], plots=plots)
+    with opening(browser, path):
+        names = "document.getElementById('plot0').data.map(t => t.name)"
+        assert browser.run(names) == ["frontier", "fits", "does not fit", "limit 4.00 GiB"]
+        assert "3.00 MiB" not in text(browser, "#plot1") and "buffers" in text(browser, "#plot1")
+        assert not browser.run("document.querySelectorAll('#plot0 a, #plot1 a').length")
+
+
+# -- how wide it is --------------------------------------------------------------------------------
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [700, 1280])
+def test_nothing_overflows(browser, path, width):
+    browser.complaints.clear()
+    browser.open(path, width=width)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    # What is wider than the page scrolls by itself; figures do not, and the next text is below them.
+    figures = "[...document.querySelectorAll('.plotly-graph-div')].map(f => ["
+    sizes = "f.getBoundingClientRect().right, f.offsetHeight, f._fullLayout.height])"
+    for right, height, drawn_height in browser.run(figures + sizes):
+        assert right <= width and height == drawn_height
+    legend = "document.querySelector('#memory .legend').getBoundingClientRect()"
+    plot = "document.querySelector('#memory .nsewdrag').getBoundingClientRect()"
+    if width < 960:
+        assert browser.run(f"{legend}.top >= {plot}.bottom")
+    else:
+        assert browser.run(f"{legend}.left >= {plot}.right")
+    assert browser.run(f"{plot}.width") > 0.55 * width
+    assert browser.complaints == []
+
+
 # -- schedule, tables, facts -----------------------------------------------------------------------
 
 
@@ -371,7 +497,7 @@ def test_bars_are_as_few_as_can_be_seen():
     assert [span for some in found for span in some] == spans and len(found) == 100
     short = [Span("compute", f"mm_{i}", i * 1e-3, (i + 1) * 1e-3) for i in range(20_000)]
     (trace,) = schedule_figure(short)["data"]
-    assert len(trace["y"]) <= page_figures.BARS
+    assert len(trace["y"]) <= page_schedule.BARS
     assert trace["hovertext"][0].startswith("<b>7 from mm_0 to mm_6</b>")
 
 
@@ -448,7 +574,10 @@ def test_what_plotly_is_given_is_what_it_knows():
     for figure in (
         memory_figure([EAGER, PROGRAM], {"eager": EAGER.bytes}, 300 << 20),
         memory_figure([EAGER, PROGRAM, EAGER], {}, 80 << 30),
+        memory_figure([EAGER, PROGRAM], {}, None, {t.name: t.bytes for t in (EAGER, PROGRAM)}),
         schedule_figure(schedule_of(4)),
+        frontier_figure([Point(1.0, 1.0, "a", True)], [], "seconds", 2.0),
+        holding_figure([("a", {Category.INPUTS: 1})]),
     ):
         Figure(figure)  # raises ValueError for a property that there is not
 
@@ -497,7 +626,7 @@ def test_nothing_to_show_is_refused(tmp_path):
     with pytest.raises(PictureError, match=r"The page `Plan` would be empty: .*memory=True"):
         write_page(tmp_path / "plan.html", title="Plan")
     with pytest.raises(
-        PictureError, match=r"Pass one number per event, as simulate\(timeline\)\.bytes does"
+        PictureError, match=r"Pass one number per event, as `Memory\.held\(\)` returns them"
     ):
-        write_page(tmp_path / "plan.html", timelines=[EAGER], reserved={"eager": [5]})
+        write_page(tmp_path / "plan.html", timelines=[EAGER], held={"eager": [5]})
     assert not (tmp_path / "plan.html").exists()

@@ -17,14 +17,16 @@ from functionalize.planning.pictures.pictures import (
     columns,
     memory_picture,
     schedule_picture,
+    time_columns,
     tradeoff_picture,
 )
 from functionalize.planning.pictures.tradeoffs import Point, frontier, kind_of, points
 from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.report.event_times import event_times, reached
 from functionalize.planning.report.rows import exposed, merged, rectangles, rows_of, total
 from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Category, Timeline
-from tests.planning.timelines import Maker, large, real, schedule_of, step_of
+from tests.planning.timelines import Maker, captured, large, real, schedule_of, step_of
 
 pytest.importorskip("matplotlib")
 GIB = 1 << 30
@@ -41,18 +43,16 @@ def texts(path: Path) -> list[str]:
 
 def test_the_picture_of_a_step_says_what_its_peak_is(tmp_path):
     eager, program = step_of(4)
-    reserved = [nbytes + (8 << 20) for nbytes in eager.bytes]
+    held = [nbytes + (8 << 20) for nbytes in eager.bytes]
     path = tmp_path / "memory.svg"
-    memory_picture(
-        [eager, program], path, title="Four layers", reserved=reserved, limit=eager.peak + 5
-    )
+    memory_picture([eager, program], path, title="Four layers", held=held, limit=eager.peak + 5)
     said = texts(path)
     assert "Four layers" in said
     assert (
         f"peak {human_bytes(eager.peak)}" in said and f"the peak: {human_bytes(eager.peak)}" in said
     )
     assert f"program: peak {human_bytes(program.peak)}" in said
-    assert f"reserved by the allocator, peak {human_bytes(max(reserved))}" in said
+    assert f"on the device: peak {human_bytes(max(held))}" in said
     assert f"limit {human_bytes(eager.peak + 5)}" in said
     assert {"forward", "backward", "recompute", "optimizer"} <= set(said)
     assert eager.peak_op is not None and any(eager.peak_op.name in text for text in said)
@@ -64,11 +64,11 @@ def test_the_picture_of_a_step_says_what_its_peak_is(tmp_path):
 def test_the_pictures_of_a_captured_step(tmp_path):
     eager, program, time = real()
     path = tmp_path / "memory.svg"
-    memory_picture([eager, program], path, reserved=simulate(eager).bytes)
+    memory_picture([eager, program], path, held=simulate(eager).bytes)
     said = texts(path)
     assert f"peak {human_bytes(eager.peak)}" in said
     assert f"program: peak {human_bytes(program.peak)}" in said
-    assert f"reserved by the allocator, peak {human_bytes(simulate(eager).peak)}" in said
+    assert f"on the device: peak {human_bytes(simulate(eager).peak)}" in said
     assert {"forward", "backward", "recompute", "optimizer"} <= set(said)
     schedule_picture(time.spans, path)
     wait = f"compute waits {human_seconds(time.exposed)} for communication"
@@ -76,6 +76,31 @@ def test_the_pictures_of_a_captured_step(tmp_path):
         text.startswith(f"{human_seconds(time.seconds)} in all; {wait}") for text in texts(path)
     )
     assert total(exposed(time.spans)) == pytest.approx(time.exposed)
+
+
+def test_memory_over_modelled_time(tmp_path):
+    eager, program, time = real()
+    times = event_times([eager, program], reached(captured().step.graph, time.spans))
+    path = tmp_path / "memory.svg"
+    memory_picture([eager, program], path, times=times)
+    said = texts(path)
+    count = sum(event.op >= 0 for event in eager.events)
+    end = human_seconds(times["eager"][-1])
+    assert f"{count:,} allocations and frees, over {end}, modelled" in said
+    assert f"peak {human_bytes(eager.peak)}" in said and any(text.endswith("µs") for text in said)
+
+
+def test_a_part_of_the_time_shows_its_event_with_the_most_bytes():
+    values = [(7 * i) % 1009 for i in range(5000)]
+    at = [(i // 10) ** 2 for i in range(5000)]
+    found = time_columns(values, at, 10)
+    assert found == sorted(set(found)) and len(found) <= 2 * COLUMNS
+    assert max(values[10:]) == max(values[i] for i in found)
+    width = (at[-1] - at[10]) / COLUMNS
+    for i in range(20, 5000, 7):  # what is drawn at a moment is what an event near it has left
+        assert min(abs(at[i] - at[f]) for f in found) <= width
+    assert time_columns(values[:50], at[:50], 10) == list(range(10, 50))
+    assert time_columns(values, [0] * 5000, 10)[-1] == 4999
 
 
 def test_a_limit_far_above_does_not_flatten_the_picture(tmp_path):
@@ -301,9 +326,9 @@ def test_nothing_to_draw_is_refused(tmp_path):
             memory_picture(none, path)
     with pytest.raises(
         PictureError,
-        match=r"Reserved bytes of 1 moments do not match the [\d,]+ events of `eager`",
+        match=r"The device's bytes at 1 moments do not match the [\d,]+ events of `eager`",
     ):
-        memory_picture(step_of(1), path, reserved=[5])
+        memory_picture(step_of(1), path, held=[5])
     with pytest.raises(PictureError, match="the schedule has no span"):
         schedule_picture([], path)
     with pytest.raises(
