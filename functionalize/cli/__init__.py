@@ -1,6 +1,6 @@
 """The command line: `functionalize` and `python -m functionalize`; see `docs/cli.md`.
 
-    functionalize capture | show | opt | memory | plan
+    functionalize capture | show | opt | memory | plan | compare | calibrate | tune
 
     scripts.py    a user's script; values as text         app.py            the commands and their options
     recorded.py   records its step in a fake world        recorded_step.py  the recorded step
@@ -8,7 +8,7 @@
     console.py    output, progress, errors                memory.py, plan.py
 
 Exit codes: 0; 1 if the step or the plan failed, or nothing fits in `--limit`; 2 for wrong usage; 130 for Ctrl-C.
-Without typer and rich: 2, and what to install.
+Without typer and rich: 2, and what to install. Ctrl-C: `functionalize/ctrl_c.py`.
 """
 
 from __future__ import annotations

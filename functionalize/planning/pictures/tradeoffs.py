@@ -246,7 +246,9 @@ def shown(value: float, kind: str) -> str:
     """A number as text with the unit of its kind."""
     if kind == "bytes":
         return human_bytes(value)
-    return human_seconds(value) if kind == "seconds" else f"{value:,.6g}"
+    if kind == "seconds":
+        return human_seconds(value)
+    return f"{value:,.6g}" if value < 100 or value == int(value) else f"{value:,.0f}"
 
 
 def _is_number(value: Any) -> bool:
