@@ -23,7 +23,7 @@ from functionalize.errors import SaveError, UsageError
 from functionalize.planning.machines.files import read_json
 from functionalize.planning.pictures.cards import Card
 from functionalize.planning.pictures.page import Table, write_page
-from functionalize.planning.pictures.page_script import Choice
+from functionalize.planning.pictures.page_script import ComparedPlan
 from functionalize.planning.pictures.page_sweep import holding_figure
 from functionalize.planning.report.display import human_bytes
 from functionalize.planning.timeline.timeline import Category
@@ -262,7 +262,7 @@ def _page(
                 )
                 for each in found
             ],
-            choices=[Choice(each.name, each.figures) for each in held],
+            choices=[ComparedPlan(each.name, each.figures) for each in held],
         )
     except OSError as error:
         raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error

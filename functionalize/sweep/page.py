@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from functionalize.planning.pictures.cards import Card, memory_cards, speed_card
 from functionalize.planning.pictures.page import Exact, Table, write_page
-from functionalize.planning.pictures.page_script import Choice
+from functionalize.planning.pictures.page_script import ComparedPlan
 from functionalize.planning.pictures.page_sweep import frontier_figure
 from functionalize.planning.pictures.tradeoffs import Point, frontier
 from functionalize.planning.report.display import human_bytes
@@ -153,7 +153,7 @@ def _table(
 
 def _choices(
     found: Sequence[_Planned], ahead: Sequence[_Planned], chosen: _Planned | None, sweep: Sweep
-) -> list[Choice]:
+) -> list[ComparedPlan]:
     """The points for the comparison, the best one first, then the others of the frontier."""
     first = [each for each in (chosen, *ahead) if each is not None]
     order = dict.fromkeys(map(id, [*first, *found]))
@@ -163,7 +163,7 @@ def _choices(
         if each.plan.memory is not None:
             held = each.plan.memory.by_category(EAGER).items()
             more = {f"at the peak: {c.value}": (n, human_bytes(n)) for c, n in held}
-            choices.append(Choice(each.name, {**figures_of(each.row, sweep.items), **more}))
+            choices.append(ComparedPlan(each.name, {**figures_of(each.row, sweep.items), **more}))
     return choices
 
 

@@ -28,7 +28,12 @@ from functionalize.planning.pictures.cards import Card, cards_html
 from functionalize.planning.pictures.page_figures import memory_figure
 from functionalize.planning.pictures.page_parts import Figure
 from functionalize.planning.pictures.page_schedule import schedule_figure
-from functionalize.planning.pictures.page_script import AXIS, FIGURES, Choice, side_by_side_html
+from functionalize.planning.pictures.page_script import (
+    AXIS,
+    FIGURES,
+    ComparedPlan,
+    side_by_side_html,
+)
 from functionalize.planning.report.display import (
     OTHER_PHASE,
     PHASE_COLOURS,
@@ -109,7 +114,7 @@ def write_page(
     plots: Mapping[str, Figure] = _NONE,
     first: Sequence[Table] = (),
     asked: Sequence[Timeline] = (),
-    choices: Sequence[Choice] = (),
+    choices: Sequence[ComparedPlan] = (),
     drawn_of: str = "a step",
 ) -> None:
     """Write the page: cards, plots and the tables in `first`, two of the choices, memory, schedule, the other tables.

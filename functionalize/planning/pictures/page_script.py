@@ -104,14 +104,14 @@ _BESIDE = """<script>
 </script>"""
 
 
-class Choice(NamedTuple):
+class ComparedPlan(NamedTuple):
     """A point that can be put beside another one. figures: name -> (the number; as text)."""
 
     name: str
     figures: Mapping[str, tuple[float, str]]
 
 
-def side_by_side_html(choices: Sequence[Choice], first: int = 0, second: int = 1) -> str:
+def side_by_side_html(choices: Sequence[ComparedPlan], first: int = 0, second: int = 1) -> str:
     """Two menus and a table of the two chosen points. first, second: what is chosen at first."""
 
     def menu(name: str, label: str, chosen: int) -> str:

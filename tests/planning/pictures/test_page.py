@@ -19,7 +19,7 @@ from functionalize.planning.pictures import page_figures, page_schedule
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.page_figures import chosen, memory_figure
 from functionalize.planning.pictures.page_schedule import schedule_figure, together
-from functionalize.planning.pictures.page_script import Choice
+from functionalize.planning.pictures.page_script import ComparedPlan
 from functionalize.planning.pictures.page_sweep import frontier_figure, holding_figure
 from functionalize.planning.pictures.tradeoffs import Point
 from functionalize.planning.report.display import (
@@ -358,7 +358,9 @@ def test_lines_of_other_steps_are_shown_when_they_are_asked_for(browser, tmp_pat
 @needs_browser
 def test_two_of_several_points_side_by_side(browser, tmp_path):
     rows = [("batch 1", 100.0, "1.00 s"), (HOSTILE, 150.0, "2.00 s"), ("batch 4", 50.0, "4.00 s")]
-    choices = [Choice(name, {"peak": (n, f"{n:.0f} B"), text: (1, text)}) for name, n, text in rows]
+    choices = [
+        ComparedPlan(name, {"peak": (n, f"{n:.0f} B"), text: (1, text)}) for name, n, text in rows
+    ]
     path = tmp_path / "choices.html"
     write_page(path, tables=[Table("Points", ["batch"], [[1]])], choices=choices)
     with opening(browser, path):
