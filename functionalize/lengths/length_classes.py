@@ -24,6 +24,7 @@ from torch import Tensor
 
 from functionalize.audit.results import is_comparable
 from functionalize.audit.signature import Signature
+from functionalize.lengths.data_sizes import has_sizes
 from functionalize.lengths.instances import Instances
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EVERY, Proof
@@ -32,7 +33,7 @@ from functionalize.program.program import Program
 from functionalize.templates.fitting import Sizes
 from functionalize.templates.leaves import identity, leaves_of
 from functionalize.templates.symbols import Shapes, Symbols
-from functionalize.templates.template import FEWEST, Mismatch, Template
+from functionalize.templates.template import FEWEST, MADE, Mismatch, Template
 
 _MOST = 6  # recordings of one class
 _MOST_OF_A_KIND = 8
@@ -90,6 +91,7 @@ class Reference:
         """
         shapes = shapes_of(key)
         tensors = [n for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
+        tensors += [MADE] if has_sizes(key) else []
         if cached.signature is None or len(tensors) != len(shapes):
             return None
         changed = (cached.slots, cached.python_effects, cached.dropped, cached.has_grad_fn)

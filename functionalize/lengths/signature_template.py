@@ -51,7 +51,7 @@ class _Forms:
             ("results", self._form(signature.leaves), str(signature.spec)),
             (
                 "facts on numbers",
-                [(self._of(f.expression), repr(f.value)) for f in signature.facts],
+                [(self._of(f.expression), self._fact(f.value)) for f in signature.facts],
             ),
             ("computed numbers", self._computed),
             ("numbers", [(identity(n.source), type(n.hint)) for n in signature.numbers]),
@@ -74,6 +74,10 @@ class _Forms:
     def _leaf(self, value: Leaf) -> str:
         self.leaves.append(value)
         return "a size"
+
+    def _fact(self, value: Any) -> str:
+        """An integer that the step relies on may be a size that an op made: the program has a guard on its function."""
+        return self._leaf(value) if type(value) is int else repr(value)
 
     def _number(self, storage: int) -> int:
         return self._storages.setdefault(storage, len(self._storages))
@@ -204,7 +208,11 @@ class SignatureTemplate:
             start = end
         rest = iter([values[n] for n in self.columns[start:]])
         leaves = tuple([_filled(leaf, rest) for leaf in self.reference.leaves])
-        return replace(self.reference, rows=tuple(rows), leaves=leaves)
+        facts = [
+            fact._replace(value=next(rest)) if type(fact.value) is int else fact
+            for fact in self.reference.facts
+        ]
+        return replace(self.reference, rows=tuple(rows), leaves=leaves, facts=tuple(facts))
 
     def formulas(self) -> Iterator[Formula]:
         """The functions of all integers."""

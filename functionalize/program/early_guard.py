@@ -1,11 +1,13 @@
 """Guards on numbers that Python computes from the arguments alone, checked before the graph runs.
 
     if mask.all(): ...          the mask is an argument    ->  EarlyGuard, a guard like all others
+    loss = model(x)[mask]       its size is known before   ->  an EarlyGuard of its own, that on sizes
     if loss.item() > 9: ...     the loss is computed       ->  ValueGuard, checked when the graph has run
 
 A Hugging Face model reads its attention mask to see whether there is any padding. An early guard selects the one of
 several programs that fits the mask: no graph runs in vain, and the ranks need not vote on the outcome.
 
+The sizes that ops make of arguments are counted before each call, and are a part of its kind: `lengths/data_sizes.py`.
 Invariant: whether a record is early follows from the ops before it, not from values: every rank that issues the
 same ops decides alike. A graph is pure, so a part of it may be computed at any time before the epilogue.
 Refusals: a value that depends on a parameter, a random number, another rank or a live number is not early.
@@ -13,7 +15,7 @@ Refusals: a value that depends on a parameter, a random number, another rank or 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +24,15 @@ from torch import fx
 
 from functionalize._compat.autograd import below_autograd
 from functionalize._compat.graphs import pytree
-from functionalize.discharge.rules.mutations import is_mutating
+from functionalize.discharge.rules.mutations import is_mutating, written_arguments
 from functionalize.ir.guards import TensorGuard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.ops import OpRecord, refs_in
 from functionalize.ir.scalars import LiveNumber, Read, ScalarInput, bottom_up
 from functionalize.program.executable import Executable
 from functionalize.program.prune_unused import drop_unused_inputs
+
+A_SIZE = "the size of a result"
 
 
 def early_records(records: Iterable[OpRecord], storages: Iterable[int]) -> frozenset[int]:
@@ -45,9 +49,18 @@ def early_records(records: Iterable[OpRecord], storages: Iterable[int]) -> froze
             clean |= made
         else:
             clean -= made
-            if is_mutating(record.target) or not alone:
-                clean -= read
+            clean -= read if not alone else _written(record)
     return frozenset(early)
+
+
+def _written(record: OpRecord) -> set[int]:
+    """The storages that an op of torch writes."""
+    found: set[int] = set()
+    for at, name in written_arguments(record.target) if is_mutating(record.target) else ():
+        inside = at is not None and at < len(record.args)
+        written = record.args[at or 0] if inside else record.kwargs.get(name)
+        found |= {ref.storage for ref in refs_in(written)}
+    return found
 
 
 def is_early(expression: Any, early: Container[int]) -> bool:
@@ -110,14 +123,52 @@ class EarlyGuard:
         program.guards = tuple(TensorGuard(i, spec) for i, spec in enumerate(program.inputs))
         return EarlyGuard(program)
 
+    @staticmethod
+    def several(
+        readings: Sequence[tuple[fx.Node, Any, str, str]], sizing: Collection[int], *parts: Any
+    ) -> list[EarlyGuard]:
+        """One guard on the readings that are sizes of results, and one on the others.
+
+        sizing: ids of the records that read such a size. parts: see `of`.
+        """
+        others, sizes = [], []
+        for node, value, where, what in readings:
+            if id(node.meta.get("record")) in sizing:
+                sizes.append((node, value, where, A_SIZE))
+            else:
+                others.append((node, value, where, what))
+        return [EarlyGuard.of(each, *parts) for each in (others, sizes) if each]
+
+    @property
+    def is_on_sizes(self) -> bool:
+        """Whether its numbers are sizes of results."""
+        return all(guard.what == A_SIZE for guard in self.program.value_guards)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The numbers at capture."""
+        return tuple(guard.value for guard in self.program.value_guards)
+
+    def numbers(self, leaves: Sequence[Any]) -> Sequence[Any] | str:
+        """The numbers of a call, in the order of `values`; text: why its inputs are others."""
+        results = self._results(leaves)
+        if isinstance(results, str):
+            return results
+        return [results[guard.slot] for guard in self.program.value_guards]
+
     def failure(self, call: Call) -> str | None:
-        found = self.program.resolve(call.leaves)
+        results = self._results(call.leaves)
+        if isinstance(results, str):
+            return results
+        failures = (guard.failure_of(results) for guard in self.program.value_guards)
+        return next((f for f in failures if f is not None), None)
+
+    def _results(self, leaves: Sequence[Any]) -> Sequence[Any] | str:
+        found = self.program.resolve(leaves)
         if isinstance(found, str):
             return found
         with torch.no_grad(), below_autograd():
-            results = self.program.run(found.inputs)
-        failures = (guard.failure_of(results) for guard in self.program.value_guards)
-        return next((f for f in failures if f is not None), None)
+            return self.program.run(found.inputs)
 
 
 def _part(wanted: Sequence[fx.Node]) -> fx.Graph:

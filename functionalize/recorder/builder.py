@@ -259,9 +259,8 @@ class Builder:
 
         To be called before `program`, whose dead-code elimination removes their nodes.
         """
-        if not self._early:
-            return []
-        return [EarlyGuard.of(self._early, self.inputs, self.constants, runner)]
+        sizing = self.recorder.checks.sizing
+        return EarlyGuard.several(self._early, sizing, self.inputs, self.constants, runner)
 
     # -- outputs -------------------------------------------------------------------------------
 

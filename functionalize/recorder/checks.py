@@ -36,6 +36,8 @@ from functionalize.errors import (
 )
 from functionalize.ir.generators import generator_states
 from functionalize.ir.ops import OpRecord, TensorRef, geometry_of, refs_in
+from functionalize.ir.scalars import is_known_before_run
+from functionalize.program.early_guard import is_early
 from functionalize.recorder.eager_formulas import autocast_devices
 from functionalize.recorder.op_kinds import (
     BLANK,
@@ -54,6 +56,7 @@ from functionalize.scalars.live_scalars import plain
 from functionalize.util.user_stack import line_of, located
 
 aten = torch.ops.aten
+c10d, FUNCTIONAL = torch.ops.c10d, torch.ops._c10d_functional
 _NOT_IN_A_PROGRAM = (
     UnsupportedOpError,
     UnsupportedTensorError,
@@ -97,7 +100,7 @@ class Checks:
         self.clock: str | None = None
         self.is_watched: bool | None = None
         self._lines: set[str] = set()
-        self._sizes: list[tuple[OpRecord, bool, str]] = []
+        self._sizes: list[tuple[OpRecord, str]] = []
         self._storages = storages
         self._drawn: tuple[Tensor, ...] | None = (
             None  # the generators' states after the last random op
@@ -268,22 +271,36 @@ class Checks:
             found = None if fake else sizing_numbers(record.target, args, kwargs)
             if found is None:
                 self.note(text)
-            for number, follows, bound in found or ():
+            for number, bound in found or ():
                 if plain(number.item()) != bound:
-                    self._sizes.append((recorder.records[-1], follows == "arguments", text))
+                    self._must_be_early(recorder, text)
 
-    def sized_by(self, read: OpRecord, what: str) -> None:
-        """The sizes of what `what` makes depend on the number that `read` returned."""
-        where = line_of(read.traceback)
-        text = f"{what} gives a result whose size depends on data {where}"
-        self._sizes.append((read, True, text))
+    def sized_by(self, recorder: Any, what: str) -> None:
+        """The sizes of results depend on the number that was read last. what: reads it, as text."""
+        where = line_of(CapturedTraceback.extract())
+        self._must_be_early(recorder, f"{what} {where}")
+
+    def _must_be_early(self, recorder: Any, text: str) -> None:
+        """Refuse the step with this text, unless the number that was read last follows from arguments."""
+        if recorder.records:  # an audit keeps none
+            self._sizes.append((recorder.records[-1], text))
+
+    @property
+    def sizing(self) -> frozenset[int]:
+        """Ids of the records that read the size of a result."""
+        return frozenset(id(record) for record, _ in self._sizes)
 
     def late_sizes(self, recorder: Any) -> list[str]:
         """Why sizes of results are not known before the graph runs, as its ops rely on them."""
-        texts = []
-        for record, may_follow_arguments, text in self._sizes:
-            if id(record) not in recorder.early_records(may_follow_arguments):
-                texts.append(text)
+        early = recorder.early_records()
+        texts = [text for record, text in self._sizes if id(record) not in early]
+        if _learns_late_integers(recorder, early):
+            texts += [
+                f"{record.target} sends parts of different sizes {line_of(record.traceback)}, and the step relies on "
+                "an integer that it reads: replays of other ranks may send parts of other sizes"
+                for record in recorder.records
+                if _is_uneven_exchange(record)
+            ]
         return list(dict.fromkeys(texts))
 
     def note_changes_each_time(self, what: str) -> None:
@@ -357,3 +374,24 @@ class Checks:
         now = generator_states()
         with disable_current_modes():  # of a recording around this one, or of the user
             return self._drawn is not None and not all(map(torch.equal, now, self._drawn))
+
+
+def _learns_late_integers(recorder: Any, early: frozenset[int]) -> bool:
+    """Whether the step relies on an integer that is known only when the graph has run."""
+    log = recorder.scalar_log
+    facts = log.facts.values() if log is not None else ()
+    return any(
+        type(scalar.value) is int and id(scalar.record) not in early for scalar in recorder.scalars
+    ) or any(
+        type(fact.value) is int
+        and not is_known_before_run(fact.expression)
+        and not is_early(fact.expression, early)
+        for fact in facts
+    )
+
+
+def _is_uneven_exchange(record: OpRecord) -> bool:
+    """Whether an op sends parts of different sizes to other ranks."""
+    if record.target in (c10d.alltoall_base_.default, FUNCTIONAL.all_to_all_single.default):
+        return any(len(set(each)) > 1 for each in record.args if type(each) is list)
+    return False

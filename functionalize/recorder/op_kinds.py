@@ -214,12 +214,11 @@ _CALLS_OTHERS = frozenset({aten._trilinear.default, aten.linalg_pinv.atol_rtol_t
 class SizingNumber(NamedTuple):
     """A tensor of one element that determines the size of an op's result.
 
-    follows: what the number may depend on if the size is to be known: "constants", also "arguments", or "anything" as
-    long as it is `bound`, which it always is for sane data.
+    To be known before the graph runs, it may depend on arguments and constants only; on anything as long as it is
+    `bound`, which it always is for sane data.
     """
 
     number: Tensor
-    follows: str
     bound: int | None = None
 
 
@@ -233,22 +232,24 @@ def sizing_numbers(
     values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     if func is aten.index.Tensor:
         masks = [i for i in values["indices"] if i is not None and i.dtype in MASKS]
-        return [SizingNumber(mask.count_nonzero(), "constants") for mask in masks]
+        return [SizingNumber(mask.count_nonzero()) for mask in masks]
     if func is aten.nonzero.default:
-        return [SizingNumber(values["self"].count_nonzero(), "constants")]
+        return [SizingNumber(values["self"].count_nonzero())]
     if func is aten.masked_select.default:
         shape = torch.broadcast_shapes(values["self"].shape, values["mask"].shape)
-        return [SizingNumber(values["mask"].expand(shape).count_nonzero(), "constants")]
+        return [SizingNumber(values["mask"].expand(shape).count_nonzero())]
     if func is aten.repeat_interleave.Tensor:
         sized = values.get("output_size") is not None
-        return [] if sized else [SizingNumber(values["repeats"].sum(), "constants")]
+        return [] if sized else [SizingNumber(values["repeats"].sum())]
+    if func in (aten._unique2.default, aten.unique_consecutive.default):
+        return _number_of_runs(func, values)
     if func is aten.bincount.default:
         counted, last = values["self"], (values.get("minlength") or 0) - 1
         if not counted.numel():
             return []
-        return [SizingNumber(counted.max().clamp(min=last), "anything", last)]
+        return [SizingNumber(counted.max().clamp(min=last), last)]
     if func is aten._ctc_loss.Tensor:  # the size of a table that only its backward reads
-        return [SizingNumber(values["target_lengths"].max(), "arguments")]
+        return [SizingNumber(values["target_lengths"].max())]
     if func is aten._ctc_loss.default:
         return []
     if func is aten.linalg_lstsq.default:  # residuals, which depend on the rank with these drivers
@@ -256,6 +257,18 @@ def sizing_numbers(
         by_rank = values.get("driver") in ("gelss", "gelsd") and rows > columns
         return None if by_rank else []
     return None
+
+
+def _number_of_runs(func: Any, values: Mapping[str, Any]) -> list[SizingNumber] | None:
+    """The number of different values; None for floats, as torch's kernels treat NaN and -0.0 in their own way."""
+    given = values["self"]
+    if given.is_floating_point() or given.is_complex() or values.get("dim") is not None:
+        return None
+    if not given.numel():
+        return []
+    flat = given.flatten()
+    flat = flat.sort().values if func is aten._unique2.default else flat
+    return [SizingNumber((flat[1:] != flat[:-1]).count_nonzero() + 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,6 +244,8 @@ def _watched_read(name: str) -> Any:
 
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if name != "__reduce_ex__" or sys._getframe(1).f_globals is not vars(copy):
+            if name == "tolist" and (found := number_patches.listed(_checked_recorders(), self)):
+                return found
             for checks in recorded_checks():
                 checks.note_python_read(self, how, instead)
         return original(self, *args, **kwargs)

@@ -126,14 +126,13 @@ class Recorder(Watcher):
         if self.scalar_log is not None:
             self.scalar_log.active = True
 
-    def early_records(self, arguments: bool = True) -> frozenset[int]:
-        """Ids of the records that are computed from arguments, if these count, and constants alone."""
+    def early_records(self) -> frozenset[int]:
+        """Ids of the records that are computed from arguments and constants alone."""
         learned = self.scalars or (self.scalar_log is not None and self.scalar_log.facts)
         known = {e.ref.storage for e in self.storages.externals if e.literal or e.is_index}
-        known = known | self.arguments if arguments else known - self.arguments
-        if not known or not learned:  # no guard needs them
+        if not learned:  # no guard needs them
             return frozenset()
-        return early_records(self.records, known)
+        return early_records(self.records, known | self.arguments)
 
     # -- ops -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@
     tensor._wrapped_number              see Note [Wrapped numbers]
     tensor ** number                    receives the plain number: see Note [Exponents]
     torch.ctc_loss(..., [5, 4], [2, 1]) C++ makes a tensor of the lengths without an op: made in Python instead
+    lengths.tolist()                    the integers are read one by one, if they are few
     x.tensor_split(tensor), lstm(packed)  C++ reads indices and lengths without an op: read by .item() first
     torch.jit.script                    looks up torch's functions by identity: replacements are mapped to originals
 
@@ -25,7 +26,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("pow", "float_power", "_foreach_pow", "_foreach_pow_")),
     (torch.Tensor, ("pow", "pow_", "__pow__", "__ipow__", "float_power", "float_power_")),
 )
+_FEW = 64  # integers that `.tolist()` reads one by one
+_LISTED = "Python reads a tensor that the step computes by .tolist(), in place of which it may call .item(),"
 _OF_MATH = [
     "exp",
     "expm1",
@@ -158,6 +161,27 @@ def _numbers_in(lengths: torch.Tensor) -> Any:
     return [int(each.item()) for each in lengths.reshape(-1).unbind()]
 
 
+def listed(recorders: Sequence[Any], tensor: Any) -> list[Any] | None:
+    """`tensor.tolist()` of a few integers, read one by one: all must follow from arguments. None: it is another tensor."""
+    is_few = isinstance(tensor, torch.Tensor) and 0 < tensor.numel() <= _FEW and tensor.dim() > 0
+    if not is_few or tensor.is_floating_point() or tensor.is_complex():
+        return None
+    if not _reads(lambda: list(recorders), tensor):
+        return None
+    numbers = []
+    for each in tensor.reshape(-1).unbind():
+        numbers.append(plain(each.item()))
+        for recorder in recorders:
+            recorder.checks.sized_by(recorder, _LISTED)
+    return _nested(iter(numbers), tensor.shape)
+
+
+def _nested(numbers: Iterator[Any], shape: Sequence[int]) -> list[Any]:
+    if len(shape) == 1:
+        return [next(numbers) for _ in range(shape[0])]
+    return [_nested(numbers, shape[1:]) for _ in range(shape[0])]
+
+
 def _reads(recorders: Callable[[], list[Any]], value: Any) -> bool:
     """Whether a recording of a step would miss that C++ reads this tensor."""
     real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
@@ -184,7 +208,8 @@ def _of_read_lengths(recorders: Callable[[], list[Any]], original: Any) -> Any:
             _numbers_in(lengths)
             for recorder in recorders():
                 if recorder.checks is not None:
-                    recorder.checks.sized_by(recorder.records[-1], f"{original.__name__}()")
+                    what = f"{original.__name__}() gives a result whose size depends on data"
+                    recorder.checks.sized_by(recorder, what)
         return original(*args, **kwargs)
 
     of_lengths.__name__, of_lengths.__doc__ = original.__name__, original.__doc__

@@ -143,7 +143,7 @@ class CapturedStep(PredictedStep):
         """
         saved = load_step(path, self._fn)
         for key, cached in saved.programs:
-            self._cache.add(key, cached)
+            self._cache.add(self._key_with_sizes(key, cached.program), cached)
         self._changed_hyperparameters |= saved.hyperparameters
         self._vote = saved.vote | self._vote if saved.vote is not None else self._vote
 
@@ -183,7 +183,7 @@ class CapturedStep(PredictedStep):
                 return self._run_eagerly(args, kwargs)
             flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
             leaves = self._leaves(flat)
-            key = key_of(leaves, spec)
+            key = self._sizes.of(key_of(leaves, spec), leaves)
             refused = self._refused.get(key) or self._refused.get(EVERY_CALL)
             if refused is not None:
                 return self._run_refused(refused, args, kwargs)
@@ -269,8 +269,7 @@ class CapturedStep(PredictedStep):
         return run
 
     def _previous(self, key: Hashable) -> RecordingSummary | None:
-        unkept = self._warmups.get(key)
-        return self._last_kept if unkept is None else unkept.summary
+        return self._warmups[key].summary if key in self._warmups else self._last_kept
 
     def _places(self, call: Invocation, live: bool) -> LivePlaces:
         """The places in Python that may be live in this recording: earlier ones, or code outside, have moved them."""
@@ -336,9 +335,9 @@ class CapturedStep(PredictedStep):
         )
         reference = None
         if self._lengths is not None and not waits:
-            names = recording.entry.roots.arguments
+            key, names = self._key_with_sizes(call.key, recorded), recording.entry.roots.arguments
             has_budget = self._options.has_budget
-            reference = Reference.of(call.key, names, call.leaves, recorded, cached, has_budget)
+            reference = Reference.of(key, names, call.leaves, recorded, cached, has_budget)
         return Built(cached, recording.summary, counts, reference)
 
     def _signature(self, recording: StepRecording) -> Callable[[], Signature] | None:
@@ -351,10 +350,11 @@ class CapturedStep(PredictedStep):
     def _keep(self, outcome: Outcome, key: Hashable) -> None:
         """Keep the program, the summary with which the next recording is compared, or the refusal."""
         if isinstance(outcome, Built):
+            self._warmups.pop(key, None)
+            key = self._key_with_sizes(key, outcome.cached.program)
             self._add(key, outcome.cached)
             if outcome.reference is not None and self._lengths is not None:
                 self._lengths.learn(key, outcome.reference)
-            self._warmups.pop(key, None)
             self._last_kept = outcome.summary
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):

@@ -22,6 +22,7 @@ from functionalize.audit.signature import Signature
 from functionalize.audit.verdict import AuditVerdict
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.ir.inputs import Call
+from functionalize.lengths.data_sizes import DataSizes
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.run.detached_outputs import refuse_backward
@@ -64,7 +65,7 @@ class ReplayedStep:
         self.stats = Stats()
         self._fn, self._options = train_step, options
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
-        self._cache = self._empty_cache()
+        self._cache, self._sizes = self._empty_cache(), DataSizes()
         self._kinds = Kinds(options.record_after)
         self._lengths = options.lengths()
         self._warmups: dict[Hashable, Unkept] = {}  # by the key of a call
@@ -85,6 +86,14 @@ class ReplayedStep:
     def _empty_cache(self) -> ProgramCache:
         most, nbytes = self._options.max_programs, self._options.max_program_bytes
         return ProgramCache(self._name, most, nbytes, lambda key: self._kinds.evicted(key))
+
+    def _key_with_sizes(self, key: Hashable, program: Program) -> Hashable:
+        """The key of a program that is kept, with the sizes that its ops make of arguments. key: of its call."""
+        found: Hashable = self._sizes.learned(key, program.guards)
+        if found != key:
+            self._kinds.replayed(key)  # it is of another kind than its call was
+            self._kinds.recorded(found)
+        return found
 
     def _note_miss(self, reason: str) -> None:
         if len(self._cache):

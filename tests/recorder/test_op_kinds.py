@@ -1,4 +1,4 @@
-"""Sizes of results: an op whose size depends on constants, or is an argument, is captured; others are refused."""
+"""Sizes of results: an op whose size depends on constants and arguments is captured; others are refused."""
 
 from __future__ import annotations
 
@@ -70,13 +70,17 @@ CAPTURED: dict[str, Body] = {
     "masked_select": lambda m, x: m.linear(x).masked_select(torch.tensor([True, False, True, True])).sum(),
     "nonzero": lambda m, x: m.linear(x)[:, torch.tensor([0, 1, 1, 0]).nonzero().squeeze(1)].sum(),
     "where": lambda m, x: m.linear(x)[:, torch.where(m.mask)[0]].sum(),
+    "unique": lambda m, x: m.linear(x)[:, torch.unique(torch.tensor([0, 1, 1]))].sum(),
 }  # fmt: skip
 REFUSED: dict[str, tuple[Body, str]] = {
-    "mask_of_arguments": (lambda m, x: m.linear(x)[x > 0].sum(), "aten.index.Tensor"),
     "mask_of_results": (lambda m, x: m.linear(x)[m.linear(x) > 0].sum(), "aten.index.Tensor"),
-    "nonzero": (lambda m, x: m.linear(x)[(x[:, 0] > 0).nonzero()].sum(), "aten.nonzero.default"),
-    "unbounded": (lambda m, x: m.linear(x).sum() * torch.bincount((x[:, 0] > 0).long()).sum(), "aten.bincount"),
-    "unique": (lambda m, x: m.linear(x)[:, torch.unique(torch.tensor([0, 1, 1]))].sum(), "aten._unique2"),
+    "nonzero": (lambda m, x: m.linear(x)[(m.linear(x)[:, 0] > 0).nonzero()].sum(), "aten.nonzero.default"),
+    "selected": (lambda m, x: m.linear(x).masked_select(m.linear(x) > 0).sum(), "aten.masked_select.default"),
+    "repeats": (lambda m, x: x.repeat_interleave(m.linear(x)[:, 0].relu().long(), 0).sum() * m.linear(x).sum(), "aten.repeat_interleave"),
+    "unbounded": (lambda m, x: m.linear(x).sum() * torch.bincount((m.linear(x)[:, 0] > 0).long()).sum(), "aten.bincount"),
+    "unique": (lambda m, x: m.linear(x)[torch.unique(m.linear(x).argmax(0))].sum(), "aten._unique2"),
+    "unique_floats": (lambda m, x: m.linear(x).sum() * torch.unique(x).numel(), "aten._unique2"),
+    "unique_rows": (lambda m, x: m.linear(x).sum() * torch.unique((x > 0).long(), dim=0).numel(), "aten.unique_dim"),
 }  # fmt: skip
 
 
@@ -146,19 +150,19 @@ def test_more_bins_than_were_asked_for() -> None:
     """The replay has the bins that were recorded, and a guard runs the step again if data has more."""
     weight = nn.Parameter(torch.ones(4))
 
-    def fn(x: Tensor, at: Tensor) -> Tensor:
+    def fn(at: Tensor) -> Tensor:
         chosen = (at * weight.detach()[0]).long()
         return (torch.bincount(chosen, minlength=4) * weight.detach().sum()).clone()
 
     step = fz.capture(fn)
     for last in (1, 2, 3, 3, 1):
         at = torch.tensor([0.0, last])
-        assert torch.equal(step(weight, at), fn(weight, at))
+        assert torch.equal(step(at), fn(at))
     assert step.stats.replays == 3
     with pytest.raises(UncapturableError, match=r"aten.bincount.default gives a result whose size"):
         for _ in range(2):
             at = torch.tensor([0.0, 6.0])
-            assert torch.equal(step(weight, at), fn(weight, at))
+            assert torch.equal(step(at), fn(at))
 
 
 def test_lengths_that_change() -> None:

@@ -1,0 +1,82 @@
+"""Sizes that ops make of arguments, counted before a call: further sizes of the call, beside those of its tensors.
+
+    loss = model(x)[mask].sum()           as many elements as `mask`, an argument, selects
+
+    key = sizes.learned(key, guards)      of a program that was kept; guards: one of them on such sizes
+    key = sizes.of(key, leaves)           of a later call: with `(torch.Size([17]), MADE)` at its end
+
+So programs for other counts are other kinds of calls, of which one that is rare runs eagerly, and with `dynamic=True`
+a count is a symbol like the length of an argument.
+Invariant: a key is only where a program is looked for: the program has a guard on its sizes beside it.
+Kinds of calls of which some programs have other such sizes than others keep their key.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from functionalize.ir.guards import Guard
+from functionalize.program.early_guard import EarlyGuard
+from functionalize.templates.leaves import leaves_of
+from functionalize.templates.template import MADE
+
+_KINDS_REMEMBERED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What counts the sizes of one kind of call. token: what is equal for all programs of the kind."""
+
+    guard: EarlyGuard
+    token: Any
+
+    @staticmethod
+    def by(guard: EarlyGuard) -> _Counted:
+        counts = leaves_of(replace(guard.program, value_guards=()))
+        return _Counted(guard, (len(guard.values), counts.tokens, counts.integers))
+
+
+class DataSizes:
+    """The sizes that ops make of arguments, for each kind of call; of how many kinds is bounded."""
+
+    def __init__(self) -> None:
+        self._counted: OrderedDict[Hashable, _Counted | None] = OrderedDict()
+
+    def of(self, key: Any, leaves: Sequence[Any]) -> Any:
+        """The key of a call with its sizes, if programs of this kind have some."""
+        counted = self._counted.get(key)
+        if counted is None:
+            return key
+        try:
+            sizes = counted.guard.numbers(leaves)
+        except Exception:  # an op refuses the argument, and so will the call
+            return key
+        return key if isinstance(sizes, str) else _extended(key, sizes)
+
+    def learned(self, key: Any, guards: Iterable[Guard]) -> Any:
+        """The key of a program that is kept. key: of its call."""
+        key = key[:-1] if has_sizes(key) else key
+        found = [each for each in guards if isinstance(each, EarlyGuard) and each.is_on_sizes]
+        counted = _Counted.by(found[0]) if len(found) == 1 else None
+        known = self._counted.setdefault(key, counted)
+        self._counted.move_to_end(key)
+        if len(self._counted) > _KINDS_REMEMBERED:
+            self._counted.popitem(last=False)
+        if known is None or counted is None or known.token != counted.token:
+            self._counted[key] = None
+            return key
+        return _extended(key, counted.guard.values)
+
+
+def has_sizes(key: Any) -> bool:
+    """Whether a key has sizes that ops made."""
+    return type(key[-1]) is tuple and len(key[-1]) == 2 and key[-1][1] == MADE
+
+
+def _extended(key: Any, sizes: Sequence[int]) -> Any:
+    return (*key, (torch.Size(sizes), MADE))

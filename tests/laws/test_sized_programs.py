@@ -1,0 +1,84 @@
+"""Random programs at random lengths: replays of recorded, compared and predicted programs equal eager bit for bit.
+
+A predicted program equals the one that is recorded at its length, leaf for leaf. Sizes that Python asks for, and that ops
+make of masks among the arguments, are part of the programs. `--fuzz-long` draws 2,000.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functionalize as fz
+from functionalize.templates.leaves import leaves_of
+from tests.laws.sized_programs import POOL, SizedProgram, arguments, sized_programs
+
+# Importing torch's op database loads a profile of its own, which has fewer examples: the number is said here.
+EXAMPLES = 2000 if settings().max_examples > 1000 else 40
+NEVER = 1000  # new sizes between comparisons
+
+
+def check(program: SizedProgram, seed: int, every: int) -> Any:
+    """Call a captured program at sizes in random order, and compare every call with eager."""
+    draw = random.Random(seed)
+    captured = fz.capture(
+        program.run, dynamic=every, audit=False, max_programs=128, on_uncapturable="eager"
+    )
+    sizes = [each for each in POOL for _ in range(3)]
+    others = [(draw.randrange(5, 35), draw.randrange(4, 31)) for _ in range(6)]
+    sizes += [each for each in others for _ in range(draw.choice((1, 1, 3)))]
+    for rows, columns in sizes:
+        for part in range(draw.choice((1, 2))):  # other masks, with other counts
+            given, before = arguments(rows, columns, part), _predicted(captured)
+            _compare(program, captured, given)
+            if _predicted(captured) > before and draw.random() < 0.5:
+                _compare_leaves(program, captured.program, given)
+    return captured
+
+
+def _predicted(captured: Any) -> int:
+    stats = captured.stats
+    return int(stats.predictions + stats.instances)
+
+
+def _compare(program: SizedProgram, captured: Any, given: list[Tensor]) -> None:
+    twins = [[t.clone() for t in given] for _ in range(2)]
+    expected, error = _result(program.run, twins[0])
+    found, other = _result(captured, twins[1])
+    assert error == other, (program, [tuple(t.shape) for t in given])
+    for a, b in zip([*expected, *twins[0]], [*found, *twins[1]], strict=True):
+        assert a.shape == b.shape and a.stride() == b.stride()
+        assert torch.equal(_bits(a), _bits(b)), (program, [tuple(t.shape) for t in given])
+
+
+def _result(run: Any, given: list[Tensor]) -> tuple[tuple[Tensor, ...], str | None]:
+    """A program may fail at sizes that are not in the pool: then eager's error is expected."""
+    try:
+        return run(*given), None
+    except Exception as error:
+        return (), type(error).__name__
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _compare_leaves(program: SizedProgram, predicted: Any, given: list[Tensor]) -> None:
+    """A predicted program equals the one that is recorded for these arguments."""
+    recorded = fz.capture(program.run, record_after=1, audit=False)
+    for _ in range(3):
+        recorded(*[t.clone() for t in given])
+    made, expected = leaves_of(predicted), leaves_of(recorded.program)
+    assert made.tokens == expected.tokens, program
+    assert made.integers == expected.integers, program
+
+
+@given(sized_programs(), st.integers(0, 10_000), st.sampled_from((1, 2, 8, NEVER)))
+@settings(max_examples=EXAMPLES)
+def test_random_programs_at_random_sizes(program: SizedProgram, seed: int, every: int) -> None:
+    check(program, seed, every)

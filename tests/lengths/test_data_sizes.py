@@ -1,0 +1,206 @@
+"""Sizes that ops make of arguments: counted before a call, a part of its kind, and symbols of predicted programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import functionalize as fz
+from tests.fsdp.twins import bits
+from tests.steps import make_loss_step
+
+ROWS = 40
+Body = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def selected(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """As ELECTRA's discriminator does."""
+    active = labels >= 0
+    return F.cross_entropy(model(x)[active], labels[active])
+
+
+def written(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """As wav2vec2 masks: the backward selects."""
+    hidden = model(x) * 2
+    hidden[labels >= 0] = model.embedding
+    return hidden.square().mean()
+
+
+def labelled(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """As CTC heads do: all labels of the batch in one row."""
+    rows = labels.view(4, -1)[:, :5]
+    chosen = rows >= 0
+    log_probs = model(x).view(4, 10, 4).transpose(0, 1).log_softmax(-1)
+    targets = rows.masked_select(chosen).clamp(min=1)
+    return F.ctc_loss(log_probs, targets, torch.full((4,), 10), chosen.sum(-1), zero_infinity=True)
+
+
+def found(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    at = (labels >= 0).nonzero().squeeze(1)
+    return model(x)[at].square().sum() / at.numel()
+
+
+def repeated(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    return model(x).repeat_interleave(labels.clamp(min=0), 0).square().sum()
+
+
+def distinct(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    return model(x)[torch.unique(labels * torch.arange(ROWS) // 3).clamp(min=0)].square().sum()
+
+
+def consecutive(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    values, counts = torch.unique_consecutive(labels, return_counts=True)
+    return model(x)[: values.numel()].mul(counts[:, None]).square().sum()
+
+
+def split(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """As packed sequences are taken apart."""
+    first = (labels[:20] >= 0).sum() + 1
+    sizes = torch.stack([first, ROWS - first]).tolist()
+    return sum((part.square().mean() for part in model(x).split(sizes)), x.new_zeros(()))
+
+
+def decided(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """Python decides by how many there are."""
+    chosen = model(x)[labels >= 0]
+    return chosen.square().mean() if len(chosen) > 20 else chosen.abs().mean()
+
+
+def listed(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """A branch that no size of the call tells: by the first label."""
+    chosen = model(x)[labels >= 0]
+    return chosen.square().mean() if labels[0] >= 0 else chosen.abs().mean()
+
+
+def changed_first(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """The step writes the argument that selects, before and after it is used."""
+    labels[3] = 1
+    loss = model(x)[labels >= 0].square().mean()
+    labels[4] = -1
+    return loss + model(x)[labels >= 0].abs().mean()
+
+
+def either(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """Only some calls select."""
+    out = model(x)
+    return (out if bool((labels[:2] >= 0).all()) else out[labels >= 0]).square().mean()
+
+
+BODIES: dict[str, Body] = {
+    each.__name__: each
+    for each in (selected, written, labelled, found, repeated, distinct, consecutive, split)
+}
+DECIDING: dict[str, Body] = {e.__name__: e for e in (decided, listed, changed_first, either)}
+
+
+class Model(nn.Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(8, 4)
+        self.embedding = nn.Parameter(torch.ones(4))
+
+
+def batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """`count` rows have a label; the others have -100."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 4, (ROWS,), generator=generator)
+    labels[torch.randperm(ROWS, generator=generator)[count:]] = -100
+    return torch.randn(ROWS, 8, generator=generator), labels
+
+
+def trained(body: Body, counts: list[int], **options: Any) -> Any:
+    """A captured step after calls with so many labels; it equals its eager twin bit for bit after every call."""
+    models = [Model(), Model()]
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in models]
+    steps: list[Any] = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+
+        def step(x: Tensor, labels: Tensor, model: Any = model, optimizer: Any = optimizer) -> Any:
+            return make_loss_step(lambda given: body(model, given, labels), optimizer)(x)
+
+        steps.append(step)
+    options.setdefault("audit", False)
+    steps[0] = fz.capture(steps[0], max_programs=64, **options)
+    for i, count in enumerate(counts):
+        given = batch(count, i)
+        results = []
+        for each in steps:
+            mine = [t.clone() for t in given]
+            results.append([each(*mine), *mine])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(bits(a), bits(b)), (i, count)
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(bits(a), bits(b)), (i, count)
+    return steps[0]
+
+
+KNOWN = [n for n in (9, 14, 21, 27, 34) for _ in range(3)]
+NEW = [n for n in range(10, 34) if n not in KNOWN]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_count_that_returns_is_replayed(name: str) -> None:
+    stats = trained(BODIES[name], [12] * 5 + [12, 30] * 4, record_after=1).stats
+    assert stats.replays >= (6 if name in ("selected", "written", "found") else 2), stats
+
+
+@pytest.mark.parametrize("name", ["selected", "written", "found"])
+def test_new_counts_are_replayed_at_their_first_call(name: str) -> None:
+    stats = trained(BODIES[name], [*KNOWN, *NEW], dynamic=True).stats
+    assert stats.instances >= 5 and stats.mispredictions == 0, stats
+    assert stats.captures <= 6
+
+
+@pytest.mark.parametrize("name", [*DECIDING, *BODIES])
+@pytest.mark.parametrize("every", [1, 1000])
+def test_python_that_decides_by_counts_is_never_replayed_wrongly(name: str, every: int) -> None:
+    counts = [*KNOWN, *NEW, 0, 0, 0, 1, 1, 1, ROWS, ROWS, ROWS, 2, 3]
+    trained({**BODIES, **DECIDING}[name], counts, dynamic=every, on_uncapturable="eager")
+
+
+def test_counts_that_never_return_are_not_recorded() -> None:
+    stats = trained(selected, [12] * 5 + NEW).stats
+    assert stats.captures <= 3 and stats.eager >= 15, stats
+
+
+def test_audits_count_too() -> None:
+    stats = trained(selected, [12] * 12, audit=3).stats
+    assert stats.audits >= 2 and stats.audit_failures == 0
+
+
+def test_programs_of_counts_are_saved(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        loss = selected(model, x, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    first = fz.capture(step, record_after=1, audit=False)
+    for i, count in enumerate([12, 12, 12, 30, 30]):
+        first(*batch(count, i))
+    first.save(tmp_path / "step.fzp")
+    second = fz.capture(step, audit=False)
+    second.load(tmp_path / "step.fzp")
+    for i, count in enumerate([12, 30, 12]):
+        assert torch.equal(second(*batch(count, i)), step(*batch(count, i)))
+    assert second.stats.replays == 3
+
+
+def test_a_list_of_numbers_that_the_step_computes_is_refused() -> None:
+    def body(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+        out = model(x)
+        return out.sum() * (out > 0).sum(0).tolist()[0]
+
+    step = trained(body, [12] * 4, on_uncapturable="eager")
+    assert step.stats.replays == 0
+    assert "reads a tensor that the step computes by .tolist()" in step.explain()
