@@ -162,7 +162,7 @@ def _numbers_in(lengths: torch.Tensor) -> Any:
 
 
 def listed(recorders: Sequence[Any], tensor: Any) -> list[Any] | None:
-    """`tensor.tolist()` of a few integers, read one by one: all must follow from arguments. None: it is another tensor."""
+    """`tensor.tolist()` of a few integers, read one by one: all must follow from arguments; None: others."""
     is_few = isinstance(tensor, torch.Tensor) and 0 < tensor.numel() <= _FEW and tensor.dim() > 0
     if not is_few or tensor.is_floating_point() or tensor.is_complex():
         return None

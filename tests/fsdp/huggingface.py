@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,40 @@ def build_vit() -> Twin:
     model = transformers.ViTForImageClassification(config)
     blocks = [m for m in model.modules() if type(m).__name__ == "ViTLayer"]
     return sharded(model, blocks)
+
+
+def build_electra() -> Twin:
+    config = transformers.ElectraConfig(**ENCODER, embedding_size=16)
+    model = transformers.ElectraForPreTraining(config)
+    return sharded(model, model.electra.encoder.layer)
+
+
+WAVE = {
+    **SMALL,
+    "vocab_size": WORDS,
+    "conv_dim": (16, 16),
+    "conv_kernel": (4, 3),
+    "conv_stride": (3, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "feat_extract_norm": "layer",
+    "layerdrop": 0.0,
+}
+
+
+def build_wav2vec2(kind: str = "ForPreTraining", **options: Any) -> Twin:
+    config = transformers.Wav2Vec2Config(
+        **WAVE,
+        codevector_dim=16,
+        proj_codevector_dim=16,
+        num_codevectors_per_group=4,
+        num_negatives=3,
+        ctc_zero_infinity=True,
+        **options,
+    )
+    model = getattr(transformers, f"Wav2Vec2{kind}")(config)
+    return sharded(model, model.wav2vec2.encoder.layers)
 
 
 def build_t5() -> Twin:
@@ -201,6 +235,50 @@ def images() -> list[dict[str, Tensor]]:
     ]
 
 
+def waves(n: int = STEPS) -> Iterator[tuple[Tensor, int]]:
+    """Sounds, and how many frames the model makes of them."""
+    g = generator()
+    for _ in range(n):
+        yield torch.randn(2, 100, generator=g), 16
+
+
+def spoken(n: int = STEPS, fewest: int = 4) -> list[dict[str, Tensor]]:
+    """Sounds with labels; the last ones of a row, up to as many as `fewest` leaves, are -100: none at all."""
+    g, batches = generator(), []
+    for wave, _ in waves(n):
+        labels = torch.randint(1, WORDS, (2, 5), generator=g)
+        labels[1, int(torch.randint(fewest, 5, (1,), generator=g)) :] = -100
+        batches.append({"input_values": wave, "labels": labels})
+    return batches
+
+
+def masked(n: int = STEPS, fewest: int = 6) -> list[dict[str, Tensor]]:
+    """Sounds with masks of frames that are drawn beside the step, as in pretraining."""
+    g, batches = generator(), []
+    for wave, frames in waves(n):
+        mask = torch.zeros(2, frames, dtype=torch.bool)
+        mask[0, 2:6] = True
+        mask[1, 3 : 3 + int(torch.randint(fewest, 7, (1,), generator=g))] = True
+        negatives = torch.randint(0, 2 * frames, (2, frames, 3), generator=g)
+        batches.append(
+            {
+                "input_values": wave,
+                "mask_time_indices": mask,
+                "sampled_negative_indices": negatives,
+            }
+        )
+    return batches
+
+
+def replaced_tokens(n: int = STEPS, fewest: int = 5) -> list[dict[str, Tensor]]:
+    """Text with padding of which the loss takes no notice, and for each word whether it was replaced."""
+    g, batches = generator(), text("full", n=n)
+    for batch in batches:
+        batch["labels"] = torch.randint(0, 2, (2, LENGTH), generator=g)
+        batch["attention_mask"][0, int(torch.randint(fewest, 6, (1,), generator=g)) :] = 0
+    return batches
+
+
 def encodings() -> list[Any]:
     """What a fast tokenizer returns: a `BatchEncoding` with objects of its own beside the tensors."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -241,6 +319,13 @@ CASES: dict[str, tuple[Callable[[], Twin], Any, Callable[[], list[Any]]]] = {
     ),
     "bert_masked_lm": (build_bert_masked_lm, train, lambda: text("padded")),
     "vit": (build_vit, train, images),
+    "electra": (build_electra, train, replaced_tokens),
+    "wav2vec2_masked": (build_wav2vec2, train, masked),
+    "wav2vec2_ctc": (
+        lambda: build_wav2vec2("ForCTC", apply_spec_augment=False),
+        train,
+        spoken,
+    ),
     "t5": (build_t5, train, text),
     "t5_padded": (build_t5, train, lambda: text("padded")),
     "mixtral": (build_mixtral, train, text),

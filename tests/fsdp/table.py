@@ -77,6 +77,8 @@ _MODELS = {
     "t5": "T5",
     "mixtral": "Mixtral",
     "qwen3 moe": "Qwen3-MoE",
+    "electra": "ELECTRA",
+    "wav2vec2": "wav2vec2",
 }
 
 

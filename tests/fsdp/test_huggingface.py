@@ -21,7 +21,9 @@ from tests.fsdp.huggingface import (
     build_bert_classifier,
     build_llama,
     build_mixtral,
+    build_wav2vec2,
     evaluate,
+    spoken,
     text,
     train,
 )
@@ -179,3 +181,35 @@ def test_experts_with_shapes_that_depend_on_data_are_refused_by_name() -> None:
     for message in run_on_ranks(looping_experts):
         assert message.startswith("aten.nonzero.default gives a result whose size depends on data")
         assert "modeling_mixtral.py" in message and "in forward: " in message
+
+
+def counts_that_vary(name: str) -> Verdict:
+    """How many are selected varies from call to call, and on each rank."""
+    build, make_step, batches = CASES[name]
+    given = batches(16, 3)  # type: ignore[call-arg]
+    return compare_twins(lambda: seeded(build), make_step, given, dynamic=True)
+
+
+@pytest.mark.parametrize("name", ["electra", "wav2vec2_masked"])
+def test_how_many_elements_a_mask_selects_may_vary(name: str) -> None:
+    for verdict in run_on_ranks(counts_that_vary, name):
+        assert verdict.differences == []
+        assert verdict.mispredictions == 0
+        assert verdict.replays >= 2
+
+
+def masks_of_the_model() -> str:
+    """SpecAugment draws arrays from numpy's generator."""
+    model, optimizer = seeded(lambda: build_wav2vec2("ForCTC", mask_time_length=2))
+    step = fz.capture(train(model, optimizer))
+    try:
+        for batch in spoken():
+            step(**batch)
+    except UncapturableError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_time_masks_that_the_model_draws_are_refused_by_name() -> None:
+    for message in run_on_ranks(masks_of_the_model):
+        assert message.startswith("draws from `numpy.random`, reads or writes it, which a replay")

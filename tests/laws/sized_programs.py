@@ -1,10 +1,10 @@
-"""Random programs over tensors whose lengths vary, with sizes that Python computes and sizes that ops make of arguments.
+"""Random programs over tensors whose lengths vary, with sizes that Python computes and that ops make of arguments.
 
     program = draw(sized_programs())     lines of Python on x (rows, 3), y (columns, 3), m and n (masks of the rows)
     program.run(*arguments(7, 4, 0))     at 7 rows and 4 columns
 
-A line is kept only if eager can run it at every size of `POOL`. The model of a register is its value at each of them, so
-that no line depends on how the library sees sizes.
+A line is kept only if eager can run it at every size of `POOL`. The model of a register is its value at each of them,
+so that no line depends on how the library sees sizes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random programs at random lengths: replays of recorded, compared and predicted programs equal eager bit for bit.
 
-A predicted program equals the one that is recorded at its length, leaf for leaf. Sizes that Python asks for, and that ops
-make of masks among the arguments, are part of the programs. `--fuzz-long` draws 2,000.
+A predicted program equals the one that is recorded at its length, leaf for leaf. Sizes that Python asks for, and that
+ops make of masks among the arguments, are part of the programs. `--fuzz-long` draws 2,000.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functionalize.templates.leaves import leaves_of
 from tests.laws.sized_programs import POOL, SizedProgram, arguments, sized_programs
 
 # Importing torch's op database loads a profile of its own, which has fewer examples: the number is said here.
-EXAMPLES = 2000 if settings().max_examples > 1000 else 40
+EXAMPLES = 2000 if settings().max_examples > 1000 else 20
 NEVER = 1000  # new sizes between comparisons
 
 
@@ -65,7 +65,7 @@ def _result(run: Any, given: list[Tensor]) -> tuple[tuple[Tensor, ...], str | No
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+    return t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _compare_leaves(program: SizedProgram, predicted: Any, given: list[Tensor]) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
 from tests.fsdp.twins import bits
+from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step
 
 ROWS = 40
@@ -204,3 +206,41 @@ def test_a_list_of_numbers_that_the_step_computes_is_refused() -> None:
     step = trained(body, [12] * 4, on_uncapturable="eager")
     assert step.stats.replays == 0
     assert "reads a tensor that the step computes by .tolist()" in step.explain()
+
+
+# -- tokens that travel to other ranks -------------------------------------------------------------
+
+
+def routed(follows: str) -> tuple[bool, int, str]:
+    """Rows travel to the rank that the batch, or the model, chooses."""
+    torch.manual_seed(0)
+    rank, model = dist.get_rank(), Model()
+
+    def step(x: Tensor, to: Tensor) -> Tensor:
+        out = model(x)
+        to = to if follows == "arguments" else to * (out.abs().sum() > 0)
+        sent = torch.stack([(to == 0).sum(), (to == 1).sum()])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        give = [int(n.item()) for n in sent]
+        take = [int(n.item()) for n in received]
+        rows = out.new_empty(sum(take), 4)
+        order = to.argsort(stable=True)
+        dist.all_to_all_single(rows, out.detach()[order], take, give)
+        return rows.sum(0)
+
+    captured = fz.capture(step, on_uncapturable="eager", audit=False)
+    equal = True
+    for i in range(8):
+        generator = torch.Generator().manual_seed(10 * i + rank)
+        x = torch.randn(12, 8, generator=generator)
+        to = (torch.arange(12) < 3 + (i + rank) % 5).long()
+        equal &= torch.equal(captured(x, to), step(x, to))
+    return equal, captured.stats.replays, captured.explain()
+
+
+@pytest.mark.parametrize("follows", ["arguments", "model"])
+def test_uneven_exchanges_whose_sizes_other_ranks_say_are_refused(follows: str) -> None:
+    for equal, replays, text in run_on_ranks(routed, follows):
+        assert equal and replays == 0
+        assert "sends parts of different sizes at" in text

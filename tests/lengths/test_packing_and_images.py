@@ -1,0 +1,139 @@
+"""Batches whose sizes are several numbers: sequences packed into one row, images of any height and width."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import functionalize as fz
+from tests.fsdp.twins import bits
+from tests.step.twins import same_state
+
+WORDS, WIDTH = 32, 8
+
+
+class Packed(nn.Module):
+    """A layer of attention within each of the sequences in a row, by `cu_seqlens`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
+        self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        hidden = self.words(ids) + self.places(position_ids)
+        q, k, v = (part.view(1, -1, 2, WIDTH // 2) for part in self.qkv(hidden).chunk(3, -1))
+        mixed = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cu_seqlens)
+        logits = self.head(mixed.transpose(1, 2).reshape(-1, WIDTH))
+        return F.cross_entropy(logits[:-1], ids[1:])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """By one mask of blocks."""
+        sequence = torch.bucketize(torch.arange(q.shape[2]), cu_seqlens[1:], right=True)
+        mask = (sequence[:, None] == sequence).tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class TakenApart(Packed):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Sequence by sequence, whose lengths Python reads."""
+        lengths = cu_seqlens.diff().tolist()
+        parts = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+        each = [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+        return torch.cat(each, 2)
+
+
+def packed(lengths: Sequence[int], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, WORDS, (sum(lengths),), generator=generator)
+    places = torch.cat([torch.arange(length) for length in lengths])
+    return [ids, places, F.pad(torch.tensor(list(lengths)).cumsum(0), (1, 0))]
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self, stride: int) -> None:
+        first, second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=stride)
+        super().__init__(first, nn.GroupNorm(2, 4), nn.GELU(), second)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).mean((2, 3)).square().sum()
+
+
+def images(size: tuple[int, int], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 3, *size, generator=generator)]
+
+
+def trained(
+    build: Callable[[], nn.Module], make: Callable[..., list[Tensor]], calls: Sequence[Any]
+) -> Any:
+    """A captured step; it equals its eager twin bit for bit after every call."""
+    models, steps = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step(*batch: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            loss: Tensor = model(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        models.append(model)
+        steps.append(step)
+    captured = fz.capture(steps[0], dynamic=True, audit=False, max_programs=64)
+    for i, sizes in enumerate(calls):
+        batch = make(sizes, i)
+        a, b = captured(*[t.clone() for t in batch]), steps[1](*batch)
+        assert torch.equal(bits(a), bits(b)) and same_state(*models), (i, sizes)
+    return captured
+
+
+def in_any_order(several: Sequence[Any], seed: int) -> list[Any]:
+    found = list(several)
+    random.Random(seed).shuffle(found)
+    return found
+
+
+ROWS = [(5, 9), (7, 4, 13), (12, 3), (6, 21, 9), (3, 2, 8, 4), (30, 20, 10, 2)]
+
+
+def test_packed_sequences_of_any_number_and_length() -> None:
+    draw = random.Random(0)
+    new = [tuple(draw.randrange(2, 14) for _ in range(draw.choice((2, 3, 4)))) for _ in range(16)]
+    stats = trained(Packed, packed, [*(r for r in ROWS for _ in range(3)), *new]).stats
+    assert stats.instances + stats.predictions >= 6, stats
+    assert stats.captures <= 8 and stats.mispredictions == 0
+
+
+def test_packed_sequences_that_are_taken_apart() -> None:
+    """One row of 24 words is cut anew at each call: the lengths are numbers that Python reads of an argument."""
+    cuts = [(5, 11, 8), (7, 4, 13), (9, 12, 3), (2, 18, 4), (14, 3, 7), (4, 14, 6), (12, 5, 7)]
+    calls = [
+        *(cut for cut in cuts for _ in range(3)),
+        (6, 10, 8),
+        (8, 9, 7),
+        (10, 6, 8),
+        (6, 10, 8),
+    ]
+    stats = trained(TakenApart, packed, calls).stats
+    assert stats.replays >= 7 and stats.mispredictions == 0, stats
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_images_of_any_height_and_width(stride: int) -> None:
+    """With a stride, sizes are products of quotients, which are not fitted: each size has a program of its own."""
+    learned = [(8, 12), (12, 8), (16, 20), (9, 15), (21, 11), (24, 30), (13, 18), (31, 33)]
+    new = in_any_order([(h, w) for h in (10, 11, 14, 17) for w in (9, 13, 16, 19)], 0)
+    calls = [*(s for s in learned for _ in range(3)), *new]
+    stats = trained(lambda: Convolutions(stride), images, calls).stats
+    assert stats.mispredictions == 0
+    assert (stats.instances + stats.predictions >= 6) == (stride == 1), stats
