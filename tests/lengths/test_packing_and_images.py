@@ -58,7 +58,7 @@ def packed(lengths: Sequence[int], seed: int) -> list[Tensor]:
 
 class Convolutions(nn.Sequential):
     def __init__(self, stride: int) -> None:
-        first, second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=stride)
+        first, second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride, padding=1)
         super().__init__(first, nn.GroupNorm(2, 4), nn.GELU(), second)
 
     def forward(self, images: Tensor) -> Tensor:
