@@ -182,6 +182,11 @@ def test_counts_that_never_return_are_not_recorded() -> None:
     assert stats.captures <= 3 and stats.eager >= 15, stats
 
 
+def test_an_argument_that_the_model_writes_says_no_size() -> None:
+    step = trained(changed_by_the_model, [12] * 5, on_uncapturable="eager")
+    assert step.stats.replays == 0 and "whose size depends on data at" in step.explain()
+
+
 def test_audits_count_too() -> None:
     stats = trained(selected, [12] * 12, audit=3).stats
     assert stats.audits >= 2 and stats.audit_failures == 0
