@@ -46,10 +46,11 @@ class DataSizes:
 
     def __init__(self) -> None:
         self._counted: OrderedDict[Hashable, _Counted | None] = OrderedDict()
+        self._has_any = False
 
     def of(self, key: Any, leaves: Sequence[Any]) -> Any:
         """The key of a call with its sizes, if programs of this kind have some."""
-        counted = self._counted.get(key)
+        counted = self._counted.get(key) if self._has_any else None
         if counted is None:
             return key
         try:
@@ -70,6 +71,7 @@ class DataSizes:
         if known is None or counted is None or known.token != counted.token:
             self._counted[key] = None
             return key
+        self._has_any = True
         return _extended(key, counted.guard.values)
 
 
@@ -79,4 +81,4 @@ def has_sizes(key: Any) -> bool:
 
 
 def _extended(key: Any, sizes: Sequence[int]) -> Any:
-    return (*key, (torch.Size(sizes), MADE))
+    return (*key, (torch.Size(map(int, sizes)), MADE))

@@ -377,16 +377,16 @@ class Checks:
 
 
 def _learns_late_integers(recorder: Any, early: frozenset[int]) -> bool:
-    """Whether the step relies on an integer that is known only when the graph has run."""
+    """Whether the step relies on an integer that is known only when the graph has run.
+
+    If numbers are not live yet, the recording is not kept.
+    """
     log = recorder.scalar_log
-    facts = log.facts.values() if log is not None else ()
-    return any(
-        type(scalar.value) is int and id(scalar.record) not in early for scalar in recorder.scalars
-    ) or any(
+    return log is not None and any(
         type(fact.value) is int
         and not is_known_before_run(fact.expression)
         and not is_early(fact.expression, early)
-        for fact in facts
+        for fact in log.facts.values()
     )
 
 

@@ -98,7 +98,7 @@ def one_kind_refused() -> tuple[list[str], Any, str]:
             x: Tensor, y: Tensor, log: bool, model: Any = model, optimizer: Any = optimizer
         ) -> Tensor:
             loss = F.mse_loss(model(x), y)
-            if loss.item() > 1e6 or (log and second and torch.nonzero(x).shape[0] < 0):
+            if loss.item() > 1e6 or (log and second and torch.nonzero(loss.detach()).shape[0] < 0):
                 raise ValueError("the loss is too large")
             loss.backward()
             optimizer.step()

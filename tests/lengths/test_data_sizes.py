@@ -64,7 +64,8 @@ def consecutive(model: Any, x: Tensor, labels: Tensor) -> Tensor:
 def split(model: Any, x: Tensor, labels: Tensor) -> Tensor:
     """As packed sequences are taken apart."""
     first = (labels[:20] >= 0).sum() + 1
-    sizes = torch.stack([first, ROWS - first]).tolist()
+    sizes, (is_first,) = torch.stack([first, ROWS - first]).tolist(), (labels[:1] >= 0).tolist()
+    assert type(is_first) is bool
     return sum((part.square().mean() for part in model(x).split(sizes)), x.new_zeros(()))
 
 

@@ -121,10 +121,10 @@ def test_when_no_program_is_of_use_the_warning_names_the_guard(caplog: Any) -> N
 
 
 def refused_step() -> tuple[Any, list[int]]:
-    calls = [0]
+    calls, weight = [0], torch.ones((), requires_grad=True)
 
     def step(x: Tensor) -> Tensor:
-        return torch.nonzero(x).sum() + len(calls)
+        return torch.nonzero(x * weight.detach()).sum() + len(calls)
 
     return step, calls
 
