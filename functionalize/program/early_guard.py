@@ -25,7 +25,7 @@ from torch import fx
 from functionalize._compat.autograd import below_autograd
 from functionalize._compat.graphs import pytree
 from functionalize.discharge.rules.mutations import is_mutating, written_arguments
-from functionalize.ir.guards import TensorGuard, ValueGuard
+from functionalize.ir.guards import Guard, TensorGuard, ValueGuard
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.ops import OpRecord, refs_in
 from functionalize.ir.scalars import LiveNumber, Read, ScalarInput, bottom_up
@@ -126,7 +126,7 @@ class EarlyGuard:
     @staticmethod
     def several(
         readings: Sequence[tuple[fx.Node, Any, str, str]], sizing: Collection[int], *parts: Any
-    ) -> list[EarlyGuard]:
+    ) -> list[Guard]:
         """One guard on the readings that are sizes of results, and one on the others.
 
         sizing: ids of the records that read such a size. parts: see `of`.
@@ -149,7 +149,7 @@ class EarlyGuard:
         """The numbers at capture."""
         return tuple(guard.value for guard in self.program.value_guards)
 
-    def numbers(self, leaves: Sequence[Any]) -> Sequence[Any] | str:
+    def numbers(self, leaves: Sequence[Any]) -> list[Any] | str:
         """The numbers of a call, in the order of `values`; text: why its inputs are others."""
         results = self._results(leaves)
         if isinstance(results, str):
