@@ -1,15 +1,17 @@
 """The time of a training loop without a step function in `fz.lazy`, beside eager, an empty mode and the declared step.
 
-    python -m benchmarks.lazy [--ranks 2] [--runs 20] [--layers 4] [--json]
+    python -m benchmarks.lazy [--ranks 2] [--runs 5] [--layers 4] [--json]
 
     eager       FSDP2 (on one rank: the plain model) as it is
     empty       the same under a dispatch mode that does nothing
     lazy        the same in `fz.lazy()`
     passes      the same in `fz.lazy(passes="default")`
+    calls       lazy.module(model) and lazy.optimizer(optimizer) in `fz.lazy(passes="default")`
     declared    fz.capture(step, passes="default")
 
 The transformer of `benchmarks.step_time`; every way has its own model with the same weights and fused AdamW, and the
-ways alternate step by step. Each reads the loss after its step. Medians, and ratios to eager.
+ways alternate in groups of 12 steps, as a loop has one block around it. Each reads the loss after its step. Medians,
+and ratios to eager.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from benchmarks.capture import VOCABULARY
 from benchmarks.machine import machine
 from benchmarks.step_time import Subject
 
-WARM_UP = 6
+WARM_UP, GROUP = 2, 12  # groups; steps of a group, which one block is around
 
 
 class Empty(TorchDispatchMode):
@@ -46,43 +48,51 @@ class Empty(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def training(subject: Subject) -> Callable[[Tensor], Tensor]:
-    """A step of the subject: under FSDP2 if there is more than one rank."""
+def training(subject: Subject, by_calls: Any = None) -> Callable[[Tensor], Tensor]:
+    """A step of the subject: under FSDP2 if there is more than one rank. by_calls: the `fz.lazy` of its calls."""
     if dist.get_world_size() > 1:
-        return subject.step("cpu", False)
-    model, _ = subject.model()
-    return subject.training(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        model, optimizer = subject.sharded("cpu")
+    else:
+        model, _ = subject.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if by_calls is None:
+        return subject.training(model, optimizer)
+    loss_of = by_calls.module(subject.loss(model))
+    return subject.training(model, by_calls.optimizer(optimizer), loss_of=loss_of)
 
 
 def measure(subject: Subject, runs: int) -> dict[str, Any]:
     """Median seconds of a step in every way; what lazy says; whether the losses of all ways are equal."""
-    lazy, rewritten = fz.lazy(), fz.lazy(passes="default")
+    lazy, rewritten, calls = fz.lazy(), fz.lazy(passes="default"), fz.lazy(passes="default")
     contexts: dict[str, AbstractContextManager[Any]] = {
         "eager": nullcontext(),
         "empty": Empty(),
         "lazy": lazy,
         "passes": rewritten,
+        "calls": calls,
         "declared": nullcontext(),
     }
-    steps = {name: training(subject) for name in contexts}
+    steps = {name: training(subject, calls if name == "calls" else None) for name in contexts}
     steps["declared"] = fz.capture(steps["declared"], passes="default", audit=False, record_after=1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     times: dict[str, list[float]] = {name: [] for name in contexts}
     losses: dict[str, list[float]] = {name: [] for name in contexts}
-    for i in range(-WARM_UP, runs):
-        size = (subject.batch, subject.sequence)
-        tokens = torch.randint(VOCABULARY, size, generator=generator)
+    for group in range(-WARM_UP, runs):
+        size = (GROUP, subject.batch, subject.sequence)
+        batches = torch.randint(VOCABULARY, size, generator=generator)
         gc.collect()
         for name, context in contexts.items():
-            dist.barrier()
-            start = time.perf_counter()
             with context:
-                losses[name].append(steps[name](tokens).item())
-            if i >= 0:
-                times[name].append(time.perf_counter() - start)
+                for tokens in batches:
+                    dist.barrier()
+                    start = time.perf_counter()
+                    losses[name].append(steps[name](tokens).item())
+                    if group >= 0:
+                        times[name].append(time.perf_counter() - start)
     equal = all(each == losses["eager"] for each in losses.values())
     medians = {name: statistics.median(each) for name, each in times.items()}
-    return {"seconds": medians, "losses are equal": equal, "lazy": lazy.explain()}
+    texts = {"lazy": lazy.explain(), "calls": calls.explain()}
+    return {"seconds": medians, "losses are equal": equal, **texts}
 
 
 def run(rank: int, folder: str, subject: Subject, world: int, runs: int) -> None:
@@ -103,7 +113,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--json", action="store_true")
@@ -122,7 +132,8 @@ def main() -> None:
     print(f"eager {times['eager'] * 1e3:.1f} ms; losses are equal: {result['losses are equal']}")
     for name, seconds in times.items():
         print(f"{name:<10} {seconds / times['eager']:6.2f}")
-    print(result["lazy"])
+    print(f"calls: {times['calls'] / times['declared']:.2f} times the declared step")
+    print(result["lazy"], result["calls"], sep="\n\n")
 
 
 if __name__ == "__main__":

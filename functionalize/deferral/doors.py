@@ -3,6 +3,8 @@
     x.numpy(), x.tolist(), print(x), x.data_ptr(), pickling, DLPack, torch.save
     torch.tensor([x, y]), torch.ctc_loss(...), an LSTM on packed sequences     C++ that reads numbers without an op
     threads and processes that start: they read their arguments outside of the block
+    torch.set_flush_denormal(True), torch.set_num_threads(2), ...   settings that kernels read
+    p.grad                                                          while a backward waits, see `calls.py`
 
 A function that hands out an address (`data_ptr`, `numpy`, `__dlpack__`) makes the storage one on which no op waits: who
 has the address may write there. The replacements are active while a `fz.lazy` block is, and call the originals.
@@ -15,16 +17,22 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functionalize._compat.dispatch import HigherOrderOperator, current_modes
+from functionalize._compat.dispatch import (
+    HigherOrderOperator,
+    current_modes,
+    kernel_settings,
+)
 from functionalize._compat.modules import packed_sequence_functions
 from functionalize._compat.references import address
 from functionalize.deferral.mode import LazyMode
+from functionalize.recorder.eager_formulas import unseen
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step_backward.captured_forward import CapturedForward
 from functionalize.util.patching import Patch, Patches
@@ -82,7 +90,9 @@ def _apart(owner: type) -> Any:
             return original(*args, **kwargs)
         mode.cover()
         try:
-            return original(*args, **kwargs)
+            # Without the mode, through which every op of a replay would go.
+            with unseen() if len(current_modes()) == 1 else nullcontext():
+                return original(*args, **kwargs)
         finally:
             mode.uncover()
 
@@ -97,7 +107,7 @@ def _looking(owner: Any, name: str, hands_out: bool) -> Any:
         mode = _active()
         if mode is None or mode.suspended or _is_harmless(name, args):
             return original(*args, **kwargs)
-        mode.look(f"{owner.__name__}.{name}")
+        mode.look(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
         if hands_out:
             self = args[0]
             try:
@@ -109,6 +119,30 @@ def _looking(owner: Any, name: str, hands_out: bool) -> Any:
     look.__doc__, look.__name__ = original.__doc__, name
     return look
 
+
+def _gradients(leaf: Tensor) -> None:
+    """The `.grad` of a tensor is read or assigned: a backward that waits runs before."""
+    mode = _active()
+    if mode is not None and mode.call is not None and mode.call.has_backward:
+        mode.look("Tensor.grad")
+
+
+def _get_grad(leaf: Tensor) -> Any:
+    _gradients(leaf)
+    return _GRAD.__get__(leaf)
+
+
+def _set_grad(leaf: Tensor, value: Tensor | None) -> None:
+    _gradients(leaf)
+    _GRAD.__set__(leaf, value)
+
+
+def _delete_grad(leaf: Tensor) -> None:
+    _gradients(leaf)
+    _GRAD.__delete__(leaf)
+
+
+_GRAD: Any = Tensor.grad  # the descriptor of the base class
 
 # As modules have bound them: a recording replaces some of them, too.
 _OF_TORCH = {name: getattr(torch, name) for name in (*dict(_OF_MODULES)[torch], "to_dlpack")}
@@ -155,6 +189,9 @@ def _patches() -> Iterator[Patch]:
         yield module, name, _looking(module, name, hands_out=False)
     for captured in (CapturedStep, CapturedForward):
         yield captured, "__call__", _apart(captured)
+    yield Tensor, "grad", property(_get_grad, _set_grad, _delete_grad)
+    for owner, name, _, _ in kernel_settings():
+        yield owner, name, _looking(owner, name, hands_out=False)
     for name in _ADDRESSES:
         yield Tensor, name, _looking(Tensor, name, hands_out=True)
     for module in (torch, torch.utils.dlpack):

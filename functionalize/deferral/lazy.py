@@ -8,6 +8,8 @@
             print(loss.item())           looks: what is pending runs, as one program from its second time on
     print(lazy.explain())
 
+    model, optimizer = lazy.module(model), lazy.optimizer(optimizer)      their calls wait as a whole, see `calls.py`
+
 What waits are the contents of storages, not tensors: inside the block every tensor is a `torch.Tensor` on a storage of
 the right size. Leaving the block runs what is pending, since ops outside of it would read these storages.
 """
@@ -15,17 +17,23 @@ the right size. Leaving the block runs what is pending, since ops outside of it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from functionalize._compat.dispatch import current_modes
+from functionalize.deferral.calls import LazyModule, LazyOptimizer
 from functionalize.deferral.doors import DOORS
 from functionalize.deferral.mode import LazyMode
-from functionalize.deferral.report import report
-from functionalize.deferral.runs import Runs
+from functionalize.deferral.runs import Kind, Runs
+from functionalize.errors import PassError
+from functionalize.step.options import CaptureOptions
 
+MAX_PROGRAMS = 16  # of one captured callable
 DEFAULT_BUDGET = float(2**30)
+_SHOWN = 20
 
 
 class Lazy:
@@ -34,7 +42,8 @@ class Lazy:
     def __init__(
         self, pipeline: Sequence[Any], enabled: bool, max_bytes: float, max_programs: int
     ) -> None:
-        self._enabled = enabled
+        self._enabled, self._pipeline = enabled, pipeline
+        self._calls: list[LazyModule | LazyOptimizer] = []
         self._runs = Runs(pipeline, max_programs)
         self._mode = LazyMode(self._runs, max_bytes)
         self._depth = self._thread = 0
@@ -89,9 +98,40 @@ class Lazy:
         """Run what is pending. Raises what an op of it raises, with a note of the line that recorded the op."""
         self._mode.look("lazy.barrier()")
 
+    def module(self, model: Callable[..., Any]) -> LazyModule:
+        """A model, or any callable, whose calls wait inside of the block, each as a whole, and so do their backwards.
+
+        Outside of it, and in another thread, the callable itself runs. Attributes are those of the callable. The
+        pipeline is for the programs of whole iterations: those of the forward and its backward alone have no passes.
+        """
+        name = getattr(model, "__name__", type(model).__name__)
+        made = LazyModule(model, self._mode, self._options(()), name)
+        self._calls.append(made)
+        return made
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> LazyOptimizer:
+        """An optimizer whose step runs what waits: forward, backward and step as one captured step, with one program.
+
+        Outside of the block the optimizer itself runs. Attributes are those of the optimizer.
+        Raises `PassError` for passes that change collectives.
+        """
+        if changing := next((p for p in self._pipeline if p.changes_collectives), None):
+            raise PassError(
+                f"`{changing}` changes collectives, and ranks that look at different places run different programs: "
+                "leave the pass out, or capture a whole step"
+            )
+        made = LazyOptimizer(optimizer, self._mode, self._options(self._pipeline))
+        self._calls.append(made)
+        return made
+
+    @staticmethod
+    def _options(pipeline: Sequence[Any]) -> CaptureOptions:
+        return CaptureOptions.of(pipeline, "eager", MAX_PROGRAMS, None, record_after=1)
+
     def explain(self) -> str:
         """How many ops waited, who looked, which programs there are, and how their kinds of iterations differ."""
-        return report(self._mode, self._runs, self._enabled, self._refused)
+        found = [_report(self._mode, self._runs, self._enabled, self._refused)]
+        return "\n".join([*found, *(each.explain() for each in self._calls)])
 
 
 def lazy(
@@ -117,3 +157,25 @@ def lazy(
 
         return Lazy(package.parse(passes), enabled, max_bytes, max_programs)
     return Lazy(tuple(passes), enabled, max_bytes, max_programs)
+
+
+def _report(mode: LazyMode, runs: Runs, enabled: bool, refused: str | None) -> str:
+    """What waited, who looked, and what ran, one line each."""
+    if not enabled:
+        return "lazy is switched off (enabled=False): every op ran at once"
+    lines = [f"{mode.waited} ops waited; {runs.compiles} programs were made"]
+    if refused is not None:
+        lines.append(f"a block was entered {refused}, and did nothing there")
+    looked = mode.looked.most_common(_SHOWN)
+    lines += [f"looked {count} times: {what}" for what, count in looked]
+    kinds = runs.kinds()
+    lines += [_line(kind) for kind in kinds[-_SHOWN:]]
+    return "\n".join(lines)
+
+
+def _line(kind: Kind) -> str:
+    how = f"{kind.replays} by its program"
+    if kind.refused is not None:
+        how = f"no program: {kind.refused}"
+    first = f"kind {kind.number}: {kind.ops} ops {kind.line}"
+    return f"{first}\n    {kind.runs} runs, {how}; {kind.differs}"

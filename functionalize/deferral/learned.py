@@ -64,7 +64,7 @@ class Made(NamedTuple):
         return _outputs(self.result, arguments)
 
 
-class _NoDescription(Exception):
+class NoDescription(Exception):
     """A result that `Made` cannot describe."""
 
 
@@ -87,13 +87,11 @@ class Learned:
         made: Made | str
         try:
             if [geometry_of(t) for t in tensors] != list(before):
-                raise _NoDescription
-            result = _description(
-                out, tensors, {t.untyped_storage()._cdata for t in tensors}, sizes
-            )
+                raise NoDescription
+            result = description(out, tensors, {t.untyped_storage()._cdata for t in tensors}, sizes)
             made = Made(result, self._count, sum(sizes))
             self._count += 1
-        except (_NoDescription, NotImplementedError, RuntimeError):
+        except (NoDescription, NotImplementedError, RuntimeError):
             made = AT_ONCE
         self._found[shape] = made
         if len(self._found) > _LIMIT:
@@ -111,24 +109,28 @@ def _outputs(result: Any, arguments: Sequence[Tensor]) -> Any:
     return None
 
 
-def _description(out: Any, tensors: Sequence[Tensor], taken: set[int], sizes: list[int]) -> Any:
+def description(out: Any, tensors: Sequence[Tensor], taken: set[int], sizes: list[int]) -> Any:
+    """What `out` is; raises `NoDescription`. tensors: those of which it may be one.
+
+    taken: addresses of storages that it may not share; its own are added. sizes: gets the bytes of its storages.
+    """
     if out is None:
         return None
     if isinstance(out, (list, tuple)):
         kind = list if isinstance(out, list) else tuple
-        return kind([_description(each, tensors, taken, sizes) for each in out])
+        return kind([description(each, tensors, taken, sizes) for each in out])
     if type(out) is not Tensor or out.layout is not torch.strided or out.device != _CPU:
-        raise _NoDescription
+        raise NoDescription
     for index, tensor in enumerate(tensors):
         if tensor is out:
             return TheArgument(index)
     storage, geometry = out.untyped_storage(), geometry_of(out)
     odd = geometry.conj or geometry.neg or geometry.overlaps or out._is_zerotensor()
     if odd or out.is_nested or out.dtype in QUANTISED or storage._cdata in taken:
-        raise _NoDescription
+        raise NoDescription
     nbytes = storage.nbytes()
     if geometry.end > nbytes or not storage.resizable():
-        raise _NoDescription
+        raise NoDescription
     taken.add(storage._cdata)
     sizes.append(nbytes)
     size, stride, offset, dtype = geometry[:4]

@@ -76,6 +76,11 @@ def draws(func: Any, args: tuple[Any, ...]) -> bool:
     return func is _DRAWS_BY_ARGUMENT and len(args) > 3 and args[3] != 0
 
 
+def draws_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this call of an op that may draw random numbers draws none: attention without dropout."""
+    return func is _DRAWS_BY_ARGUMENT and not draws(func, args)
+
+
 @cache
 def divides(func: Any) -> bool:
     """Whether the op raises for a division by zero if all of its tensors hold integers."""

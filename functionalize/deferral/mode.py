@@ -13,7 +13,8 @@ Invariant: whoever reads a storage outside of torch's dispatcher goes through `d
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from functionalize.discharge.rules.mutations import written_arguments
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import UnsupportedTensorError
 from functionalize.ir.ops import refs_in
+from functionalize.recorder.eager_formulas import unseen
 from functionalize.recorder.op_kinds import MAY_GROW, OpKind, is_data_free, kind_of, tensors_in
 from functionalize.recorder.patches import Watcher
 
@@ -40,9 +42,24 @@ _VIEW, _WAITS, _FREE, _ALL, _NOW = "view", "waits", "free", "all", "now"
 _MAX_OPS = 20_000  # pending, so that Python's own memory is bounded
 
 
+class Waiting(Protocol):
+    """A call of a captured callable that waits, see `calls.py`. has_backward: whether its backward waits, too."""
+
+    has_backward: bool
+
+    def run(self) -> None:
+        """Compute its results."""
+        ...
+
+    def made(self, tensor: Any) -> bool:
+        """Whether a tensor is on the storage of a result."""
+        ...
+
+
 class LazyMode(Watcher):
     """Defers ops while it is active. budget: bytes of results that may be pending.
 
+    call: the call that waits; no ops wait beside it.
     waited, ran: how many ops waited, and by name ran at once after pending ones. looked: why streams ran, by text.
     """
 
@@ -56,6 +73,7 @@ class LazyMode(Watcher):
         self._escaped: dict[int, WeakStorage] = {}
         self._stream: Stream | None = None
         self._running = False
+        self.call: Waiting | None = None
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -66,6 +84,8 @@ class LazyMode(Watcher):
         if types and any(map(handles_ops, types)):
             return NotImplemented  # DTensor: the ops inside come here
         plan, op = self._plans.get(address(func)) or self._plan(func)
+        if self.call is not None and self._concerns(plan, op, args):
+            self.look(str(func))
         if op.composite:
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -84,6 +104,17 @@ class LazyMode(Watcher):
             return self._waits(op, func, args, kwargs)
         self._before(plan, func, args, kwargs)
         return op.run(*args, **kwargs)
+
+    def _concerns(self, plan: str, op: OpKind, args: Any) -> bool:
+        """Whether the call that waits runs before an op: all but those that read and write no data.
+
+        While a backward waits, a view of what is no result of its forward may lead to a gradient.
+        """
+        if op.composite or (plan == _FREE and not op.mutating):
+            return False
+        call = self.call
+        assert call is not None
+        return plan != _VIEW or (call.has_backward and not call.made(args[0] if args else None))
 
     def _plan(self, func: Any) -> tuple[str, OpKind]:
         op = kind_of(func)
@@ -146,7 +177,7 @@ class LazyMode(Watcher):
             raise CannotWait
         if divides(func) and not any(t.is_floating_point() or t.is_complex() for t in tensors):
             raise CannotWait
-        if self._escaped and any(t.untyped_storage()._cdata in self._escaped for t in tensors):
+        if self.has_escaped(tensors):
             raise CannotWait
 
     def _before(self, plan: str, func: Any, args: Any, kwargs: Any) -> None:
@@ -178,7 +209,8 @@ class LazyMode(Watcher):
 
     def resize_storage(self, storage: torch.UntypedStorage, size: Any, original: Any) -> Any:
         """`UntypedStorage.resize_` was called, which does not dispatch; `original` carries it out."""
-        if self._stream is not None and self._stream.has_met(storage):
+        met = self._stream is not None and self._stream.has_met(storage)
+        if met or self.call is not None:
             self.look("a resize of a storage")
         return original(storage, size)
 
@@ -197,10 +229,30 @@ class LazyMode(Watcher):
         self._escaped = {a: weak for a, weak in self._escaped.items() if weak.alive}
         self._escaped[storage._cdata] = WeakStorage(storage)
 
+    def has_escaped(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether code has the address of one of them."""
+        return bool(self._escaped) and any(
+            t.untyped_storage()._cdata in self._escaped for t in tensors
+        )
+
+    def run_call(self, call: Waiting, run: Callable[[], None]) -> None:
+        """Run a call that waits, by `run`, which no mode sees."""
+        with interrupts_held(), unseen():
+            self.call, self._running = None, True
+            try:
+                run()
+            finally:
+                self._running = False
+
     def look(self, what: str) -> None:
-        """Run what is pending. what: who looks at it."""
-        stream = self._stream
-        if stream is None or self._running:
+        """Run what is pending: a call, or ops. what: who looks at it."""
+        stream, call = self._stream, self.call
+        if self._running:
+            return
+        if call is not None:
+            self.looked[what] += 1
+            self.run_call(call, call.run)
+        if stream is None:
             return
         with interrupts_held():
             self._stream, self._running = None, True

@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,17 @@ def note_autocast(is_watched: bool) -> None:
     """Note for which devices autocast is on: inside of a mode's handler torch does not say."""
     found = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     _AUTOCAST.devices = found if is_watched else []
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A context in which no mode sees ops; what a watcher notes about autocast survives recordings inside of it."""
+    devices = autocast_devices()
+    try:
+        with disable_current_modes():
+            yield
+    finally:
+        _AUTOCAST.devices = devices
 
 
 def autocast_devices() -> list[str]:

@@ -83,6 +83,11 @@ class ReplayedStep:
             f"<captured {self._name}: {counted(programs, 'program')}, {counted(replays, 'replay')}>"
         )
 
+    @property
+    def asks_nobody(self) -> bool:
+        """Whether one rank may call it alone: no ranks vote, and no kind of call is refused."""
+        return self._vote is None and not self._refused
+
     def _empty_cache(self) -> ProgramCache:
         most, nbytes = self._options.max_programs, self._options.max_program_bytes
         return ProgramCache(self._name, most, nbytes, lambda key: self._kinds.evicted(key))

@@ -10,7 +10,7 @@ Invariant: a backward that no program covers changes nothing, and then the forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -115,6 +115,26 @@ class ReplayedForward:
             gradients = self._run_again(found, tangents, requested, keep)
         if not keep:
             self._saved, self._held, self._versions, self._overwritten = None, [], {}, []
+        return gradients
+
+    def replay(
+        self,
+        backward: BackwardProgram,
+        inputs: Mapping[int, Any],
+        tangents: Sequence[Tensor | None],
+    ) -> Sequence[Tensor | None]:
+        """Replay a backward whose guards held when autograd asked for it, which was before the forward ran.
+
+        inputs: those that it found then, by number; the others are values that the forward has saved since.
+        """
+        assert self._saved is not None
+        values = dict(zip(self._names, self._saved, strict=True))
+        call = Call([*self._leaves, *tangents, *(values[name] for name in backward.used)], [])
+        for i, spec in enumerate(backward.program.inputs):
+            call.inputs.append(inputs[i] if i in inputs else spec.source.resolve(call))
+        self._hand_over(backward, call)
+        gradients = self._replay(backward, call)
+        self._saved, self._held, self._versions, self._overwritten = None, [], {}, []
         return gradients
 
     def _matching(

@@ -37,6 +37,8 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
+import torch
+
 from functionalize._compat.autograd import at_end_of_backward
 from functionalize.audit.audited_call import AuditedCall, judged
 from functionalize.errors import LoadError, PassError, SaveError
@@ -47,6 +49,7 @@ from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.scalars.live_scalars import plain_tree
+from functionalize.state import arguments
 from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.sources import leave
 from functionalize.step.cache import CachedProgram, key_of
@@ -54,6 +57,7 @@ from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built
 from functionalize.step.recording import StepRecording
+from functionalize.step.replayed_step import EVERY_CALL
 from functionalize.step.stages import Invocation, RecordedRun
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.vote import RankVote
@@ -146,6 +150,33 @@ class CapturedForward(CapturedStep):
         return super().__call__(*args, **kwargs)
 
     # -- replay --------------------------------------------------------------------------------
+
+    def covered(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        accepts: Callable[[ForwardProgram, Call], bool],
+    ) -> tuple[ForwardProgram, Call] | None:
+        """The program whose replay is this call, with its inputs, and count it as replayed; None: it must be called.
+
+        accepts: whether the caller can make use of it. Ranks count alike, whichever of them calls.
+        """
+        if self.is_busy or self._vote is not None or not torch.is_grad_enabled():
+            return None
+        flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
+        leaves = self._leaves(flat)
+        key = key_of(leaves, spec)
+        if leaves.detached or key in self._refused or EVERY_CALL in self._refused:
+            return None
+        for cached, call in self._cache.matching(key, leaves, spec):
+            if isinstance(cached, ForwardProgram) and accepts(cached, call):
+                self._calls += 1
+                if not self._is_due(cached):
+                    self._note_replay(cached)
+                    return cached, call
+                self._calls -= 1
+            return None
+        return None
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         if not isinstance(cached, ForwardProgram):

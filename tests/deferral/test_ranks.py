@@ -32,16 +32,23 @@ def batches(rank: int, steps: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, 64, (2, 8 if i % 7 else 6), generator=generator)
 
 
-def trained(context: AbstractContextManager[Any], looks: int | None, steps: int) -> Run:
-    """Train. looks: a seed of the places at which this rank reads a loss; None: it reads none."""
+def trained(
+    context: AbstractContextManager[Any], looks: int | None, steps: int, by_calls: Any = None
+) -> Run:
+    """Train. looks: a seed of the places at which this rank reads a loss; None: it reads none.
+
+    by_calls: the `fz.lazy` of which the model and the optimizer are calls.
+    """
     model, optimizer = build_llama()
+    call: Any = model if by_calls is None else by_calls.module(model)
+    steps_of: Any = optimizer if by_calls is None else by_calls.optimizer(optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8)
     chance = random.Random(looks)
     losses = []
     with context:
         for i, tokens in enumerate(batches(dist.get_rank(), steps)):
             try:
-                loss = model(input_ids=tokens, labels=tokens).loss
+                loss = call(input_ids=tokens, labels=tokens).loss
                 if looks is not None and chance.random() < 0.3:
                     loss.item()
                 if i == 4:
@@ -49,20 +56,21 @@ def trained(context: AbstractContextManager[Any], looks: int | None, steps: int)
                 loss.backward()
                 if looks is not None and chance.random() < 0.3:
                     str(next(model.parameters()).grad)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
+                if i % 3 == 2:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                steps_of.step()
             except ValueError:
                 model.zero_grad()
                 losses.append(loss.detach())
                 # As in eager, FSDP2 needs a backward to reshard.
-                model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.zero_grad()
+                call(input_ids=tokens, labels=tokens).loss.backward()
+            steps_of.zero_grad()
             scheduler.step()
             losses.append(loss.detach())
             if i % 6 == 3:
                 model.eval()
                 with torch.no_grad():
-                    losses.append(model(input_ids=tokens, labels=tokens).loss)
+                    losses.append(call(input_ids=tokens, labels=tokens).loss)
                 model.train()
     found = [image(loss) for loss in losses]
     state = {name: image(t) for name, t in state_of(model, optimizer).items()}
@@ -96,3 +104,31 @@ def test_a_loop_without_a_step_function(request: pytest.FixtureRequest) -> None:
         assert wrong == [], text
         assert compiles[0] > 5, text
         assert compiles[2:] == compiles[1:2], text
+
+
+def by_calls_and_eager(steps: int) -> tuple[list[str], list[str], int, int, str]:
+    """Compare a run by calls with an eager one; the ranks look at different places.
+
+    What differs; the kinds of looks; iterations that ran as one captured step; programs made; the text.
+    """
+    eager = trained(nullcontext(), None, steps)
+    lazy = fz.lazy(passes="default")
+    with poisoned():
+        mine = trained(lazy, 1 + dist.get_rank(), steps, lazy)
+    wrong = [name for name in Run._fields if getattr(mine, name) != getattr(eager, name)]
+    module, optimizer = lazy._calls
+    joint = optimizer._joint(module._captured).stats
+    made = joint.captures + module._captured.stats.captures + optimizer._alone.stats.captures
+    return wrong, sorted(lazy._mode.looked), joint.replays, made, lazy.explain()
+
+
+def test_a_loop_by_calls(request: pytest.FixtureRequest) -> None:
+    """The same with the model and the optimizer as calls; some ranks run them apart while others run them together."""
+    every = request.config.getoption("--fuzz-long")
+    first, second = run_on_ranks(by_calls_and_eager, 20 if every else 12)
+    for wrong, _, replays, made, text in (first, second):
+        assert wrong == [], text
+        assert replays >= 2, text
+        # two lengths in training and one in evaluation, each once alone and once with the step; the step alone
+        assert made <= 8, text
+    assert first[1] != second[1] or first[2] != second[2]

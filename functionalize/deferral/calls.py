@@ -1,0 +1,263 @@
+"""Calls of a captured forward and of an optimizer inside `fz.lazy`: they wait, and run as one captured step.
+
+    model, optimizer = lazy.module(model), lazy.optimizer(optimizer)
+    loss = model(x)            waits: the results are tensors whose contents are not there yet
+    loss.backward()            waits: one autograd node, see `step_backward/boundary.py`
+    optimizer.step()           one captured step of all three; nothing waits after it
+
+| who looks first | what runs |
+| --- | --- |
+| the optimizer's step | all three as one captured step, if what the first two rely on still holds |
+| anybody else | the programs of the forward and of its backward, on the inputs that were found when they were called |
+
+A call waits only if a program covers it, whose guards hold and whose inputs are found at its line: so it can run later
+whatever Python does in between. A captured step that is recorded runs Python late. So the guards are asked again before
+it: if they hold, on the same tensors, Python would have done at the line of each call what it does now.
+Ranks may look at different places: whichever way a rank takes, it issues eager's collectives in their order. So passes
+that change collectives are refused, and a step whose ranks vote does not replace the programs.
+Refusals: calls that run at once, as `fz.capture(model, backward=True)` runs them. `explain` counts them by reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from functionalize._compat.autograd import hook_tables
+from functionalize._compat.dispatch import current_modes, disable_current_modes
+from functionalize.deferral.learned import NewTensor, NoDescription, description
+from functionalize.deferral.may_wait import draws_nothing
+from functionalize.deferral.mode import LazyMode
+from functionalize.deferral.waiting_call import Reliance, WaitingCall, entered
+from functionalize.ir.generators import is_random
+from functionalize.ir.inputs import Argument, Call
+from functionalize.ir.outputs import Constant, Result
+from functionalize.state import arguments
+from functionalize.state.arguments import flatten_result, unflatten_result
+from functionalize.state.step_guards import SlotGuard
+from functionalize.step.captured_step import CapturedStep
+from functionalize.step.options import CaptureOptions
+from functionalize.step_backward.boundary import is_output
+from functionalize.step_backward.captured_forward import CapturedForward
+from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
+
+_PLAIN = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+class LazyModule:
+    """What `lazy.module(model)` returns: calls wait inside of the block; attributes are those of the model."""
+
+    def __init__(
+        self, model: Callable[..., Any], mode: LazyMode, options: CaptureOptions, name: str
+    ) -> None:
+        self._model, self._mode, self._name = model, mode, name
+        self._captured = CapturedForward(_named(model, name), options)
+        self._ran: Counter[str] = Counter()
+        self._forms: WeakKeyDictionary[ForwardProgram, list[Any]] = WeakKeyDictionary()
+        self._unfit: WeakKeyDictionary[ForwardProgram, str] = WeakKeyDictionary()
+        self._reliances: WeakKeyDictionary[Any, Reliance] = WeakKeyDictionary()
+        self._new: ForwardProgram | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self._mode
+        if not _is_on(mode):
+            return self._model(*args, **kwargs)
+        mode.look(f"a call of {self._name}")
+        with disable_current_modes():
+            self._new = None
+            owned, copies = self._owned(args, kwargs)
+            found = self._captured.covered(*owned, self._may_wait)
+            if found is not None:
+                waiting = WaitingCall(
+                    mode, self._captured, self._reliance_of, self._ran, *found, copies
+                )
+                result = waiting.results(self._forms[found[0]])
+                mode.call = waiting
+                return result
+        self._ran["at once"] += 1
+        before = self._captured.stats.replays
+        result = self._captured(*args, **kwargs)
+        if self._new is not None and self._captured.stats.replays == before + 1:
+            self._learn(self._new, result)
+        return result
+
+    def _owned(self, args: Any, kwargs: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+        """The arguments, and those on memory of numpy or of other processes, where anybody may write, with copies."""
+        leaves, spec = arguments.flatten(args, kwargs)
+        copies = [
+            (leaf, leaf.detach().clone())
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and not leaf.requires_grad and self._is_foreign(leaf)
+        ]
+        if not copies:
+            return (args, kwargs), []
+        new = {id(leaf): copy for leaf, copy in copies}
+        return unflatten_result([new.get(id(leaf), leaf) for leaf in leaves], spec), copies
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return not storage.resizable() or storage.is_shared() or self._mode.has_escaped([tensor])
+
+    def _may_wait(self, cached: ForwardProgram, call: Call) -> bool:
+        """Whether this call may wait; else it runs at once."""
+        if cached in self._unfit:
+            return False
+        if cached not in self._forms:
+            self._new = cached  # its results are learned from its first replay
+            return False
+        tensors = [t for t in call.inputs if isinstance(t, Tensor)]
+        if self._mode.has_escaped(tensors) or torch.is_autocast_enabled("cuda"):
+            return False
+        leaves = [source.resolve(call) for source in cached.parameters]
+        # Autograd would call their hooks now.
+        return all(isinstance(leaf, _PLAIN) for leaf in call.leaves) and not any(
+            table for leaf in leaves for table in hook_tables(leaf)
+        )
+
+    def _learn(self, cached: ForwardProgram, result: Any) -> None:
+        """Note what a forward returns, from a replay, or why its calls cannot wait."""
+        leaves = flatten_result(result)[0]
+        roles = cached.program.outputs[: len(leaves)]
+        try:
+            if why := _why_not(cached):
+                raise NoDescription(why)
+            taken: set[int] = set()
+            pairs = zip(leaves, roles, strict=True)
+            self._forms[cached] = [_form(leaf, role, taken) for leaf, role in pairs]
+        except (NoDescription, NotImplementedError, RuntimeError) as error:
+            self._unfit[cached] = str(error) or "returns a tensor that is not plain and dense"
+
+    def _reliance_of(self, each: ForwardProgram | BackwardProgram) -> Reliance:
+        if each not in self._reliances:
+            # A forward reads no gradients; whether there are any may change before its backward.
+            but = (SlotGuard,) if isinstance(each, ForwardProgram) else ()
+            self._reliances[each] = Reliance(each.program, but)
+        return self._reliances[each]
+
+    def explain(self) -> str:
+        """How its calls ran, and why those that cannot wait cannot."""
+        ran = ", ".join(f"{count} {how}" for how, count in self._ran.items()) or "none"
+        why = "".join(f"\n    runs at once: it {reason}" for reason in set(self._unfit.values()))
+        return f"calls of {self._name}: {ran}{why}"
+
+
+class LazyOptimizer:
+    """What `lazy.optimizer(optimizer)` returns: its step runs what waits; attributes are the optimizer's."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, mode: LazyMode, options: CaptureOptions
+    ) -> None:
+        self._optimizer, self._mode, self._options = optimizer, mode, options
+        self._alone = CapturedStep(_named(_step, "step", optimizer), options)
+        self._joints: dict[CapturedForward, CapturedStep] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_optimizer"], name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step. closure: as of `torch.optim`; with one, nothing waits in the call."""
+        mode = self._mode
+        if closure is not None or not _is_on(mode):
+            return self._optimizer.step(*([] if closure is None else [closure]))
+        call = mode.call
+        if isinstance(call, WaitingCall) and call.has_backward:
+            joint = self._joint(call.captured)
+            with disable_current_modes():
+                holds = joint.asks_nobody and call.still_holds()
+            if holds:
+                mode.run_call(call, lambda: call.run_in(joint))
+                return None
+        mode.look("optimizer.step()")
+        return self._alone()
+
+    def _joint(self, forward: CapturedForward) -> CapturedStep:
+        if forward not in self._joints:
+            made = _named(_iteration, "iteration", forward.callable, self._optimizer)
+            self._joints[forward] = CapturedStep(made, self._options)
+        return self._joints[forward]
+
+    def explain(self) -> str:
+        """The programs of whole iterations, and those of the step alone."""
+        lines = [
+            line
+            for step in (*self._joints.values(), self._alone)
+            for line in step.explain().splitlines()
+        ]
+        return "\n".join(line for line in lines if not line.startswith("   "))  # no list of inputs
+
+
+def _iteration(
+    model: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    args: Any,
+    kwargs: Any,
+    tangents: Any,
+    numbers: Any,
+    autocast: Any,
+) -> list[Tensor]:
+    """Forward, backward and the optimizer's step, as one step. numbers: of the results that somebody holds."""
+    with torch.enable_grad():
+        with entered(autocast):
+            result = model(*args, **kwargs)
+        leaves = flatten_result(result)[0]
+        outputs = {id(leaf): leaf for leaf in leaves if is_output(leaf)}
+        pairs = zip(outputs.values(), tangents, strict=True)
+        roots = [(leaf, tangent) for leaf, tangent in pairs if tangent is not None]
+        torch.autograd.backward([leaf for leaf, _ in roots], [t for _, t in roots])
+    optimizer.step()
+    return [leaves[number].detach() for number in numbers]
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def _named(function: Callable[..., Any], name: str, *args: Any) -> Callable[..., Any]:
+    """A function of its own, since `CapturedStep` takes over the attributes of what it captures."""
+    made: Any = functools.partial(function, *args)
+    made.__name__ = name
+    found: Callable[..., Any] = made
+    return found
+
+
+def _is_on(mode: LazyMode) -> bool:
+    """Whether the block is active, and nothing else sees the ops of a call."""
+    modes = current_modes()
+    return len(modes) == 1 and modes[0] is mode and not mode.suspended
+
+
+def _why_not(cached: ForwardProgram) -> str | None:
+    """Why calls of a forward cannot wait; None if they can."""
+    if any(
+        is_random(n) and not draws_nothing(n.target, n.args) for n in cached.program.graph.nodes
+    ):
+        return "draws random numbers, which others may draw before it would run"
+    if cached.program.value_guards:
+        return "reads numbers from tensors"
+    effects = cached.effects
+    in_python = (effects.assigned, effects.orders, effects.indices, cached.python_effects)
+    if cached.slots or any(in_python):
+        return "changes objects of Python"
+    written = {action.input for action in cached.program.epilogue} | set(cached.program.writes)
+    if any(isinstance(cached.program.inputs[i].source, Argument) for i in written):
+        return "writes to its arguments"
+    return None
+
+
+def _form(leaf: Any, role: Any, taken: set[int]) -> NewTensor | Constant:
+    """What a result is: a tensor on a storage of its own, or a constant."""
+    if isinstance(role, Constant) and isinstance(role.value, _PLAIN):
+        return role
+    found = description(leaf, [], taken, []) if isinstance(role, Result) else None
+    if not isinstance(found, NewTensor):
+        raise NoDescription
+    return found
