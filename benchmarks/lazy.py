@@ -78,8 +78,8 @@ def measure(subject: Subject, runs: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in contexts}
     losses: dict[str, list[float]] = {name: [] for name in contexts}
     for group in range(-WARM_UP, runs):
-        size = (GROUP, subject.batch, subject.sequence)
-        batches = torch.randint(VOCABULARY, size, generator=generator)
+        size = (subject.batch, subject.sequence)
+        batches = [torch.randint(VOCABULARY, size, generator=generator) for _ in range(GROUP)]
         gc.collect()
         for name, context in contexts.items():
             with context:

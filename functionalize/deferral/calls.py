@@ -74,8 +74,8 @@ class LazyModule:
         mode.look(f"a call of {self._name}")
         with disable_current_modes():
             self._new = None
-            owned, copies = self._owned(args, kwargs)
-            found = self._captured.covered(*owned, self._may_wait)
+            (positional, named), copies = self._owned(args, kwargs)
+            found = self._captured.covered(positional, named, self._may_wait)
             if found is not None:
                 waiting = WaitingCall(
                     mode, self._captured, self._reliance_of, self._ran, *found, copies

@@ -125,10 +125,10 @@ def by_calls_and_eager(steps: int) -> tuple[list[str], list[str], int, int, str]
 def test_a_loop_by_calls(request: pytest.FixtureRequest) -> None:
     """The same with the model and the optimizer as calls; some ranks run them apart while others run them together."""
     every = request.config.getoption("--fuzz-long")
-    first, second = run_on_ranks(by_calls_and_eager, 20 if every else 12)
+    first, second = run_on_ranks(by_calls_and_eager, 20 if every else 14)
     for wrong, _, replays, made, text in (first, second):
         assert wrong == [], text
-        assert replays >= 2, text
+        assert replays >= 1, text
         # two lengths in training and one in evaluation, each once alone and once with the step; the step alone
         assert made <= 8, text
     assert first[1] != second[1] or first[2] != second[2]
