@@ -58,7 +58,7 @@ HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
     (threading.Thread, "start"),
     (os, "write"),
     (socket.socket, "send"),
-    *((torch.Tensor, name) for name in ("__repr__", "__reduce_ex__", "__dlpack__")),
+    *((torch.Tensor, name) for name in ("__repr__", "__reduce_ex__", "__dlpack__", "data_ptr")),
     *((owner, "save") for owner in (torch, torch.serialization)),
     (clip_grad, "float"),
     *((torch, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")),

@@ -59,11 +59,13 @@ from functionalize.util.patching import Patch, Patches
 # How Python reads a tensor without an op, and what to do instead.
 _READS = {
     "numpy": ("by .numpy()", "use .item()"),
+    "data_ptr": ("by .data_ptr()", "compare tensors by `is`"),
     "tolist": ("by .tolist()", "use .item()"),
     "__dlpack__": ("by .__dlpack__()", "use .item()"),
     "__repr__": ("as text", "return the tensor, and make the text outside the step"),
     "__reduce_ex__": ("by pickling it", "return the tensor, and save it outside the step"),
 }
+_OF_TORCH = ("torch.", "functionalize.")  # which decide nothing else by an address
 
 
 class Watcher(TorchDispatchMode):
@@ -243,11 +245,15 @@ def _watched_read(name: str) -> Any:
     how, instead = _READS[name]
 
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if name != "__reduce_ex__" or sys._getframe(1).f_globals is not vars(copy):
-            if name == "tolist" and (found := number_patches.listed(_checked_recorders(), self)):
-                return found
-            for checks in recorded_checks():
-                checks.note_python_read(self, how, instead)
+        reader = sys._getframe(1).f_globals
+        if (name == "__reduce_ex__" and reader is vars(copy)) or (
+            name == "data_ptr" and str(reader.get("__name__")).startswith(_OF_TORCH)
+        ):
+            return original(self, *args, **kwargs)
+        if name == "tolist" and (found := number_patches.listed(_checked_recorders(), self)):
+            return found
+        for checks in recorded_checks():
+            checks.note_python_read(self, how, instead)
         return original(self, *args, **kwargs)
 
     read.__doc__ = original.__doc__

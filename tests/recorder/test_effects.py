@@ -302,6 +302,7 @@ for _ in range(6):
         (lambda x: f"{nn.Parameter(x.sum())}", "as text"),
         (repr, "as text"),
         (lambda x: x.tolist(), "by .tolist()"),
+        (lambda x: x.data_ptr(), "by .data_ptr()"),
         (lambda x: np.asarray(x).sum(), "by .numpy()"),
         (lambda x: np.from_dlpack(x).sum(), "by .__dlpack__()"),
         (pickle.dumps, "by pickling it"),
