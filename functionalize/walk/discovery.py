@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from functionalize._compat.autograd import hook_functions
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
@@ -48,8 +49,7 @@ def walked(
     while True:
         state = PythonState(known, False, hooks_run_outside, roots_only, live)
         before = known.size
-        state.probes.add_start(args)
-        state.walk(_starts(fn, args, names))
+        _walk(state, fn, args, names)
         if known.size == before:
             break
     state.names = known.copy()
@@ -63,9 +63,7 @@ def walked_again(
 ) -> PythonState:
     """The same walk at another time. is_replay: only the facts of the state are wanted."""
     state = PythonState(before.names, is_replay, before.hooks_run_outside, live=before.live)
-    starts = _starts(fn, args, before.roots.arguments or None)
-    state.probes.add_start(args)
-    state.walk(starts, before.late)
+    _walk(state, fn, args, before.roots.arguments or None, before.late)
     return state
 
 
@@ -103,18 +101,23 @@ def note_optimizer(fn: Callable[..., Any]) -> None:
     _names_of(fn).steps_optimizers = True
 
 
-def _starts(
-    fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str] | None
-) -> list[Visit]:
-    named = zip(_argument_names(args, names), args, strict=True)
-    return [
-        Visit((), "", fn),
-        *(
-            Visit(((), n), n, a)
-            for n, a in named
-            if type(a) not in PLAIN and not issubclass(type(a), Tensor)
-        ),
-    ]
+def _walk(
+    state: PythonState,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    names: Sequence[str] | None,
+    late: Sequence[tuple[str, Any]] = (),
+) -> None:
+    state.probes.add_start(args)
+    visits = [Visit((), "", fn)]
+    for name, leaf in zip(_argument_names(args, names), args, strict=True):
+        if not issubclass(type(leaf), Tensor):
+            if type(leaf) not in PLAIN:
+                visits.append(Visit(((), name), name, leaf))
+        elif not state.hooks_run_outside and (hooks := hook_functions(leaf)):
+            visits.append(Visit(((), f"{name}.hooks"), "hook", tuple(hooks)))
+            state.probes.give_up()  # the next argument is another tensor, with hooks of its own
+    state.walk(visits, late)
 
 
 def _argument_names(args: Sequence[Any], names: Sequence[str] | None) -> list[str]:

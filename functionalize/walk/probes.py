@@ -10,13 +10,13 @@ float computed again) makes the test fail, and the walk decides.
 State of C code without attributes (arrays, buffers) is read again. Python modules are compared in the names that code
 reads, and by their number of names. Hooks on modules that had none are left to `ModuleGuard`.
 
-Invariant: `hold` never returns True if a fact has changed; no tensor is kept alive, and nor is the object of a weak
-reference: where there is one, a walk compares at every call.
+Invariant: `hold` never returns True if a fact has changed. No tensor and no weakly held object is kept alive.
 """
 
 from __future__ import annotations
 
 import abc
+import sys
 import types
 import weakref
 from collections import OrderedDict
@@ -87,9 +87,12 @@ class Probes:
     def add(self, value: Any, parts: Parts) -> None:
         """An object, and what it consisted of."""
         kind = type(value)
+        if issubclass(kind, type):
+            self.add_class_parts(value, parts.held)
+            return self.add_class_parts(kind, parts.held)
         is_fixed = kind in _FIXED and (kind is not types.MethodType or parts.fact == WHOLE)
         if is_fixed or self._is_given_up:
-            return
+            return None
         if parts.attributes is not None:
             self._kinds.append((value, kind))
             plain = type.__getattribute__(kind, "__getattribute__") is object.__getattribute__
@@ -107,9 +110,11 @@ class Probes:
             self.add_names(
                 value.__globals__, [p for p in parts.held if _is_in(p, value.__globals__)]
             )
-            for table in (vars(value), value.__kwdefaults__ or {}):
-                if table:
-                    self.add_table(table)
+            for part in parts.held:
+                if _is_in(part, sys.modules):
+                    self.add_value(partial(sys.modules.get, part.key))
+            for table in filter(None, (vars(value), value.__kwdefaults__)):
+                self.add_table(table)
         elif kind is list:
             self.add_list(value)
         elif kind is dict:
@@ -122,6 +127,7 @@ class Probes:
         else:
             tokens = [self._token(part.value, part.place) for part in parts.held]
             self._looks.append((value, parts.fact, tokens, [part.is_named for part in parts.held]))
+        return None
 
     def add_list(self, items: list[Any]) -> None:
         """A list."""

@@ -52,7 +52,6 @@ from functionalize.walk.parts import (
     Held,
     Is,
     Part,
-    Parts,
     Visit,
     attribute,
     attributes_of_tensor,
@@ -205,7 +204,7 @@ class PythonState:
             return None
         self._note(visit, parts.fact)
         if visit.is_fact and visit.moving is None:
-            self._probe(value, parts)
+            self.probes.add(value, parts)
         leads_to = type(value()) if issubclass(kind, weakref.ReferenceType) else type(None)
         if not issubclass(leads_to, (*_KEPT, type(None))):
             self.probes.give_up()
@@ -278,13 +277,6 @@ class PythonState:
             for part in parts:
                 self._push(Visit(visit.path, visit.name, None, moving=visit.moving), part)
 
-    def _probe(self, value: Any, parts: Parts) -> None:
-        if issubclass(type(value), type):
-            self.probes.add_class_parts(value, parts.held)
-            self.probes.add_class_parts(type(value), parts.held)
-        else:
-            self.probes.add(value, parts)
-
     # -- tensors, modules and optimizers -----------------------------------------------------------
 
     def _keep(self, visit: Visit, value: Any) -> None:
@@ -299,6 +291,8 @@ class PythonState:
             if id(value) not in self._searched or not visit.is_fact:
                 self.roots.tensors.append((visit.name, visit.place, value))
             self._note(visit, InPlace(kind, visit.place.home))
+            if visit.is_fact:
+                self._hooks_of(visit, "hooks", value)
             return self._attributes_of_tensor(visit, value)
         self._note(visit, Identity(weakref.ref(value), kind))
         if is_loose:
@@ -343,14 +337,16 @@ class PythonState:
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             self._attributes_of_tensor(Visit((visit.path, key), key, tensor), tensor)
         for key, parameter in module._parameters.items():
-            if parameter is None or (
-                self.hooks_run_outside and not hasattr(parameter, "device_mesh")
-            ):
-                continue
-            for hooks_of_parameter in hook_tables(parameter):
-                self.probes.add_table(hooks_of_parameter)
-            if found := hook_functions(parameter):
-                self._push(visit, Part(f"{key}.hooks", tuple(found), "hook"))
+            self._hooks_of(visit, f"{key}.hooks", parameter)
+
+    def _hooks_of(self, visit: Visit, key: str, leaf: Tensor | None) -> None:
+        """The hooks on the gradient of a leaf tensor, that run in the step."""
+        if leaf is None or (self.hooks_run_outside and not hasattr(leaf, "device_mesh")):
+            return
+        for table in hook_tables(leaf):
+            self.probes.add_table(table)
+        if found := hook_functions(leaf):
+            self._push(visit, Part(key, tuple(found), "hook"))
 
     def _attributes_of_tensor(self, visit: Visit, tensor: Tensor | None) -> None:
         """What a script has assigned to a tensor: `p.lr_scale = 2`, as far as code names it."""
@@ -388,6 +384,9 @@ class PythonState:
         for key in vars(optimizer):
             if key not in _OF_EVERY_OPTIMIZER:
                 self._push(visit, attribute(vars(optimizer), key))
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                self._hooks_of(visit, f"{g}.{i}.hooks", parameter)
         self.probes.add_attribute(optimizer, "__dict__")
         self.probes.add_table(vars(optimizer))
         self.probes.add_optimizer(optimizer, partial(state_numbers, live=self.live))
