@@ -49,6 +49,7 @@ _PLAIN = (
     fsdp.FSDPTensor,
     fsdp_state.Place,
     ModeGuard,
+    guards.MetadataGuard,
     guards.SlotGuard,
     HyperparameterNumber,
     SharedGuard,

@@ -86,9 +86,9 @@ def _on_one_storage(a: Tensor, b: Tensor) -> bool:
 def _unguarded_aliases(spec: InputSpec, places: Sequence[AliasPlace]) -> Iterator[AliasPlace]:
     """The aliases of an input that no other guard compares."""
     seen = {place.tensor for place in places if place.source is spec.source}
-    managed = {place.tensor for place in places if isinstance(_outer(place.source), FSDPTensor)}
+    managed = {place.tensor for place in places if isinstance(outermost(place.source), FSDPTensor)}
     for place in places:
-        outer = _outer(place.source)
+        outer = outermost(place.source)
         if isinstance(outer, ModuleTensor) and place.tensor in managed:
             continue  # `FSDPStateGuard` compares which parameter is registered here
         known = place.tensor in seen and isinstance(outer, (OptimizerParameter, FSDPTensor))
@@ -97,7 +97,8 @@ def _unguarded_aliases(spec: InputSpec, places: Sequence[AliasPlace]) -> Iterato
         seen.add(place.tensor)
 
 
-def _outer(source: Source) -> Source:
+def outermost(source: Source) -> Source:
+    """The source of the wrapper around an inner tensor; else the source itself."""
     while isinstance(source, Inner):
         source = source.of
     return source

@@ -255,7 +255,7 @@ def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
     for name, source, value in found:
         if not isinstance(value, Tensor) or (at := address(value)) in seen:
             continue
-        if _may_have_grad(source, value):
+        if may_have_grad(value):
             seen.add(at)
             yield name, source, value
 
@@ -315,7 +315,8 @@ def assign(call: Call, slots: Sequence[Slot], values: Sequence[Tensor | None]) -
             slot.assign(call, value)
 
 
-def _may_have_grad(source: Source, value: Tensor) -> bool:
+def may_have_grad(value: Tensor) -> bool:
+    """Whether a step may assign the `.grad` of a tensor."""
     return value.is_leaf and (value.requires_grad or isinstance(value, nn.Parameter))
 
 

@@ -1,8 +1,8 @@
-"""Guards of a training step on facts that are no tensors: hyperparameters, train/eval, presence of gradients."""
+"""Guards of a training step on facts beside its inputs: hyperparameters, train/eval, gradients, metadata of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from functionalize._compat.autograd import HOOKS_OF_TENSORS, hooks_of
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call, Source, watch
+from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.state.hyperparameters import Key, is_liftable
 from functionalize.state.sources import Slot
+from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
@@ -176,6 +178,45 @@ class ParameterGuard:
                 return f"`{name}` {'no longer requires' if was else 'now requires'} a gradient"
             if _grad_dtype(source, now) != dtype:
                 return f"`{name}` has the grad_dtype {_grad_dtype(source, now)}, had {dtype}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MetadataGuard:
+    """Tensors that are no inputs have the metadata that they had: Python may read `buffer.shape` alone.
+
+    places: of each its name, source and geometry, its device, and whether it requires a gradient.
+    """
+
+    places: tuple[tuple[str, Source, Geometry, torch.device, bool], ...]
+
+    @staticmethod
+    def of(places: Sequence[tuple[str, Source, Geometry]], call: Call) -> Iterator[MetadataGuard]:
+        """The guard, or nothing if there are no places. A place that holds nothing any more is left out."""
+        found = []
+        for place in places:
+            try:
+                tensor = place[1].resolve(call)
+                found.append((*place, tensor.device, tensor.requires_grad))
+            except (LookupError, AttributeError):
+                continue
+        if found:
+            yield MetadataGuard(tuple(found))
+
+    def failure(self, call: Call) -> str | None:
+        for name, source, geometry, device, requires_grad in self.places:
+            try:
+                now = source.resolve(call)
+            except (LookupError, AttributeError):
+                return f"`{name}` is gone"
+            if not isinstance(now, Tensor):
+                return f"`{name}` is {with_article(type(now).__name__)}, was a tensor"
+            if geometry_of(now) != geometry:
+                return f"`{name}` is {geometry_of(now)}, was {geometry}"
+            if now.device != device:
+                return f"`{name}` is on {now.device}, was on {device}"
+            if now.requires_grad != requires_grad:
+                return f"`{name}` {'no longer requires' if requires_grad else 'now requires'} a gradient"
         return None
 
 

@@ -43,7 +43,6 @@ from functionalize.calls.late_numbers import check_not_needed
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
-from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
 from functionalize.ir.inputs import Call, Captured, chain_of
 from functionalize.ir.ops import OpRecord, refs_in, storages_in
 from functionalize.ir.outputs import Constant, OutputRole
@@ -54,7 +53,6 @@ from functionalize.recorder.op_kinds import kind_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.run.boxed import boxed
-from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.arguments import hidden
 from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable
@@ -294,7 +292,11 @@ class StepRecording:
             *self.recorder.calls.facts,
             *program.facts,
         )
-        program.guards = (*input_guards(program, storages, self.entry), *early)
+        program.guards = (
+            *self.entry.guards_on_tensors(program.inputs, storages),
+            *self.entry.guards_on_metadata(storages),
+            *early,
+        )
         self.entry.python_state.state.forget_slots()
         return program
 
@@ -384,16 +386,3 @@ def _is_changeable(value: Any) -> bool:
     kind = type(value)
     array = kind.__module__ == "numpy" and kind.__name__ == "ndarray"
     return array or kind in (set, bytearray, types.SimpleNamespace)
-
-
-def input_guards(program: Program, storages: tuple[int, ...], entry: EntryState) -> Iterator[Guard]:
-    """Guards on the first inputs: their geometry, which inputs alias, and other aliases of their storages.
-
-    storages: the serial numbers of the storages of these inputs.
-    """
-    inputs = program.inputs[: len(storages)]
-    for i, spec in enumerate(inputs):
-        yield TensorGuard(i, spec)
-    if inputs:
-        yield AliasGuard(storages, tuple(spec.name for spec in inputs))
-    yield from SharedGuard.of(inputs, [entry.places.shared.get(s, []) for s in storages])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -24,10 +25,11 @@ from functionalize._compat.graphs import pytree
 from functionalize._compat.references import address
 from functionalize.audit.signature import StateAround
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState
-from functionalize.ir.guards import ConstantGuard, Guard, frozen_constant
-from functionalize.ir.inputs import Argument, Call, Source, chain_of
+from functionalize.ir.guards import AliasGuard, ConstantGuard, Guard, TensorGuard, frozen_constant
+from functionalize.ir.inputs import Argument, Call, InputSpec, Source, chain_of
 from functionalize.ir.outputs import SourceItself
 from functionalize.recorder.recorder import Recorder
+from functionalize.state.alias_guard import SharedGuard, outermost
 from functionalize.state.arguments import flatten_result
 from functionalize.state.dropped_gradients import watch
 from functionalize.state.hyperparameters import Key, liftable
@@ -36,16 +38,20 @@ from functionalize.state.moving_state import MovingPlaces, moved, with_live_plac
 from functionalize.state.python_effects import PythonEffect, unrepeatable
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.state.sources import (
+    GroupTensor,
     Inner,
     ModuleTensor,
+    OptimizerState,
     Slot,
     changed_slots,
+    may_have_grad,
     module_tensors,
     parameters,
     plain_attributes,
 )
 from functionalize.state.step_guards import (
     HyperparameterGuard,
+    MetadataGuard,
     ModuleGuard,
     ParameterGuard,
     SlotGuard,
@@ -53,8 +59,10 @@ from functionalize.state.step_guards import (
 )
 from functionalize.state.storage_places import Places
 from functionalize.util.tensor_wrappers import address_of, plain_tensors
+from functionalize.walk.code_uses import is_only_stored
 from functionalize.walk.discovery import note_optimizer, walked, walked_again
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
+from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
 
 # A tensor that the step must not replace: its name, its source, the tensor, the address of its storage.
@@ -145,6 +153,49 @@ class EntryState:
     def modules(self) -> ModuleGuard:
         """The guard on modules."""
         return next(fact for fact in self.facts if isinstance(fact, ModuleGuard))
+
+    def guards_on_tensors(
+        self, inputs: Sequence[InputSpec], storages: Sequence[int]
+    ) -> Iterator[Guard]:
+        """Guards on the first inputs: their geometry, which of them alias, and other aliases of their storages.
+
+        storages: the serial numbers of the storages of these inputs.
+        """
+        inputs = inputs[: len(storages)]
+        for i, spec in enumerate(inputs):
+            yield TensorGuard(i, spec)
+        if inputs:
+            yield AliasGuard(tuple(storages), tuple(spec.name for spec in inputs))
+        yield from SharedGuard.of(inputs, [self.places.shared.get(s, []) for s in storages])
+
+    def guards_on_metadata(self, storages: Sequence[int]) -> Iterator[Guard]:
+        """Guards on whether inputs that are no parameters require a gradient, and on the geometry of other tensors.
+
+        Not on what FSDP2 keeps, which `FSDPStateGuard` compares, and not on places that the step moves, or that it
+        only assigns: what was left there may have any size. storages: the serial numbers of the storages of the inputs.
+        """
+        shared, inputs = self.places.shared, set(storages)
+        used = {place.tensor for s in inputs for place in shared.get(s, ())}
+        buffers = [
+            (name, source, value)
+            for name, source, value, _ in self.fixed
+            if not may_have_grad(value) and any(address(t) in used for t in plain_tensors(value))
+        ]
+        if buffers:
+            yield ParameterGuard.of(buffers)
+        state, swapped = self.python_state.state, self.fsdp.tables()
+        only_stored = cache(partial(is_only_stored, state.names.codes))  # layers have equal names
+
+        def is_read(source: Source) -> bool:
+            if isinstance(source, Held):
+                return source.place not in state.live.values and not only_stored(source.key)
+            if isinstance(source, ModuleTensor):
+                return (id(source.entries), source.name) not in swapped
+            return isinstance(source, (OptimizerState, GroupTensor))
+
+        others = (place for s, places in shared.items() if s not in inputs for place in places)
+        found = [(p.name, p.source, p.geometry) for p in others if is_read(outermost(p.source))]
+        yield from MetadataGuard.of(found, Call(self.leaves, []))
 
     def settle_hooks(self, recorder: Recorder) -> None:
         """The run has ended: the hooks on all optimizers are guarded if it has called one's `step`, and then only."""

@@ -43,7 +43,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.state.sources import Slot
 from functionalize.state.step_guards import SlotGuard
-from functionalize.step.recording import StepRecording, input_guards
+from functionalize.step.recording import StepRecording
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
 from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.pair import ForwardProgram
@@ -252,7 +252,11 @@ class JointRecording(StepRecording):
         entry = self.end.entry
         changing = (FSDPStateGuard(entry.fsdp), entry.slot_guard)
         program.facts = (*changing, *entry.facts, entry.python_state, *program.facts)
-        program.guards = (*input_guards(program, storages, entry), *half.early_guards)
+        program.guards = (
+            *entry.guards_on_tensors(program.inputs, storages),
+            *entry.guards_on_metadata(storages),
+            *half.early_guards,
+        )
         return program
 
     def _backward(self, builder: PairBuilder, cut: Split, half: Half, forward: Program) -> Program:
@@ -267,7 +271,10 @@ class JointRecording(StepRecording):
         slots = [(n, s) for n, s in self.later.slots if self._uses_slot(program, s)]
         changing = (FSDPStateGuard(self.expected), self._slot_guard(slots))
         program.facts = (*changing, *self.later.facts, *program.facts)
-        program.guards = (*input_guards(program, storages, self.later), *half.early_guards)
+        program.guards = (
+            *self.later.guards_on_tensors(program.inputs, storages),
+            *half.early_guards,
+        )
         return program
 
     def _slot_guard(self, slots: Sequence[tuple[str, Slot]]) -> SlotGuard:

@@ -1,6 +1,7 @@
 """How code uses one name, by its bytecode: whether it only appends to it, where it changes it, what it stores.
 
     only_appended(codes, "losses")     True for `self.losses.append(x)` alone, False as soon as code reads it otherwise
+    is_only_stored(codes, "last")      True for `self.last = x` alone
     only_appended(codes, "history", True)     the same for `self.history["loss"].append(x)`
     lines_of_changes(codes, "n")       ["train.py:12, in step: self.n += 1"]
     lines_of_uses(codes, "rng")        ["train.py:13, in step: x = x * self.rng.random()"]
@@ -16,6 +17,7 @@ import functools
 import linecache
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from functionalize.walk.code_names import codes_of
 
@@ -59,6 +61,17 @@ def only_appended(codes: Iterable[types.CodeType], name: str, in_table: bool = F
             if not then or then[0].opname != _METHOD or then[0].argval != "append":
                 return False
     return True
+
+
+def is_only_stored(codes: Iterable[types.CodeType], name: Any) -> bool:
+    """Whether code assigns a name, and uses it nowhere else."""
+    uses = {
+        step.opname
+        for code in _every(codes)
+        for step in _steps(code)
+        if step.argval == name and step.opname not in _LOCAL
+    }
+    return not _NO_READ.isdisjoint(uses) and uses <= _NO_READ
 
 
 def _is_load(step: dis.Instruction) -> bool:

@@ -23,13 +23,13 @@ class Guarded(World):
 
     def __init__(self) -> None:
         super().__init__()
-        self.factor, self.weights = 1.0, {"main": 1.0}
+        self.factor, self.weights, self.one = 1.0, {"main": 1.0}, torch.ones(1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
     def step(self, x: Tensor, y: Tensor, options: Any) -> Tensor:
         y = y[0] if isinstance(y, list) else y
         loss = (
-            self.model(x) * options["scale"] * self.factor * self.weights["main"]
+            self.model(x) * options["scale"] * self.factor * self.weights["main"] * len(self.one)
         ).square().mean() + y.sum()
         if loss.item() > 1000:
             loss = loss * 0.5
@@ -170,6 +170,11 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "parameter": ("ParameterGuard", "another parameter", {"change": halve_the_weight}),
     "buffer": ("TensorGuard", "mean` is float32", {"change": replace_the_buffer}),
     "storage": ("TensorGuard", "holds 36 bytes", {"change": enlarge_the_buffer}),
+    "unread tensor": (
+        "MetadataGuard",
+        "one` is float32[2]",
+        {"change": attribute("one", torch.ones(2))},
+    ),
     "gradients": ("SlotGuard", "grad` is there", {"change": leave_a_gradient}),
     "nesterov": ("HyperparameterGuard", "nesterov", {"change": hyperparameter(nesterov=True)}),
     "kind of lr": ("HyperparameterGuard", "lr = <class 'int'>", {"change": hyperparameter(lr=1)}),
