@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from tests.walk.cases import put
-from tests.walk.test_hidden_values import faithful
+from tests.walk.trainer import faithful
 
 ROWS = torch.ones(3, 4)
 
