@@ -293,7 +293,7 @@ def items_of(made: Any, built: Any, size: int) -> Items | None:
 
 
 def idle_dimensions(world: World, members: Mapping[str, Sequence[int]]) -> list[str]:
-    """A remark on each dimension of a world's mesh over which the step communicates nothing.
+    """Remarks: each dimension of a world's mesh over which nothing is communicated; a mesh that no group follows.
 
     members: process group -> its ranks, of the groups in which the program communicates.
     """
@@ -311,6 +311,9 @@ def idle_dimensions(world: World, members: Mapping[str, Sequence[int]]) -> list[
                 f"nothing is sharded or communicated over the dimension `{name}` of the mesh: its {length:,} ranks "
                 "do the same"
             )
+    several = sum(length > 1 for length in mesh.shape) > 1
+    if several and members and all(len(ranks) == world.size for ranks in members.values()):
+        found.append("the mesh is not used: all that is communicated is over all ranks, as without")
     return found
 
 

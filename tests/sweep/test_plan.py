@@ -201,6 +201,10 @@ def test_throughput_and_ranks_that_share_a_batch():
     assert "tokens/s/rank" in shared.text()
     assert "over the dimension `tp` of the mesh: its 4 ranks do the same" in shared.text()
     assert "do the same" not in planned(world=2).text()
+    assert "the mesh is not used" not in shared.text() + planned(world=8).text()
+    unused = planned(mesh={"dp": 2, "tp": 4})  # sharded over all 8 ranks
+    assert unused.text().count("the mesh is not used: all that is communicated is over all") == 1
+    assert unused.rows()[0]["sent"] == planned(world=8).rows()[0]["sent"] > 0
 
 
 def test_resharding_to_some_ranks():
