@@ -21,9 +21,6 @@ from torch._ops import (  # `torch.cond` and its like, which a mode on a stack o
 )
 from torch.autograd import profiler
 from torch.overrides import _pop_mode_temporarily as _without_function_mode  # torch 2.0 to 2.15
-from torch.utils._mode_utils import (  # to change a wrapper subclass and not its inner tensors
-    no_dispatch,
-)
 from torch.utils._python_dispatch import (  # the only interception of ops below autograd
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -36,8 +33,6 @@ from torch.utils._python_dispatch import (  # which recorder is active in this t
     _get_dispatch_stack_at as _mode_at,
 )
 from torch.utils._python_dispatch import _len_torch_dispatch_stack as _count_modes
-
-from functionalize._compat.fakes import FakeTensorMode
 
 __all__ = [
     "HigherOrderOperator",
@@ -104,11 +99,8 @@ def load_resize_op() -> None:
     importlib.import_module("torch._inductor.inductor_prims")
 
 
-def plain_kernels(mode: FakeTensorMode) -> AbstractContextManager[Any]:
-    """A context: ops on fake tensors run on the underlying meta tensors, without the fake mode (2.11 to 2.13)."""
-    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
-
-    return in_kernel_invocation_manager(mode)
+no_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
+"""A context: no mode sees the ops inside; those on a wrapper subclass change it, and not its inner tensors."""
 
 
 def op_overrides(namespace: str) -> AbstractContextManager[Any]:

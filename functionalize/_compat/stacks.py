@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 from torch._C._profiler import (  # makes the content of a CapturedTraceback
     gather_traceback as _gather,
+)
+from torch._C._profiler import (  # its frames
+    symbolize_tracebacks as _symbolize,
 )
 from torch.utils._traceback import (  # a stack that is symbolised lazily
     CapturedTraceback,
@@ -27,6 +32,16 @@ _ENGINE_CODE = (
 def stack_here() -> CapturedTraceback:
     """`CapturedTraceback.extract()` in a third of the time: it imports the module at every call."""
     return CapturedTraceback(_gather(True, False, False), 1)  # Python frames; names cost a third
+
+
+def symbolized(stacks: Sequence[CapturedTraceback]) -> list[list[dict[str, Any]]]:
+    """The frames of stacks (`filename`, `line`, `name`), innermost first; those that are equal are one dict.
+
+    The stacks of a recording consist of few frames: together they take a hundredth of the time that each alone takes.
+    """
+    held = [stack for stack in stacks if stack.tb is not None]
+    found = iter(_symbolize([stack.tb for stack in held]))
+    return [[] if stack.tb is None else next(found)[stack.skip :] for stack in stacks]
 
 
 def entered_frame() -> FrameType | None:

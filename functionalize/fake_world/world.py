@@ -57,6 +57,7 @@ from functionalize._compat.fakes import (
 )
 from functionalize._compat.fsdp import fully_sharded_chunks
 from functionalize._compat.graphs import pytree
+from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.errors import WorldError
 from functionalize.fake_world import fake_queries
@@ -92,6 +93,7 @@ _ASSUMED: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
         **dict.fromkeys((aten.view.default, aten.reshape.default), _same_as_first),
     }
 )
+_ASSUMED_AT = types.MappingProxyType({address(op): rule for op, rule in _ASSUMED.items()})
 _DEVICE = torch.ops.prim.device.default
 _MOST_RANKS = 2**20  # the largest real integer tensor that still counts as a list of ranks
 _NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
@@ -144,16 +146,26 @@ class WorldMode(FakeTensorMode):
             return func(*args, **(kwargs or {}))
         op = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
         try:
-            out = self._fake_results.run(func, args, kwargs or {}, op)
-            if func in _ASSUMED and type(out) is FakeTensor and out.numel() == 1:
-                out.assumed = _ASSUMED[func](*args)  # type: ignore[attr-defined]
-            return out
+            return self._known(func, args, kwargs or {}, op)
         except DataDependentOutputException:
             if func in _NUMBERS:
                 return self._assume(args[0])
             raise _needs_data(func, "decides by data") from None
         except DynamicOutputShapeException:
             raise _needs_data(func, "gives a result whose size depends on data") from None
+
+    def known(self, func: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a call as that of one alike, else by `op`, for a mode that is directly above this one."""
+        if torch.is_inference_mode_enabled():
+            return op(*args, **kwargs)
+        return self._known(func, args, kwargs, lambda: op(*args, **kwargs))
+
+    def _known(self, func: Any, args: Any, kwargs: Any, op: Callable[[], Any]) -> Any:
+        out = self._fake_results.run(func, args, kwargs, op)
+        assumed = _ASSUMED_AT.get(address(func))
+        if assumed is not None and type(out) is FakeTensor and out.numel() == 1:
+            out.assumed = assumed(*args)  # type: ignore[attr-defined]
+        return out
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return distinct_results(func, super().dispatch(func, types, args, kwargs or {}))
@@ -193,6 +205,12 @@ def _needs_data(func: Any, what: str) -> WorldError:
 def in_world() -> bool:
     """Whether the calling thread is inside a fake world."""
     return any(isinstance(mode, WorldMode) for mode in current_modes())
+
+
+def world_directly_below() -> WorldMode | None:
+    """The mode of the calling thread's world, if it is the only mode: the next mode entered dispatches to it alone."""
+    modes = current_modes()
+    return modes[0] if len(modes) == 1 and isinstance(modes[0], WorldMode) else None
 
 
 def world_target() -> str | None:

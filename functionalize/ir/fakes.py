@@ -8,35 +8,41 @@
 FakeTensorMode has a cache too, but a look-up there costs several times as much as making the result, since it handles
 modes, symbolic sizes and constants, which a finished graph does not have.
 Invariant: a cached result has the geometry, device and storage size of the op's own; its storage is a new one, or
-that of the same argument where the op returns a view. An op whose result has no such description is run each time.
+that of the same argument where the op returns a view; results that share a new storage share one. An op whose result
+has no such description is run each time.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functionalize._compat.dispatch import plain_kernels
+from functionalize._compat.dispatch import no_dispatch
 from functionalize._compat.fakes import FakeMaker, FakeTensor, FakeTensorMode
+from functionalize._compat.references import address
 from functionalize.ir.fake_mode import fake_mode
-from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.ir.ops import Geometry, geometry_fields, geometry_of
 
 aten = torch.ops.aten
 _OVERLOAD = type(aten.mm.default)
-_CONSTANTS = (
-    int,
-    float,
-    bool,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+_NUMBERS = frozenset({int, type(None)})  # as sizes of an attention's arguments, among its results
+_CONSTANTS = frozenset(
+    {
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
 )
 
 
@@ -45,11 +51,15 @@ class _Uncacheable(Exception):
 
 
 class _TensorRecipe(NamedTuple):
-    """The description of one tensor of a result. base: the argument whose storage it is on; None: a new storage."""
+    """The description of one tensor of a result. base: the argument whose storage it is on; None: a new storage.
+
+    part: of a window on a new storage, the number of this among those of the result, and its bytes; None: all of it.
+    """
 
     geometry: Geometry
     device: torch.device
     base: int | None
+    part: tuple[int, int] | None = None
 
 
 class _Arguments(NamedTuple):
@@ -75,35 +85,39 @@ class FakeResultCache:
     """The results of ops in one fake mode, made again without running the op for calls with the same key."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
         self._make = FakeMaker(mode).make
-        self._recipes: dict[Any, Any] = {}
-        self._inert: dict[Any, Any] = {}  # of calls that write: which arguments they return
-        self._uncacheable: set[Any] = set()  # ops whose results have no description
+        self._recipes: dict[Any, Any] = {}  # of calls that write: which arguments they return
+        # By the address of an op, as hashing one calls Python: the op, and whether it writes; None: not cached.
+        self._ops: dict[int, tuple[Any, bool | None]] = {}
 
     def run(self, target: Any, args: Any, kwargs: Any, op: Callable[[], Any]) -> Any:
         """The result of `target` for these arguments: from the cache, or by calling `op`.
 
         Autograd must not see the call: gradients are off, or the caller is below autograd.
         """
-        if target in self._uncacheable or not isinstance(target, _OVERLOAD):
+        known = self._ops.get(address(target))
+        if known is None:
+            writes = target._schema.is_mutable if isinstance(target, _OVERLOAD) else None
+            known = self._ops[address(target)] = target, writes
+        if known[1] is None:
             return op()
         tensors: list[Tensor] = []
         try:
-            key = (target, _key(args, tensors), _key(tuple(kwargs.items()), tensors), _default())
+            also = _key(tuple(kwargs.items()), tensors) if kwargs else None
+            key = address(target), _key(args, tensors), also, torch.get_default_dtype()
         except _Uncacheable:
             return op()
-        if target._schema.is_mutable:
-            return self._written(key, tensors, op)
         recipe = self._recipes.get(key)
         if recipe is not None:
-            return self._made(recipe, tensors)
+            return self.made(recipe, tensors)
+        if known[1]:
+            return self._written(key, tensors, op)
         out = op()
         try:
             self._recipes[key] = _recipe(out, tensors)
         except _Uncacheable:
             if not _is_all_fake(out):
-                self._uncacheable.add(target)
+                self._ops[address(target)] = target, None
         return out
 
     def _written(self, key: Any, tensors: list[Tensor], op: Callable[[], Any]) -> Any:
@@ -112,31 +126,36 @@ class FakeResultCache:
         An op that changes a geometry, the size of a storage or a version (autograd's kernels, above this cache, count
         the versions of most ops) runs each time, as does one that returns other tensors than its arguments.
         """
-        recipe = self._inert.get(key)
-        if recipe is not None:
-            return recipe.of(tensors)
         state = _state(tensors)
         out = op()
         if _state(tensors) == state:
             index = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
             if out is None:
-                self._inert[key] = _Arguments(None)
+                self._recipes[key] = _Arguments(None)
             elif type(out) in (list, tuple) and all(id(each) in index for each in out):
-                self._inert[key] = _Arguments(type(out)(index[id(each)] for each in out))
+                self._recipes[key] = _Arguments(type(out)(index[id(each)] for each in out))
             elif id(out) in index:
-                self._inert[key] = _Arguments(index[id(out)])
+                self._recipes[key] = _Arguments(index[id(out)])
         return out
 
-    def _made(self, recipe: Any, tensors: list[Tensor]) -> Any:
-        if not isinstance(recipe, _TensorRecipe):
-            return type(recipe)(self._made(each, tensors) for each in recipe)
-        size, stride, offset, dtype = recipe.geometry[:4]
-        storage = None if recipe.base is None else tensors[recipe.base].untyped_storage()
-        with plain_kernels(self._mode):
-            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-            if storage is not None:
-                meta.set_(storage, offset, size, stride)
-        return self._make(meta, recipe.device)
+    def made(self, recipe: Any, tensors: list[Tensor], new: _Storages | None = None) -> Any:
+        """The result that a recipe describes. tensors: the arguments."""
+        kind = type(recipe)
+        if kind is _TensorRecipe:
+            (size, stride, offset, dtype, _, _), device, base, part = recipe
+            with no_dispatch():
+                meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+                if base is not None:
+                    meta.set_(tensors[base].untyped_storage(), offset, size, stride)
+                elif part is not None:
+                    meta.set_(_new_storage(part, new), offset, size, stride)
+            return self._make(meta, device)
+        if kind is _Arguments:
+            return recipe.of(tensors)
+        if kind is tuple or kind is list:
+            new = {} if new is None else new
+            return kind([self.made(each, tensors, new) for each in recipe])
+        return recipe  # a number
 
 
 class Fakes:
@@ -175,7 +194,55 @@ class Fakes:
                     return _grouped_mm(*args, **kwargs)
                 return target(*args, **kwargs)
 
-        return self._cache.run(target, args, kwargs, op)
+        found = self._by_index(target, args, kwargs)
+        return self._cache.run(target, args, kwargs, op) if found is None else found
+
+    def _by_index(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a fused or foreach op, which acts on each index of its lists alone: run once for those alike.
+
+        None: it is no such op, its lists are not of one length, or no two indices are alike.
+        """
+        if not isinstance(target, _OVERLOAD) or not target._schema.name.startswith(_BY_INDEX):
+            return None
+        lists = {i: arg for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and arg}
+        lengths = {len(each) for each in lists.values()}
+        others = kwargs.values()
+        if target._schema.is_mutable or len(lengths) != 1 or any(type(v) is list for v in others):
+            return None
+        try:
+            looks = zip(*([_key(each, []) for each in arg] for arg in lists.values()), strict=True)
+            first: dict[Any, int] = {}
+            at = [first.setdefault(look, len(first)) for look in looks]
+            if len(first) == len(at):
+                return None
+            places = [at.index(n) for n in range(len(first))]
+            fewer = [
+                [lists[i][place] for place in places] if i in lists else arg
+                for i, arg in enumerate(args)
+            ]
+            with self.mode:
+                out = target(*fewer, **kwargs)
+            recipe = _at(_recipe(out, [t for i in lists for t in fewer[i]]), at, len(first))
+        except _Uncacheable:
+            return None
+        return self._cache.made(recipe, [])
+
+
+_BY_INDEX = ("aten::_foreach_", "aten::_fused_")
+
+
+def _at(recipe: Any, at: list[int], count: int) -> Any:
+    """The recipe of a result with a list of `count` tensors, repeated: those at these places. Raises `_Uncacheable`."""
+    if type(recipe) not in (list, tuple):
+        raise _Uncacheable
+    if not any(type(each) is _TensorRecipe for each in recipe):
+        return type(recipe)(_at(each, at, count) for each in recipe)
+    for each in recipe:
+        if type(each) is not _TensorRecipe or each.base is not None or each.part is not None:
+            raise _Uncacheable
+    if len(recipe) != count:
+        raise _Uncacheable
+    return type(recipe)(recipe[i] for i in at)
 
 
 def _grouped_mm(
@@ -200,55 +267,83 @@ def _grouped_mm(
     return torch.empty_strided(size, strides, dtype=dtype, device=a.device)
 
 
-def _default() -> Any:
-    """The global state that results depend on: factory functions read the default dtype."""
-    return torch.get_default_dtype()
-
-
 def _key(arg: Any, tensors: list[Tensor]) -> Any:
-    """A key of `arg`, equal for arguments with the same result; appends the tensors in it to `tensors`."""
-    if isinstance(arg, Tensor):
-        if type(arg) is not FakeTensor or arg.constant is not None:
+    """A key of `arg`, equal for arguments with the same result; appends the tensors in it to `tensors`.
+
+    The default dtype, which factory functions read, is no argument.
+    """
+    kind = type(arg)
+    if kind is FakeTensor:
+        if arg.constant is not None:
             raise _Uncacheable
         tensors.append(arg)
-        return geometry_of(arg), arg.fake_device, arg.untyped_storage().nbytes()
+        return geometry_fields(arg), arg.fake_device, arg.untyped_storage().nbytes()
+    if kind in _CONSTANTS:
+        return kind, arg
     if isinstance(arg, (list, tuple)):
-        return (type(arg) is list, *[_key(each, tensors) for each in arg])
-    if isinstance(arg, _CONSTANTS):
-        return type(arg), arg
+        return (kind is list, *[_key(each, tensors) for each in arg])
     raise _Uncacheable
+
+
+_Storages = dict[int, torch.UntypedStorage]
+
+
+def _new_storage(part: tuple[int, int], new: _Storages | None) -> torch.UntypedStorage:
+    """The storage of a number, of so many bytes. new: those of this result that exist already."""
+    number, nbytes = part
+    found = None if new is None else new.get(number)
+    if found is None:
+        found = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+        if new is not None:
+            new[number] = found
+    return found
 
 
 def _recipe(out: Any, tensors: list[Tensor]) -> Any:
     """The description of a result: a recipe per tensor, in the same lists and tuples. tensors: the arguments."""
-    by_storage: dict[int, int] = {}
-    for i, tensor in enumerate(tensors):
-        by_storage.setdefault(tensor.untyped_storage()._cdata, i)
-    return _described(out, {id(tensor) for tensor in tensors}, by_storage, set())
+    return _Describer(out, tensors).of(out)
+
+
+def _leaves(out: Any) -> Iterator[Any]:
+    for each in out if type(out) in (list, tuple) else [out]:
+        yield from _leaves(each) if type(each) in (list, tuple) else (each,)
 
 
 def _is_all_fake(out: Any) -> bool:
-    """Whether a result consists of fake tensors only."""
-    leaves = out if type(out) in (list, tuple) else [out]
-    return all(type(leaf) is FakeTensor for leaf in leaves)
+    """Whether a result consists of fake tensors and numbers only."""
+    return all(type(leaf) is FakeTensor or type(leaf) in _NUMBERS for leaf in _leaves(out))
 
 
-def _described(out: Any, arguments: set[int], by_storage: dict[int, int], new: set[int]) -> Any:
-    """The recipe of one result, or of a list of them.
+class _Describer:
+    """Describes one result of an op."""
 
-    arguments: ids of the argument tensors. by_storage: the index of an argument, by its storage. new: the storages of
-    the results described before, which are no argument's.
-    """
-    if type(out) in (list, tuple):
-        return type(out)(_described(each, arguments, by_storage, new) for each in out)
-    if type(out) is not FakeTensor or out.constant is not None or id(out) in arguments:
-        raise _Uncacheable
-    geometry, storage = geometry_of(out), out.untyped_storage()
-    base = by_storage.get(storage._cdata)
-    whole = geometry.offset == 0 and storage.nbytes() == geometry.end
-    if geometry.conj or geometry.neg or (base is None and (not whole or storage._cdata in new)):
-        raise _Uncacheable
-    if base is not None and storage.nbytes() < geometry.end:
-        raise _Uncacheable  # `set_` in `_made` would grow the argument's storage
-    new.add(storage._cdata)
-    return _TensorRecipe(geometry, out.fake_device, base)
+    def __init__(self, out: Any, tensors: list[Tensor]) -> None:
+        self._arguments = {id(each): i for i, each in enumerate(tensors)}
+        self._storages: dict[int, list[int]] = {}  # storage -> the indices of the arguments on it
+        for i, each in enumerate(tensors):
+            self._storages.setdefault(each.untyped_storage()._cdata, []).append(i)
+        made = (each for each in _leaves(out) if isinstance(each, Tensor))
+        self._made = Counter(each.untyped_storage()._cdata for each in made)
+        self._new: dict[int, int] = {}  # numbers for new storages of which results are parts
+
+    def of(self, out: Any) -> Any:
+        """The recipe of a result, or of a part of it. Raises `_Uncacheable`."""
+        if type(out) in (list, tuple):
+            return type(out)(self.of(each) for each in out)
+        if type(out) in _NUMBERS:
+            return out
+        if type(out) is not FakeTensor or out.constant is not None:
+            raise _Uncacheable
+        geometry, storage = geometry_of(out), out.untyped_storage()
+        bases, nbytes = self._storages.get(storage._cdata, []), storage.nbytes()
+        if len(bases) > 1:
+            raise _Uncacheable  # the next call may have arguments on different storages
+        if id(out) in self._arguments:
+            return _Arguments(self._arguments[id(out)])
+        if geometry.conj or geometry.neg or nbytes < geometry.end:
+            raise _Uncacheable  # `set_` in `_made` would grow the storage
+        whole = geometry.offset == 0 and nbytes == geometry.end
+        if bases or (whole and self._made[storage._cdata] == 1):
+            return _TensorRecipe(geometry, out.fake_device, bases[0] if bases else None)
+        number = self._new.setdefault(storage._cdata, len(self._new))
+        return _TensorRecipe(geometry, out.fake_device, None, (number, nbytes))

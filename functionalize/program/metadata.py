@@ -27,7 +27,7 @@ data has the geometry that was recorded for it in `sized`; an early guard checks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,6 @@ from torch import Tensor, fx
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fsdp import fsdp_role
-from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes
 from functionalize.ir.inputs import InputSpec
@@ -50,9 +49,7 @@ from functionalize.ir.ops import (
 from functionalize.ir.phases import set_phases
 from functionalize.tape.ownership import ownership_of
 from functionalize.util.gc_pause import only_young_collections
-from functionalize.util.user_stack import trace_and_update
-
-TextOf = Callable[[CapturedTraceback | None], tuple[str | None, bool]]
+from functionalize.util.user_stack import StackTexts
 
 
 class GraphWithInputs(Protocol):
@@ -77,22 +74,13 @@ def annotate(program: GraphWithInputs) -> None:
 
 def read_records(graph: fx.Graph) -> None:
     """Fill the metadata that comes from the recorded ops, and drop the records."""
-    # By traceback: many nodes share a record, and all records of a backward share one traceback.
-    known: dict[int, tuple[str | None, bool]] = {}
-
-    def text_of(traceback: CapturedTraceback | None) -> tuple[str | None, bool]:
-        found = known.get(id(traceback))
-        if found is None:
-            found = known[id(traceback)] = trace_and_update(traceback)
-        return found
-
     updates: list[fx.Node] = []
-    tape = _Tape((n.meta["record"] for n in graph.nodes if "record" in n.meta), text_of)
+    tape = _Tape([n.meta["record"] for n in graph.nodes if "record" in n.meta])
     for node in graph.nodes:
         record = node.meta.get("record")
         if record is None:
             continue
-        trace, update = text_of(record.traceback)
+        trace, update = tape.stacks.trace_and_update(record.traceback)
         if update:
             updates.append(node)
         if trace:
@@ -123,12 +111,13 @@ def _set_modules_of_groups(graph: fx.Graph) -> None:
 class _Tape:
     """The autograd nodes of the ops of one graph."""
 
-    def __init__(self, records: Iterable[OpRecord], text_of: TextOf) -> None:
+    def __init__(self, records: Sequence[OpRecord]) -> None:
         noted = [record for record in records if record.tape is not None]
         self._ownership = ownership_of(noted[0].tape) if noted else None
         emitted = set(map(id, noted))
         self._readers = self._ownership.readers(emitted) if self._ownership is not None else {}
-        self._text_of = text_of
+        own = self._ownership
+        self.stacks = own.stacks if own else StackTexts(record.traceback for record in records)
 
     def annotate(self, node: fx.Node, record: OpRecord) -> None:
         """Fill what comes from the autograd nodes and the modules of an op."""
@@ -156,7 +145,7 @@ class _Tape:
         if ran_in in self._readers:
             meta["forward_seq_nr"] = self._readers[ran_in]
         maker = self._ownership.maker(record)
-        if maker is not None and (trace := self._text_of(maker.traceback)[0]):
+        if maker is not None and (trace := self.stacks.trace_and_update(maker.traceback)[0]):
             meta["forward_stack_trace"] = trace
 
 

@@ -14,8 +14,7 @@ All are raised before the op runs, so that nothing segfaults.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from types import NoneType
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from functionalize.discharge.rules.mutations import written_arguments
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import ForeignStorageError, FunctionalizeError
 from functionalize.fake_world.target import placed
+from functionalize.fake_world.world import WorldMode, world_directly_below
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, refs_in
 from functionalize.program.early_guard import early_records
 from functionalize.recorder.checks import Checks
@@ -53,7 +53,7 @@ aten = torch.ops.aten
 _LIFT_FRESH = aten.lift_fresh.default
 _DEVICE = torch.ops.prim.device.default
 _TENSORS = frozenset({Tensor, Parameter})
-_CONSTANTS = frozenset({bool, int, float, str, NoneType, torch.dtype})
+_CONSTANTS = frozenset({bool, int, float, str, type(None), torch.dtype})
 _NO_BYTES = Geometry((0,), (1,), 0, torch.uint8)
 
 
@@ -101,11 +101,13 @@ class Recorder(Watcher):
         self._met_number = False  # whether an argument of the current op is a symbolic number
         self._stand_ins = stand_ins
         self._ref = self.storages.ref
+        self._world: WorldMode | None = None  # whose results are asked for directly
         self._kinds: dict[int, OpKind] = {}  # by the address of the op: hashing one calls Python
         if observer is not None:
             observer.attach(self.records)
 
     def start(self) -> None:
+        self._world = world_directly_below()
         self.storages.holds_externals = True
         self.tape.start()
         self.calls.streams = (sys.stdout, sys.stderr)
@@ -130,9 +132,8 @@ class Recorder(Watcher):
         """Ids of the records that are computed from arguments and constants alone."""
         learned = self.scalars or (self.scalar_log is not None and self.scalar_log.facts)
         known = {e.ref.storage for e in self.storages.externals if e.literal or e.is_index}
-        if not learned:  # no guard needs them
-            return frozenset()
-        return early_records(self.records, known | self.arguments)
+        # Without a number that Python has learned, no guard needs them.
+        return early_records(self.records, known | self.arguments) if learned else frozenset()
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -187,7 +188,8 @@ class Recorder(Watcher):
             checks.read_sizes(self, record, args, kwargs)
         self.suspended += 1
         try:
-            out = op.run(*args, **kwargs)
+            run = op.run if self._world is None else partial(self._world.known, func, op.run)
+            out = run(*args, **kwargs)
         except BaseException as error:
             self.failed = (error, record)
             raise
@@ -284,9 +286,8 @@ class Recorder(Watcher):
 
     def describe(self, record: OpRecord) -> str:
         """The tensors among an op's arguments, for messages."""
-        infos = self.storages.infos
-        refs = refs_in([record.args, record.kwargs])
-        named = [f"`{infos[r.storage].name}` ({r.geometry})" for r in refs]
+        infos, refs = self.storages.infos, refs_in([record.args, record.kwargs])
+        named = (f"`{infos[r.storage].name}` ({r.geometry})" for r in refs)
         return ", ".join(named) or "no tensors"
 
     def _map_in(self, arg: Any) -> Any:
@@ -301,7 +302,7 @@ class Recorder(Watcher):
             self._met_number = True
         return placed(arg) if kind is torch.device else arg
 
-    def _map_all(self, args: Sequence[Any]) -> list[Any]:
+    def _map_all(self, args: Any) -> list[Any]:
         ref, known = self._ref, _CONSTANTS
         return [
             ref(a) if type(a) in _TENSORS else a if type(a) in known else self._map_in(a)

@@ -130,16 +130,17 @@ class StorageTable:
     born: bytes and device of each storage that the current op has allocated; the recorder replaces it for each op.
     holds_externals: whether `bring_in` keeps the tensor alive. False while the places of a step are searched before
     the run: if the step frees a tensor (`zero_grad()`), its memory must be freed.
+    observer: is told of new storages and of changed sizes.
     """
 
     __slots__ = (
         "_by_address",
-        "_observer",
         "born",
         "externals",
         "holds_externals",
         "infos",
         "met_resized",
+        "observer",
     )
 
     def __init__(self, observer: StorageObserver | None = None) -> None:
@@ -149,7 +150,7 @@ class StorageTable:
         self.born: dict[int, tuple[int, torch.device]] = {}
         self.holds_externals = True
         self._by_address: dict[int, StorageInfo] = {}
-        self._observer = observer
+        self.observer = observer
 
     def info_of(self, tensor: Tensor) -> StorageInfo | None:
         """The entry of a tensor's storage; None if the table has not seen it."""
@@ -236,8 +237,8 @@ class StorageTable:
         if nbytes == info.nbytes:
             return None
         info.nbytes, info.resized = nbytes, True
-        if self._observer is not None:
-            self._observer.storage_resized(info.serial, nbytes)
+        if self.observer is not None:
+            self.observer.storage_resized(info.serial, nbytes)
         return info.serial, nbytes
 
     def keep_size(self, info: StorageInfo, storage: torch.UntypedStorage) -> None:
@@ -262,6 +263,6 @@ class StorageTable:
         info = StorageInfo(len(infos), tensor, storage)
         self._by_address[info.address] = info  # `register`, without its call
         infos.append(info)
-        if self._observer is not None:
-            self._observer.storage_seen(info, storage)
+        if self.observer is not None:
+            self.observer.storage_seen(info, storage)
         return info

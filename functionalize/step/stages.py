@@ -149,12 +149,12 @@ def record(
         names = leaf_names(fn, call.spec)
         entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside, live)
         recorder.arguments = entry.places.arguments()
+        recorder.tape.is_off = awaits_live_numbers(recorder, entry)
+        if recorder.tape.is_off:  # no program is made of it
+            recorder.observer = recorder.storages.observer = None
         observer = recorder.observer
-        if isinstance(observer, LifetimeObserver):
-            calls = observer.notes.calls
-        else:
-            calls = ModuleCalls(numbered=False)
-            recorder.tape.is_off = awaits_live_numbers(recorder, entry)
+        notes = observer.notes if isinstance(observer, LifetimeObserver) else None
+        calls = ModuleCalls(numbered=False) if notes is None else notes.calls
         if not recorder.tape.is_off:
             calls.register(entry.roots)
     except Exception as error:

@@ -41,6 +41,7 @@ from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM
+from functionalize.planning.time.call_costs import Costs, call_costs
 from functionalize.planning.time.communication import Traffic, communication, members_of
 from functionalize.planning.time.compute import Work, compute
 from functionalize.planning.time.step_time import StepTime, step_time, time_range
@@ -107,19 +108,24 @@ class Figures:
         return communication(self.program, self.members)
 
     @cached_property
+    def _costs(self) -> Costs:
+        return call_costs(self.program.graph)
+
+    @cached_property
     def work(self) -> list[Work]:
         """The FLOPs and bytes of compute ops."""
-        return compute(self.program)
+        return compute(self.program, self._costs)
 
     @cached_property
     def time(self) -> StepTime:
         """The modelled time of a step."""
-        return step_time(self.program, self.machine, groups=self.members, replay=self.replay)
+        groups, costs = self.members, self._costs
+        return step_time(self.program, self.machine, groups=groups, replay=self.replay, costs=costs)
 
     @cached_property
     def time_range(self) -> tuple[float, float]:
         """The modelled seconds at the high and at the low end of the ranges of the machine's efficiency."""
-        return time_range(self.program, self.time, self.members)
+        return time_range(self.program, self.time, self.members, self._costs)
 
     @property
     def times(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Container, Iterable
+from functools import cached_property
 from operator import itemgetter
 from traceback import FrameSummary
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from functionalize.tape.backwards import BackwardCall
 from functionalize.tape.hooks import PACK
 from functionalize.tape.notes import FunctionCall, TapeNotes
 from functionalize.tape.tape import RecordedBackward, TapeNode
-from functionalize.util.user_stack import line_after, line_or_empty
+from functionalize.util.user_stack import StackTexts
 
 Key = tuple[int, int]  # thread, number
 Maker = OpRecord | FunctionCall
@@ -90,27 +91,27 @@ class Ownership:
             for place in order:
                 self._numbers.setdefault(_key_in(call, place), len(self._numbers))
 
+    @cached_property
+    def stacks(self) -> StackTexts:
+        """The stacks of the recording."""
+        return StackTexts(record.traceback for record in self._notes.records)
+
     def backwards(self) -> tuple[RecordedBackward, ...]:
         """The backwards of the recording, in their order."""
-        lines: dict[int, str] = {}  # by traceback
         calls = zip(self._notes.backwards, self._orders, strict=True)
-        return tuple(self._backward(call, order, lines) for call, order in calls)
+        return tuple(self._backward(call, order) for call, order in calls)
 
-    def _backward(
-        self, call: BackwardCall, order: list[int], lines: dict[int, str]
-    ) -> RecordedBackward:
+    def _backward(self, call: BackwardCall, order: list[int]) -> RecordedBackward:
         nodes, running = [], set(order)
         for place in order:
             key, number = _key_in(call, place), call.numbers[place]
             edges = [self._numbers[_key_in(call, n)] for n in call.edges[place] if n in running]
-            maker, line = self._makers.get(key), ""
-            if maker is not None:
-                line = lines.get(id(maker.traceback), "")
-                line = lines[id(maker.traceback)] = line or line_or_empty(maker.traceback)
+            maker = self._makers.get(key)
+            line = self.stacks.line_or_empty(maker.traceback) if maker is not None else ""
             parameter = self._notes.leaves[-1 - number].place[1] if number < 0 else ""
             name = call.names[place]
             nodes.append(TapeNode(self._numbers[key], name, tuple(edges), line, parameter))
-        return RecordedBackward(tuple(nodes), line_or_empty(call.traceback))
+        return RecordedBackward(tuple(nodes), self.stacks.line_or_empty(call.traceback))
 
     def _drop_functions(self) -> None:
         """The nodes of an `autograd.Function` have no maker: what made them was not seen, an op that follows was."""
@@ -196,12 +197,12 @@ class Ownership:
         """The kind of the hook in which an op ran, and the user's innermost line in it; None outside of hooks."""
         kind = record.meta.get("hook")
         if kind is not None:
-            return kind, line_after(record.traceback, is_engine_frame)
+            return kind, self.stacks.line_after(record.traceback, is_engine_frame)
         if record.phase is not None or not self._notes.packs or record.traceback is None:
             return None
         if not any(map(self._is_pack, record.traceback.summary())):
             return None
-        return PACK, line_after(record.traceback, lambda file, line: False)
+        return PACK, self.stacks.line_or_empty(record.traceback)
 
     def _is_pack(self, frame: FrameSummary) -> bool:
         line = frame.lineno or 0

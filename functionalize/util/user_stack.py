@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from functionalize._compat.stacks import CapturedTraceback
+from functionalize._compat.stacks import CapturedTraceback, symbolized
 from functionalize.errors import FunctionalizeError
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -39,14 +39,93 @@ def trace_and_update(captured: CapturedTraceback | None) -> tuple[str | None, bo
 
     A closure that an optimizer calls, and an optimizer of the user's own, are the user's.
     """
-    if captured is None:
-        return None, False
-    all_frames = list(captured.summary())
-    frames = user_frames(all_frames)
-    inner = (f.filename for f in reversed(all_frames))
-    last = next((f for f in inner if f.startswith(_OPTIMIZERS) or not f.startswith(_INTERNAL)), "")
-    text = "".join(traceback.StackSummary.from_list(frames).format()) if frames else None
-    return text, last.startswith(_OPTIMIZERS)
+    return StackTexts().trace_and_update(captured)
+
+
+class _Frame(NamedTuple):
+    """A frame of the user's."""
+
+    filename: str
+    line: int
+    name: str
+
+
+class _Read(NamedTuple):
+    """What was read of stacks with the same frames. users: those of the user's, innermost first. number: of these."""
+
+    users: tuple[_Frame, ...]
+    updates: bool
+    number: int
+
+
+class StackTexts:
+    """The texts of the stacks of a recording: many have the same frames, more the same frames of the user's."""
+
+    def __init__(self, stacks: Iterable[CapturedTraceback | None] = ()) -> None:
+        """stacks: those that will be asked for; others are read one by one."""
+        # By the address of a stack, which is held.
+        self._known: dict[int, tuple[CapturedTraceback, _Read]] = {}
+        self._count = 0
+        self._traces: dict[tuple[_Frame, ...], str | None] = {(): None}
+        self._lines: dict[tuple[_Frame, ...], str] = {(): ""}
+        self._after: dict[tuple[int, Any], str] = {}
+        self._learn(list({id(each): each for each in stacks if each is not None}.values()))
+
+    def _learn(self, stacks: list[CapturedTraceback]) -> None:
+        found = symbolized(stacks)
+        read: dict[tuple[int, ...], _Read] = {}
+        for stack, frames in zip(stacks, found, strict=True):
+            key = tuple(map(id, frames))  # equal frames are one object
+            if key not in read:
+                self._count += 1
+                read[key] = _read(frames, self._count)
+            self._known[id(stack)] = stack, read[key]
+
+    def _of(self, stack: CapturedTraceback) -> _Read:
+        if id(stack) not in self._known:
+            self._learn([stack])
+        return self._known[id(stack)][1]
+
+    def trace_and_update(self, stack: CapturedTraceback | None) -> tuple[str | None, bool]:
+        """`trace_and_update` of one of the stacks."""
+        if stack is None:
+            return None, False
+        users, updates, _ = self._of(stack)
+        if users not in self._traces:
+            summaries = [traceback.FrameSummary(*frame) for frame in reversed(users)]
+            self._traces[users] = "".join(traceback.StackSummary.from_list(summaries).format())
+        return self._traces[users], updates
+
+    def line_or_empty(self, stack: CapturedTraceback | None) -> str:
+        """`line_or_empty` of one of the stacks."""
+        users = self._of(stack).users[:1] if stack is not None else ()
+        if users not in self._lines:
+            self._lines[users] = _text(traceback.FrameSummary(*users[0]))
+        return self._lines[users]
+
+    def line_after(
+        self, stack: CapturedTraceback | None, begins: Callable[[str, int], bool]
+    ) -> str:
+        """`line_after` of one of the stacks."""
+        if stack is None:
+            return ""
+        key = self._of(stack).number, begins
+        if key not in self._after:
+            self._after[key] = line_after(stack, begins)
+        return self._after[key]
+
+
+def _read(frames: Iterable[dict[str, Any]], number: int) -> _Read:
+    """Read frames, innermost first."""
+    users, updates = [], None
+    for frame in frames:
+        filename = frame["filename"]
+        if not is_internal(filename):
+            users.append(_Frame(filename, frame["line"], frame["name"]))
+            updates = updates or False
+        elif updates is None and filename.startswith(_OPTIMIZERS):
+            updates = True
+    return _Read(tuple(users), bool(updates), number)
 
 
 def line_of(captured: CapturedTraceback | None) -> str:

@@ -19,7 +19,8 @@ from typing import ClassVar
 from torch import fx
 
 from functionalize.ir.phases import phase_of
-from functionalize.planning.time.costs import flops, is_collective, is_free, moved
+from functionalize.planning.time.call_costs import Costs, call_costs
+from functionalize.planning.time.costs import is_collective
 from functionalize.planning.timeline.sums import summed
 from functionalize.program.program import Program
 
@@ -41,22 +42,17 @@ class Work:
     nbytes: int
 
 
-def compute(program: Program) -> list[Work]:
-    """One row per op, phase and module, in the order of the graph."""
+def compute(program: Program, costs: Costs | None = None) -> list[Work]:
+    """One row per op, phase and module, in the order of the graph. costs: of the graph, if they are known."""
     program.describe()
-    return summed(_each(program.graph), *Work.KEYS)
+    return summed(_each(costs or call_costs(program.graph)), *Work.KEYS)
 
 
-def _each(graph: fx.Graph) -> Iterator[Work]:
-    for node in graph.nodes:
-        if is_op(node):
+def _each(costs: Costs) -> Iterator[Work]:
+    for node, cost in costs.items():
+        if not cost.free and not is_collective(node):
             phase, module = phase_of(node) or "", node.meta.get("module", "")
-            yield Work(op_name(node), phase, module, 1, flops(node), moved(node))
-
-
-def is_op(node: fx.Node) -> bool:
-    """Whether a node is an op that needs time on the device and is not a collective."""
-    return node.op == "call_function" and not is_free(node) and not is_collective(node)
+            yield Work(op_name(node), phase, module, 1, cost.flops, cost.moved)
 
 
 def op_name(node: fx.Node) -> str:

@@ -29,6 +29,7 @@ from functionalize.planning.machines.machine import Machine
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.display import human_seconds
 from functionalize.planning.report.spans import Span
+from functionalize.planning.time.call_costs import Costs, call_costs
 from functionalize.planning.time.communication import Groups
 from functionalize.planning.time.streams import ScheduledSpan, schedule
 from functionalize.program.program import Program
@@ -153,18 +154,20 @@ def step_time(
     streams: str | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
     replay: bool = False,
+    costs: Costs | None = None,
 ) -> StepTime:
     """The modelled time of a step on a machine.
 
     streams: `fsdp2`, `replay` or `serial`; None: `fsdp2` on a machine with streams, else `serial`. groups: the ranks
     of process groups by name, for a program whose groups are not those of this process. replay: whether the host
-    replays the program, or dispatches its ops eagerly; of effect with `serial` on a machine with `host`. Raises
-    `PassError` for an unknown `streams`.
+    replays the program, or dispatches its ops eagerly; of effect with `serial` on a machine with `host`. costs: of
+    the program's graph, if they are known. Raises `PassError` for an unknown `streams`.
     """
     program.describe()
     if streams is None:
         streams = "fsdp2" if machine.streams else "serial"
-    pieces = schedule(program.graph, machine, Groups(program.graph, groups), streams, replay)
+    known = Groups(program.graph, groups)
+    pieces = schedule(program.graph, machine, known, streams, replay, costs)
     seconds = max((piece.span.end for piece in pieces), default=0.0)
     phases = tuple(_phases(pieces))
     model = [piece for piece in pieces if piece.span.phase != RECOMPUTE]
@@ -186,22 +189,21 @@ def step_time(
 
 
 def time_range(
-    program: Program, time: StepTime, groups: Mapping[str, Sequence[int]] | None = None
+    program: Program,
+    time: StepTime,
+    groups: Mapping[str, Sequence[int]] | None = None,
+    costs: Costs | None = None,
 ) -> tuple[float, float]:
     """The seconds of a step with every efficiency at the high, and at the low end of what was published.
 
     time: the modelled time of that program; its own seconds are both ends on a machine without ranges.
+    costs: of the program's graph, if they are known.
     """
     if not time.machine.efficiency.ranges:
         return time.seconds, time.seconds
+    known, costs = Groups(program.graph, groups), costs or call_costs(program.graph)
     both = (
-        schedule(
-            program.graph,
-            time.machine.at(end),
-            Groups(program.graph, groups),
-            time.streams,
-            time.replay,
-        )
+        schedule(program.graph, time.machine.at(end), known, time.streams, time.replay, costs)
         for end in ("high", "low")
     )
     fast, slow = (max((piece.span.end for piece in pieces), default=0.0) for pieces in both)

@@ -49,6 +49,7 @@ from functionalize.ir.waits import WAIT
 from functionalize.planning.machines.efficiency import Host
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.spans import Span
+from functionalize.planning.time.call_costs import Cost, Costs, call_costs
 from functionalize.planning.time.communication import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -59,14 +60,7 @@ from functionalize.planning.time.communication import (
     kind_of,
     traffic_of,
 )
-from functionalize.planning.time.costs import (
-    dtype_of,
-    flops,
-    is_collective,
-    is_free,
-    moved,
-    op_seconds,
-)
+from functionalize.planning.time.costs import is_collective, is_free, op_seconds
 
 aten = torch.ops.aten
 
@@ -91,15 +85,21 @@ class ScheduledSpan(NamedTuple):
 
 
 def schedule(
-    graph: fx.Graph, machine: Machine, groups: Groups, streams: str, replay: bool = False
+    graph: fx.Graph,
+    machine: Machine,
+    groups: Groups,
+    streams: str,
+    replay: bool = False,
+    costs: Costs | None = None,
 ) -> list[ScheduledSpan]:
     """Schedule every node that needs time by the rules of `fsdp2`, `replay` or `serial`.
 
     replay: whether the host replays the program, instead of dispatching its ops eagerly; `serial` counts either.
+    costs: of the graph, if they are known.
     """
     if streams not in STREAMS:
         raise PassError(f"no streams `{streams}`; there are {', '.join(STREAMS)}")
-    made = STREAMS[streams](graph, machine, groups)
+    made = STREAMS[streams](graph, machine, groups, costs or call_costs(graph))
     if streams == "serial" and machine.host is not None:
         made.host = _HostTime(machine.host, replay)
     return made.run()
@@ -140,8 +140,11 @@ class _HostTime:
 class _SerialSchedule:
     """One op after the other on one stream. Subclasses choose the stream of an op, and what it waits for."""
 
-    def __init__(self, graph: fx.Graph, machine: Machine, groups: Groups) -> None:
-        self.graph, self.machine, self.groups = graph, machine, groups
+    def __init__(self, graph: fx.Graph, machine: Machine, groups: Groups, costs: Costs) -> None:
+        self.graph, self.machine, self.groups, self.costs = graph, machine, groups, costs
+        # By the address of a cost, which `costs` holds: seconds, and those at the peak rate.
+        self._seconds: dict[int, tuple[float, float]] = {}
+        self._spread: dict[str, tuple[int, int, bool]] = {}  # process group -> where its ranks are
         self.pieces: list[ScheduledSpan] = []
         self.free: dict[str, float] = defaultdict(float)  # stream -> when it is free
         self.link: dict[str, float] = defaultdict(float)  # process group -> when it is free
@@ -155,7 +158,7 @@ class _SerialSchedule:
                 self.host.note(node)
             if node.op != "call_function":
                 self.ready[node] = at
-            elif is_free(node):
+            elif self.costs[node].free:
                 self.ready[node] = self.view(node, at)
             elif is_collective(node):
                 self.ready[node] = self.collective(node, at, traffic_of(node, self.groups))
@@ -177,21 +180,24 @@ class _SerialSchedule:
 
     def compute(self, stream: str, node: fx.Node, at: float) -> float:
         """Schedule an op on a stream, no earlier than `at`; return its end."""
-        count = flops(node)
-        seconds = op_seconds(node, self.machine, count, moved(node))
-        return self._add(stream, node, at, seconds, stream != COMPUTE, count)
+        cost = self.costs[node]
+        known = self._seconds.get(id(cost))
+        if known is None:
+            known = op_seconds(node, self.machine, cost.flops, cost.moved), self._ideal(cost)
+            self._seconds[id(cost)] = known
+        seconds, ideal = known
+        return self._add(stream, node, at, seconds, stream != COMPUTE, cost.flops, 0, ideal)
 
     def send(self, stream: str, node: fx.Node, at: float, traffic: Traffic) -> float:
         """Schedule a collective on a stream, no earlier than `at`; return its end."""
         group = self.groups[traffic.group]
         machine = self.machine
-        seconds = machine.collective_seconds(
-            traffic.kind,
-            traffic.sent,
-            group.size,
-            group.on_a_node(machine.ranks_per_node),
-            group.across(machine.ranks_per_pod),
-        )
+        spread = self._spread.get(group.name)
+        if spread is None:
+            on_a_node = group.on_a_node(machine.ranks_per_node)
+            spread = group.size, on_a_node, group.across(machine.ranks_per_pod)
+            self._spread[group.name] = spread
+        seconds = machine.collective_seconds(traffic.kind, traffic.sent, *spread)
         at = max(at, self.link[group.name])
         end = self._add(stream, node, at, seconds, True, 0, traffic.sent)
         self.link[group.name] = end
@@ -206,6 +212,7 @@ class _SerialSchedule:
         communicates: bool,
         count: int,
         nbytes: int = 0,
+        ideal: float = 0.0,
     ) -> float:
         start = max(at, self.free[stream])
         end = start + seconds + (self.host.take() if self.host is not None else 0.0)
@@ -213,12 +220,12 @@ class _SerialSchedule:
         span = Span(
             stream, node.name, start, end, meta.get("phase", ""), meta.get("module", ""), nbytes
         )
-        self.pieces.append(ScheduledSpan(span, communicates, count, self._ideal(node, count)))
+        self.pieces.append(ScheduledSpan(span, communicates, count, ideal))
         self.free[stream] = end
         return end
 
-    def _ideal(self, node: fx.Node, count: int) -> float:
-        return count / self.machine.rate(dtype_of(node)) if count else 0.0
+    def _ideal(self, cost: Cost) -> float:
+        return cost.flops / self.machine.rate(cost.dtype) if cost.flops else 0.0
 
 
 class _ReplaySchedule(_SerialSchedule):
@@ -240,8 +247,8 @@ class _ReplaySchedule(_SerialSchedule):
 class _Fsdp2Schedule(_SerialSchedule):
     """Data dependencies decide when an op starts, and the waits by which eager FSDP2 bounds its memory."""
 
-    def __init__(self, graph: fx.Graph, machine: Machine, groups: Groups) -> None:
-        super().__init__(graph, machine, groups)
+    def __init__(self, graph: fx.Graph, machine: Machine, groups: Groups, costs: Costs) -> None:
+        super().__init__(graph, machine, groups, costs)
         # all-gather of parameters -> its number; node of a copy-in -> its all-gather
         self.number, self.copy_ins = _parameter_gathers(graph)
         self.gathers = list(self.number)
@@ -368,7 +375,7 @@ def _packs(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-STREAMS: Mapping[str, Callable[[fx.Graph, Machine, Groups], _SerialSchedule]] = (
+STREAMS: Mapping[str, Callable[[fx.Graph, Machine, Groups, Costs], _SerialSchedule]] = (
     types.MappingProxyType(
         {"fsdp2": _Fsdp2Schedule, "replay": _ReplaySchedule, "serial": _SerialSchedule}
     )
