@@ -8,14 +8,13 @@
 FakeTensorMode has a cache too, but a look-up there costs several times as much as making the result, since it handles
 modes, symbolic sizes and constants, which a finished graph does not have.
 Invariant: a cached result has the geometry, device and storage size of the op's own; its storage is a new one, or
-that of the same argument where the op returns a view; results that share a new storage share one. An op whose result
-has no such description is run each time.
+that of the same argument where the op returns a view, or the argument itself. An op whose result has no such
+description is run each time.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -51,15 +50,11 @@ class _Uncacheable(Exception):
 
 
 class _TensorRecipe(NamedTuple):
-    """The description of one tensor of a result. base: the argument whose storage it is on; None: a new storage.
-
-    part: of a window on a new storage, the number of this among those of the result, and its bytes; None: all of it.
-    """
+    """The description of one tensor of a result. base: the argument whose storage it is on; None: a new storage."""
 
     geometry: Geometry
     device: torch.device
     base: int | None
-    part: tuple[int, int] | None = None
 
 
 class _Arguments(NamedTuple):
@@ -138,23 +133,20 @@ class FakeResultCache:
                 self._recipes[key] = _Arguments(index[id(out)])
         return out
 
-    def made(self, recipe: Any, tensors: list[Tensor], new: _Storages | None = None) -> Any:
+    def made(self, recipe: Any, tensors: list[Tensor]) -> Any:
         """The result that a recipe describes. tensors: the arguments."""
         kind = type(recipe)
         if kind is _TensorRecipe:
-            (size, stride, offset, dtype, _, _), device, base, part = recipe
+            (size, stride, offset, dtype, _, _), device, base = recipe
             with no_dispatch():
                 meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
                 if base is not None:
                     meta.set_(tensors[base].untyped_storage(), offset, size, stride)
-                elif part is not None:
-                    meta.set_(_new_storage(part, new), offset, size, stride)
             return self._make(meta, device)
         if kind is _Arguments:
             return recipe.of(tensors)
         if kind is tuple or kind is list:
-            new = {} if new is None else new
-            return kind([self.made(each, tensors, new) for each in recipe])
+            return kind([self.made(each, tensors) for each in recipe])
         return recipe  # a number
 
 
@@ -200,14 +192,19 @@ class Fakes:
     def _by_index(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of a fused or foreach op, which acts on each index of its lists alone: run once for those alike.
 
-        None: it is no such op, its lists are not of one length, or no two indices are alike.
+        None: it is no such op, its lists are not all of tensors and of one length, or no two indices are alike.
         """
         if not isinstance(target, _OVERLOAD) or not target._schema.name.startswith(_BY_INDEX):
             return None
         lists = {i: arg for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and arg}
-        lengths = {len(each) for each in lists.values()}
-        others = kwargs.values()
-        if target._schema.is_mutable or len(lengths) != 1 or any(type(v) is list for v in others):
+        one_length = len({len(each) for each in lists.values()}) == 1
+        if (
+            target._schema.is_mutable
+            or not one_length
+            or any(isinstance(each, (list, tuple)) for each in kwargs.values())
+        ):
+            return None
+        if not all(isinstance(each, Tensor) for arg in lists.values() for each in arg):
             return None
         try:
             looks = zip(*([_key(each, []) for each in arg] for arg in lists.values()), strict=True)
@@ -238,7 +235,7 @@ def _at(recipe: Any, at: list[int], count: int) -> Any:
     if not any(type(each) is _TensorRecipe for each in recipe):
         return type(recipe)(_at(each, at, count) for each in recipe)
     for each in recipe:
-        if type(each) is not _TensorRecipe or each.base is not None or each.part is not None:
+        if type(each) is not _TensorRecipe or each.base is not None:
             raise _Uncacheable
     if len(recipe) != count:
         raise _Uncacheable
@@ -285,23 +282,16 @@ def _key(arg: Any, tensors: list[Tensor]) -> Any:
     raise _Uncacheable
 
 
-_Storages = dict[int, torch.UntypedStorage]
-
-
-def _new_storage(part: tuple[int, int], new: _Storages | None) -> torch.UntypedStorage:
-    """The storage of a number, of so many bytes. new: those of this result that exist already."""
-    number, nbytes = part
-    found = None if new is None else new.get(number)
-    if found is None:
-        found = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
-        if new is not None:
-            new[number] = found
-    return found
-
-
 def _recipe(out: Any, tensors: list[Tensor]) -> Any:
-    """The description of a result: a recipe per tensor, in the same lists and tuples. tensors: the arguments."""
-    return _Describer(out, tensors).of(out)
+    """The description of a result: a recipe per tensor, in the same lists and tuples. tensors: the arguments.
+
+    Raises `_Uncacheable`.
+    """
+    arguments = {id(each): i for i, each in enumerate(tensors)}
+    by_storage: dict[int, list[int]] = {}
+    for i, each in enumerate(tensors):
+        by_storage.setdefault(each.untyped_storage()._cdata, []).append(i)
+    return _described(out, arguments, by_storage, set())
 
 
 def _leaves(out: Any) -> Iterator[Any]:
@@ -314,36 +304,30 @@ def _is_all_fake(out: Any) -> bool:
     return all(type(leaf) is FakeTensor or type(leaf) in _NUMBERS for leaf in _leaves(out))
 
 
-class _Describer:
-    """Describes one result of an op."""
+def _described(
+    out: Any, arguments: dict[int, int], by_storage: dict[int, list[int]], new: set[int]
+) -> Any:
+    """The recipe of one result, or of a list of them.
 
-    def __init__(self, out: Any, tensors: list[Tensor]) -> None:
-        self._arguments = {id(each): i for i, each in enumerate(tensors)}
-        self._storages: dict[int, list[int]] = {}  # storage -> the indices of the arguments on it
-        for i, each in enumerate(tensors):
-            self._storages.setdefault(each.untyped_storage()._cdata, []).append(i)
-        made = (each for each in _leaves(out) if isinstance(each, Tensor))
-        self._made = Counter(each.untyped_storage()._cdata for each in made)
-        self._new: dict[int, int] = {}  # numbers for new storages of which results are parts
-
-    def of(self, out: Any) -> Any:
-        """The recipe of a result, or of a part of it. Raises `_Uncacheable`."""
-        if type(out) in (list, tuple):
-            return type(out)(self.of(each) for each in out)
-        if type(out) in _NUMBERS:
-            return out
-        if type(out) is not FakeTensor or out.constant is not None:
-            raise _Uncacheable
-        geometry, storage = geometry_of(out), out.untyped_storage()
-        bases, nbytes = self._storages.get(storage._cdata, []), storage.nbytes()
-        if len(bases) > 1:
-            raise _Uncacheable  # the next call may have arguments on different storages
-        if id(out) in self._arguments:
-            return _Arguments(self._arguments[id(out)])
-        if geometry.conj or geometry.neg or nbytes < geometry.end:
-            raise _Uncacheable  # `set_` in `_made` would grow the storage
-        whole = geometry.offset == 0 and nbytes == geometry.end
-        if bases or (whole and self._made[storage._cdata] == 1):
-            return _TensorRecipe(geometry, out.fake_device, bases[0] if bases else None)
-        number = self._new.setdefault(storage._cdata, len(self._new))
-        return _TensorRecipe(geometry, out.fake_device, None, (number, nbytes))
+    arguments: the index of an argument, by its id; by_storage: the indices of those on a storage. new: the storages of
+    the results described before, which are no argument's.
+    """
+    if type(out) in (list, tuple):
+        return type(out)(_described(each, arguments, by_storage, new) for each in out)
+    if type(out) in _NUMBERS:
+        return out
+    if type(out) is not FakeTensor or out.constant is not None:
+        raise _Uncacheable
+    geometry, storage = geometry_of(out), out.untyped_storage()
+    bases = by_storage.get(storage._cdata, [])
+    if len(bases) > 1:
+        raise _Uncacheable  # the next call may have these arguments on different storages
+    if id(out) in arguments:
+        return _Arguments(arguments[id(out)])
+    whole = geometry.offset == 0 and storage.nbytes() == geometry.end
+    if geometry.conj or geometry.neg or not (bases or (whole and storage._cdata not in new)):
+        raise _Uncacheable
+    if bases and storage.nbytes() < geometry.end:
+        raise _Uncacheable  # `set_` in `made` would grow the argument's storage
+    new.add(storage._cdata)
+    return _TensorRecipe(geometry, out.fake_device, bases[0] if bases else None)

@@ -120,7 +120,9 @@ class Executable:
     def resolve_notes(self) -> None:
         """Make `backwards` of the notes of the recording, and drop these."""
         if self.notes is not None:
-            self.backwards, self.notes = ownership_of(self.notes).backwards(), None
+            self.backwards = ownership_of(self.notes).backwards()
+            self.notes.resolved = None  # the records of a plan keep the notes alive
+            self.notes = None
 
     def nodes(self) -> int:
         """Ops in the graph, without placeholders and the output."""

@@ -35,6 +35,7 @@ from torch import Tensor, fx
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fsdp import fsdp_role
+from functionalize._compat.graphs import TensorMetadata
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes
 from functionalize.ir.inputs import InputSpec
@@ -163,6 +164,7 @@ def propagate(program: GraphWithInputs) -> None:
     fakes = Fakes()
     specs = iter(program.inputs)
     env: dict[fx.Node, Any] = {}
+    looks: dict[Geometry, TensorMetadata] = {}  # the values of equal layers share them
     with disable_current_modes(), torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -181,7 +183,10 @@ def propagate(program: GraphWithInputs) -> None:
             env[node] = value
             node.meta["val"] = value
             if isinstance(value, Tensor):
-                node.meta["tensor_meta"] = tensor_metadata(geometry_of(value))
+                geometry = geometry_of(value)
+                if geometry not in looks:
+                    looks[geometry] = tensor_metadata(geometry)
+                node.meta["tensor_meta"] = looks[geometry]
 
 
 def fake_input(fakes: Fakes, spec: InputSpec) -> Any:

@@ -38,11 +38,24 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "expanded": (aten.expand.default, (torch.ones(1, 4), [3, 4])),
     "list of views": (aten.split.Tensor, (torch.ones(6, 4), 2)),
     "list": (aten._foreach_add.Scalar, ([torch.ones(2), torch.ones(3)], 1)),
+    "list of alike": (aten._foreach_add.Scalar, ([torch.ones(2), torch.ones(3), torch.ones(2)], 1)),
+    "lists": (
+        aten._foreach_mul.List,
+        (
+            [torch.ones(2), torch.ones(2), torch.ones(2)],
+            [torch.ones(2), torch.ones(2, 2), torch.ones(2)],
+        ),
+    ),
+    "list and numbers": (aten._foreach_mul.ScalarList, ([torch.ones(2)] * 3, [1, 2.5, 1])),
     "several": (aten.native_layer_norm.default, (torch.ones(2, 3), [3], None, None, 1e-5)),
     "factory": (aten.empty.memory_format, ([2, 3],)),
     "number": (aten.add.Tensor, (torch.ones(3), 1)),
     "another number": (aten.add.Tensor, (torch.ones(3), 1.5)),
     "conjugate": (aten._conj.default, (torch.ones(3, dtype=torch.complex64),)),
+    "itself and a view": (
+        torch.ops.fsdp.all_gather_copy_in.default,
+        ([torch.ones(2), torch.ones(1)], torch.ones(6), [2, 1], 3, 1),
+    ),
     "itself": (aten.lift.default, (torch.ones(3),)),
 }
 

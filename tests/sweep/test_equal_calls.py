@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -138,15 +139,12 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no two calls, and no two stacks, be alike."""
     monkeypatch.setattr(fakes, "_key", _no_key)
     monkeypatch.setattr(call_costs._Keys, "of", _no_cost_key)
-    monkeypatch.setattr(user_stack, "symbolized", _symbolized_alone)
+    numbers = itertools.count()
 
+    def read(self: user_stack.StackTexts, stack: Any) -> user_stack._Read:
+        return user_stack._read(user_stack.symbolized([stack])[0], next(numbers))
 
-def _symbolized_alone(stacks: Any) -> Any:
-    frames = [list(reversed(stack.summary())) for stack in stacks]
-    return [
-        [{"filename": f.filename, "line": f.lineno, "name": f.name} for f in stack]
-        for stack in frames
-    ]
+    monkeypatch.setattr(user_stack.StackTexts, "_of", read)
 
 
 @pytest.mark.parametrize("name", CASES)
