@@ -250,7 +250,7 @@ def _page(
     try:
         write_page(
             path,
-            title=f"{files[0]} and {files[1]}",
+            title=" and ".join(map(_stem, files)),
             cards=_cards(found[0]) if found else (),
             plots={"What holds the memory": holding_figure(bars)} if bars else {},
             first=[
@@ -287,11 +287,14 @@ def _cards(compared: _Compared) -> list[Card]:
 def _held(file: str, content: Mapping[str, Any]) -> Iterator[_Held]:
     """The points of a plan, or the timelines of a report."""
     if "points" in content:
-        for name, row in _by_key(content).items():
+        rows = content["points"]
+        varying = [k for k in content["keys"] if len({str(row.get(k)) for row in rows}) > 1]
+        for row in rows:
+            name = ", ".join(f"{key} {row.get(key)}" for key in varying)
             held = row.get("categories") or {}
             more = {f"at the peak: {each}": (n, human_bytes(n)) for each, n in held.items()}
             figures = {**figures_of(row, "items"), **more}
-            yield _Held(f"{file}: {name}", figures, _categories(held))
+            yield _Held(f"{file}: {name}" if name else file, figures, _categories(held))
         return
     for name, timeline in content["timelines"].items():
         both = {**timeline["levels"], **timeline["by_category"]}

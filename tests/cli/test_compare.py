@@ -100,8 +100,10 @@ def test_the_page_of_two_plans(command: Command, written: dict[str, Path], tmp_p
     text = page.read_text()
     assert "<h2>How long is a step?</h2><b>+100.0%</b><p>3.00\u00a0s to 6.00\u00a0s</p>" in text
     assert '<div class="card bad">' in text and "<p>batch: 2 -&gt; 4</p>" in text
-    assert '<option value="0" selected>b: batch 2</option>' in text
-    assert '<option value="1" selected>c: batch 4</option>' in text
+    assert '<option value="0" selected>b</option><option value="1">c</option>' in text
+    assert "<h1>b and c</h1>" in text
+    command("compare", written["a"], written["c"], "--html", page)  # no point in common
+    assert '<option value="1" selected>a: batch 2</option>' in page.read_text()
     command("compare", written["m"], written["n"], "--html", page)
     assert '<option value="1" selected>n: eager</option>' in page.read_text()
 

@@ -94,7 +94,8 @@ def _fit_card(memory: MemoryFigures, of: str, machine: str, limit: float | None)
     sizes = f"{human_bytes(fit.nbytes)} of {human_bytes(limit)}"
     if fit.refused is None:
         return Card("Does it fit?", f"yes: {sizes}", by, True)
-    return Card("Does it fit?", f"no: {sizes}", fit.refused, False)
+    why = fit.refused.partition(". ")[0]  # the first sentence: the text has what to do
+    return Card("Does it fit?", f"no: {sizes}", f"{machine}; {why}", False)
 
 
 def speed_card(time: StepTime, rate: float | None = None, items: str = "") -> Card:

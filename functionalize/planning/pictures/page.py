@@ -63,8 +63,8 @@ summary { font-weight: 600; margin: .75rem 0; cursor: pointer; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .87rem; }
 th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #e3e5e8; vertical-align: top; }
-td:not(.number) { overflow-wrap: anywhere; } details td:not(.number) { min-width: 10rem; }
-td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td:not(.number) { overflow-wrap: anywhere; min-width: 5rem; } details td:not(.number) { min-width: 10rem; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .75rem; margin: 1rem 0; }
 .card { border: 1px solid #d6d9de; border-top: 4px solid #8a929c; border-radius: 6px; padding: .6rem .9rem; }
 .card.good { border-top-color: #0a7a50; } .card.bad { border-top-color: #c00032; }

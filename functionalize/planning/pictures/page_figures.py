@@ -263,6 +263,8 @@ def _legends(entries: int, asked: int) -> dict[str, dict[str, Any]]:
         "legend.orientation": ("v", "h"),
         "legend.x": (1.02, 0),
         "legend.yref": ("paper", "container"),
+        "legend.title.text": ("bytes at the peak", ""),
+        "legend.font.size": (13, 12),
         "legend.y": (1, 0),
         "legend.yanchor": ("top", "bottom"),
         "margin.b": (LAYOUT["margin"]["b"], below),
