@@ -1,7 +1,7 @@
 """Random programs over tensors whose lengths vary, with sizes that Python computes and that ops make of arguments.
 
-    program = draw(sized_programs())     lines of Python on x (rows, 3), y (columns, 3), m and n (masks of the rows)
-    program.run(*arguments(7, 4, 0))     at 7 rows and 4 columns
+    program = draw(sized_programs())     lines of Python on x (rows, 3), y (6, 3), m and n (masks of the rows)
+    program.run(*arguments(7, 4, 0))     at 7 rows, of which `m` selects 4
 
 A line is kept only if eager can run it at every size of `POOL`. The model of a register is its value at each of them,
 so that no line depends on how the library sees sizes.
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 WIDTH = 3
-POOL = ((5, 4), (8, 7), (13, 6), (21, 30), (34, 11))  # rows and columns
+POOL = ((5, 3), (8, 6), (13, 11), (34, 32), (20, 4), (20, 11), (20, 18))  # rows, selected ones
 _MOST = 4096  # elements
 _HELPERS = {"torch": torch, "F": torch.nn.functional}
 
@@ -49,12 +49,12 @@ class SizedProgram:
         return self.source
 
 
-def arguments(rows: int, columns: int, seed: int) -> list[Tensor]:
-    """Two matrices, and two masks of the rows of the first, each with a count of its own."""
-    generator = torch.Generator().manual_seed(seed * 10_007 + rows * 101 + columns)
-    x, y = (torch.randn(count, WIDTH, generator=generator) for count in (rows, columns))
-    masks = [torch.rand(rows, generator=generator) < share for share in (0.5, 0.7)]
-    return [x, y, *masks]
+def arguments(rows: int, selected: int, seed: int) -> list[Tensor]:
+    """Two matrices, and two masks of the rows of the first: `m` selects so many of them, `n` one more."""
+    generator = torch.Generator().manual_seed(seed * 10_007 + rows * 101 + selected)
+    x, y = (torch.randn(count, WIDTH, generator=generator) for count in (rows, 6))
+    order = torch.randperm(rows, generator=generator)
+    return [x, y, order < selected, order.flip(0) <= selected]
 
 
 @dataclass(eq=False)
@@ -170,13 +170,16 @@ def _pure(w: _World) -> str:
 def _number(w: _World) -> str:
     """Python decides, or computes, by a size."""
     a, limit = w.pick(), w.one_of((4, 6, 10, 12, 20, 25, 40))
-    size = w.one_of((f"{a}.shape[0]", f"len({a})", f"{a}.numel()", f"{a}.size(-1)"))
+    size = w.one_of((f"{a}.shape[0]", f"{a}.shape[0]", f"{a}.numel()", f"{a}.size(-1)"))
+    some = [5 + w.below(30) for _ in range(2)]
     return str(
         w.one_of(
             (
                 f"{a}.sin() if {size} > {limit} else {a}.cos()",
                 f"{a} * ({size} % 3)",
-                f"{a} * (2.0 if {size} in (9, 10, 17) else 3.0)",
+                f"{a} * (2.0 if {size} == {some[0]} else 3.0)",
+                f"{a}.cos() if {size} != {some[1]} else {a}.sin()",
+                f"{a} * (2.0 if {some[0]} < {size} < {some[0] + 3} else 3.0)",
                 f"{a} / {size}",
                 f"{a} * ({size} // 2)",
                 f"{a}[: max({size} - {limit}, 1)]",
@@ -190,7 +193,12 @@ def _number(w: _World) -> str:
 
 def _selected(w: _World) -> str:
     """An op makes a size of an argument."""
-    a, mask = w.pick(), w.one_of(("m", "n", "m | n", "m & n", "~m"))
+    rows = [
+        r.name
+        for r in w.registers
+        if all(v.shape[0] == len(n["m"]) for v, n in zip(r.values, w.names, strict=True))
+    ]
+    a, mask = w.one_of(rows), w.one_of(("m", "n", "~m"))
     return str(
         w.one_of(
             (
@@ -207,7 +215,7 @@ def _selected(w: _World) -> str:
     )
 
 
-_KINDS = (_view, _view, _pure, _pure, _pure, _number, _selected)
+_KINDS = (_view, _pure, _pure, _number, _number, _selected)
 
 
 @st.composite

@@ -150,7 +150,8 @@ def test_judge_a_warm_up_of_a_settled_step() -> None:
 
 
 def test_judge_what_a_replay_could_not_repeat() -> None:
-    verdict = judge(recorded(lambda x: x[x > 0], torch.ones(2)), {}, None)
+    weight = torch.ones(2)  # no argument, and no constant
+    verdict = judge(recorded(lambda x: x[x * weight > 0], torch.ones(2)), {}, None)
     assert isinstance(verdict, Refused)
     assert "aten.index.Tensor" in str(verdict.error)
 
