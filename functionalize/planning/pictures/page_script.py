@@ -25,7 +25,7 @@ FIGURES = """<script>
     const both = figure.layout.meta && figure.layout.meta.legends;
     if (!both) return;
     const chosen = both[narrow.matches ? "narrow" : "wide"];
-    figure.style.height = chosen.height + "px";
+    for (const box of [figure, figure.parentElement]) box.style.height = chosen.height + "px";
     Plotly.relayout(figure, chosen);
   });
   narrow.addEventListener("change", lay);

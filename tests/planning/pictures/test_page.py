@@ -410,7 +410,7 @@ def test_nothing_overflows(browser, path, width):
     assert browser.run("document.documentElement.scrollWidth") <= width
     # What is wider than the page scrolls by itself; figures do not, and the next text is below them.
     figures = "[...document.querySelectorAll('.plotly-graph-div')].map(f => ["
-    sizes = "f.getBoundingClientRect().right, f.offsetHeight, f._fullLayout.height])"
+    sizes = "f.getBoundingClientRect().right, f.parentElement.offsetHeight, f._fullLayout.height])"
     for right, height, drawn_height in browser.run(figures + sizes):
         assert right <= width and height == drawn_height
     legend = "document.querySelector('#memory .legend').getBoundingClientRect()"
