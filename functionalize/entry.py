@@ -16,6 +16,7 @@ from functionalize.step.options import (
     MAX_PROGRAM_BYTES,
     CaptureOptions,
     Compile,
+    Dynamic,
     OnUncapturable,
 )
 from functionalize.step_backward.captured_forward import CapturedForward
@@ -33,7 +34,7 @@ def capture(
     audit: AuditOption = "auto",
     record_after: int = 2,
     max_program_bytes: float = MAX_PROGRAM_BYTES,
-    dynamic: bool | int = False,
+    dynamic: Dynamic = False,
 ) -> Any:
     """Record `train_step` (any callable) and replay it in later calls; also a decorator.
 
@@ -56,8 +57,8 @@ def capture(
     max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
     dynamic: once three calls that differ in sizes only were recorded, predict the programs for other sizes. The first
     call of new sizes is replayed where it is known that nothing decides by them otherwise, else it runs for real and is
-    compared with its program. With a number n one in n is compared in any case (True: 8; 1: all), see
-    `docs/capture.md`.
+    compared with its program. With a number n one in n is compared in any case (True: 8; 1: all); with "auto" only from
+    two recordings that differ in sizes on. See `docs/capture.md`.
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, for `memory` with `backward`,
     and for `dynamic` with `memory`, `backward` or `compile`.
     """

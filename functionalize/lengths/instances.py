@@ -20,11 +20,12 @@ from functionalize.ir.generators import is_random
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputRole
+from functionalize.lengths.makers import Maker, PlacedInteger, maker
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.program import Program
 from functionalize.run.boxed import BoxedTemplate, CodeWithRanges, boxed
 from functionalize.run.windows import NO_WINDOWS, ViewForm, Windows, windows
-from functionalize.templates.fitting import Formula, Sizes
+from functionalize.templates.fitting import Formula, Sizes, evaluator
 from functionalize.templates.leaves import PARTS, leaves_of, replaced, with_integers
 from functionalize.templates.template import SymbolicInt, Template, Unfitted, fitted
 
@@ -101,12 +102,11 @@ class SharedInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Varying:
-    """One part of a program in which integers vary. name: of the field. start, end: of its integers in the program."""
+    """One part of a program in which integers vary. name, index: its place. make: from all integers that vary to it."""
 
     name: str
     index: int
-    start: int
-    end: int
+    make: Maker
 
 
 class Instances:
@@ -115,20 +115,21 @@ class Instances:
     def __init__(self, template: Template, code: BoxedTemplate | None) -> None:
         self._template, self._code = template, code
         reference = template.reference
+        self.reference = reference
         self._formulas = _varying(template)
+        self._evaluate = evaluator(self._formulas, len(template.symbols.names))
         self._random = any(is_random(node) for node in reference.graph.nodes)
         self._count = reference.nodes()
-        self._parts = list(_parts(template))
+        self._parts = list(_parts(template, self._formulas)) if code is not None else []
         self._shared = SharedInputs()
 
     @staticmethod
     def of(template: Template, sizes: Sequence[Sizes]) -> Instances:
         """sizes: those of the recordings."""
         try:
-            code = _compiled(template, sizes)
+            return Instances(template, _compiled(template, sizes))
         except TypeError:  # a size in an object of which no code can be made
-            code = None
-        return Instances(template, code)
+            return Instances(template, None)
 
     def at(self, sizes: Sizes) -> Program:
         """The program for these sizes."""
@@ -136,15 +137,12 @@ class Instances:
         if code is None or template.reference.runner is not boxed:
             return template.at(sizes)
         reference = template.reference
-        values = {f: f.value(sizes) for f in self._formulas}
+        numbers = self._evaluate(*sizes)
         changed: dict[str, list[Any]] = {}
         for part in self._parts:
             if part.name not in changed:
                 changed[part.name] = list(getattr(reference, part.name))
-            numbers = template.formulas[part.start : part.end]
-            numbers_now = [values[f] if f.terms else f.constant for f in numbers]
-            several = changed[part.name]
-            several[part.index] = replaced(several[part.index], iter(numbers_now))
+            changed[part.name][part.index] = part.make(numbers)
         fields = {f: getattr(reference, f) for f in _FIELDS} | {
             name: tuple(several) for name, several in changed.items()
         }
@@ -154,7 +152,7 @@ class Instances:
         made._shared = self._shared
         own = [part.index for part in self._parts if part.name == "guards"]
         made._own_guards = tuple(made.guards[index] for index in own)
-        made._run = code.at([values[f] for f in self._formulas], _ranges)
+        made._run = code.at(numbers, _ranges)
         return made
 
 
@@ -175,20 +173,27 @@ def _varying(template: Template) -> list[Formula]:
     return list(dict.fromkeys(f for f in template.formulas if f.terms))
 
 
-def _parts(template: Template) -> Iterator[_Varying]:
-    """The parts of a program beside its graph in which an integer varies."""
-    reference, formulas = template.reference, template.formulas
-    values = _Taken(leaves_of(reference).integers)
+def _parts(template: Template, varying: Sequence[Formula]) -> Iterator[_Varying]:
+    """The parts of a program beside its graph in which an integer varies. varying: the functions that do."""
+    reference, numbers = template.reference, {f: i for i, f in enumerate(varying)}
+    values = _Taken(
+        [
+            PlacedInteger(value, numbers[f]) if f.terms else value
+            for value, f in zip(leaves_of(reference).integers, template.formulas, strict=True)
+        ]
+    )
     replaced(list(reference.writes), values)
     for node in reference.graph.nodes:
         replaced([node.args, node.kwargs], values)
     for name in PARTS:
         for index, part in enumerate(getattr(reference, name)):
             start = values.taken
-            replaced(part, values)
-            if any(f.terms for f in formulas[start : values.taken]):
-                yield _Varying(name, index, start, values.taken)
-    assert values.taken == len(formulas)
+            new = replaced(part, values)
+            if any(f.terms for f in template.formulas[start : values.taken]):
+                make = maker(new, part)
+                assert make is not None
+                yield _Varying(name, index, make)
+    assert values.taken == len(template.formulas)
 
 
 class _Taken(Iterator[int]):

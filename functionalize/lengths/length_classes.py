@@ -5,10 +5,12 @@
 
 A kind of call is its key in the cache without its sizes; 0 and 1 stay (`open_key`). The recordings of a kind are one
 class if their programs and op streams differ in integers only, and the windows of each storage relate alike
-(`relations.py`); a class of three or more has a template, of four or more where first calls compare no results.
+(`relations.py`); a class of three or more has a template, made of the programs before the passes: these run once for
+all sizes of the class (`shared_passes.py`). Where first calls compare no results, a fourth recording must agree,
+unless all functions of the program are in the op stream, which first calls do compare.
 
 Invariant: a prediction is never replayed before its first call has run for real, and was found equal to it; see
-`first_call.py`.
+`first_call.py`, or `proofs.py` says why it would be.
 Refusals: what `Template.of` and `SignatureTemplate.of` refuse. A kind that has `_MOST` recordings in a class without a
 template, or of which `_MOST_FAILURES` predictions were wrong, is left to one program for each size.
 """
@@ -19,92 +21,24 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from functionalize.audit.results import is_comparable
 from functionalize.audit.signature import Signature
-from functionalize.lengths.data_sizes import has_sizes
 from functionalize.lengths.instances import Instances
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EVERY, Proof
+from functionalize.lengths.references import Reference, open_key, shapes_of
+from functionalize.lengths.shared_passes import needs_no_copies, rewritten
 from functionalize.lengths.signature_template import SignatureTemplate, relations_in
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Sizes
-from functionalize.templates.leaves import identity, leaves_of
+from functionalize.templates.leaves import leaves_of
 from functionalize.templates.symbols import Shapes, Symbols
-from functionalize.templates.template import FEWEST, MADE, Mismatch, Template
+from functionalize.templates.template import FEWEST, Mismatch, Template
 
 _MOST = 6  # recordings of one class
 _MOST_OF_A_KIND = 8
 _MOST_FAILURES = 3
 _MOST_FAILURES_OF_KNOWN = 12  # where it is known which sizes may be other ones
-
-
-def open_key(key: Any) -> Hashable:
-    """The key of a call in the cache, without the sizes of its tensors that are neither 0 nor 1."""
-    return tuple([_opened(part) if _is_tensors(part) else part for part in key])
-
-
-def shapes_of(key: Any) -> Shapes:
-    """The sizes of the tensors among the arguments of a call, from its key in the cache."""
-    return [part[0] for part in key if _is_tensors(part)]
-
-
-def _is_tensors(part: Any) -> bool:
-    return type(part) is tuple and bool(part) and type(part[0]) is torch.Size
-
-
-def _opened(part: Any) -> Any:
-    return (tuple([min(size, 2) for size in part[0]]), *part[1:])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reference:
-    """One recorded call. names: of its tensors. program: as recorded.
-
-    passed: after the passes; None if these may decide otherwise for other sizes.
-    token: what else must be equal in all recordings of a class. rest: the `CachedProgram`.
-    """
-
-    shapes: Shapes
-    names: Sequence[str]
-    program: Program
-    passed: Program | None
-    signature: Signature
-    token: Any
-    rest: Any
-
-    @staticmethod
-    def of(
-        key: Any,
-        names: Sequence[str],
-        leaves: Sequence[Any],
-        program: Program,
-        cached: Any,
-        has_budget: bool,
-    ) -> Reference | None:
-        """The reference of a `CachedProgram`; None if it has no signature, or an argument has no sizes.
-
-        key: in the cache. names, leaves: of the arguments. program: as recorded. has_budget: whether a pass decides by
-        the bytes of values.
-        """
-        shapes = shapes_of(key)
-        tensors = [n for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
-        tensors += [MADE] if has_sizes(key) else []
-        if cached.signature is None or len(tensors) != len(shapes):
-            return None
-        changed = (cached.slots, cached.python_effects, cached.dropped, cached.has_grad_fn)
-        token = identity((cached.effects, *map(tuple, changed)))
-        return Reference(
-            shapes,
-            tensors,
-            program,
-            None if has_budget else cached.program,
-            cached.signature,
-            token,
-            cached,
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,8 +78,8 @@ class Prediction:
             return None
         return ObservedSizes(group.signatures.known_at(self.sizes))
 
-    def cached(self, waits: int) -> Any:
-        """A cache entry, like that of the last reference. waits: calls before its passes run, if it has some."""
+    def cached(self, waits: int, is_bare: bool) -> Any:
+        """A cache entry, like that of the last reference. waits, is_bare: if its passes have not run."""
         recorded = self.group.recorded
         return replace(
             self.rest,
@@ -154,6 +88,8 @@ class Prediction:
             prediction=self,
             reason=f"a prediction from {recorded} recorded calls of other sizes",
             waits=0 if self.is_passed else waits,
+            is_bare=is_bare and not self.is_passed,
+            group=self.group,
             replays=0,
             audits=0,
         )
@@ -164,6 +100,8 @@ class LengthClass:
     """Recordings with equal graphs. known: shapes of recordings, and of predictions that were right.
 
     differing: shapes of predictions that were wrong. proof, instances: there is a template.
+    is_lean: see `needs_no_copies`. compares_results: whether first calls do.
+    passed: the programs after the passes. apart: why these run for each size. replays: of programs without passes.
     """
 
     tokens: int
@@ -173,13 +111,17 @@ class LengthClass:
     template: Template | None = None
     signatures: SignatureTemplate | None = None
     why: Mismatch | None = None
-    is_passed: bool = False
     recorded: int = 0
     failures: int = 0
     differing: list[Shapes] = field(default_factory=list)
     every: int = EVERY
     proof: Proof | None = None
+    is_lean: bool = True
+    compares_results: bool = True
     instances: Instances | None = None
+    passed: Instances | None = None
+    apart: str | None = None
+    replays: int = 0
 
     def add(self, reference: Reference) -> None:
         """Add a recording, and try to make the template; if there is one, keep the latest recording beside it."""
@@ -189,9 +131,7 @@ class LengthClass:
             self.references[:] = [reference]
         elif len(self.references) < _MOST:
             self.references.append(reference)
-            # The first call of a prediction compares results only where its graph can run beside the step.
-            compared = is_comparable(reference.passed or reference.program)
-            if len(self.references) >= FEWEST + (not compared):
+            if len(self.references) >= FEWEST:
                 self.why = self._make()
 
     def compared(self, shapes: Shapes) -> None:
@@ -216,17 +156,19 @@ class LengthClass:
         sizes = [own for shapes in calls if not isinstance(own := symbols.sizes_of(shapes), str)]
         if len(sizes) < len(calls):
             return Mismatch(0, "the arguments", "a size is 0 or 1, and greater elsewhere")
-        passed = [r.passed for r in self.references if r.passed is not None]
-        found = Template.of(passed, calls, names)
-        self.is_passed = isinstance(found, Template)
-        if isinstance(found, Mismatch):
-            found = Template.of([r.program for r in self.references], calls, names)
+        found = Template.of([r.program for r in self.references], calls, names)
         if isinstance(found, Mismatch):
             return found
         signatures = SignatureTemplate.of([r.signature for r in self.references], sizes)
         if isinstance(signatures, Mismatch):
             return signatures
+        # The first call of a prediction compares results only where its graph can run beside the step.
+        self.compares_results = is_comparable(found.reference)
+        alone = {f for f in found.formulas if f.terms}.difference(signatures.formulas())
+        if alone and len(calls) == FEWEST and not self.compares_results:
+            return Mismatch(0, "the program", f"{len(alone)} functions of sizes are in no op")
         self.symbols, self.template, self.signatures = symbols, found, signatures
+        self.is_lean = needs_no_copies(found.reference)
         on_cpu = all(spec.device.type == "cpu" for spec in found.reference.inputs)
         formulas = [*found.formulas, *signatures.formulas()]
         self.proof = Proof.of(self.every, formulas, signatures.lengths(), on_cpu)
@@ -255,13 +197,13 @@ class LengthClass:
 
         others: the shapes of calls that are in other classes.
         """
-        sizes = self.symbols.sizes_of(shapes) if self.symbols is not None else "no template"
+        sizes = self.sizes_of(shapes)
         if self.symbols is None or isinstance(sizes, str) or self.proof is None:
             return str(sizes)
         return self.proof.why_compared(sizes, list(map(self.symbols.values_in, others)))
 
-    def predicted(self, shapes: Shapes) -> Prediction | None:
-        """What is expected of a call with these shapes."""
+    def predicted(self, shapes: Shapes, is_passed: bool = False) -> Prediction | None:
+        """What is expected of a call with these shapes. is_passed: by the program after the passes, if there is one."""
         if self.template is None or self.symbols is None or self.signatures is None:
             return None
         sizes = self.symbols.sizes_of(shapes)
@@ -270,56 +212,103 @@ class LengthClass:
         op_stream = self.signatures.at(sizes)
         if isinstance(op_stream, str):
             return None
-        if self.instances is None:
-            known = [
-                each
-                for shape in self.known
-                if not isinstance(each := self.symbols.sizes_of(shape), str)
-            ]
-            self.instances = Instances.of(self.template, known)
-        latest, program = self.references[-1], self.instances.at(sizes)
+        program = self.passed_at(sizes) if is_passed else None
+        has_passed = program is not None
+        if program is None:
+            if self.instances is None:
+                self.instances = Instances.of(self.template, self._known_sizes())
+            program = self._at(self.instances, sizes)
+        if program is None:
+            return None
+        latest = self.references[-1]
         program.facts = latest.program.facts  # on the state as it is now
-        for spec, was in zip(program.inputs, self.template.reference.inputs, strict=True):
+        return Prediction(self, shapes, sizes, program, op_stream, latest.rest, has_passed)
+
+    def _known_sizes(self) -> list[Sizes]:
+        """Those of the first recordings, as many as a template is made of."""
+        found = map(self.sizes_of, self.known)
+        return [sizes for sizes in found if not isinstance(sizes, str)][: FEWEST + 1]
+
+    def _at(self, instances: Instances, sizes: Sizes) -> Program | None:
+        """A program; None if an argument is the whole of its storage at these sizes only, or not at them."""
+        program = instances.at(sizes)
+        for spec, was in zip(program.inputs, instances.reference.inputs, strict=True):
             if spec is was:
                 continue
             whole = (each.geometry.end == each.nbytes for each in (spec, was))
             if len(set(whole)) > 1:
                 return None
-        return Prediction(self, shapes, sizes, program, op_stream, latest.rest, self.is_passed)
+        return program
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def run_passes(self, apply: Callable[[Program], Program]) -> None:
+        """Run the passes for all sizes, once."""
+        if self.passed is not None or self.apart is not None:
+            return
+        assert self.template is not None and self.signatures is not None and self.proof is not None
+        found = rewritten(self.template, self.signatures, self.proof.compared, apply)
+        if isinstance(found, str):
+            self.apart = found
+        else:
+            self.passed = Instances.of(found, self._known_sizes())
+
+    def sizes_of(self, shapes: Shapes) -> Sizes | str:
+        """The value of each symbol in a call; text: it has none."""
+        return self.symbols.sizes_of(shapes) if self.symbols is not None else "there is no template"
+
+    def shares_passes(self, sizes: Sizes | str) -> bool:
+        """Whether what passes decide for all sizes holds at these: sizes of tensors are not equal by chance."""
+        if isinstance(sizes, str) or self.signatures is None or self.apart is not None:
+            return False
+        lengths = self.signatures.lengths()
+        return len({each.value(sizes) for each in lengths}) == len(lengths)
+
+    def passed_at(self, sizes: Sizes) -> Program | None:
+        """The program after the passes; None if these run for each size, or have not run."""
+        if self.passed is None or not self.shares_passes(sizes):
+            return None
+        return self._at(self.passed, sizes)
 
 
 class LengthClasses:
-    """The classes of a step, by the kind of their calls. every: each so many new sizes are compared; 1: all."""
+    """The classes of a step, by the kind of their calls. every: each so many new sizes are compared; 1: all.
 
-    def __init__(self, every: int = EVERY) -> None:
-        self._every = every
+    is_auto: whether a kind is predicted only when two recordings of it, made for other reasons, differ in sizes.
+    """
+
+    def __init__(self, every: int = EVERY, is_auto: bool = False) -> None:
+        self._every, self._is_auto = every, is_auto
         self._classes: dict[Hashable, list[LengthClass]] = {}
 
     def __iter__(self) -> Iterator[LengthClass]:
         return (each for several in self._classes.values() for each in several)
 
-    def learn(self, key: Any, reference: Reference) -> None:
-        """Add a recorded call. key: in the cache."""
+    def learn(self, key: Any, reference: Reference) -> LengthClass | None:
+        """The class of a recorded call. key: in the cache."""
         if any(0 in shape for shape in reference.shapes) or not reference.shapes:
-            return
+            return None
         classes = self._classes.setdefault(open_key(key), [])
         related = relations_in(reference.signature)
         tokens = hash((tuple(leaves_of(reference.program).tokens), reference.token, related))
         found = next((each for each in classes if each.tokens == tokens), None)
         if found is None:
             if len(classes) >= _MOST:
-                return
+                return None
             found = LengthClass(tokens, every=self._every)
             classes.append(found)
         found.add(reference)
+        return found
 
     def wants(self, key: Any) -> bool:
         """Whether a recording of such a call may lead to a template."""
         classes = self._classes.get(open_key(key), [])
         if not classes:
-            return bool(shapes_of(key))
-        recorded = sum(each.recorded for each in classes)
-        return recorded < _MOST_OF_A_KIND and _nearest(classes, shapes_of(key)).wants
+            return bool(shapes_of(key)) and not self._is_auto
+        recorded, group = sum(each.recorded for each in classes), _nearest(classes, shapes_of(key))
+        if self._is_auto and all(shapes == group.known[0] for shapes in group.known):
+            return False
+        return recorded < _MOST_OF_A_KIND and group.wants
 
     def can_predict(self, key: Any) -> bool:
         """Whether the class with the nearest known sizes has a template."""
@@ -346,7 +335,7 @@ class LengthClasses:
 
     def unseen(self, key: Any) -> Prediction | None:
         """What is expected of such a call by the class for which `why_compared` has an answer."""
-        return self.nearest(key).predicted(shapes_of(key))
+        return self.nearest(key).predicted(shapes_of(key), is_passed=True)
 
     def predicted(self, key: Any) -> Prediction | None:
         """What is expected of such a call; None: nothing is."""

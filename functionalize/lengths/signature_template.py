@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 from functionalize.audit.signature import GroupName, Row, Signature
 from functionalize.ir.ops import Geometry, TensorRef
 from functionalize.ir.scalars import Applied, LiveNumber, ScalarInput, bottom_up, is_expression
+from functionalize.lengths.makers import Maker
 from functionalize.lengths.observed_sizes import KnownSizes
 from functionalize.lengths.relations import relations
-from functionalize.templates.fitting import Formula, Sizes
+from functionalize.templates.fitting import Formula, Sizes, evaluator
 from functionalize.templates.leaves import constant_token, identity
 from functionalize.templates.template import Mismatch, Unfitted, fitted
 
@@ -134,12 +136,13 @@ def _places(signature: Signature) -> Any:
     return set(moving.live.values), set(moving.live.lists), identity(moving.generators)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SignatureTemplate:
     """reference: the first signature. columns: for each of its leaves, the number of its function.
 
     functions: a formula, or a geometry with one for each of its integers. ends: see `_Forms`.
     storages: the leaves on each storage with windows that vary. related: their relations in all recordings.
+    symbols: how many there are.
     """
 
     reference: Signature
@@ -148,6 +151,7 @@ class SignatureTemplate:
     ends: tuple[int, ...]
     storages: tuple[tuple[int, ...], ...]
     related: tuple[Any, ...]
+    symbols: int
 
     @staticmethod
     def of(signatures: Sequence[Signature], sizes: Sequence[Sizes]) -> SignatureTemplate | Mismatch:
@@ -180,7 +184,13 @@ class SignatureTemplate:
         }
         storages = tuple(sorted(each for each in windows if varying.intersection(each)))
         template = SignatureTemplate(
-            signatures[0], tuple(columns), tuple(functions), tuple(first.ends), storages, ()
+            signatures[0],
+            tuple(columns),
+            tuple(functions),
+            tuple(first.ends),
+            storages,
+            (),
+            len(sizes[0]),
         )
         related = template._relations(template._values(sizes[0]))
         for number, own in enumerate(sizes[1:], 1):
@@ -198,21 +208,31 @@ class SignatureTemplate:
         return partial(self._filled, values)
 
     def _filled(self, values: Sequence[Any]) -> Signature:
-        varying = {i for i, f in enumerate(self.functions) if _varies(f)}
-        rows, start = [], 0
-        for row, end in zip(self.reference.rows, self.ends, strict=True):
-            numbers = self.columns[start:end]
-            if not varying.isdisjoint(numbers):
-                row = _filled_row(row, iter([values[n] for n in numbers]))
-            rows.append(row)
-            start = end
-        rest = iter([values[n] for n in self.columns[start:]])
-        leaves = tuple([_filled(leaf, rest) for leaf in self.reference.leaves])
-        facts = [
-            fact._replace(value=next(rest)) if type(fact.value) is int else fact
-            for fact in self.reference.facts
-        ]
-        return replace(self.reference, rows=tuple(rows), leaves=leaves, facts=tuple(facts))
+        rows, leaves, facts = self._makers
+        found = list(self.reference.rows)
+        for at, make in rows:
+            found[at] = make(values)
+        learned = list(self.reference.facts)
+        for at, number in facts:
+            learned[at] = learned[at]._replace(value=values[number])
+        made = self.reference.leaves if leaves is None else leaves(values)
+        return replace(self.reference, rows=tuple(found), leaves=made, facts=tuple(learned))
+
+    @cached_property
+    def _makers(
+        self,
+    ) -> tuple[list[tuple[int, Maker]], Maker | None, list[tuple[int, int]]]:
+        """Of each row that varies: its number, and what makes it of the values of the functions; that of the leaves.
+
+        And of each fact whose value varies: its number, and that of the function.
+        """
+        varying = {i for i, _, _ in self._varying}
+        numbers = iter([n if n in varying else None for n in self.columns])
+        rows = [_row_maker(row, numbers) for row in self.reference.rows]
+        leaves = _maker(self.reference.leaves, numbers)
+        values = [next(numbers) if type(f.value) is int else None for f in self.reference.facts]
+        facts = [(at, number) for at, number in enumerate(values) if number is not None]
+        return [(at, make) for at, make in enumerate(rows) if make is not None], leaves, facts
 
     def formulas(self) -> Iterator[Formula]:
         """The functions of all integers."""
@@ -233,8 +253,36 @@ class SignatureTemplate:
         varying = {value: each for value, each in alone.items() if each.terms}
         return KnownSizes(varying, frozenset(alone.keys() - varying.keys()))
 
+    @cached_property
+    def _varying(self) -> list[tuple[int, Geometry | None, int]]:
+        """Of each function that varies: its number, a geometry like the one it gives, how many integers that has."""
+        return [
+            (i, None, 1) if isinstance(f, Formula) else (i, f[0], len(f[1]))
+            for i, f in enumerate(self.functions)
+            if _varies(f)
+        ]
+
+    @cached_property
+    def _evaluate(self) -> Callable[..., tuple[int, ...]]:
+        """From the sizes to the integers of all functions that vary."""
+        functions = [self.functions[i] for i, _, _ in self._varying]
+        formulas = [
+            f for each in functions for f in ([each] if isinstance(each, Formula) else each[1])
+        ]
+        return evaluator(formulas, self.symbols)
+
+    @cached_property
+    def _constants(self) -> list[Leaf]:
+        """The value of each function at some sizes."""
+        return [_value(function, (2,) * self.symbols) for function in self.functions]
+
     def _values(self, sizes: Sizes) -> list[Leaf]:
-        return [_value(function, sizes) for function in self.functions]
+        found, numbers, start = self._constants.copy(), self._evaluate(*sizes), 0
+        for index, geometry, count in self._varying:
+            own = numbers[start : start + count]
+            start += count
+            found[index] = own[0] if geometry is None else _shaped(geometry, own)
+        return found
 
     def _relations(self, values: Sequence[Any]) -> tuple[Any, ...]:
         return tuple([relations([values[at] for at in each]) for each in self.storages])
@@ -260,29 +308,71 @@ def _value(function: Any, sizes: Sizes) -> Leaf:
     if isinstance(function, Formula):
         return function.value(sizes)
     geometry, formulas = function
-    *shape, offset = [formula.value(sizes) for formula in formulas]
+    return _shaped(geometry, tuple([formula.value(sizes) for formula in formulas]))
+
+
+def _shaped(geometry: Geometry, numbers: tuple[int, ...]) -> Geometry:
+    """A geometry with other sizes, strides and offset."""
     count = len(geometry.size)
-    found: Geometry = geometry._replace(
-        size=tuple(shape[:count]), stride=tuple(shape[count:]), offset=offset
-    )
-    return found
+    return Geometry(numbers[:count], numbers[count:-1], numbers[-1], *geometry[3:])
 
 
-def _filled_row(row: Row, rest: Iterator[Any]) -> Row:
-    resized = tuple([(storage, next(rest)) for storage, _ in row.resized])
-    args, kwargs, outputs = (_filled(part, rest) for part in (row.args, row.kwargs, row.outputs))
-    return row._replace(args=args, kwargs=kwargs, outputs=outputs, resized=resized)
+def _row_maker(row: Row, numbers: Iterator[int | None]) -> Maker | None:
+    """What makes a row of the values of functions; None: nothing in it varies. numbers: of the functions of its leaves.
+
+    None for those that do not vary.
+    """
+    resized = [(storage, next(numbers)) for storage, _ in row.resized]
+    makers = {name: _maker(getattr(row, name), numbers) for name in ("args", "kwargs", "outputs")}
+    parts = {name: make for name, make in makers.items() if make is not None}
+    if all(n is None for _, n in resized):
+        if not parts:
+            return None
+        return lambda values: row._replace(**{name: make(values) for name, make in parts.items()})
+
+    def made(values: Sequence[Any]) -> Row:
+        pairs = zip(row.resized, resized, strict=True)
+        now = tuple([was if n is None else (storage, values[n]) for was, (storage, n) in pairs])
+        return row._replace(resized=now, **{name: make(values) for name, make in parts.items()})
+
+    return made
 
 
-def _filled(value: Any, rest: Iterator[Any]) -> Any:
-    """A part of a signature with other leaves, in the order of `_Forms`."""
+def _maker(value: Any, numbers: Iterator[int | None]) -> Maker | None:
+    """The same for a part of a signature, whose leaves are in the order of `_Forms`."""
     kind = type(value)
-    if kind is TensorRef:
-        return TensorRef(value.storage, next(rest))
-    if kind is int:
-        return next(rest)
-    if kind is list or kind is tuple:
-        return kind([_filled(each, rest) for each in value])
+    if kind is TensorRef or kind is int:
+        number = next(numbers)
+        if number is None:
+            return None
+        if kind is int:
+            return itemgetter(number)
+        storage = value.storage
+        return lambda values: TensorRef(storage, values[number])
     if kind is dict:
-        return {key: _filled(each, rest) for key, each in value.items()}
-    return tuple([_filled(each, rest) for each in value]) if isinstance(value, tuple) else value
+        keys = list(value)
+        parts = [_maker(each, numbers) for each in value.values()]
+        return _joined(
+            list(value.values()), parts, lambda found: dict(zip(keys, found, strict=True))
+        )
+    if isinstance(value, (list, tuple)):
+        return _joined(
+            value, [_maker(each, numbers) for each in value], list if kind is list else tuple
+        )
+    return None
+
+
+def _joined(
+    values: Sequence[Any], parts: Sequence[Maker | None], build: Callable[[list[Any]], Any]
+) -> Maker | None:
+    varying = [(at, part) for at, part in enumerate(parts) if part is not None]
+    if not varying:
+        return None
+
+    def made(now: Sequence[Any]) -> Any:
+        found = list(values)
+        for at, part in varying:
+            found[at] = part(now)
+        return build(found)
+
+    return made

@@ -24,7 +24,7 @@ from torch import Tensor
 from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Call
-from functionalize.lengths.length_classes import Prediction
+from functionalize.lengths.length_classes import LengthClass, Prediction
 from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
@@ -69,6 +69,7 @@ class CachedProgram:
     dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
     prediction: set until the program, which was not recorded, was found equal to a call: see `lengths/first_call.py`.
     is_unseen: whether it is replayed, and was neither recorded nor compared: see `lengths/proofs.py`.
+    is_bare: whether it is replayed though its passes have not run. group: the calls that differ in sizes only.
     """
 
     program: Program
@@ -87,6 +88,8 @@ class CachedProgram:
     dropped: Sequence[Gradient] = ()
     prediction: Prediction | None = None
     is_unseen: bool = False
+    is_bare: bool = False
+    group: LengthClass | None = None
 
     @property
     def signature(self) -> Signature | None:
@@ -317,6 +320,12 @@ class Kinds:
             return False
         doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
         return kind.calls < self._after << min(doublings, _MOST_DOUBLINGS)
+
+    def is_new(self, key: Hashable) -> bool:
+        """Count a call without a program; whether its kind came less than `record_after` times."""
+        kind = self._of(key)
+        kind.calls += 1
+        return kind.calls < self._after
 
     def record_next(self) -> None:
         """Record the next call, of any kind."""

@@ -38,7 +38,7 @@ from functionalize.audit.signature import Signature
 from functionalize.errors import FunctionalizeError, UncapturableError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
-from functionalize.lengths.length_classes import Reference
+from functionalize.lengths.references import Reference
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.program.collective_order import fingerprints
@@ -129,7 +129,7 @@ class CapturedStep(PredictedStep):
         Raises `SaveError`, with nothing written, if a program refers to an object that has no name in the step.
         """
         for key, cached in list(self._cache.items()):
-            if cached.waits:
+            if cached.waits or cached.is_bare:
                 self._optimise(key, cached)
         programs = [(key, c) for key, c in self._cache.items() if c.prediction is None]
         saved = SavedStep(programs, self._changed_hyperparameters, self._vote)
@@ -311,8 +311,8 @@ class CapturedStep(PredictedStep):
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         """The program of a recording, after the passes."""
         recorded = recording.program(call.spec)
-        waits = self._calls_before_passes(recorded, call)
-        program = recorded if waits else self._options.applied(recorded)
+        waits, is_bare = self._before_passes(recorded, call)
+        program = recorded if waits or is_bare else self._options.applied(recorded)
         signature = self._signature(recording)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
         exit = recording.exit
@@ -332,12 +332,12 @@ class CapturedStep(PredictedStep):
             python_effects=exit.python_effects,
             waits=waits,
             dropped=recording.dropped(program),
+            is_bare=is_bare,
         )
         reference = None
-        if self._lengths is not None and not waits:
+        if self._lengths is not None:
             key, names = self._key_with_sizes(call.key, recorded), recording.entry.roots.arguments
-            has_budget = self._options.has_budget
-            reference = Reference.of(key, names, call.leaves, recorded, cached, has_budget)
+            reference = Reference.of(key, names, call.leaves, recorded, cached)
         return Built(cached, recording.summary, counts, reference)
 
     def _signature(self, recording: StepRecording) -> Callable[[], Signature] | None:
@@ -354,7 +354,7 @@ class CapturedStep(PredictedStep):
             key = self._key_with_sizes(key, outcome.cached.program)
             self._add(key, outcome.cached)
             if outcome.reference is not None and self._lengths is not None:
-                self._lengths.learn(key, outcome.reference)
+                outcome.cached.group = self._lengths.learn(key, outcome.reference)
             self._last_kept = outcome.summary
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):

@@ -15,6 +15,7 @@ from functionalize.run.boxed import boxed
 
 OnUncapturable = Literal["raise", "eager"]
 Compile = Literal["inductor", "cudagraphs"] | None
+Dynamic = bool | int | Literal["auto"]
 MAX_PROGRAM_BYTES = 2**30
 _DEFAULT = AuditSchedule.of("auto")
 
@@ -41,7 +42,7 @@ class CaptureOptions:
     audit: AuditSchedule = _DEFAULT
     record_after: int = 2
     max_program_bytes: float = MAX_PROGRAM_BYTES
-    dynamic: bool | int = False
+    dynamic: Dynamic = False
 
     @staticmethod
     def of(
@@ -53,7 +54,7 @@ class CaptureOptions:
         audit: AuditOption = "auto",
         record_after: int = 2,
         max_program_bytes: float = MAX_PROGRAM_BYTES,
-        dynamic: bool | int = False,
+        dynamic: Dynamic = False,
     ) -> CaptureOptions:
         """Raises `ValueError` for an unknown mode or schedule, `PassError` for a pipeline that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
@@ -62,9 +63,11 @@ class CaptureOptions:
             raise ValueError(f"max_programs is at least 1, not {max_programs}")
         if record_after < 1:
             raise ValueError(f"record_after is at least 1, not {record_after}")
-        if type(dynamic) is not bool and (type(dynamic) is not int or dynamic < 1):
+        is_number = type(dynamic) is int and dynamic >= 1
+        if type(dynamic) is not bool and not is_number and dynamic != "auto":
             raise ValueError(
-                f"dynamic is True, False, or a number n >= 1 (every n-th new size is compared), not {dynamic!r}"
+                "dynamic is True, False, 'auto', or a number n >= 1 (every n-th new size is compared), not "
+                f"{dynamic!r}"
             )
         if dynamic and (compile is not None or memory):
             other = "memory=True" if memory else f"compile={compile!r}"
@@ -91,7 +94,9 @@ class CaptureOptions:
         """What predicts programs for other sizes; None without `dynamic`."""
         if not self.dynamic:
             return None
-        return LengthClasses(EVERY if self.dynamic is True else self.dynamic)
+        is_auto = self.dynamic == "auto"
+        every = EVERY if is_auto or self.dynamic is True else int(self.dynamic)
+        return LengthClasses(every, is_auto)
 
     @property
     def rewrites(self) -> bool:
@@ -99,9 +104,14 @@ class CaptureOptions:
         return bool(self.passes) or self.runner is not boxed
 
     @property
-    def has_budget(self) -> bool:
-        """Whether a pass bounds the memory of a program, and so decides by the sizes of its values."""
-        return any(getattr(each, "budget_mb", None) is not None for each in self.passes)
+    def why_apart(self) -> str | None:
+        """Why the passes run for each size by itself; None: once for all sizes."""
+        for each in self.passes:
+            if getattr(each, "budget_mb", None) is not None:
+                return f"`{each}` bounds the memory of each program"
+            if not type(each).__module__.startswith("passes."):
+                return f"`{each}` may decide by sizes"
+        return None
 
     def alike(self) -> CaptureOptions | None:
         """The options without the passes that ranks ran differently and may leave out; None if there are none."""

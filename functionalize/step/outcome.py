@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from functionalize.errors import FunctionalizeError, UncapturableError
-from functionalize.lengths.length_classes import Reference
+from functionalize.lengths.references import Reference
 from functionalize.step.cache import CachedProgram
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stats import ProgramCounts

@@ -2,9 +2,13 @@
 
     step._is_skipped(call)       whether a call without a program runs eagerly; else its program may be predicted now
     step._run_first(...)         a first call that runs for real, and is compared
+    step._optimise(...)          the passes of a class, which run once for all its sizes
 
+Programs of calls that differ in sizes are replayed without their passes until these would take a small share of the
+time of all replays (`is_bare`). A program that then needs more memory than eager waits: its calls run eagerly, and the
+passes run as soon as they can for all sizes. Those of a class without a template run for each size.
 Invariant: a predicted program is replayed only if its first call was as predicted, or `lengths/proofs.py` says why it
-would be.
+would be. The passes change which bytes and how much time a replay takes, never what is compared.
 """
 
 from __future__ import annotations
@@ -14,12 +18,24 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from functionalize._compat.dispatch import disable_current_modes
 from functionalize.audit.audited_call import AuditedCall
 from functionalize.audit.verdict import AuditVerdict
+from functionalize.ir.inputs import Call
 from functionalize.lengths.first_call import FirstCall
-from functionalize.lengths.length_classes import LengthClasses, shapes_of
+from functionalize.lengths.length_classes import LengthClasses
 from functionalize.lengths.observed_sizes import ObservedSizes
-from functionalize.step.cache import CALLS_BEFORE_PASSES, CachedProgram
+from functionalize.lengths.references import shapes_of
+from functionalize.lengths.shared_passes import needs_no_copies
+from functionalize.program.program import Program
+from functionalize.step.cache import (
+    CALLS_BEFORE_FIRST_PASSES,
+    CALLS_BEFORE_PASSES,
+    LARGE,
+    CachedProgram,
+)
 from functionalize.step.replayed_step import ReplayedStep
 from functionalize.step.stages import Invocation
 from functionalize.step.vote import Level
@@ -28,6 +44,9 @@ from functionalize.util.gc_pause import only_young_collections
 log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones: as many as these, then one for so many replays.
 _FIRST_COMPARISONS, _REPLAYS = 8, 4
+# The passes of a class take as long as some 40 eager steps, and in time they return little: after as many replays
+# that is less than a sixth of the time of the run. Eager calls in between need the memory that these programs need.
+_REPLAYS_BEFORE_PASSES = 256
 
 
 class PredictedStep(ReplayedStep):
@@ -53,7 +72,9 @@ class PredictedStep(ReplayedStep):
             return False
         why, may_be_known = self._why_compared(lengths, call.key)
         if why is not None:
-            is_rare = not self._may_compare() if may_be_known else self._is_rare(call)
+            is_rare = (
+                self._can_wait(lengths, call.key, why) if may_be_known else self._is_rare(call)
+            )
             if is_rare:
                 return True
         found = lengths.unseen(call.key) if why is None else lengths.predicted(call.key)
@@ -62,7 +83,9 @@ class PredictedStep(ReplayedStep):
         found = replace(found, why=why)
         if not may_be_known:
             self._kinds.recorded(call.key)
-        cached = found.cached(CALLS_BEFORE_PASSES if self._options.rewrites else 0)
+        rewrites = self._options.rewrites
+        is_bare = rewrites and found.group.is_lean
+        cached = found.cached(CALLS_BEFORE_PASSES if rewrites and not is_bare else 0, is_bare)
         if why is None:
             cached.prediction, cached.is_unseen = None, True
             self.stats.instances += 1
@@ -72,13 +95,88 @@ class PredictedStep(ReplayedStep):
     def _why_compared(self, lengths: LengthClasses, key: Hashable) -> tuple[str | None, bool]:
         """Why the first call of a kind is compared, None: it is replayed; whether its like may ever be replayed."""
         group = lengths.nearest(key)
-        if self._options.has_budget or group.proof is None or group.proof.is_hopeless:
+        if group.proof is None or group.proof.is_hopeless:
             return "all first calls are compared", False
         return lengths.why_compared(key), True
 
-    def _may_compare(self) -> bool:
-        """Whether the time of another comparison has been saved by replays."""
-        return self.stats.audits < _FIRST_COMPARISONS + self.stats.replays // _REPLAYS
+    def _can_wait(self, lengths: LengthClasses, key: Hashable, why: str) -> bool:
+        """Whether a first call runs eagerly, since a comparison would teach little, or replays have not paid for it."""
+        group = lengths.nearest(key)
+        proof, sizes = group.proof, group.sizes_of(shapes_of(key))
+        if proof is not None and why != proof.due and not isinstance(sizes, str):
+            teaches = proof.teaches(sizes)
+        else:
+            teaches = True
+        if not teaches and self._kinds.is_new(key):
+            return True
+        return self.stats.audits >= _FIRST_COMPARISONS + self.stats.replays // _REPLAYS
+
+    # -- passes --------------------------------------------------------------------------------
+
+    def _before_passes(self, recorded: Program, call: Invocation) -> tuple[int, bool]:
+        if not self._may_share(call.key):
+            return super()._before_passes(recorded, call)
+        is_bare = needs_no_copies(recorded)
+        return 0 if is_bare else CALLS_BEFORE_PASSES, is_bare
+
+    def _may_share(self, key: Hashable) -> bool:
+        """Whether the passes of a recorded program may run for all sizes of its class."""
+        lengths, options = self._lengths, self._options
+        if lengths is None or not options.rewrites or options.compares or not self._kinds.defers:
+            return False
+        return lengths.wants(key)
+
+    def _replay(self, cached: CachedProgram, call: Call) -> Any:
+        result = super()._replay(cached, call)
+        if cached.is_bare and self._is_worth_passes(cached):
+            self._optimise(self._cache.key_of(cached), cached)
+        return result
+
+    def _is_worth_passes(self, cached: CachedProgram) -> bool:
+        group = cached.group
+        if group is None or not group.shares_passes(
+            group.sizes_of(shapes_of(self._cache.key_of(cached)))
+        ):
+            is_large = cached.program.nodes() >= LARGE
+            return cached.replays >= (
+                CALLS_BEFORE_FIRST_PASSES if is_large else CALLS_BEFORE_PASSES
+            )
+        group.replays += 1
+        return group.passed is not None or group.replays >= _REPLAYS_BEFORE_PASSES
+
+    def _waits(self, cached: CachedProgram) -> bool:
+        group = cached.group
+        if cached.waits and group is not None and group.template is not None:
+            cached.waits = 1  # this call is the last one
+        return super()._waits(cached)
+
+    def _optimise(self, key: Hashable, cached: CachedProgram) -> None:
+        if not self._share_passes(key, cached):
+            cached.is_bare = False
+            super()._optimise(key, cached)
+
+    def _share_passes(self, key: Hashable, cached: CachedProgram) -> bool:
+        """Give a program the passes of its class; whether these run for all sizes."""
+        group = cached.group
+        if group is None or group.template is None:
+            return False
+        group.apart = group.apart or self._options.why_apart
+        try:
+            with torch.no_grad(), disable_current_modes():
+                group.run_passes(self._options.applied)
+        except Exception as error:  # they run for each size, where an error is told
+            group.apart = f"the passes fail: {type(error).__name__}: {error}"
+            log.info("the passes of %s do not run for all sizes: %s", self._name, error)
+        sizes = group.sizes_of(shapes_of(key))
+        program = None if isinstance(sizes, str) else group.passed_at(sizes)
+        if program is None:
+            return False
+        program.facts = cached.program.facts
+        cached.program, cached.waits, cached.is_bare = program, 0, False
+        self.stats.nodes = program.nodes()
+        return True
+
+    # -- first calls ---------------------------------------------------------------------------
 
     def _run_first(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
         """The first call of a predicted program: it runs for real; if it is another one, the program is dropped."""
@@ -116,6 +214,8 @@ class PredictedStep(ReplayedStep):
             cached.prediction, cached.audits = None, 1
             self.stats.predictions += 1
             self._cache.add(call.key, cached)
+            if prediction.group.passed is not None:
+                self._share_passes(call.key, cached)
         elif verdict is None or verdict.missed is None:
             why = "the comparison failed" if verdict is None else str(verdict.difference)
             self._mispredicted(cached, call, why)

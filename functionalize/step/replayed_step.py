@@ -141,7 +141,9 @@ class ReplayedStep:
                 if not is_due:
                     return True, self._replay(*found)
                 program, signature = found[0].program, found[0].signature
-                audited = AuditedCall.of(signature, program, found[1], self._vote is None)
+                group = found[0].group
+                runs_graph = self._vote is None and (group is None or group.compares_results)
+                audited = AuditedCall.of(signature, program, found[1], runs_graph)
             except GuardError as error:
                 if found[1].committed:  # of a captured step that an effect in Python has called
                     raise
@@ -219,15 +221,15 @@ class ReplayedStep:
         else:
             self.stats.nodes = cached.program.nodes()
 
-    def _calls_before_passes(self, recorded: Program, call: Invocation) -> int:
-        """How many calls must show that a program is of use before the passes run.
+    def _before_passes(self, recorded: Program, call: Invocation) -> tuple[int, bool]:
+        """How many calls must show that a program is of use before the passes run; whether replays do (`is_bare`).
 
         None if as many have waited for the recording.
         """
         unkept = self._warmups.get(call.key)
         if not self._passes_may_wait(call.key) or (unkept is not None and unkept.has_waited):
-            return 0
-        return self._cache.calls_before_passes(call.key, recorded)
+            return 0, False
+        return self._cache.calls_before_passes(call.key, recorded), False
 
     def _passes_may_wait(self, key: Hashable) -> bool:
         """Whether passes may run later: the ranks, a report or a prediction do not compare their result."""

@@ -13,7 +13,7 @@ function of its form fits them all, and if at least one recording more than it h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement
@@ -56,6 +56,15 @@ class Formula:
             text = f"{f'({text})' if len(parts) > 1 else text}{self.operator}{self.divisor}"
         text = text if self.scale == 1 else f"{self.scale}*({text})"
         return f"{text} + {self.summand}" if self.summand else text
+
+
+def evaluator(formulas: Sequence[Formula], symbols: int) -> Callable[..., tuple[int, ...]]:
+    """A compiled function from the sizes, each an argument, to the values of all formulas."""
+    names = ", ".join(f"s{i}" for i in range(symbols))
+    found: Callable[..., tuple[int, ...]] = eval(
+        f"lambda {names}: ({''.join(f'{each}, ' for each in formulas)})"
+    )
+    return found
 
 
 def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:

@@ -70,7 +70,7 @@ class Template:
         order = [node.name for node in programs[0].graph.nodes]
         leaves = [leaves_of(program, order) for program in programs]
         for number, other in enumerate(leaves[1:], 1):
-            difference = _first_difference(leaves[0], other)
+            difference = first_difference(leaves[0], other)
             if difference is not None:
                 return Mismatch(number, *difference)
         for node in programs[0].graph.nodes:
@@ -141,7 +141,8 @@ class SymbolicInt(int):
         return self._text
 
 
-def _first_difference(a: Leaves, b: Leaves) -> tuple[str, str] | None:
+def first_difference(a: Leaves, b: Leaves) -> tuple[str, str] | None:
+    """Where two programs differ in more than integers, and in what."""
     for i, (one, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
         if one != other:
             if INTEGER in (one, other) or not isinstance(one, tuple):

@@ -15,11 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 from functionalize.templates.leaves import leaves_of
 from tests.lengths.sized_calls import block, plain_loss, trained
-from tests.lengths.ways import WAYS, stepped
+from tests.lengths.ways import LEARNED, NEVER, WAYS, calls, compare
 from tests.steps import make_loss_step
-
-LEARNED = (8, 12, 20, 33, 64)  # several times, so that the class is known
-NEVER = 1000  # new sizes between comparisons
 
 
 class Sums(torch.autograd.Function):
@@ -120,22 +117,6 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "padding": (lambda x: F.pad(x, (0, 0, 0, 64 - x.shape[0])).sum(1), True),
     "positions": (lambda x: x * torch.arange(x.shape[0]).clamp(max=41)[:, None], True),
 }
-
-
-def calls(seed: int) -> list[int]:
-    """Several calls of some sizes, then one of each size between them, in any order."""
-    others = [n for n in range(9, 66) if n not in LEARNED]
-    random.Random(seed).shuffle(others)
-    return [*(n for n in LEARNED for _ in range(3)), *others]
-
-
-def compare(fn: Callable[[Tensor], Tensor], sizes: list[int], **options: Any) -> Any:
-    captured, eager = fz.capture(stepped(fn), audit=False, max_programs=128, **options), stepped(fn)
-    for i, rows in enumerate(sizes):
-        x = torch.randn(rows, 2, generator=torch.Generator().manual_seed(i))
-        results = [step(x.clone().requires_grad_()) for step in (captured, eager)]
-        assert all(map(torch.equal, *results)), (i, rows)
-    return captured.stats
 
 
 @pytest.mark.parametrize("way", OTHERS)

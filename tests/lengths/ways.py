@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import functionalize as fz
+
+LEARNED = (8, 12, 20, 33, 64)  # several times, so that the class is known
+NEVER = 1000  # new sizes between comparisons
 NAMES = {str(n): 0.5 for n in range(30)}
 
 
@@ -112,3 +117,25 @@ def stepped(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
         return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
 
     return step
+
+
+def calls(seed: int) -> list[int]:
+    """Several calls of some sizes, then one of each size between them, in any order."""
+    others = [n for n in range(9, 66) if n not in LEARNED]
+    random.Random(seed).shuffle(others)
+    return [*(n for n in LEARNED for _ in range(3)), *others]
+
+
+def compared(fn: Callable[[Tensor], Tensor], sizes: Sequence[int], **options: Any) -> Any:
+    """A captured function that equals its eager twin bit for bit at every one of these sizes."""
+    captured, eager = fz.capture(stepped(fn), audit=False, max_programs=128, **options), stepped(fn)
+    for i, rows in enumerate(sizes):
+        x = torch.randn(rows, 2, generator=torch.Generator().manual_seed(i))
+        results = [step(x.clone().requires_grad_()) for step in (captured, eager)]
+        assert all(map(torch.equal, *results)), (i, rows)
+    return captured
+
+
+def compare(fn: Callable[[Tensor], Tensor], sizes: Sequence[int], **options: Any) -> Any:
+    """The counts of such a function."""
+    return compared(fn, sizes, **options).stats

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functionalize.templates.fitting import Formula, fit
+from functionalize.templates.fitting import Formula, evaluator, fit
 
 ONE = [(8,), (12,), (20,), (33,), (47,)]
 TWO = [(2, 8), (3, 8), (2, 12), (5, 20), (7, 9)]
@@ -38,6 +38,7 @@ def test_a_function_is_found(sizes: Any, function: Any, text: str | None) -> Non
     assert text is None or str(found) == text
     for more in [(64,), (65,), (96,)] if sizes is ONE else [(4, 30), (9, 11)]:
         assert found.value(more) == function(*more)
+        assert evaluator([found, found], len(more))(*more) == (function(*more),) * 2
 
 
 @given(

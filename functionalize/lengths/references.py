@@ -1,0 +1,71 @@
+"""Recorded calls of a step, as programs for other sizes are made from them, and the kinds of calls.
+
+open_key(key)            the key of a call in the cache, without its sizes
+Reference.of(...)        a recorded call: its sizes, its program before the passes, its op stream
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functionalize.audit.signature import Signature
+from functionalize.lengths.data_sizes import has_sizes
+from functionalize.program.program import Program
+from functionalize.templates.leaves import identity
+from functionalize.templates.symbols import Shapes
+from functionalize.templates.template import MADE
+
+
+def open_key(key: Any) -> Hashable:
+    """The key of a call in the cache, without the sizes of its tensors that are neither 0 nor 1."""
+    return tuple([_opened(part) if _is_tensors(part) else part for part in key])
+
+
+def shapes_of(key: Any) -> Shapes:
+    """The sizes of the tensors among the arguments of a call, from its key in the cache."""
+    return [part[0] for part in key if _is_tensors(part)]
+
+
+def _is_tensors(part: Any) -> bool:
+    return type(part) is tuple and bool(part) and type(part[0]) is torch.Size
+
+
+def _opened(part: Any) -> Any:
+    return (tuple([min(size, 2) for size in part[0]]), *part[1:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """One recorded call. names: of its tensors. program: as recorded, before the passes.
+
+    token: what else must be equal in all recordings of a class. rest: the `CachedProgram`.
+    """
+
+    shapes: Shapes
+    names: Sequence[str]
+    program: Program
+    signature: Signature
+    token: Any
+    rest: Any
+
+    @staticmethod
+    def of(
+        key: Any, names: Sequence[str], leaves: Sequence[Any], program: Program, cached: Any
+    ) -> Reference | None:
+        """The reference of a `CachedProgram`; None if it has no signature, or an argument has no sizes.
+
+        key: in the cache. names, leaves: of the arguments. program: as recorded.
+        """
+        shapes = shapes_of(key)
+        tensors = [n for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
+        tensors += [MADE] if has_sizes(key) else []
+        if cached.signature is None or len(tensors) != len(shapes):
+            return None
+        changed = (cached.slots, cached.python_effects, cached.dropped, cached.has_grad_fn)
+        token = identity((cached.effects, *map(tuple, changed)))
+        return Reference(shapes, tensors, program, cached.signature, token, cached)
