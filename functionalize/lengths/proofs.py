@@ -161,19 +161,6 @@ class Proof:
             or self._is_due()
         )
 
-    def teaches(self, sizes: Sizes) -> bool:
-        """Whether a comparison of these sizes tells of many others: else it can wait until they return.
-
-        Not where two sizes of tensors are equal by chance, nor where little lies between them and compared ones.
-        """
-        if len({each.value(sizes) for each in self.lengths}) < len(self.lengths):
-            return False
-        columns = zip(sizes, zip(*self.compared, strict=True), strict=True)
-        return not any(
-            0 < max(min(known) - size, size - max(known)) <= (max(known) - min(known)) // 8
-            for size, known in columns
-        )
-
     def _is_due(self) -> str | None:
         if self.new + 1 < self.every:
             self.new += 1

@@ -321,12 +321,6 @@ class Kinds:
         doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
         return kind.calls < self._after << min(doublings, _MOST_DOUBLINGS)
 
-    def is_new(self, key: Hashable) -> bool:
-        """Count a call without a program; whether its kind came less than `record_after` times."""
-        kind = self._of(key)
-        kind.calls += 1
-        return kind.calls < self._after
-
     def record_next(self) -> None:
         """Record the next call, of any kind."""
         self._records_next = True

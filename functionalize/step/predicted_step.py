@@ -44,8 +44,8 @@ from functionalize.util.gc_pause import only_young_collections
 log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones: as many as these, then one for so many replays.
 _FIRST_COMPARISONS, _REPLAYS = 8, 4
-# The passes of a class take as long as some 40 eager steps, and in time they return little: after as many replays
-# that is less than a sixth of the time of the run. Eager calls in between need the memory that these programs need.
+# The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
+# as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
 _REPLAYS_BEFORE_PASSES = 256
 
 
@@ -72,9 +72,7 @@ class PredictedStep(ReplayedStep):
             return False
         why, may_be_known = self._why_compared(lengths, call.key)
         if why is not None:
-            is_rare = (
-                self._can_wait(lengths, call.key, why) if may_be_known else self._is_rare(call)
-            )
+            is_rare = not self._may_compare() if may_be_known else self._is_rare(call)
             if is_rare:
                 return True
         found = lengths.unseen(call.key) if why is None else lengths.predicted(call.key)
@@ -99,17 +97,9 @@ class PredictedStep(ReplayedStep):
             return "all first calls are compared", False
         return lengths.why_compared(key), True
 
-    def _can_wait(self, lengths: LengthClasses, key: Hashable, why: str) -> bool:
-        """Whether a first call runs eagerly, since a comparison would teach little, or replays have not paid for it."""
-        group = lengths.nearest(key)
-        proof, sizes = group.proof, group.sizes_of(shapes_of(key))
-        if proof is not None and why != proof.due and not isinstance(sizes, str):
-            teaches = proof.teaches(sizes)
-        else:
-            teaches = True
-        if not teaches and self._kinds.is_new(key):
-            return True
-        return self.stats.audits >= _FIRST_COMPARISONS + self.stats.replays // _REPLAYS
+    def _may_compare(self) -> bool:
+        """Whether the time of another comparison has been saved by replays."""
+        return self.stats.audits < _FIRST_COMPARISONS + self.stats.replays // _REPLAYS
 
     # -- passes --------------------------------------------------------------------------------
 
