@@ -196,7 +196,7 @@ def _selected(w: _World) -> str:
     rows = [
         r.name
         for r in w.registers
-        if all(v.shape[0] == len(n["m"]) for v, n in zip(r.values, w.names, strict=True))
+        if all(v.shape[:1] == n["m"].shape for v, n in zip(r.values, w.names, strict=True))
     ]
     a, mask = w.one_of(rows), w.one_of(("m", "n", "~m"))
     return str(
@@ -222,8 +222,13 @@ _KINDS = (_view, _pure, _pure, _number, _number, _selected)
 def sized_programs(draw: Any, most_lines: int = 8) -> SizedProgram:
     """A program with at least one line that computes."""
     w = _World(draw)
+    deciding: list[str] = []
     for _ in range(2 + w.below(most_lines)):
-        w.add(w.one_of(_KINDS)(w))
+        kind, before = w.one_of(_KINDS), len(w.registers)
+        w.add(kind(w))
+        if kind in (_number, _selected):
+            deciding += [r.name for r in w.registers[before:]]
     w.add("x.sin() * 2")
     names = [r.name for r in w.registers if r.name not in ("x", "y")]
-    return SizedProgram(tuple(w.lines), tuple(dict.fromkeys((names[-1], w.one_of(names)))))
+    shown = (names[-1], (deciding or names)[-1])
+    return SizedProgram(tuple(w.lines), tuple(dict.fromkeys(shown)))
