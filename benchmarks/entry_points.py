@@ -184,23 +184,34 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
             self.log("train_loss", loss, on_step=True, on_epoch=True)
             return loss
 
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.automatic_optimization:
+                super().on_before_optimizer_step(optimizer)
+            else:  # inside of the captured step, whose list of numbers is read elsewhere
+                torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)
 
         def on_fit_start(self) -> None:
-            kept = "training_step" if name == "manual" else name
-            if name == "forward":
-                self.net.forward = place(self.net.forward, **options)
-            elif how == "decorated":
-                place.owned(self, kept, **options)
-            else:
-                setattr(self, kept, place(getattr(self, kept), **options))
+            capture, self.capture = self.capture, None  # whose names are data: no code of the step
+            capture()
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             super().on_train_batch_end(outputs, batch, batch_idx)
             place.note()
 
-    module = Own()
+    def capture() -> None:
+        kept = "training_step" if name == "manual" else name
+        if name == "forward":
+            module.net.forward = place(module.net.forward, **options)
+        elif how == "decorated":
+            place.owned(module, kept, **options)
+        else:
+            setattr(module, kept, place(getattr(module, kept), **options))
+
+    module: Any = Own()
+    module.capture = capture
     trainer = loop.trainer_of(CALLS // 5, 1 if name == "manual" else 2, [])
     trainer.fit(module, DataLoader(rows(40), batch_size=BATCH))
     return place.found(module.numbers, tensors_of(module, *trainer.optimizers))

@@ -2,12 +2,17 @@
 
     python -m benchmarks.frameworks [--loops accelerate ...] [--worlds 1 2] [--runs 3]
     python -m benchmarks.frameworks --width 256 --layers 4 --batch 32 --tokens 64 --epochs 12
+    python -m benchmarks.frameworks --equal --epochs 25
 
 The loops are those of `tests/integrations`: two microbatches per step, by default of small models, so that dispatch is
 all. `--width` (torchtitan's model has 256) and `--tokens` (of the Trainer and torchtitan, in batches of 4 and 2) make
 them larger. Every training is a process of its own per rank, eager and captured in turn. A time is the CPU time of
 rank 0 from one step of the optimizer to the next: the median of a training after its first 60 %, of which few contain
 an evaluation, then the median of the runs.
+
+`--equal` compares instead, as `tests/integrations` does in shorter trainings: 25 epochs are 50 steps of the optimizer
+or more. Losses, norms, logged metrics, shards and optimizer states of all ranks must be bit for bit those of eager,
+also when a new process resumes from a checkpoint. Replays are those of the captured calls after four epochs.
 
     pip install '.[accelerate,lightning,transformers,torchtitan]'
 """
@@ -64,12 +69,41 @@ def measured(loop: str, world: int, runs: int) -> tuple[float, float]:
     return statistics.median(found[False]), statistics.median(found[True])
 
 
+def steps_of(loop: str, world: int, folder: Path) -> int:
+    """The steps of the optimizer: the most that it counted for a parameter."""
+    tensors = torch.load(folder / f"{loop}.{world}.0.pt", weights_only=False)[1]
+    return int(max(value.item() for name, value in tensors.items() if name.endswith(".step")))
+
+
+def equal(loop: str, world: int) -> str:
+    """A row of the table of `--equal`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = {}
+        for case in (f"{loop}.{world}", f"{loop}.{world}.resumed"):
+            loops.forked(world, loops.train_rank, case, folder)
+            texts = [(folder / f"{case}.{rank}").read_text() for rank in range(world)]
+            found[case] = [json.loads(text) for text in texts]
+        steps = steps_of(loop, world, folder)
+    verdicts = [
+        "yes" if all(each["same_numbers"] and not each["differ"] for each in ranks) else "no"
+        for ranks in found.values()
+    ]
+    first = found[f"{loop}.{world}"][0]
+    share = f"{first['replays']} of {first['calls']}"
+    numbers, tensors = first["numbers"], first["tensors"]
+    return (
+        f"| {loop} | {world} | {steps} | {numbers} | {tensors} | {' | '.join(verdicts)} | {share} |"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS)
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--equal", action="store_true", help="compare with eager")
     for name in ("width", "layers", "batch", "tokens"):
         parser.add_argument(f"--{name}", type=int, default=getattr(loops, name.upper()))
     arguments: Any = parser.parse_args()
@@ -79,6 +113,14 @@ def main() -> None:
         setattr(loops, name.upper(), getattr(arguments, name))
     loops.ROWS = 11 * arguments.batch // 2
     print(machine())
+    if arguments.equal:
+        print("| loop | ranks | steps | numbers | tensors | equal | resumed: equal | replays |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+        for loop in arguments.loops:
+            importlib.import_module(f"tests.integrations.{loop}_loop")
+            for world in arguments.worlds:
+                print(equal(loop, world), flush=True)
+        return
     print("| loop | ranks | eager | captured | captured / eager |\n| --- | --- | --- | --- | --- |")
     for loop in arguments.loops:
         importlib.import_module(f"tests.integrations.{loop}_loop")

@@ -15,6 +15,7 @@ class CallLog:
 
     facts: guards of the calls. targets: the objects that they read or change, with texts: the search must find them.
     stepped: ids of those that are schedulers and were stepped. quiet_ops: how many ops were not recorded.
+    assigned: numbers that the step has assigned to schedulers, by id of the scheduler and name.
     draws: see `draws.py`; None if generators of Python are not looked at.
     hyperparameters: the live ones, see `state/hyperparameters.py`; None where optimizers were not searched for.
     streams: `sys.stdout` and `sys.stderr` when the step began.
@@ -22,6 +23,7 @@ class CallLog:
     """
 
     __slots__ = (
+        "assigned",
         "draws",
         "facts",
         "hyperparameters",
@@ -36,6 +38,7 @@ class CallLog:
         self.facts: list[Guard] = []
         self.targets: list[tuple[Any, str]] = []
         self.stepped: set[int] = set()
+        self.assigned: dict[tuple[int, str], Any] = {}
         self.quiet_ops = 0
         self.draws: Any = None
         self.own_generators = OwnGenerators()

@@ -7,8 +7,10 @@
 
 The state of a scheduler is no guarded state. While a step is recorded, every attribute of a scheduler that code reads
 or sets outside of `step` is noted: a number becomes a live number, after `step` a late one; other objects are guarded.
+A number that code assigns to an attribute that held one (`scheduler._step_count += 1`) is assigned by a replay, too.
 Refusals: hyperparameters that are tensors, or that the step has set; a scheduler or an optimizer that the search does
-not find; attributes that are set; a `step` that runs ops; after `step`, reads of objects that are no numbers.
+not find; other attributes that are set; a `step` after that, or one that runs ops; after `step`, reads of objects that
+are no numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from functionalize.calls.late_numbers import LateNumber
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import NUMBER_DTYPES
 from functionalize.planning.timeline.timeline import Category
-from functionalize.scalars.live_scalars import as_live
+from functionalize.scalars.live_scalars import as_live, is_live
 from functionalize.util.text import with_article
 
 _get = object.__getattribute__
@@ -82,6 +84,10 @@ class SchedulerDoor:
             return f"{what} whose class has a `__getattribute__`"
         if recording.calls.hyperparameters is None:
             return what
+        if any(
+            (id(each), name) in recording.calls.assigned for each in many for name in vars_of(each)
+        ):
+            return f"{what} whose numbers it has assigned"
         passed = [each.detach() if isinstance(each, torch.Tensor) else each for each in args[1:]]
         found = CallArguments.of(
             recording, frame, passed, keywords
@@ -188,12 +194,51 @@ def scheduler_patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any,
 
     def assign(self: LRScheduler, name: str, value: Any) -> None:
         for recording in active():
-            kind = with_article(_get(self, "__class__").__name__)
-            recording.checks.refuse_here(f"sets `{name}` of {kind}, which a replay would not:")
-        object.__setattr__(self, name, value)
+            _assign(recording, self, name, value)
+        object.__setattr__(self, name, _hint(value))
 
     yield LRScheduler, "__getattribute__", read
     yield LRScheduler, "__setattr__", assign
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerAssigned:
+    """The step has assigned a number to an attribute of a scheduler."""
+
+    scheduler: LRScheduler
+    name: str
+
+    @property
+    def what(self) -> str:
+        return f"sets `{self.name}` of {with_article(type(self.scheduler).__name__)}"
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Assign the number of a replay."""
+        object.__setattr__(self.scheduler, self.name, value)
+
+
+def _hint(value: Any) -> Any:
+    return value.node.hint if is_live(value) else value
+
+
+def _assign(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any) -> None:
+    """Note a number that the step assigns, or refuse. The first recording, without live numbers, is not kept."""
+    effect, log = SchedulerAssigned(scheduler, name), recording.scalar_log
+    was, kind = vars_of(scheduler).get(name), type(_hint(value))
+    if (
+        type(was) is not kind
+        or kind not in NUMBER_DTYPES
+        or id(scheduler) in recording.calls.stepped
+    ):
+        recording.checks.refuse_here(f"{effect.what}, which a replay would not:")
+        return
+    recording.calls.targets.append((scheduler, effect.what))
+    recording.calls.assigned[id(scheduler), name] = value
+    if log is not None and not is_live(value):  # it may be another number at every call
+        recording.checks.refuse_here(
+            f"{effect.what} to a number of its own, which a replay would not:"
+        )
+    recording.python_effects.append((effect, value))
 
 
 def _read(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any) -> Any:
@@ -209,6 +254,9 @@ def _read(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any
         assert log is not None
         return as_live(log.from_source(source, f"scheduler.{name}", number))
 
+    assigned = recording.calls.assigned.get((id(scheduler), name))
+    if assigned is not None:
+        return assigned
     if log is not None and type(value) in NUMBER_DTYPES:
         return live(value, None)
     if (

@@ -58,7 +58,7 @@ from functionalize.calls.repeated_calls import repeated_calls, state_patches
 from functionalize.recorder.checks import Checks
 from functionalize.util.packages import is_installed_file, is_standard_file
 from functionalize.util.patching import Patch
-from functionalize.util.user_stack import is_internal, line_of_frame
+from functionalize.util.user_stack import is_internal, is_of_import, line_of_frame
 
 Recordings = Callable[[], Iterable[Checks]]  # the checks of this thread's recordings
 
@@ -265,7 +265,7 @@ class CallWatch:
                     sys.setprofile(None)
                     self.paused = True
             elif event == "c_call" and function.__name__ in _C_FUNCTIONS:
-                if function is locals:
+                if function is locals and not is_of_import(frame):
                     sys.setprofile(None)
                     return
                 if function.__name__ in CLOCKS and (clock := clock_text(function)) is not None:

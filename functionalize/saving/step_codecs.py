@@ -32,7 +32,7 @@ from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.drawing import GeneratorSet, GeneratorState
 from functionalize.state.hyperparameters import HyperparameterNumber
 from functionalize.state.mode_guard import ModeGuard
-from functionalize.state.place_effects import Appended, Assigned, PlaceNumber
+from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.walk.parts import Held
 
@@ -74,7 +74,10 @@ def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         *(_form_of_attributes(kind, attributes) for kind, attributes in placements.items()),
         Form(Held, lambda held: _save_held(names, held), lambda *v: _load_held(names, *v)),
         Form(guards.ModuleGuard, _save_modules, _load_modules),
-        *(Form(kind, _refuse_moving, kind) for kind in (PlaceNumber, Assigned, Appended)),
+        *(
+            Form(kind, _refuse_moving, kind)
+            for kind in (PlaceNumber, Assigned, Appended, FlagGuard)
+        ),
         Form(DrawnNumber, lambda number: _refuse_draws(number.draws), DrawnNumber),
         Form(Draws, _refuse_draws, Draws),
         *(Form(kind, _refuse_generator, kind) for kind in (GeneratorState, GeneratorSet)),
@@ -114,7 +117,7 @@ def _load_held(names: Names, *values: Any) -> Held:
     return names.held(*values) if len(values) == 3 else Held(*values)
 
 
-def _refuse_moving(value: PlaceNumber | Assigned | Appended) -> tuple[Any, ...]:
+def _refuse_moving(value: PlaceNumber | Assigned | Appended | FlagGuard) -> tuple[Any, ...]:
     raise SaveError(
         f"reads or changes `{value.name}`, which Python keeps and a file cannot name: keep it outside of the step"
     )

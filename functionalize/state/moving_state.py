@@ -1,6 +1,7 @@
 """State in Python that a step moves and that a replay moves alike: counters, sums, kept losses, lists of losses.
 
     self.n += 1; self.total += loss.item()     numbers: live in the recording, and assigned by a replay
+    self.is_first = False                      flags: guarded on entry, and assigned by a replay
     self.last = loss.detach()                  tensors: inputs if the step reads them, and assigned by a replay
     losses.append(loss.item())                 lists that code of the step only appends to, `history["loss"]` as well
 
@@ -47,7 +48,7 @@ from functionalize.state.drawing import (
     GeneratorState,
     generators_of,
 )
-from functionalize.state.place_effects import Appended, Assigned, PlaceNumber
+from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.tensor_wrappers import address_of
@@ -87,6 +88,7 @@ class MovingPlaces:
     """The live places of one recording, with their names: values, and lists; generators from which it may draw.
 
     floats: the globals in which calls of `float` are live, see `scalars/float_calls.py`.
+    flags: the values of type bool in `values`, which are no numbers: facts.
     """
 
     live: LivePlaces
@@ -95,6 +97,12 @@ class MovingPlaces:
     constants: Mapping[str, frozenset[tuple[type, str]]] = field(default_factory=dict)
     generators: tuple[GeneratorPlace, ...] = ()
     floats: tuple[Scope, ...] = ()
+    flags: tuple[tuple[str, Held, bool], ...] = ()
+
+    @property
+    def facts(self) -> tuple[FlagGuard, ...]:
+        """The guards on the flags."""
+        return tuple(FlagGuard(*flag) for flag in self.flags)
 
     def __bool__(self) -> bool:
         return bool(self.live or self.generators or self.floats)
@@ -131,6 +139,7 @@ class MovingPlaces:
             {name: stored_constants(codes, name.rpartition(".")[2]) for name, _ in found},
             generators,
             floats,
+            tuple((name, p, flag) for name, p in found if type(flag := content(p)) is bool),
         )
 
 
@@ -146,7 +155,7 @@ def moved(before: PythonState, after: PythonState) -> LivePlaces:
         if is_only_appended(after, path, place, found)
     }
     if values and any_needs_exact(after.roots.functions):
-        values = {key: p for key, p in values.items() if isinstance(content(p), Tensor)}
+        values = {k: p for k, p in values.items() if isinstance(content(p), (Tensor, bool))}
     return LivePlaces(values, lists)
 
 
@@ -254,6 +263,7 @@ class MovingState:
             if now is was:
                 continue
             known = is_live(now) or isinstance(now, Tensor) or self._is_constant(name, now)
+            known = known or (type(now) is bool and type(hint) is bool)
             if not known and (type(now) not in LIVE_NUMBERS or not _is_same(hint, now)):
                 self._refuse(name, now, hint)
                 continue
@@ -306,7 +316,7 @@ class MovingState:
             leaves, spec = flatten_result(value)
             shape += [effect.what, str(spec)]
             shape += [_shape(leaf, expression_of(leaf, log), constants) for leaf in leaves]
-        facts: list[Hashable] = []
+        facts: list[Hashable] = [(name, flag) for name, _, flag in self._places.flags]
         for fact in log.facts.values() if log is not None else ():
             facts += [_shape(None, fact.expression, facts), repr(fact.value)]
         return Moves(tuple(shape), tuple(constants), tuple(facts))

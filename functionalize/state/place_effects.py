@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
 from functionalize.state.hyperparameters import number_tensor
-from functionalize.walk.live_places import put
+from functionalize.util.unchanged import Unchanged
+from functionalize.walk.live_places import content, is_absent, put
 from functionalize.walk.parts import Held
 
 
@@ -64,3 +65,23 @@ class Appended(_PlaceEffect):
     def repeat(self, call: Call, value: Any) -> None:
         """Append the value of this replay."""
         list.append(self.place.resolve(), value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlagGuard:
+    """A flag that the step moves is what it was on entry."""
+
+    name: str
+    place: Held
+    was: bool
+
+    def failure(self, call: Call) -> str | None:
+        """Why the program does not hold, or None."""
+        now = content(self.place)
+        if now is self.was:
+            return None
+        return f"`{self.name}` is {'gone' if is_absent(now) else repr(now)}, was {self.was}"
+
+    def watched(self, call: Call, facts: Unchanged) -> None:
+        """Add the place to `facts`."""
+        self.place.watched(call, facts)

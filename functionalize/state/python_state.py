@@ -36,6 +36,7 @@ from functionalize.walk.fact_text import Path, change_text, is_live_kind, portab
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
+from functionalize.walk.unread import AttributeReads, is_of_library
 from functionalize.walk.walker import PythonState
 
 _MOST_LINES = 3  # of the code that changes something, in a message
@@ -59,6 +60,20 @@ class SurroundingsGuard:
     def of(fn: Callable[..., Any], state: PythonState) -> SurroundingsGuard:
         """The guard for the Python state around `fn` as it was at the walk."""
         return SurroundingsGuard(fn, state, None, _entries(state.roots))
+
+    def without_unread(self, leaves: Sequence[Any], reads: AttributeReads) -> SurroundingsGuard:
+        """The guard without the attributes of libraries' objects that the step, which has just run, did not touch.
+
+        The step has changed nothing that is guarded, so that the facts are those of the entry.
+        """
+        observed, was = reads.observed(), self.state
+        if not observed:
+            return self
+        names = was.names.copy()
+        names.observed = observed
+        now = walked_again(self.fn, leaves, was, is_replay=True, names=names)
+        now.roots = was.roots
+        return SurroundingsGuard(self.fn, now, self.stale, self.entries)
 
     def failure(self, call: Call) -> str | None:
         if self.stale is not None:
@@ -90,6 +105,9 @@ class SurroundingsGuard:
         }
         if not paths or any_needs_exact(now.roots.functions):
             return NO_PLACES
+        owners = {path: now.owners.get(id(path[0])) for path in paths if path}
+        of_libraries = {path for path, kind in owners.items() if kind and is_of_library(kind)}
+        paths -= of_libraries  # their code reads these numbers in ways that nobody looks at
         return LivePlaces({p.place: p for path, p, _ in now.slots if path in paths})
 
     def watched(self, call: Call, facts: Unchanged) -> Guard | None:
@@ -183,6 +201,33 @@ class SurroundingsGuard:
                 stale = f"`{path}` is not what it was when the program was saved"
                 return SurroundingsGuard(fn, here.state, stale)
         return here
+
+
+@dataclass(slots=True)
+class ObservedState:
+    """The guard on the Python state around one recording, and the attributes of libraries' objects that it touches.
+
+    whole: the guard on all of it. without: the one without the others, once the step has run, and what it had touched.
+    """
+
+    whole: SurroundingsGuard
+    reads: AttributeReads
+    without: tuple[SurroundingsGuard, Any] | None = None
+
+    def leave_unread(self, leaves: Sequence[Any]) -> None:
+        """The step, or its forward, has ended, and has changed nothing that is guarded."""
+        self.without = self.whole.without_unread(leaves, self.reads), self.reads.size
+
+    @property
+    def guard(self) -> SurroundingsGuard:
+        """The guard of a program."""
+        guard, size = self.without or (self.whole, None)
+        return guard if size == self.reads.size else self.whole
+
+    def forget_slots(self) -> None:
+        """Release what only a recording needs."""
+        for guard in {self.whole, self.guard}:
+            guard.state.forget_slots()
 
 
 class VaryingNumbers:

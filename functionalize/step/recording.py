@@ -288,7 +288,8 @@ class StepRecording:
             fsdp,
             self.entry.slot_guard,
             *self.entry.facts,
-            self.entry.python_state,
+            *self.entry.moving.facts,
+            self.entry.observed.guard,
             *self.recorder.calls.facts,
             *program.facts,
         )
@@ -297,7 +298,7 @@ class StepRecording:
             *self.entry.guards_on_metadata(storages),
             *early,
         )
-        self.entry.python_state.state.forget_slots()
+        self.entry.observed.forget_slots()
         return program
 
     def dropped(self, program: Program) -> list[Gradient]:
@@ -373,7 +374,8 @@ def awaits_live_numbers(recorder: Recorder, entry: EntryState) -> bool:
 
     Known before the step runs if it has an optimizer.
     """
-    return not recorder.live and bool(recorder.scalars or liftable(entry.roots.optimizers))
+    wants = recorder.scalars or recorder.calls.assigned or liftable(entry.roots.optimizers)
+    return not recorder.live and bool(wants)
 
 
 def _is_read(record: OpRecord) -> bool:

@@ -127,6 +127,8 @@ class RecordedRun:
             settle_escaped(self.recorder.scalar_log, flatten_result((self.result, values))[0])
         # In the step's own grad mode:
         exit = ExitState.now(self.entry, self.result, changed, effects, self.moving.explained)
+        if exit.changed is None:
+            self.entry.observed.leave_unread(self.entry.leaves)
         with torch.no_grad():
             return StepRecording(self.recorder, self.entry, exit, key, self.moving.moved)
 
@@ -167,6 +169,7 @@ def record(
             MovingState(entry.moving, recorder) as moving,
             nullcontext() if recorder.tape.is_off else calls.observing(recorder),
             recorder,
+            entry.observed.reads.watching(),
         ):
             result = fn(*call.args, **call.kwargs)
     except BaseException:

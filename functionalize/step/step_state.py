@@ -36,7 +36,7 @@ from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.moving_state import MovingPlaces, moved, with_live_places
 from functionalize.state.python_effects import PythonEffect, unrepeatable
-from functionalize.state.python_state import SurroundingsGuard
+from functionalize.state.python_state import ObservedState, SurroundingsGuard
 from functionalize.state.sources import (
     GroupTensor,
     Inner,
@@ -64,6 +64,7 @@ from functionalize.walk.discovery import note_optimizer, walked, walked_again
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
+from functionalize.walk.unread import AttributeReads
 
 # A tensor that the step must not replace: its name, its source, the tensor, the address of its storage.
 FixedTensor = tuple[str, Source, Tensor, int | None]
@@ -82,6 +83,7 @@ class EntryState:
     hyperparameters: those that are live numbers in the recording.
     fixed: tensors that the step must not replace.
     moving: the places in Python that the step moves, see `moving_state.py`.
+    observed: `python_state` without the attributes of libraries' objects that the step does not touch, once it has run.
     """
 
     places: Places
@@ -94,6 +96,7 @@ class EntryState:
     hyperparameters: frozenset[Key]
     fixed: list[FixedTensor]
     moving: MovingPlaces
+    observed: ObservedState
 
     @property
     def roots(self) -> Roots:
@@ -135,6 +138,7 @@ class EntryState:
         fsdp = FSDPState.now(roots.states().values())
         deaths: dict[int, int] = {}
         gradients = [slot.resolve(call) for _, slot in places.slots]
+        surroundings = SurroundingsGuard.of(fn, state)
         lifted = liftable(roots.optimizers) | varying if recorder.live else frozenset()
         return EntryState(
             places,
@@ -142,11 +146,12 @@ class EntryState:
             deaths,
             fsdp,
             _facts(roots, leaves, found, lifted, state.live),
-            SurroundingsGuard.of(fn, state),
+            surroundings,
             SlotGuard.of(call, places.slots),
             lifted,
             list(_fixed_tensors(roots, fsdp, state.live)),
             moving,
+            ObservedState(surroundings, AttributeReads(roots, state.seen)),
         )
 
     @property

@@ -80,10 +80,13 @@ class ForwardEnd:
         plain = [t for m in modules for u in fsdp_unsharded(m) for t in plain_tensors(u)]
         unsharded = {recorder.storages.ref(t).storage for t in plain}
         log = recorder.scalar_log
+        changed = changed or entry.changed(modes=False)
+        if changed is None:
+            entry.observed.leave_unread(entry.leaves)
         return ForwardEnd(
             entry,
             ExitState.now(entry, result),
-            changed or entry.changed(modes=False),
+            changed,
             FSDPEffects().with_modes(entry.modules.changed_modes()),
             FSDPState.now(modules),
             frozenset(unsharded),
@@ -251,7 +254,7 @@ class JointRecording(StepRecording):
         storages = _storages(builder, drop_unused_inputs(program))
         entry = self.end.entry
         changing = (FSDPStateGuard(entry.fsdp), entry.slot_guard)
-        program.facts = (*changing, *entry.facts, entry.python_state, *program.facts)
+        program.facts = (*changing, *entry.facts, entry.observed.guard, *program.facts)
         program.guards = (
             *entry.guards_on_tensors(program.inputs, storages),
             *entry.guards_on_metadata(storages),

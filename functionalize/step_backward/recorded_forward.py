@@ -231,7 +231,8 @@ class RecordedForward:
         calls.register(later.roots)
         hyperparameters = lifted(later.roots.optimizers, later.hyperparameters, recorder)
         try:
-            with hyperparameters as hyper, calls.observing(recorder), recorder:
+            observing, reading = calls.observing(recorder), end.entry.observed.reads.watching()
+            with hyperparameters as hyper, observing, recorder, reading:
                 found = run_backward(self._outputs, tangents, self._inputs, requested, keep)
         except Exception as error:
             if self._audit is not None:

@@ -152,6 +152,12 @@ def line_of_traceback(found: TracebackType | None) -> str:
     return _innermost(traceback.extract_tb(found))
 
 
+def is_of_import(frame: FrameType) -> bool:
+    """Whether Python's import system has called a function: a finder of modules."""
+    caller = frame.f_back
+    return caller is not None and caller.f_code.co_filename.startswith("<frozen importlib")
+
+
 def line_of_frame(frame: FrameType) -> str:
     """The line that a frame runs, in the same form."""
     code = frame.f_code

@@ -15,7 +15,7 @@ import dis
 import functools
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,7 @@ class NameFilter:
     """The names that the code found so far may read: `key in names`. codes: this code.
 
     inherited: by class, the size of the filter and what it was then, with the names in code of bases from libraries.
+    observed: by id of the `__dict__` of an object of a library: this, and the attributes that count (`unread.py`).
     steps_optimizers: whether a recording has shown that the code calls an optimizer's `step`, and so its global hooks.
     """
 
@@ -79,6 +80,7 @@ class NameFilter:
     codes: dict[types.CodeType, None] = field(default_factory=dict)
     inherited: dict[type, tuple[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
     steps_optimizers: bool = False
+    observed: Mapping[int, tuple[Any, frozenset[str]]] = field(default_factory=dict)
 
     def __contains__(self, key: object) -> bool:
         return self.is_dynamic or key in self.names
@@ -124,7 +126,13 @@ class NameFilter:
             self.is_dynamic,
             dict(self.codes),
             steps_optimizers=self.steps_optimizers,
+            observed=self.observed,
         )
+
+    def observed_of(self, table: Any) -> frozenset[str] | None:
+        """The attributes of an object with this `__dict__` that count; None: nobody has observed it."""
+        found = self.observed.get(id(table)) if self.observed else None
+        return None if found is None else found[1]
 
     def of(self, table: Iterable[Any]) -> list[Any]:
         """The keys of a table that may be read, in its order."""

@@ -59,10 +59,15 @@ def walked(
 
 
 def walked_again(
-    fn: Callable[..., Any], args: Sequence[Any], before: PythonState, is_replay: bool
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    before: PythonState,
+    is_replay: bool,
+    names: NameFilter | None = None,
 ) -> PythonState:
-    """The same walk at another time. is_replay: only the facts of the state are wanted."""
-    state = PythonState(before.names, is_replay, before.hooks_run_outside, live=before.live)
+    """The same walk at another time. is_replay: only the facts of the state are wanted. names: others than before."""
+    names = before.names if names is None else names
+    state = PythonState(names, is_replay, before.hooks_run_outside, live=before.live)
     _walk(state, fn, args, before.roots.arguments or None, before.late)
     return state
 

@@ -26,6 +26,8 @@ PLAIN = frozenset(
     {*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range}
 )
 
+_MOVED = (int, float, bool)
+
 Path = tuple[Any, ...]  # (path of the holder, name there); () is the step itself
 
 
@@ -50,8 +52,8 @@ def change_text(path: Path, new: Any, old: Any) -> str:
 
 
 def is_live_kind(fact: Any) -> bool:
-    """Whether a fact is the type of the number at a live place."""
-    return type(fact) is tuple and len(fact) == 2 and fact[0] == "kind" and fact[1] in (int, float)
+    """Whether a fact is the type of the number or the flag at a live place."""
+    return type(fact) is tuple and len(fact) == 2 and fact[0] == "kind" and fact[1] in _MOVED
 
 
 def _attributes(fact: Any) -> Any:

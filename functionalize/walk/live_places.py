@@ -25,8 +25,10 @@ from functionalize.util.packages import is_users
 from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.parts import Held, Visit
+from functionalize.walk.unread import is_observable
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
+_MOVED = LIVE_NUMBERS | {bool}
 _TABLES = frozenset({dict, OrderedDict, defaultdict, Counter})
 _NAMESPACES = frozenset({argparse.Namespace, types.SimpleNamespace})
 _ABSENT = object()
@@ -63,7 +65,7 @@ class LivePlaces:
 
     def kind_at(self, place: Held | None, value: Any) -> type | None:
         """The type of the number at a live place; None for any other place or value."""
-        if not self.values or place is None or type(value) not in LIVE_NUMBERS:
+        if not self.values or place is None or type(value) not in _MOVED:
             return None
         return type(value) if place.place in self.values else None
 
@@ -115,8 +117,8 @@ def is_absent(value: Any) -> bool:
 
 
 def may_live(value: Any) -> bool:
-    """Whether a replay can move a value: a number or a tensor."""
-    return type(value) in LIVE_NUMBERS or issubclass(type(value), Tensor)
+    """Whether a replay can move a value: a number, a flag or a tensor."""
+    return type(value) in _MOVED or issubclass(type(value), Tensor)
 
 
 def is_of_user(holder: Any) -> bool:
@@ -148,12 +150,21 @@ def state_numbers(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[tu
 
 
 def may_move(holder: Visit, visit: Visit) -> bool:
-    """Whether a replay may assign what the step assigns to a place of `holder`."""
-    kind = type(holder.value)
-    is_element = issubclass(kind, CONTAINERS)
-    is_known = issubclass(kind, (nn.Module, torch.optim.Optimizer)) or is_of_user(holder.value)
-    is_found = (is_element or is_known) and not visit.is_loose and visit.moving is None
-    return is_found and is_writable(visit.place)
+    """Whether a replay may assign what the step assigns to a place of `holder`.
+
+    Of a module or an optimizer no flags: `training` is state of modules. Of an object of a library integers and flags.
+    """
+    owner: Any = holder.value
+    if type(owner) is types.MethodType:
+        owner = owner.__self__
+    kind, what = type(owner), type(visit.value)
+    if visit.moving is not None or not is_writable(visit.place):
+        return False
+    if issubclass(kind, (nn.Module, torch.optim.Optimizer)):
+        is_known = what is not bool
+    else:
+        is_known = issubclass(kind, CONTAINERS) or is_of_user(owner)
+    return (is_known and not visit.is_loose) or (what in (int, bool) and is_observable(kind))
 
 
 def content_of(value: Any) -> Any:

@@ -90,13 +90,14 @@ def parts_of(value: Any, names: NameFilter) -> Parts:
     kind = type(value)
     look = _LOOKS.get(kind)
     if look is None:
-        look = _LOOKS[kind] = _look_of(kind)
+        look = _LOOKS[kind] = look_of(kind)
     found = look(value, names)
     found.is_moved = found.is_moved and not names.reads_state
     return found
 
 
-def _look_of(kind: type) -> Look:
+def look_of(kind: type) -> Look:
+    """What finds the parts of objects of a class."""
     for kinds, look in _BY_TYPE:
         if issubclass(kind, kinds):
             return look
@@ -386,7 +387,7 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     ((logging.Logger, logging.LoggerAdapter), _logger),
     (GradScaler, objects.scaler),
     (LRScheduler, objects.scheduler),
-    (BaseException, objects.error),
+    (BaseException, _error),
     (torch.Generator, objects.generator),
     ((argparse.Namespace, types.SimpleNamespace), objects.namespace),
     (data.VALUES, _plain(data.value_parts)),

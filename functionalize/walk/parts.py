@@ -194,13 +194,13 @@ _BY_TEXT = frozenset({"finfo", "iinfo", "Tag", "qscheme", "ReduceOp", "Placement
 
 def own_attributes(value: Any, names: NameFilter) -> list[Part]:
     """The attributes of an object, with those in slots: of an object of the user, those that code names."""
-    kind = type(value)
-    every = not is_users(kind.__module__)
+    kind, table = type(value), table_of(value) or {}
+    every, observed = not is_users(kind.__module__), names.observed_of(table)
     if not every and (base := _of_bases(kind, names)) is not None:
         names, every = base, base.is_dynamic
-    table = table_of(value) or {}
+    read, all_read = (names, every) if observed is None else (observed, False)
     keys = [key for key in table if key != OWN_VALUES]
-    held = [attribute(table, key, every or key in names) for key in keys]
+    held = [attribute(table, key, all_read or key in read) for key in keys]
     return [*held, *_slots(value, names, every)]
 
 
@@ -249,7 +249,7 @@ def users(value: Any, names: NameFilter) -> Parts:
     kind, held = type(value), own_attributes(value, names)
     known = frozenset(part.key for part in held if part.is_named)
     return Parts(
-        ("object", kind, known), held, is_opaque=_is_native(kind), attributes=table_of(value)
+        ("object", kind, known), held, is_opaque=is_native(kind), attributes=table_of(value)
     )
 
 
@@ -260,8 +260,8 @@ def library(value: Any, names: NameFilter) -> Parts:
     wrapped = _wrapped(value)
     if wrapped is not None and "__wrapped__" not in (table or {}):
         held.append(Part("__wrapped__", wrapped))
-    if held or not _is_native(kind):
-        known = frozenset(part.key for part in held)
+    if held or not is_native(kind):
+        known = frozenset(part.key for part in held if part.is_named)
         return Parts(("object", kind, known), held, attributes=table)
     if is_standard(kind.__module__.partition(".")[0]):
         return pickled(value)
@@ -295,7 +295,7 @@ def _wrapped(value: Any) -> Any:
         return None
 
 
-def _is_native(kind: type) -> bool:
+def is_native(kind: type) -> bool:
     """Whether C code keeps state in the instances: they are larger than slots, `__dict__` and weak references need."""
     slots = sum(
         isinstance(each, types.MemberDescriptorType)
@@ -313,11 +313,6 @@ def namespace(value: Any, names: NameFilter) -> Parts:
     held = [attribute(table, key, every or key in names) for key in list(table)]
     known = frozenset(part.key for part in held if part.is_named)
     return Parts(("object", type(value), known), held, attributes=table)
-
-
-def error(value: BaseException, names: NameFilter) -> Parts:
-    """An exception."""
-    return Parts(("kind", type(value)), [Part("args", value.args), *own_attributes(value, names)])
 
 
 # -- torch's own -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_, itemgetter, methodcaller
@@ -40,6 +40,7 @@ from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
 from functionalize.walk.object_parts import is_patchable, parts_of, registered, subclasses
 from functionalize.walk.parts import Held, Part, Parts, has_only_attributes
 
+Names = Container[Any] | None
 _values = methodcaller("values")
 # Of these types, the parts of an object never change.
 _FIXED = frozenset(
@@ -58,14 +59,14 @@ class Probes:
 
     def _clear(self) -> None:
         self._starts: list[Any] = []
-        self._tables: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...], bool]] = []
+        self._tables: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...], Any]] = []
         self._namespaces: list[tuple[Mapping[str, Any], int, Any, Any]] = []
         self._kinds: list[tuple[Any, type]] = []
         self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._functions: list[tuple[types.FunctionType, Any, Any, Any]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
-        self._looks: list[tuple[Any, Any, list[Any], list[bool]]] = []
+        self._looks: list[tuple[Any, Any, list[Any]]] = []
         self._with_tensors: list[tuple[Any, tuple[Any, ...], list[Any]]] = []
         self._values: list[tuple[Callable[[], Any], Any]] = []
         self._optimizers: list[tuple[Optimizer, Callable[[Optimizer], Any], Any]] = []
@@ -122,11 +123,13 @@ class Probes:
         elif issubclass(kind, types.ModuleType):
             self.add_names(vars(value), parts.held)
         elif parts.attributes is not None and len(parts.held) == len(parts.attributes):
-            # Of an object of a library all attributes matter, whatever their names.
-            self.add_table(parts.attributes, not all(part.is_named for part in parts.held))
+            # Of an object of a library all attributes matter, whatever their names, or those that were read.
+            whole = None if all(part.is_named for part in parts.held) else self._names
+            observed = self._names.observed_of(parts.attributes)
+            self.add_table(parts.attributes, whole if observed is None else observed)
         else:
-            tokens = [self._token(part.value, part.place) for part in parts.held]
-            self._looks.append((value, parts.fact, tokens, [part.is_named for part in parts.held]))
+            tokens = [self._token(p.value, p.place) for p in parts.held if p.is_named]
+            self._looks.append((value, parts.fact, tokens))
         return None
 
     def add_list(self, items: list[Any]) -> None:
@@ -139,16 +142,16 @@ class Probes:
         else:
             self._lists.append((items, tuple(items)))
 
-    def add_table(self, table: Mapping[Any, Any], are_named: bool = False) -> None:
-        """A dict. are_named: only entries whose names code reads matter."""
+    def add_table(self, table: Mapping[Any, Any], names: Names = None) -> None:
+        """A dict. names: those of the entries that matter; None: all do."""
         if self._is_given_up:
             return
         if self._live.keys_of(table) or _hold_tensors(table.values()):
-            wanted = self._names.of(table) if are_named else list(table)
+            wanted = _keys(table, names)
             tokens = [self._token(table[key], Held(table, key)) for key in wanted]
-            self._with_tensors.append((table, (wanted, are_named), tokens))
+            self._with_tensors.append((table, (wanted, names), tokens))
         else:
-            self._tables.append((table, tuple(table), tuple(table.values()), are_named))
+            self._tables.append((table, tuple(table), tuple(table.values()), names))
 
     def add_names(self, table: Mapping[str, Any], parts: Sequence[Part]) -> None:
         """A namespace, of which code reads these names."""
@@ -164,7 +167,7 @@ class Probes:
     def add_names_of_tensor(self, table: dict[str, Any]) -> None:
         """The attributes of a tensor, nearly always none."""
         if table:
-            self.add_table(table, are_named=True)
+            self.add_table(table, self._names)
         elif not self._is_given_up:
             self._empty.append(table)
 
@@ -226,14 +229,11 @@ class Probes:
             return False
         if not self._classes_hold():
             return False
-        for table, keys, values, are_named in self._tables:
-            if (
-                len(table) == len(keys)
-                and all(map(is_, table.values(), values))
-                and all(map(is_, table, keys))
-            ):
+        for table, keys, values, names in self._tables:
+            is_same = len(table) == len(keys) and all(map(is_, table.values(), values))
+            if is_same and all(map(is_, table, keys)):
                 continue
-            if not are_named or not self._names_hold(table, keys, values):
+            if names is None or not _names_hold(table, keys, values, names):
                 return False
         for items, were in self._lists:
             if len(items) != len(were) or not all(map(is_, items, were)):
@@ -270,8 +270,11 @@ class Probes:
 
         Names of tables that no code reads count as well here, so that the facts may fail where `hold` would not.
         """
-        for table, *_ in self._tables:
-            facts.table(table)
+        for table, keys, values, names in self._tables:
+            if type(names) is not frozenset:
+                facts.table(table)
+            else:  # of the others, some change at every call
+                facts.read(partial(_names_hold, table, keys, values, names))
         for table in self._empty:
             facts.table(table)
         classes = list(map(table_of_class, self._classes))
@@ -282,7 +285,7 @@ class Probes:
         for items, _ in self._lists:
             facts.elements(items)
         for holder, keys, tokens in self._with_tensors:
-            if any(type(each) is _LiveKind for each in tokens):  # another number at every call
+            if {*map(type, tokens), *map(type, keys)} & {_LiveKind, frozenset}:
                 facts.read(partial(self._with_tensors_holds, holder, keys, tokens))
             else:
                 facts.table(holder) if keys else facts.elements(holder)
@@ -328,28 +331,25 @@ class Probes:
     def _classes_hold(self) -> bool:
         return list(map(tuple, map(_values, self._classes.values()))) == self._defined
 
-    def _names_hold(
-        self, table: Mapping[Any, Any], keys: tuple[Any, ...], values: tuple[Any, ...]
-    ) -> bool:
-        names = self._names
-        were = {key: value for key, value in zip(keys, values, strict=True) if key in names}
-        now = names.of(table)
-        return now == list(were) and all(table[key] is value for key, value in were.items())
-
     def _with_tensors_holds(self, holder: Any, keys: tuple[Any, ...], tokens: list[Any]) -> bool:
         if not keys:
             return len(holder) == len(tokens) and all(map(_is, tokens, holder))
-        wanted, are_named = keys
-        now = self._names.of(holder) if are_named else list(holder)
-        return now == wanted and all(map(_is, tokens, (holder[key] for key in wanted)))
+        wanted, names = keys
+        return _keys(holder, names) == wanted and all(map(_is, tokens, map(holder.get, wanted)))
 
-    def _looks_hold(self, value: Any, fact: Any, tokens: list[Any], named: list[bool]) -> bool:
+    def _looks_hold(self, value: Any, fact: Any, tokens: list[Any]) -> bool:
         now = parts_of(value, self._names)
-        return (
-            now.fact == fact
-            and [part.is_named for part in now.held] == named
-            and all(_is(token, part.value) for token, part in zip(tokens, now.held, strict=True))
-        )
+        values = [part.value for part in now.held if part.is_named]
+        return now.fact == fact and len(values) == len(tokens) and all(map(_is, tokens, values))
+
+
+def _keys(table: Mapping[Any, Any], names: Names) -> list[Any]:
+    return list(table) if names is None else [key for key in table if key in names]
+
+
+def _names_hold(table: Mapping[Any, Any], keys: Any, values: Any, names: Container[Any]) -> bool:
+    were = {key: value for key, value in zip(keys, values, strict=True) if key in names}
+    return _keys(table, names) == list(were) and all(table[k] is v for k, v in were.items())
 
 
 def _hold_tensors(values: Iterable[Any]) -> bool:

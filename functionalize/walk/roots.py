@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from functionalize.fsdp.objects import fsdp_states
 from functionalize.util.text import with_article
-from functionalize.walk.parts import Held
+from functionalize.walk.fact_text import Path
+from functionalize.walk.parts import Held, Visit
 
 
 @dataclass(slots=True)
@@ -23,6 +24,8 @@ class Roots:
     tensors: name, place and tensor, of those at a place that is no module's table.
     objects: name and `__dict__` of every other object.
     containers: name and object of every container.
+    tables: by id of the `__dict__` of an object that determines ops: this, the classes of the objects that have it, and
+    the path of the first of them.
     functions: the user's functions.
     arguments: a name per leaf of the step's arguments.
     named_modules: for each root module, every module under it with its full name.
@@ -34,12 +37,20 @@ class Roots:
     tensors: list[tuple[str, Held, Tensor]] = field(default_factory=list)
     objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
+    tables: dict[int, tuple[dict[str, Any], set[type], Path]] = field(default_factory=dict)
     functions: list[types.FunctionType] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     named_modules: dict[str, list[tuple[str, nn.Module]]] = field(default_factory=dict)
     only_appended: frozenset[int] = frozenset()
     _walked: list[tuple[str, nn.Module]] | None = None
     _states: dict[str, list[Any]] | None = None
+
+    def add_object(self, visit: Visit, table: dict[str, Any]) -> None:
+        """An object with these attributes."""
+        kind = type(visit.value)
+        self.objects.append((visit.name or kind.__name__, table))
+        if visit.is_fact or id(table) in self.tables:
+            self.tables.setdefault(id(table), (table, set(), visit.path))[1].add(kind)
 
     def walk(self) -> list[tuple[str, nn.Module]]:
         """Every module under the roots with its full name; computed once."""

@@ -1,4 +1,4 @@
-"""The parameters that a function never reads, whatever it calls: numbers passed for them are no facts.
+"""What the code of a step does not read: parameters of a function, and attributes of objects of libraries.
 
     def training_step(self, batch, batch_idx): return self.loss(batch)
     arguments = ReadArguments(trainer.training_step)
@@ -6,20 +6,41 @@
 
 A parameter is unread if no instruction of the function names it, but for `del batch_idx`. Then only code that looks at
 the variables of frames finds it.
+
+    reads = AttributeReads(roots)
+    with reads.watching():
+        trainer.training_step(batch)
+    reads.observed()                              {id of its `__dict__`: (this, {"model", "args"})}
+
+While a step is recorded, the classes of libraries' objects note which attributes code reads, sets and deletes. A step
+that reads the same values does the same, so the attributes that it did not touch are no facts: `state.epoch`, which a
+Trainer counts. A name that is read and is not there counts, too.
 Invariant: what is not understood is read: parameters of callables that are no Python functions, parameters that nested
 functions see, all parameters of functions whose code looks at variables of frames (`locals`, `f_locals`). Whether code
-that they call does so is known after a walk: `looks_at_frames`.
+that they call does so is known after a walk: `looks_at_frames`. Likewise what is in slots, and all attributes of an
+object whose `__dict__` is read, or held by a class or by anything that the walk has found, which is copied or pickled,
+or whose class is of C code or has methods that look past `__getattribute__`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
+from functionalize.util.packages import is_installed
+from functionalize.util.patching import Patch, Patches
 from functionalize.walk.code_names import NameFilter, names_in
+from functionalize.walk.fact_text import Path
+from functionalize.walk.object_parts import look_of
+from functionalize.walk.parts import is_native, library, users
+from functionalize.walk.roots import Roots
 
 # Names by which code reads the variables of a frame: of any, and of its own.
 _OF_ANY_FRAME = frozenset({"f_locals", "getargvalues", "capture_locals"})
@@ -91,3 +112,157 @@ def _unread_of(code: types.CodeType) -> Unread:
     named = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
     names = frozenset(named) - read
     return Unread(frozenset(at for at, name in enumerate(positional) if name in names), names)
+
+
+# -- attributes of objects of libraries ------------------------------------------------------------
+
+_PAST = frozenset({"__getattribute__", "__setattr__", "__delattr__", "getattr_static"})
+_WHOLE = frozenset({"__dict__", "__dir__", "__reduce__", "__reduce_ex__", "__getstate__"})
+_KEPT = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+_HEAP = 1 << 9  # a class that Python code has made
+_get = object.__getattribute__
+
+_OBSERVABLE: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+_PATCHES: weakref.WeakKeyDictionary[type, Patches] = weakref.WeakKeyDictionary()
+_ACTIVE: list[AttributeReads] = []  # of all threads: a step may leave work to others
+
+
+def is_observable(kind: type) -> bool:
+    """Whether the attributes that code reads of instances of a class can be observed: of a library, in plain Python."""
+    found = _OBSERVABLE.get(kind)
+    if found is None:
+        found = _OBSERVABLE[kind] = _is_observable(kind)
+    return found
+
+
+def is_of_library(owner: type) -> bool:
+    """Whether attributes are those of such an object, or are read by a method of one that is captured."""
+    return owner is types.MethodType or is_observable(owner)
+
+
+def _is_observable(kind: type) -> bool:
+    bases = kind.__mro__[:-1]
+    setter: Any = type(kind).__setattr__
+    return (
+        look_of(kind) in (library, users)
+        and not issubclass(kind, _KEPT)
+        and setter is type.__setattr__
+        and bool(kind.__flags__ & _HEAP)
+        and not is_native(kind)
+        and any(is_installed(base.__module__) for base in bases)
+        and kind.__getattribute__ is _get
+        and all(_PAST.isdisjoint(_names_in_methods(base)) for base in bases)
+    )
+
+
+def _names_in_methods(kind: type) -> frozenset[str]:
+    found = set[str](key for key in vars(kind) if key in _PAST)
+    for value in vars(kind).values():
+        inner = [getattr(value, name, None) for name in ("__func__", "fget", "fset", "fdel")]
+        for each in (value, *inner):
+            if type(each) is types.FunctionType:
+                found |= names_in(each.__code__).names
+    return frozenset(found)
+
+
+class AttributeReads:
+    """The attributes of objects of libraries that code reads, sets or deletes while it is watched. roots: of a walk.
+
+    held: ids of objects that the walk has found: a `__dict__` among them may be read in other ways.
+    """
+
+    def __init__(self, roots: Roots, held: Container[int] = frozenset()) -> None:
+        self._tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self._paths: dict[int, Path] = {}
+        self._touched: set[int] = set()
+        self._kinds: dict[type, None] = {}
+        for key, (table, kinds, path) in roots.tables.items():
+            if all(map(is_observable, kinds)):
+                self._paths[key] = path
+                self._kinds.update(dict.fromkeys(kinds))
+                if key not in held and not _is_of_class(table, kinds):
+                    self._tables[key] = table, set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note what code does while this is open."""
+        installed: list[Patches] = []
+        try:
+            for kind in self._kinds:
+                patches = _PATCHES.get(kind)
+                if patches is None:
+                    patches = _PATCHES[kind] = Patches(functools.partial(_patches, kind))
+                patches.install()
+                installed.append(patches)
+            _ACTIVE.append(self)
+            yield
+        finally:
+            if self in _ACTIVE:
+                _ACTIVE.remove(self)
+            for patches in installed:
+                patches.remove()
+
+    def note(self, table: Any, name: str) -> None:
+        """Code uses this attribute of the object with this `__dict__`."""
+        if id(table) not in self._paths:
+            return
+        self._touched.add(id(table))
+        if name in _WHOLE:
+            self._tables.pop(id(table), None)
+        elif id(table) in self._tables:
+            self._tables[id(table)][1].add(name)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Another one if anything was noted."""
+        noted = (len(names) for _, names in self._tables.values())
+        return len(self._tables), len(self._touched), sum(noted)
+
+    def observed(self) -> dict[int, tuple[dict[str, Any], frozenset[str]]]:
+        """The tables of objects with attributes that were not touched, and the names that were.
+
+        Code may find an object by a global of its library: all attributes on the way to it, as the walk went, count.
+        """
+        found = {key: set(names) for key, (_, names) in self._tables.items()}
+        holders = {self._paths[key]: names for key, names in found.items()}
+        for path in [self._paths[key] for key in self._touched]:
+            while path:
+                path, name = path
+                if path in holders:
+                    holders[path].add(name)
+        return {
+            key: (table, frozenset(found[key]))
+            for key, (table, _) in self._tables.items()
+            if table.keys() - found[key]
+        }
+
+
+def _is_of_class(table: dict[str, Any], kinds: set[type]) -> bool:
+    """Whether a class holds the `__dict__` of its instances, which then share it."""
+    bases = {base for kind in kinds for base in kind.__mro__}
+    return any(value is table for base in bases for value in vars(base).values())
+
+
+def _note(value: Any, name: str) -> None:
+    table = _get(value, "__dict__")
+    for each in tuple(_ACTIVE):
+        each.note(table, name)
+
+
+def _patches(kind: type) -> Iterator[Patch]:
+    """(owner, name, replacement). The class has the methods of `object`."""
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        _note(self, name)
+        return _get(self, name)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        _note(self, name)
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self: Any, name: str) -> None:
+        _note(self, name)
+        object.__delattr__(self, name)
+
+    for each in (__getattribute__, __setattr__, __delattr__):
+        yield kind, each.__name__, each

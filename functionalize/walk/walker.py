@@ -213,7 +213,7 @@ class PythonState:
         if issubclass(kind, CONTAINERS):
             self.roots.containers.append((visit.name, value))
         elif parts.attributes is not None:
-            self.roots.objects.append((visit.name or kind.__name__, parts.attributes))
+            self.roots.add_object(visit, parts.attributes)
         for part in parts.held:
             self._push(visit, part, parts.is_loose)
         if not issubclass(kind, (type, types.FunctionType)):
@@ -258,9 +258,9 @@ class PythonState:
             if not self._is_replay:
                 self._note_slot(holder, visit)
             kind = self.live.kind_at(place, part.value)
-            if kind is None and self._is_live_list(part.value):
+            if kind is None and not is_loose and self._is_live_list(part.value):
                 kind = list
-            if kind is not None and not is_loose and visit.moving is None:
+            if kind is not None and visit.moving is None:
                 return self._note(visit, ("kind", kind))
             self._queue.append(visit)
         elif not self._is_replay:
@@ -295,9 +295,9 @@ class PythonState:
                 self._hooks_of(visit, "hooks", value)
             return self._attributes_of_tensor(visit, value)
         self._note(visit, Identity(weakref.ref(value), kind))
-        if is_loose:
-            return None
         is_module = issubclass(kind, nn.Module)
+        if visit.moving is not None or (is_loose and is_module):  # an optimizer is its own source
+            return None
         table: dict[str, Any] = self.roots.modules if is_module else self.roots.optimizers
         if any(value is known for known in table.values()):
             return None

@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import datetime
 import gc
+import importlib.util
 import io
 import sys
 import time
@@ -461,3 +462,20 @@ def test_a_clock_that_a_callback_of_the_collector_reads_is_not_the_steps() -> No
     finally:
         gc.callbacks.remove(timed)
     assert captured.stats.replays >= 1
+
+
+class Finder:
+    """Calls `locals`, as that of setuptools does. While a function is profiled, this would end the watch for clocks."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        assert "{fullname}".format(**locals()) == fullname
+
+
+def looks_for_a_module(loss: Tensor, twin: Any) -> None:
+    importlib.util.find_spec("no_module_has_this_name")
+    print("loss", loss.item())
+
+
+def test_a_finder_of_modules_may_call_locals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    replayed(looks_for_a_module)

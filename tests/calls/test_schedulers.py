@@ -149,7 +149,21 @@ def sets_lr(loss: Tensor, twin: Any) -> None:
 
 def sets_an_attribute(loss: Tensor, twin: Any) -> None:
     twin.scheduler.last_epoch = 3
+
+
+def counts_and_steps(loss: Tensor, twin: Any) -> None:
+    twin.scheduler._step_count += 1
     twin.scheduler.step()
+
+
+def counts_a_step(loss: Tensor, twin: Any) -> None:
+    twin.scheduler._step_count += 1
+    loss.mul_(twin.scheduler._step_count)
+    twin.scheduler._step_count += twin.scheduler.last_epoch
+
+
+def test_a_number_that_the_step_assigns_is_assigned_by_replays() -> None:
+    replayed(counts_a_step, scheduler=SCHEDULERS[0])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +175,8 @@ def sets_an_attribute(loss: Tensor, twin: Any) -> None:
         (mixes_after, "reads `_last_lr` of a StepLR after a call that sets it"),
         (reads_all, "reads `__dict__` of a StepLR"),
         (sets_lr, "after the step has set lr"),
-        (sets_an_attribute, "sets `last_epoch` of a StepLR"),
+        (sets_an_attribute, "sets `last_epoch` of a StepLR to a number of its own"),
+        (counts_and_steps, "steps a scheduler whose numbers it has assigned"),
     ],
 )
 def test_a_scheduler_that_ops_depend_on_is_refused(after: Any, what: str) -> None:

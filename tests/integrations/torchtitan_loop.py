@@ -21,6 +21,7 @@ import torch.nn.attention.flex_attention
 
 import functionalize as fz
 from tests.integrations.loops import (
+    EPOCHS,
     LAYERS,
     TOKENS,
     Checkpoint,
@@ -30,7 +31,7 @@ from tests.integrations.loops import (
     world_size,
 )
 
-STEPS, WARM_STEPS, SAVED_STEPS, VOCABULARY = 30, 10, 15, 2048
+STEPS, WARM_STEPS, SAVED_STEPS, VOCABULARY = max(30, 2 * EPOCHS), 10, 15, 2048
 
 
 def without_accelerator() -> Any:

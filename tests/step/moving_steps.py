@@ -828,15 +828,13 @@ def seconds_in_all(w: World) -> Step:
     return step
 
 
-@refused(
-    r"`w.is_even` is True, was False\n  `is_even` of a World\n  changed at .*w.is_even = not w.is_even"
-)
+@replays(4)
 def flag_that_toggles(w: World) -> Step:
     w.is_even = True
 
     def step(x: Tensor) -> Tensor:
         w.is_even = not w.is_even
-        return w.train(x).detach()
+        return w.train(x if w.is_even else 2 * x).detach()
 
     return step
 

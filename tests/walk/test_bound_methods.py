@@ -144,6 +144,6 @@ def test_a_method_that_is_replaced_is_another_one(library: Any, changes: Callabl
     library.Trainer.method = original
 
 
-def test_what_the_method_changes_is_seen(library: Any):
+def test_a_counter_that_the_method_moves_is_moved_by_replays(library: Any):
     step = compared(library, "counts", lambda trainer: None)
-    assert not step.stats.replays and "step_count" in step.explain()
+    assert step.stats.replays >= CALLS - 4, step.explain()
