@@ -90,11 +90,19 @@ def held_back() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    handler, pressed = signal.getsignal(signal.SIGINT), list[Any]()
+    is_ours = callable(handler) and threading.current_thread() is threading.main_thread()
+    if is_ours:  # another thread, of torch, may receive the signal that this one blocks
+        signal.signal(signal.SIGINT, lambda *given: pressed.append(given))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if pressed and callable(handler):
+            handler(*pressed[0])
 
 
 def let_through() -> None:

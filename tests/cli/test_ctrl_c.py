@@ -83,6 +83,24 @@ def test_it_is_not_lost(lost: str) -> None:
     assert ran(code) == (130, "", "interrupted\n")
 
 
+def test_what_another_thread_receives_waits_too() -> None:
+    code = """
+    import threading
+    held, seen = threading.Event(), []
+    def other():
+        held.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        seen.append(True)
+    thread = threading.Thread(target=other)
+    thread.start()
+    with ctrl_c.held_back():
+        held.set()
+        thread.join()
+        print(seen, flush=True)
+    """
+    assert ran(code) == (130, "[True]\n", "interrupted\n")
+
+
 def test_what_was_started_meanwhile_waits_and_then_ends_without_a_word() -> None:
     child = "signal.sigpending() == {signal.SIGINT} or sys.exit('lost'); ctrl_c.let_through(); sys.exit('alive')"
     code = f"""

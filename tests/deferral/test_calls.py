@@ -416,7 +416,11 @@ def test_ctrl_c_while_the_step_runs_comes_after_it() -> None:
         run.steps.zero_grad()
         return (loss,)
 
-    as_eager(step)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        as_eager(step)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_leaving_the_block_computes_what_waits() -> None:

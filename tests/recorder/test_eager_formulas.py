@@ -141,8 +141,18 @@ def test_singular_values_by_another_name_are_refused() -> None:
         fz.trace(lambda x: svdvals(x), batches()[0])
 
 
-def test_the_gradient_of_what_fills_a_mask_is_refused() -> None:
+def test_the_gradient_of_what_fills_a_mask_of_a_known_size() -> None:
+    """Eager selects from the gradient by the mask; its size is known before the call."""
     body = gradient_of(lambda v: torch.ones(5, 5).masked_fill(torch.eye(5) > 0, v.sum()))
+    step = fz.capture(body)
+    for x in batches():
+        assert bytes_of(step(x)) == bytes_of(body(x))
+    assert step.stats.replays >= 2, step.explain()
+
+
+def test_the_gradient_of_what_fills_a_mask_of_an_unknown_size_is_refused() -> None:
+    weight = torch.linspace(-1, 1, 25).reshape(5, 5)
+    body = gradient_of(lambda v: torch.ones(5, 5).masked_fill(weight > 0, v.sum()))
     assert bytes_of(refused(body, "masked_select")) == bytes_of(body(batches()[0]))
 
 
