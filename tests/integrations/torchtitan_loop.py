@@ -23,7 +23,6 @@ import functionalize as fz
 from tests.integrations.loops import (
     EPOCHS,
     LAYERS,
-    TOKENS,
     Checkpoint,
     Counter,
     Training,
@@ -32,6 +31,7 @@ from tests.integrations.loops import (
 )
 
 STEPS, WARM_STEPS, SAVED_STEPS, VOCABULARY = max(30, 2 * EPOCHS), 10, 15, 2048
+LENGTH = 16  # of a sequence: torchtitan's loss takes it in eight chunks
 
 
 def without_accelerator() -> Any:
@@ -120,7 +120,7 @@ def config_of(torchtitan: Any, checkpoint: Checkpoint | None) -> Any:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.tokenizer, config.dataloader = Tokenizer.Config(), Tokens.Config()
     config.training.local_batch_size, config.training.global_batch_size = 2, 4 * world_size()
-    config.training.seq_len, config.training.steps = TOKENS, STEPS
+    config.training.seq_len, config.training.steps = LENGTH, STEPS
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
     config.validator.enable = False
