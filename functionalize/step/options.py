@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -56,7 +56,7 @@ class CaptureOptions:
         max_program_bytes: float = MAX_PROGRAM_BYTES,
         dynamic: Dynamic = False,
     ) -> CaptureOptions:
-        """Raises `ValueError` for an unknown mode or schedule, `PassError` for a pipeline that cannot be parsed."""
+        """Raises `ValueError` for an unknown mode or schedule, `PassError` for a text that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
             raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
         if max_programs < 1:
@@ -135,8 +135,13 @@ class CaptureOptions:
 
 
 def _parsed(pipeline: Sequence[Any] | str) -> tuple[Any, ...]:
-    if not isinstance(pipeline, str):
-        return tuple(pipeline)
     import passes
 
-    return passes.parse(pipeline)
+    if isinstance(pipeline, str):
+        return passes.parse(pipeline)
+    found = tuple(pipeline) if isinstance(pipeline, Iterable) else (pipeline,)
+    if all(isinstance(each, passes.Pass) for each in found):
+        return found
+    raise ValueError(
+        f"passes is the text of a pipeline ('default', '' for none) or a sequence of `Pass` objects, not {pipeline!r}"
+    )

@@ -160,6 +160,9 @@ def test_options_are_checked() -> None:
         fz.capture(lambda x: x, max_programs=0)
     with pytest.raises(ValueError, match="record_after is at least 1, not 0"):
         fz.capture(lambda x: x, record_after=0)
+    for wrong in (None, 3, ["remat"]):
+        with pytest.raises(ValueError, match="passes is the text of a pipeline"):
+            fz.capture(lambda x: x, passes=wrong)
 
 
 def sparse(x: Tensor) -> Tensor:
