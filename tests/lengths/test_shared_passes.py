@@ -115,13 +115,11 @@ WAYS: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "pipeline", ["default", "recompute_views,elide_copies{parts=true},merge_duplicates"]
-)
 def test_what_is_equal_at_some_sizes_only(
-    runs: list[fz.Program], way: Callable[[Tensor], Tensor], pipeline: str
+    runs: list[fz.Program], way: Callable[[Tensor], Tensor]
 ) -> None:
-    compared(way, [*EACH, *calls(3)], dynamic=NEVER, passes=pipeline)
+    pipeline = "recompute_views,elide_copies{parts=true},merge_duplicates,reinplace"
+    compared(way, [*EACH, *calls(3)[::2]], dynamic=NEVER, passes=pipeline)
     assert runs or way is with_repeats  # recorded at each size
 
 
