@@ -30,8 +30,8 @@ def is_command() -> bool:
     """Whether this process is `functionalize` or `python -m functionalize`."""
     if os.path.basename(sys.argv[0] if sys.argv else "") == "functionalize":
         return True
-    given = [*sys.orig_argv, ""]
-    return "-m" in given and given[given.index("-m") + 1] == "functionalize"
+    words = [*sys.orig_argv, ""]
+    return "-m" in words and words[words.index("-m") + 1] == "functionalize"
 
 
 def leave(*_: Any) -> NoReturn:
@@ -93,7 +93,7 @@ def held_back() -> Iterator[None]:
     handler, pressed = signal.getsignal(signal.SIGINT), list[Any]()
     is_ours = callable(handler) and threading.current_thread() is threading.main_thread()
     if is_ours:  # another thread, of torch, may receive the signal that this one blocks
-        signal.signal(signal.SIGINT, lambda *given: pressed.append(given))
+        signal.signal(signal.SIGINT, lambda *signal_and_frame: pressed.append(signal_and_frame))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

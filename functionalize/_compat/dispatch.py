@@ -224,8 +224,8 @@ _ON_CUDA = (
 def kernel_settings() -> list[tuple[Any, str, str, Callable[..., Any]]]:
     """(owner, name, text, getter) of the functions that set what kernels of all ops read (torch 2.11 to 2.15).
 
-    getter: takes the arguments of the setter; returns None if nobody can tell. Not those of attention, which choose
-    the op.
+    getter: takes the arguments of the setter; returns None if the setting cannot be read. Not those of attention, which
+    choose the op.
     """
 
     def named(name: str) -> tuple[Any, str, str, Callable[..., Any]]:

@@ -261,12 +261,12 @@ def sizing_numbers(
 
 def _number_of_runs(func: Any, values: Mapping[str, Any]) -> list[SizingNumber] | None:
     """The number of different values; None for floats, as torch's kernels treat NaN and -0.0 in their own way."""
-    given = values["self"]
-    if given.is_floating_point() or given.is_complex() or values.get("dim") is not None:
+    counted = values["self"]
+    if counted.is_floating_point() or counted.is_complex() or values.get("dim") is not None:
         return None
-    if not given.numel():
+    if not counted.numel():
         return []
-    flat = given.flatten()
+    flat = counted.flatten()
     flat = flat.sort().values if func is aten._unique2.default else flat
     return [SizingNumber((flat[1:] != flat[:-1]).count_nonzero() + 1)]
 

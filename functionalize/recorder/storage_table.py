@@ -130,7 +130,7 @@ class StorageTable:
     born: bytes and device of each storage that the current op has allocated; the recorder replaces it for each op.
     holds_externals: whether `bring_in` keeps the tensor alive. False while the places of a step are searched before
     the run: if the step frees a tensor (`zero_grad()`), its memory must be freed.
-    observer: is told of new storages and of changed sizes.
+    observer: is called for new storages and for changed sizes.
     """
 
     __slots__ = (

@@ -154,7 +154,7 @@ class PredictedStep(ReplayedStep):
         try:
             with torch.no_grad(), disable_current_modes():
                 group.run_passes(self._options.applied)
-        except Exception as error:  # they run for each size, where an error is told
+        except Exception as error:  # they run for each size, where an error is reported
             group.apart = f"the passes fail: {type(error).__name__}: {error}"
             log.info("the passes of %s do not run for all sizes: %s", self._name, error)
         sizes = group.sizes_of(shapes_of(key))

@@ -130,7 +130,7 @@ class NameFilter:
         )
 
     def observed_of(self, table: Any) -> frozenset[str] | None:
-        """The attributes of an object with this `__dict__` that count; None: nobody has observed it."""
+        """The attributes of an object with this `__dict__` that count; None: its reads were not observed."""
         found = self.observed.get(id(table)) if self.observed else None
         return None if found is None else found[1]
 
