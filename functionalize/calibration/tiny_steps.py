@@ -1,12 +1,14 @@
 """What the host adds to a step: measured on tiny models, whose kernels take next to no time.
 
-    host = host_of(clock, machine)      a `Host`, from the seconds of tiny steps less those of their modelled kernels
+    host = host_of(clock, machine)      a `Host`, from the seconds of tiny steps less what the model says of them
 
-    forward, backward     an eager tiny transformer without FSDP2: seconds of a phase by the ops in it
-    gather, reduce        the same under `fully_shard`: what a phase takes longer, by its collectives of that kind
-    optimizer             AdamW (fused) on its sharded parameters, by tensors
+    forward, backward     an eager tiny transformer without FSDP2: what a phase takes longer than its kernels
+    gather, reduce        the same under `fully_shard`: what a phase takes longer than that
+    optimizer             AdamW (fused) on its sharded parameters
     node, call            replays of captures of two depths, with `passes="default"`: the seconds that each node adds,
                           and what is left of the shallow one
+
+Each is divided by what the model counts of it: how much longer the modelled phase is, if one costs a second more.
 
 Must be called by all ranks of the process group. Ops, phases and collectives are those of the captured programs.
 """
@@ -28,11 +30,9 @@ from torch.distributed.fsdp import fully_shard
 from functionalize._compat.autograd import BACKWARD
 from functionalize.calibration.timing import Clock
 from functionalize.entry import capture
-from functionalize.ir.phases import FORWARD, OPTIMIZER, phase_of
+from functionalize.ir.phases import FORWARD, OPTIMIZER
 from functionalize.planning.machines.efficiency import Host
 from functionalize.planning.machines.machine import Machine
-from functionalize.planning.time.communication import ALL_GATHER, REDUCE_SCATTER, kind_of
-from functionalize.planning.time.costs import is_collective
 from functionalize.planning.time.step_time import step_time
 from functionalize.program.program import Program
 
@@ -80,21 +80,27 @@ def host_of(clock: Clock, machine: Machine, depths: tuple[int, int] = DEPTHS) ->
 
     depths: layers of the shallow and of the deep step.
     """
-    kernels = replace(machine, host=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain, sharded = (_parts(clock, depths[0], shards) for shards in (False, True))
         replays = [_replayed(clock, layers) for layers in depths]
-    forward = _per(plain, FORWARD, kernels, Host(), _nodes(plain, FORWARD))
-    backward = _per(plain, BACKWARD, kernels, Host(), _nodes(plain, BACKWARD))
-    host = Host(forward, backward)
-    gathers = _collectives(sharded, FORWARD, ALL_GATHER)
-    host = host._replace(gather=_per(sharded, FORWARD, kernels, host, gathers))
-    reduces = _collectives(sharded, BACKWARD, REDUCE_SCATTER)
-    host = host._replace(reduce=_per(sharded, BACKWARD, kernels, host, reduces))
-    host = host._replace(optimizer=_per(sharded, OPTIMIZER, kernels, Host(), _tensors(sharded)))
-    left = [seconds - step_time(program, kernels).seconds for seconds, program in replays]
-    nodes = [sum(n.op == "call_function" for n in program.graph.nodes) for _, program in replays]
+    host = Host()
+    for field, parts, phase in (
+        ("forward", plain, FORWARD),
+        ("backward", plain, BACKWARD),
+        ("gather", sharded, FORWARD),
+        ("reduce", sharded, BACKWARD),
+        ("optimizer", sharded, OPTIMIZER),
+    ):
+        known = _phase(parts.program, phase, machine, host)
+        count = _phase(parts.program, phase, machine, _one_more(host, field)) - known
+        seconds = max(parts.seconds[phase] - known, 0.0) / count if count else 0.0
+        host = host._replace(**{field: seconds})
+    left, nodes = [], []
+    for seconds, program in replays:
+        known = _replay(program, machine, Host())
+        left.append(seconds - known)
+        nodes.append(_replay(program, machine, Host(node=1.0)) - known)
     node = max((left[1] - left[0]) / (nodes[1] - nodes[0]), 0.0)
     return host._replace(node=node, call=max(left[0] - node * nodes[0], 0.0))
 
@@ -166,23 +172,17 @@ def _settle(captured: Any, step: _Step) -> None:
         captured(*step)
 
 
-def _per(parts: _Parts, phase: str, kernels: Machine, host: Host, count: int) -> float:
-    """What a phase takes beyond its kernels and what the host is known to add, by `count`."""
-    known = step_time(parts.program, replace(kernels, host=host), streams="serial")
-    seconds = sum(each.seconds for each in known.phases if each.phase == phase)
-    return max(parts.seconds[phase] - seconds, 0.0) / max(count, 1)
+def _one_more(host: Host, field: str) -> Host:
+    """The same host, slower by a second for each of what `field` counts: the model is linear in it."""
+    return host._replace(**{field: getattr(host, field) + 1.0})
 
 
-def _nodes(parts: _Parts, phase: str) -> int:
-    return sum(phase_of(n) == phase and n.op == "call_function" for n in parts.program.graph.nodes)
+def _phase(program: Program, phase: str, machine: Machine, host: Host) -> float:
+    """Modelled seconds of a phase of an eager step."""
+    modelled = step_time(program, replace(machine, host=host), streams="serial")
+    return sum(each.seconds for each in modelled.phases if each.phase == phase)
 
 
-def _collectives(parts: _Parts, phase: str, kind: str) -> int:
-    nodes = (n for n in parts.program.graph.nodes if is_collective(n) and phase_of(n) == phase)
-    return sum(kind_of(n) == kind for n in nodes)
-
-
-def _tensors(parts: _Parts) -> int:
-    """The tensors that the optimizer updates."""
-    lists = (n.args[0] for n in parts.program.graph.nodes if phase_of(n) == OPTIMIZER and n.args)
-    return max((len(each) for each in lists if isinstance(each, (list, tuple))), default=1)
+def _replay(program: Program, machine: Machine, host: Host) -> float:
+    """Modelled seconds of a replay."""
+    return step_time(program, replace(machine, host=host), streams="serial", replay=True).seconds
