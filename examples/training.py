@@ -169,30 +169,37 @@ def train(training: Training, steps: int, fail_at: int | None = None) -> list[An
     return found
 
 
+def run(folder: Path, steps: int, eager: bool = False, fail_at: int | None = None) -> list[str]:
+    """Train in the process group that there is, from the last checkpoint on; returns a line for each step.
+
+    fail_at: a step after which this rank fails, once.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(dist.get_rank())
+    training = Training(folder, eager)
+    torch.manual_seed(dist.get_rank())
+    training.resume()
+    line = "step {}: loss {!r}, norm {!r}, rate {!r}, evaluation {!r}"
+    lines = [line.format(*each) for each in train(training, steps, fail_at)]
+    return lines if eager else [*lines, training.microbatch.explain().partition("\n")[0]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, required=True, help="of the checkpoints")
     parser.add_argument("--eager", action="store_true", help="do not capture")
     parser.add_argument("--fail-at", type=int, help="a step after which rank 0 fails, once")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     # Workers that torchrun starts again meet the store of the first ones (torch 2.13): without a prefix they would find
     # gloo's old addresses there.
     store, rank, size = next(rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(dist.get_rank())
-    training = Training(arguments.folder, arguments.eager)
-    torch.manual_seed(dist.get_rank())
-    training.resume()
-    is_first = dist.get_rank() == 0
-    for each in train(training, arguments.steps, arguments.fail_at if is_first else None):
-        if is_first:
-            print("step {}: loss {!r}, norm {!r}, rate {!r}, evaluation {!r}".format(*each))
-    if is_first and not arguments.eager:
-        print(training.microbatch.explain().partition("\n")[0])
+    lines = run(given.folder, given.steps, given.eager, given.fail_at if rank == 0 else None)
+    if rank == 0:
+        print(*lines, sep="\n")
     dist.destroy_process_group()
 
 

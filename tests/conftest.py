@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.expect import OrphanCheck, Snapshots
 from tests.leftovers import leftovers, restore, settle_process
@@ -23,11 +23,14 @@ from tests.ranks import close_pools
 
 _SNAPSHOTS = pytest.StashKey[Snapshots]()
 
-# No deadline: on a busy machine the first run of an op can take a second.
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-# `derandomize` is said in both: under CI=true hypothesis changes what a profile starts from.
+# Nothing is judged by its time: on a busy machine the first run of an op can take a second.
 settings.register_profile(
-    "long", derandomize=False, max_examples=5000, deadline=None, print_blob=True
+    "any", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+# `derandomize` is said in both: under CI=true hypothesis changes what a profile starts from.
+settings.register_profile("ci", settings.get_profile("any"), derandomize=True)
+settings.register_profile(
+    "long", settings.get_profile("any"), derandomize=False, max_examples=5000
 )
 
 

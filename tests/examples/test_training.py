@@ -2,56 +2,69 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from torch.distributed.run import main as torchrun
+
+from examples import training
+from tests.ports import free_port
+from tests.ranks import run_on_ranks
+
+SCRIPT = Path(training.__file__)
 
 
-def run(
-    folder: Path, steps: int, *arguments: str, launch: tuple[str, ...] = (), nodes: int = 1
-) -> list[str]:
-    """What the first rank of two prints, on this node or on two nodes of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", *launch]
+def agent(arguments: list[str], written: str) -> None:
+    """Runs torchrun in this process; all that is written goes into a file."""
+    with open(written, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    torchrun(arguments)
+
+
+def launched(folder: Path, *script: str, launch: tuple[str, ...] = (), nodes: int = 1) -> list[str]:
+    """What the first rank of two prints, on this node or on two nodes of this machine.
+
+    torch is imported already where agents run, which are forks of the server of `tests.ranks`; workers are forks of them.
+    """
+    arguments = ["--run-path", "--start-method", "fork", "--nproc-per-node", str(2 // nodes), *launch]
     if nodes == 1:
-        command += ["--standalone"]
+        arguments += ["--standalone"]
     else:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        command += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "example"]
-    command += ["--nproc-per-node", str(2 // nodes), "examples/training.py"]
-    command += ["--folder", str(folder), "--steps", str(steps), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**environment, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(nodes)
-    ]
-    texts = [process.communicate(timeout=300) for process in started]
-    assert not any(process.returncode for process in started), texts
-    return "".join(printed for printed, _ in texts).splitlines()
+        arguments += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", "example"]
+        arguments += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    arguments += [str(SCRIPT), "--folder", str(folder), *script]
+    files = [folder.with_name(f"node{node}.{nodes}") for node in range(nodes)]
+    server = multiprocessing.get_context("forkserver")
+    agents = [server.Process(target=agent, args=(arguments, str(file))) for file in files]
+    for process in agents:
+        process.start()
+    for process in agents:
+        process.join(300)
+    texts = [file.read_text() for file in files]
+    assert not any(process.exitcode for process in agents), texts
+    return [line for text in texts for line in text.splitlines()]
+
+
+def eager(folder: str) -> list[str]:
+    return training.run(Path(folder), 15, eager=True)
 
 
 def test_the_example_trains_as_in_eager_survives_a_failure_and_resumes(tmp_path: Path):
     """torchrun starts all workers again; they resume from the checkpoint of step 5, as does a run on two nodes."""
-    eager = run(tmp_path / "eager", 15, "--eager")
-    assert len(eager) == 15 and eager[0].startswith("step 1: loss ")
-    failing = run(tmp_path / "ours", 10, "--fail-at", "7", launch=("--max-restarts", "1"))
-    for (*lines, counts), expected in (
-        (failing, eager[5:10]),
-        (run(tmp_path / "ours", 15, nodes=2), eager[10:]),
+    expected, _ = run_on_ranks(eager, str(tmp_path / "eager"))
+    assert len(expected) == 15 and expected[0].startswith("step 1: loss ")
+    ours = tmp_path / "ours"
+    failing = launched(ours, "--steps", "10", "--fail-at", "7", launch=("--max-restarts", "1"))
+    assert any("this worker fails once" in line for line in failing)
+    for printed, lines in (
+        (failing, expected[5:10]),
+        (launched(ours, "--steps", "15", nodes=2), expected[10:]),
     ):
-        assert lines == expected, counts
-        found = re.match(r"microbatch: .* (\d+) replays", counts)
-        assert found is not None and int(found[1]) >= 10, counts
+        assert [line for line in printed if line.startswith("step ")] == lines, printed
+        counts = [re.match(r"microbatch: .* (\d+) replays", line) for line in printed]
+        (found,) = filter(None, counts)
+        assert int(found[1]) >= 10, printed
