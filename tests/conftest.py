@@ -29,9 +29,7 @@ settings.register_profile(
 )
 # `derandomize` is said in both: under CI=true hypothesis changes what a profile starts from.
 settings.register_profile("ci", settings.get_profile("any"), derandomize=True)
-settings.register_profile(
-    "long", settings.get_profile("any"), derandomize=False, max_examples=5000
-)
+settings.register_profile("long", settings.get_profile("any"), derandomize=False, max_examples=5000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

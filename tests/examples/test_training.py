@@ -28,9 +28,16 @@ def agent(arguments: list[str], written: str) -> None:
 def launched(folder: Path, *script: str, launch: tuple[str, ...] = (), nodes: int = 1) -> list[str]:
     """What the first rank of two prints, on this node or on two nodes of this machine.
 
-    torch is imported already where agents run, which are forks of the server of `tests.ranks`; workers are forks of them.
+    torch is imported already where agents run: they are forks of the server of `tests.ranks`, and workers of them.
     """
-    arguments = ["--run-path", "--start-method", "fork", "--nproc-per-node", str(2 // nodes), *launch]
+    arguments = [
+        "--run-path",
+        "--start-method",
+        "fork",
+        "--nproc-per-node",
+        str(2 // nodes),
+        *launch,
+    ]
     if nodes == 1:
         arguments += ["--standalone"]
     else:
