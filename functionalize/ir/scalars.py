@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 # In a program a number that Python holds is a tensor of one element of this dtype.
 NUMBER_DTYPES: Mapping[type, torch.dtype] = {float: torch.float64, int: torch.int64}
+# The functions of `math` whose results are live for live numbers.
+_OF_MATH = "exp expm1 log log2 log10 log1p sqrt pow sin cos tan tanh atan fabs"
+OF_MATH = tuple(_OF_MATH.split())
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -113,7 +113,7 @@ class Instances:
     """The programs of one template. code: None if its graph cannot be compiled for all sizes at once."""
 
     def __init__(self, template: Template, code: BoxedTemplate | None) -> None:
-        self._template, self._code = template, code
+        self.template, self._code = template, code
         reference = template.reference
         self.reference = reference
         self._formulas = _varying(template)
@@ -133,7 +133,7 @@ class Instances:
 
     def at(self, sizes: Sizes) -> Program:
         """The program for these sizes."""
-        template, code = self._template, self._code
+        template, code = self.template, self._code
         if code is None or template.reference.runner is not boxed:
             return template.at(sizes)
         reference = template.reference

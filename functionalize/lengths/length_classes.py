@@ -17,7 +17,7 @@ template, or of which `_MOST_FAILURES` predictions were wrong, is left to one pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,19 +162,30 @@ class LengthClass:
         signatures = SignatureTemplate.of([r.signature for r in self.references], sizes)
         if isinstance(signatures, Mismatch):
             return signatures
-        # The first call of a prediction compares results only where its graph can run beside the step.
-        self.compares_results = is_comparable(found.reference)
+        compares_results = is_comparable(found.reference)
         alone = {f for f in found.formulas if f.terms}.difference(signatures.formulas())
-        if alone and len(calls) == FEWEST and not self.compares_results:
+        if alone and len(calls) == FEWEST and not compares_results:
             return Mismatch(0, "the program", f"{len(alone)} functions of sizes are in no op")
-        self.symbols, self.template, self.signatures = symbols, found, signatures
-        self.is_lean = needs_no_copies(found.reference)
         on_cpu = all(spec.device.type == "cpu" for spec in found.reference.inputs)
         formulas = [*found.formulas, *signatures.formulas()]
-        self.proof = Proof.of(self.every, formulas, signatures.lengths(), on_cpu)
-        self.proof.compared += sizes
+        proof = Proof.of(self.every, formulas, signatures.lengths(), on_cpu)
+        proof.compared += sizes
+        self.takes(found, signatures, proof)
         del self.references[:-1]  # the template holds what it needs of the others
         return None
+
+    def takes(self, template: Template, signatures: SignatureTemplate, proof: Proof) -> None:
+        """From now on it has a template."""
+        self.symbols, self.template, self.signatures = template.symbols, template, signatures
+        self.proof, self.is_lean = proof, needs_no_copies(template.reference)
+        # The first call of a prediction compares results only where its graph can run beside the step.
+        self.compares_results = is_comparable(template.reference)
+
+    def makes_again(self, cached: Any) -> bool:
+        """Whether a `CachedProgram` of this class need not be kept: its like is replayed at its next call."""
+        if self.proof is None or self.proof.is_hopeless or self.apart is not None:
+            return False
+        return cached is not self.references[-1].rest
 
     @property
     def wants(self) -> bool:
@@ -216,7 +227,7 @@ class LengthClass:
         has_passed = program is not None
         if program is None:
             if self.instances is None:
-                self.instances = Instances.of(self.template, self._known_sizes())
+                self.instances = self.instances_of(self.template)
             program = self._at(self.instances, sizes)
         if program is None:
             return None
@@ -224,10 +235,10 @@ class LengthClass:
         program.facts = latest.program.facts  # on the state as it is now
         return Prediction(self, shapes, sizes, program, op_stream, latest.rest, has_passed)
 
-    def _known_sizes(self) -> list[Sizes]:
-        """Those of the first recordings, as many as a template is made of."""
-        found = map(self.sizes_of, self.known)
-        return [sizes for sizes in found if not isinstance(sizes, str)][: FEWEST + 1]
+    def instances_of(self, template: Template) -> Instances:
+        """The programs of a template of this class, before its passes or after."""
+        known = [sizes for sizes in map(self.sizes_of, self.known) if not isinstance(sizes, str)]
+        return Instances.of(template, known[: FEWEST + 1])  # as many as a template is made of
 
     def _at(self, instances: Instances, sizes: Sizes) -> Program | None:
         """A program; None if an argument is the whole of its storage at these sizes only, or not at them."""
@@ -251,7 +262,7 @@ class LengthClass:
         if isinstance(found, str):
             self.apart = found
         else:
-            self.passed = Instances.of(found, self._known_sizes())
+            self.passed = self.instances_of(found)
 
     def sizes_of(self, shapes: Shapes) -> Sizes | str:
         """The value of each symbol in a call; text: it has none."""
@@ -289,8 +300,7 @@ class LengthClasses:
         if any(0 in shape for shape in reference.shapes) or not reference.shapes:
             return None
         classes = self._classes.setdefault(open_key(key), [])
-        related = relations_in(reference.signature)
-        tokens = hash((tuple(leaves_of(reference.program).tokens), reference.token, related))
+        tokens = tokens_of(reference)
         found = next((each for each in classes if each.tokens == tokens), None)
         if found is None:
             if len(classes) >= _MOST:
@@ -299,6 +309,16 @@ class LengthClasses:
             classes.append(found)
         found.add(reference)
         return found
+
+    def restore(self, groups: Iterable[LengthClass]) -> None:
+        """Add classes with templates, from a file, unless there are such."""
+        for group in groups:
+            assert group.proof is not None
+            group.every = group.proof.every = self._every
+            classes = self._classes.setdefault(open_key(group.references[-1].key), [])
+            alike = [each for each in classes if each.tokens == group.tokens]
+            if all(each.template is None for each in alike):
+                classes[:] = [group, *(each for each in classes if each not in alike)]
 
     def wants(self, key: Any) -> bool:
         """Whether a recording of such a call may lead to a template."""
@@ -348,6 +368,12 @@ class LengthClasses:
             if prediction is not None:
                 return prediction
         return None
+
+
+def tokens_of(reference: Reference) -> int:
+    """What all recordings of a class have in common."""
+    tokens = tuple(leaves_of(reference.program).tokens)
+    return hash((tokens, reference.token, relations_in(reference.signature)))
 
 
 def _nearest(classes: Sequence[LengthClass], shapes: Shapes) -> LengthClass:

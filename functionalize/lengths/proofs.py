@@ -35,7 +35,7 @@ _ALIGNED = 16  # elements; kernels of other devices pad what is not
 
 
 @dataclass(slots=True)
-class _Path:
+class KnownPath:
     """A way through the Python code of a step. runs: the sizes of runs that took it, and have learned the facts.
 
     uses: for each integer that torch got, its part in the facts, and the functions that gave it in these runs.
@@ -100,7 +100,7 @@ class Proof:
     compared: list[Sizes]
     new: int = 0
     lost: str | None = None
-    _paths: list[_Path] = field(default_factory=list)
+    _paths: list[KnownPath] = field(default_factory=list)
     _tried: int = 0
 
     @staticmethod
@@ -134,7 +134,7 @@ class Proof:
         if isinstance(found, SizeFacts):
             path = next((each for each in self._paths if each.facts == found), None)
             if path is None:
-                path = _Path(found)
+                path = KnownPath(found)
                 self._paths.append(path)
             path.add(sizes, self.formulas)
             found = "no two runs learned the same"
@@ -173,7 +173,7 @@ class Proof:
         self.new = 0
 
     def _torch_may_differ(
-        self, sizes: Sizes, others: Sequence[Sizes], known: Sequence[_Path]
+        self, sizes: Sizes, others: Sequence[Sizes], known: Sequence[KnownPath]
     ) -> str | None:
         others = [each for each in others if _first_of(known, each) is None]
         below = [each for each in self.compared if _is_below(each, sizes)]
@@ -198,7 +198,7 @@ def _is_below(low: Sizes, high: Sizes) -> bool:
     return all(a <= b for a, b in zip(low, high, strict=True))
 
 
-def _first_of(paths: Sequence[_Path], sizes: Sizes) -> str | None:
+def _first_of(paths: Sequence[KnownPath], sizes: Sizes) -> str | None:
     """None if Python takes one of these ways at these sizes, else why not the first one."""
     found = [each.difference(sizes) for each in paths]
     return None if None in found else found[0]

@@ -41,17 +41,28 @@ def _opened(part: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """One recorded call. names: of its tensors. program: as recorded, before the passes.
+    """One recorded call. key: in the cache. names: of its tensors. program: as recorded, before the passes.
 
-    token: what else must be equal in all recordings of a class. rest: the `CachedProgram`.
+    rest: the `CachedProgram`.
     """
 
-    shapes: Shapes
+    key: Any
     names: Sequence[str]
     program: Program
     signature: Signature
-    token: Any
     rest: Any
+
+    @property
+    def shapes(self) -> Shapes:
+        """The sizes of its tensors."""
+        return shapes_of(self.key)
+
+    @property
+    def token(self) -> Any:
+        """What else must be equal in all recordings of a class."""
+        rest = self.rest
+        changed = (rest.slots, rest.python_effects, rest.dropped, rest.has_grad_fn)
+        return identity((rest.effects, *map(tuple, changed)))
 
     @staticmethod
     def of(
@@ -61,11 +72,8 @@ class Reference:
 
         key: in the cache. names, leaves: of the arguments. program: as recorded.
         """
-        shapes = shapes_of(key)
         tensors = [n for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
         tensors += [MADE] if has_sizes(key) else []
-        if cached.signature is None or len(tensors) != len(shapes):
+        if cached.signature is None or len(tensors) != len(shapes_of(key)):
             return None
-        changed = (cached.slots, cached.python_effects, cached.dropped, cached.has_grad_fn)
-        token = identity((cached.effects, *map(tuple, changed)))
-        return Reference(shapes, tensors, program, cached.signature, token, cached)
+        return Reference(key, tensors, program, cached.signature, cached)

@@ -26,7 +26,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class ComputedSize:
     """A number that the step computed of earlier ones. args: ("part", index), or ("constant", value, token)."""
 
     function: Any
@@ -37,7 +37,7 @@ class _Part:
 class SizeFacts:
     """parts: sizes, and what was computed of them. facts: (part, its value, as text). used: parts that torch got."""
 
-    parts: tuple[Formula | _Part, ...]
+    parts: tuple[Formula | ComputedSize, ...]
     facts: tuple[tuple[int, Any, str], ...]
     used: tuple[int, ...]
 
@@ -45,7 +45,7 @@ class SizeFacts:
     def of(facts: Sequence[tuple[Any, Any]], uses: Mapping[Any, int]) -> SizeFacts:
         """facts: expressions on leaves `Size`, and their values. uses: computed integers that torch got."""
         numbers: dict[Any, int] = {}
-        parts: list[Formula | _Part] = []
+        parts: list[Formula | ComputedSize] = []
         for expression in (*(e for e, _ in facts), *uses):
             for each in bottom_up(expression, numbers):
                 numbers[each] = len(parts)
@@ -74,12 +74,12 @@ class SizeFacts:
         return None
 
 
-def _part(expression: Any, numbers: Mapping[Any, int]) -> Formula | _Part:
+def _part(expression: Any, numbers: Mapping[Any, int]) -> Formula | ComputedSize:
     if isinstance(expression, Applied):
         args = [
             ("part", numbers[a]) if is_expression(a) else ("constant", a, type(a))
             for a in expression.args
         ]
-        return _Part(expression.function, tuple(args))
+        return ComputedSize(expression.function, tuple(args))
     size: Size = expression.source
     return size.formula

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from functionalize.errors import FunctionalizeError, LoadError
 
-FORMAT = 1
+FORMAT = 2
 FilePath = str | os.PathLike[str]
 Json = Any
 

@@ -33,6 +33,7 @@ from functionalize._compat.dispatch import auto_functionalized
 from functionalize._compat.graphs import pytree
 from functionalize.errors import LoadError, SaveError
 from functionalize.ir.commit import commit
+from functionalize.ir.scalars import OF_MATH
 
 Json = Any
 
@@ -67,7 +68,7 @@ _OPERATORS = (
 )
 _FUNCTIONS: Mapping[str, Any] = {
     **{f"operator.{n}": getattr(operator, n) for n in _OPERATORS.split()},
-    **{f"math.{n}": getattr(math, n) for n in ("trunc", "floor", "ceil")},
+    **{f"math.{n}": getattr(math, n) for n in ("trunc", "floor", "ceil", *OF_MATH)},
     **{n: getattr(builtins, n) for n in ("bool", "int", "float", "abs", "format", "repr", "round")},
     "float.is_integer": float.is_integer,
     "auto_functionalized": auto_functionalized,

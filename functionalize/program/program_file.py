@@ -160,14 +160,14 @@ class Writer:
         runner, fields = program.runner, {}
         if runner is not None and not _is_by_name(runner):
             raise SaveError(f"is run by {runner!r}, which has no name of its own")
-        early = [g.program for g in program.guards if isinstance(g, EarlyGuard)]
+        early = [(i, g.program) for i, g in enumerate(program.guards) if isinstance(g, EarlyGuard)]
         others = tuple(g for g in program.guards if not isinstance(g, EarlyGuard))
         for name in _FIELDS:
             value = others if name == "guards" else getattr(program, name)
             fields[name] = self.encoder.value(value, name)
         return {
             "label": label,
-            "early": [self.program(p, f"early {i} of {label}") for i, p in enumerate(early)],
+            "early": [[i, self.program(p, f"early {i} of {label}")] for i, p in early],
             "runner": runner and runner_name(runner),
             "graph": self._graph(program.graph),
             **fields,
@@ -264,8 +264,10 @@ class Reader(Generic[E]):
         constants = {
             n.removeprefix(prefix): t for n, t in self.constants.items() if n.startswith(prefix)
         }
-        early = [EarlyGuard(self.program(part)) for part in code["early"]]
-        fields["guards"] = (*fields["guards"], *early)
+        guards = list(fields["guards"])
+        for at, part in code["early"]:
+            guards.insert(at, EarlyGuard(self.program(part)))
+        fields["guards"] = tuple(guards)
         return self.make(graph=graph, constants=constants, runner=runner, **fields)
 
     def _graph(self, nodes: Json) -> fx.Graph:

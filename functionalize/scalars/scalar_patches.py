@@ -39,6 +39,7 @@ from functionalize._compat.compilers import script_builtins
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.graphs import pytree
 from functionalize._compat.modules import fused_optimizer_functions, packed_sequence_functions
+from functionalize.ir.scalars import OF_MATH
 from functionalize.scalars.live_scalars import (
     DECISIONS,
     as_live,
@@ -55,22 +56,6 @@ _POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 _FEW = 64  # integers that `.tolist()` reads one by one
 _LISTED = "Python reads a tensor that the step computes by .tolist(), in place of which it may call .item(),"
-_OF_MATH = [
-    "exp",
-    "expm1",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "sqrt",
-    "pow",
-    "sin",
-    "cos",
-    "tan",
-    "tanh",
-    "atan",
-    "fabs",
-]
 
 
 def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
@@ -93,7 +78,7 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
         yield owner, name, _of_read_lengths(recorders, getattr(owner, name))
     yield clip_grad, "float", _as_float
     yield batchnorm, "float", _as_float
-    for name in (*_OF_MATH, *DECISIONS):
+    for name in (*OF_MATH, *DECISIONS):
         yield math, name, for_live(getattr(math, name))
     made = _batch_norm(recorders, torch.batch_norm)
     scripted[id(made)] = torch.batch_norm

@@ -131,9 +131,8 @@ class CapturedStep(PredictedStep):
         for key, cached in list(self._cache.items()):
             if cached.waits or cached.is_bare:
                 self._optimise(key, cached)
-        programs = [(key, c) for key, c in self._cache.items() if c.prediction is None]
-        saved = SavedStep(programs, self._changed_hyperparameters, self._vote)
-        save_step(path, self._fn, saved)
+        found = self._cache, self._lengths, self._changed_hyperparameters, self._vote
+        save_step(path, self._fn, SavedStep.of(*found))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Add the programs that `save` wrote: the next call replays if the guards of one hold.
@@ -144,6 +143,8 @@ class CapturedStep(PredictedStep):
         saved = load_step(path, self._fn)
         for key, cached in saved.programs:
             self._cache.add(self._key_with_sizes(key, cached.program), cached)
+        if self._lengths is not None:
+            self._lengths.restore(saved.classes)
         self._changed_hyperparameters |= saved.hyperparameters
         self._vote = saved.vote | self._vote if saved.vote is not None else self._vote
 
@@ -315,18 +316,14 @@ class CapturedStep(PredictedStep):
         program = recorded if waits or is_bare else self._options.applied(recorded)
         signature = self._signature(recording)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
-        exit = recording.exit
+        exit, reads = recording.exit, bool(program.value_guards)
         cached = CachedProgram(
             program,
             exit.assigned,
             exit.effects,
             exit.has_grad_fn,
             call.reason,
-            fingerprints=(
-                fingerprints(program.graph, bool(program.value_guards))
-                if self._options.compares
-                else {}
-            ),
+            fingerprints=fingerprints(program.graph, reads) if self._options.compares else {},
             memory=StepMemory.of(recording, recorded, program),
             op_stream=signature,
             python_effects=exit.python_effects,

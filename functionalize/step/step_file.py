@@ -3,9 +3,10 @@
     step.save("step.fzp")         step.rank0.fzp on rank 0 of several
     step.load("step.fzp")         in a new process, before or after its first call
 
-A file holds the programs, in which references to outside objects are names (object_names.py), and a description of the
-step and its environment (fingerprint.py). `load` resolves the names in its own step. Guards then compare numbers with
-their values at recording, and objects with those that `load` found.
+A file holds the programs, in which references to outside objects are names (object_names.py), a description of the
+step and its environment (fingerprint.py), and with `dynamic` what makes programs for further sizes (saved_classes.py).
+`load` resolves the names in its own step. Guards then compare numbers with their values at recording, and objects with
+those that `load` found.
 
 If FSDP2 has not run yet in the new process, `load` initialises it as a first forward does: it sets roots, and unshards
 each module once that was unsharded before. So `load` communicates, and every rank must call it; if one rank fails, no
@@ -18,7 +19,7 @@ loaded. A program for objects that no longer exist is left out with a warning: n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,13 @@ import torch.distributed as dist
 from functionalize.audit import signature
 from functionalize.errors import CompileError, LoadError, SaveError
 from functionalize.fsdp.objects import SetUp, fsdp_set_up, set_up_fsdp
+from functionalize.lengths.length_classes import LengthClass, LengthClasses
+from functionalize.lengths.saved_classes import FORMS as FORMS_OF_CLASSES
+from functionalize.lengths.saved_classes import read_class, write_class
 from functionalize.program import archive
 from functionalize.program import program_file as persist
 from functionalize.program.archive import FilePath, damaged, refusal
-from functionalize.program.json_codec import Decoder, Encoder
+from functionalize.program.json_codec import Decoder, Encoder, Form
 from functionalize.program.program import Program
 from functionalize.program.program_file import Reader, Runner, Writer, check_replays
 from functionalize.run import RUNNERS
@@ -41,7 +45,7 @@ from functionalize.saving.object_names import Names, check_order
 from functionalize.saving.saved_groups import describe, names_here
 from functionalize.saving.step_codecs import NAMED_EFFECTS, Gone, forms
 from functionalize.state.hyperparameters import Key
-from functionalize.step.cache import CachedProgram
+from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.vote import RankVote
 from functionalize.walk.discovery import walked
 
@@ -55,12 +59,33 @@ class SavedStep:
     """The contents of a file.
 
     programs: pairs (key, program), the last used at the end. hyperparameters: those whose values have changed.
-    vote: the vote of the ranks; None: they need none.
+    vote: the vote of the ranks; None: they need none. classes: those with a template, of calls that differ in sizes.
     """
 
     programs: Sequence[tuple[Hashable, CachedProgram]]
     hyperparameters: frozenset[Key]
     vote: RankVote | None
+    classes: Sequence[LengthClass] = ()
+
+    @staticmethod
+    def of(
+        cache: ProgramCache,
+        lengths: LengthClasses | None,
+        hyperparameters: frozenset[Key],
+        vote: RankVote | None,
+    ) -> SavedStep:
+        """What to write of a step: for each class with a template its last recording, not what it makes again."""
+        classes = [each for each in lengths or () if each.template is not None]
+        latest = [each.references[-1] for each in classes]
+        programs = [
+            (key, cached)
+            for key, cached in cache.items()
+            if cached.prediction is None
+            and not (cached.group is not None and cached.group.makes_again(cached))
+        ]
+        kept = {id(cached) for _, cached in programs}
+        evicted = [(each.key, each.rest) for each in latest if id(each.rest) not in kept]
+        return SavedStep([*evicted, *programs], hyperparameters, vote, classes)
 
 
 def load(path: FilePath) -> Program:
@@ -96,13 +121,14 @@ def _contents(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Wri
     roots = walked(fn).roots
     check_order(roots)
     names = Names(roots)
-    writer = Writer(Encoder(()))
+    writer, written = Writer(Encoder(())), dict[int, int]()
     programs, error = [], SaveError("has no program yet: call the step until it is captured")
     for number, (key, cached) in enumerate(saved.programs, 1):
         # An encoder per program, so that the file has no records of a program that is left out.
-        encoder = Encoder([*forms(names, fn), *signature.forms(writer.group)], names.of)
+        encoder = Encoder(_forms(names, fn, writer.group), names.of)
         try:
             programs.append(_write_program(replace(writer, encoder=encoder), key, cached, number))
+            written[id(cached)] = len(programs) - 1
         except Gone as lost:
             error = lost
             log.warning("program %d of %s is not saved: it %s", number, fn, lost)
@@ -111,6 +137,7 @@ def _contents(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Wri
     vote = saved.vote
     content = {
         "programs": programs,
+        "classes": list(_write_classes(writer, fn, names, saved, written)),
         "lifted": writer.encoder.value(saved.hyperparameters),
         "vote": None
         if vote is None
@@ -147,6 +174,32 @@ def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number:
         "issued": [[writer.group(g), number] for g, number in cached.fingerprints.items()],
         "records": writer.encoder.records,
     }
+
+
+def _write_classes(
+    writer: Writer,
+    fn: Callable[..., Any],
+    names: Names,
+    saved: SavedStep,
+    written: Mapping[int, int],
+) -> Iterator[Json]:
+    """Each class whose last program was written. written: by the id of a program, its place."""
+    for number, group in enumerate(saved.classes, 1):
+        latest = written.get(id(group.references[-1].rest))
+        if latest is None:
+            continue
+        encoder = Encoder([*_forms(names, fn, writer.group), *FORMS_OF_CLASSES], names.of)
+        try:
+            code = write_class(replace(writer, encoder=encoder), group, f"class_{number}")
+        except SaveError as error:
+            log.warning(
+                "of %s, sizes that were not recorded are recorded where it is loaded: it %s",
+                fn,
+                error,
+            )
+        else:
+            of_class = [c for _, c in saved.programs if c.group is group and id(c) in written]
+            yield {**code, "latest": latest, "programs": [written[id(c)] for c in of_class]}
 
 
 def _write_signature(writer: Writer, cached: CachedProgram) -> Json:
@@ -201,12 +254,34 @@ def _read(path: Path, names: Names, metadata: Json, fn: Callable[..., Any]) -> S
     if content["vote"] is not None:
         members, device, compares = content["vote"]
         vote = RankVote(tuple(groups[g["group"]] for g in members), torch.device(device), compares)
+
+    def reader(code: Json, more: Sequence[Form] = ()) -> Reader[Program]:
+        known = [*_forms(names, fn, None, groups), *more]
+        decoder = Decoder(code["records"], known, names.object)
+        return Reader(Program, decoder, _RUNNERS, groups, constants)
+
     programs = []
     for code in content["programs"]:
-        known = [*forms(names, fn), *signature.forms(None, groups)]
-        decoder = Decoder(code["records"], known, names.object)
-        programs.append(_read_program(Reader(Program, decoder, _RUNNERS, groups, constants), code))
-    return SavedStep(programs, Decoder((), ()).value(content["lifted"]), vote)
+        programs.append(_read_program(reader(code), code))
+    classes = [
+        _read_class(reader(code, FORMS_OF_CLASSES), code, programs) for code in content["classes"]
+    ]
+    return SavedStep(programs, Decoder((), ()).value(content["lifted"]), vote, classes)
+
+
+def _read_class(
+    reader: Reader[Program], code: Json, programs: Sequence[tuple[Hashable, CachedProgram]]
+) -> LengthClass:
+    group = read_class(reader, code, *programs[code["latest"]])
+    for at in code["programs"]:
+        programs[at][1].group = group
+    return group
+
+
+def _forms(
+    names: Names, fn: Callable[..., Any], group: Any, groups: Sequence[str] = ()
+) -> list[Form]:
+    return [*forms(names, fn), *signature.forms(group, groups)]
 
 
 def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, CachedProgram]:

@@ -140,7 +140,7 @@ def _is_opened(value: Any, owner: Any) -> bool:
 
 def constant_token(value: Any) -> Any:
     """A token that equals that of an equal constant: -0.0 is not 0.0, and 1 is not 1.0."""
-    plain = (bool, float, complex, str, bytes, type(None))
+    plain = (int, float, complex, str, bytes, type(None))
     return (
         (type(value), repr(value))
         if isinstance(value, plain)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
+from functionalize.templates.leaves import leaves_of
 from tests.lengths.sized_calls import Loss, block, lengths, linear, plain_loss, trained
 
 LEARNED = lengths(8, 12, 20)
@@ -252,17 +253,38 @@ def test_what_it_does_not_go_with() -> None:
             fz.capture(plain_loss, dynamic=wrong)
 
 
-def test_predicted_programs_that_were_right_are_saved(tmp_path: Any) -> None:
+def test_predicted_programs_that_were_right_are_saved_with_their_template(tmp_path: Any) -> None:
     step = trained(plain_loss, [*LEARNED, *NEW])
     step.save(tmp_path / "step.fzp")
-    captures = step.stats.captures
-    count = len(step.programs)
+    count, (group,) = len(step.programs), step._lengths
     step.forget()
     step.load(tmp_path / "step.fzp")
     assert len(step.programs) == count == 8
-    step(torch.randn(2, 37, 8))
-    assert step.stats.captures == captures
-    assert step.stats.replays == 5 + 10 + 1
+    (loaded,) = step._lengths
+    assert loaded.tokens == group.tokens  # later recordings are of this class
+    assert (loaded.recorded, loaded.every, loaded.proof) == (3, 1, group.proof)
+    for length in (11, 30):
+        made, expected = (
+            leaves_of(each.predicted([(2, length, 8)]).program) for each in (loaded, group)
+        )
+        assert (made.tokens, made.integers) == (expected.tokens, expected.integers)
+    for length in (37, 30, 30):
+        step(torch.randn(2, length, 8))
+    assert (step.stats.captures, step.stats.predictions) == (3, 6)
+    assert step.stats.replays == 5 + 10 + 2
+
+
+def test_what_a_file_cannot_name_leaves_a_class_out(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = trained(plain_loss, [*LEARNED, *NEW])
+    (group,) = step._lengths
+    group.proof.lost = object()
+    step.save(tmp_path / "step.fzp")
+    assert "sizes that were not recorded are recorded where it is loaded: it holds" in caplog.text
+    step.forget()
+    step.load(tmp_path / "step.fzp")
+    assert len(step.programs) == 8 and not list(step._lengths)
 
 
 # -- dynamic="auto" ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -123,7 +124,7 @@ def test_what_is_equal_at_some_sizes_only(
     assert runs or way is with_repeats  # recorded at each size
 
 
-def test_programs_are_what_the_passes_make_at_each_size() -> None:
+def test_programs_are_what_the_passes_make_at_each_size(tmp_path: Path) -> None:
     pipeline = "cleanup,reinplace"
     sizes = [(2, n) for n in (11, 19, 33, 61) for _ in range(3)]
     step = trained(plain_loss, sizes, block, passes=pipeline, dynamic=True)
@@ -131,8 +132,11 @@ def test_programs_are_what_the_passes_make_at_each_size() -> None:
     group.run_passes(step._options.applied)
     assert group.apart is None
     assert group.passed_at((16,)) is None  # as long as the model is wide
-    for length in (9, 37, 63, 96):
-        made = leaves_of(group.passed_at((length,)))
+    step.save(tmp_path / "step.fzp")
+    step.forget()
+    step.load(tmp_path / "step.fzp")
+    for length, each in [(n, g) for n in (9, 37, 63, 96) for g in (group, group_of(step))]:
+        made = leaves_of(each.passed_at((length,)))
         expected = leaves_of(passes.run(group.template.at((length,)), pipeline))
         assert (made.tokens, made.integers) == (expected.tokens, expected.integers), length
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,13 @@ def step_of(
             optimizer.step()
             return loss
 
+    elif kind == "lengths":
+
+        def train_step(x: Tensor) -> Any:
+            loss = helper(model(x)).mean()
+            finish(loss * 3 if math.sqrt(x.shape[0] - 5) == 4.0 else loss)
+            return loss
+
     else:
 
         def train_step(x: Tensor) -> Any:
@@ -174,6 +182,18 @@ def train(made: Twin, step: Callable[..., Any], begin: int, end: int) -> list[st
     return found
 
 
+LEARNED, UNSEEN = (5, 7, 13, 16, 29), (9, 21, 11, 7, 29)  # rows; at 21 the step decides otherwise
+
+
+def train_at(made: Twin, step: Callable[..., Any], rows: Sequence[int]) -> list[str]:
+    """The same with other numbers of rows."""
+    found = []
+    for i, count in enumerate(rows):
+        x = torch.randn(count, 4, generator=torch.Generator().manual_seed(i))
+        found.append(seen(made, step(x)))
+    return found
+
+
 def checkpoint(made: Twin) -> dict[str, Any]:
     """Everything a training script saves beside its programs."""
     means = [m.mean.clone() for m in made.model.modules() if isinstance(m, Averaged)]
@@ -213,6 +233,19 @@ def go_on(kind: str, folder: Path) -> dict[str, Any]:
         "missed": stats.guard_failures,
         "text": digest(step.program.print_readable(print_output=False)),
     }
+
+
+def predict(folder: Path) -> dict[str, Any]:
+    """Load, and go on with numbers of rows that were never recorded."""
+    eager = restored("lengths", folder)
+    expected = train_at(eager, eager.step, UNSEEN)
+    made = restored("lengths", folder)
+    step = fz.capture(made.step, dynamic=1000)
+    step.load(folder / "lengths.fzp")
+    actual = train_at(made, step, UNSEEN)
+    stats = step.stats
+    calls = [stats.captures, stats.instances, stats.replays, stats.predictions, len(step.programs)]
+    return {"expected": expected, "actual": actual, "calls": calls}
 
 
 def changed(folder: Path) -> dict[str, list[str]]:
@@ -262,6 +295,7 @@ if __name__ == "__main__":
     where = Path(sys.argv[1])
     report = {
         "kinds": {kind: persisted.go_on(kind, where) for kind in KINDS},
+        "lengths": persisted.predict(where),
         "changed": persisted.changed(where),
         "refusals": persisted.refusals(where),
     }

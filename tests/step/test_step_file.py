@@ -30,7 +30,7 @@ from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.walk import discovery as reach
 from tests.step import persisted
-from tests.step.persisted import AFTER, BEFORE, KINDS
+from tests.step.persisted import AFTER, BEFORE, KINDS, LEARNED
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +50,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
         assert step.program is not None
         text = persisted.digest(step.program.print_readable(print_output=False))
         seen[kind] = persisted.train(made, step, BEFORE, BEFORE + AFTER), text
+    made = persisted.twin("lengths")
+    step = fz.capture(made.step, dynamic=True, audit=False)
+    persisted.train_at(made, step, [n for n in LEARNED for _ in range(3)])
+    step.save(folder / "lengths.fzp")
+    torch.save(persisted.checkpoint(made), folder / "lengths.pt")
     return folder, seen
 
 
@@ -89,6 +94,14 @@ def test_a_step_whose_gradients_are_gone_on_entry_is_recorded_again(
     there = report["kinds"]["gradients stay"]
     assert there["calls"][2] == AFTER - 1
     assert there["missed"] == ["`model.0.weight.grad` is missing, was there"]
+
+
+def test_another_process_replays_lengths_that_were_never_recorded(report: dict[str, Any]) -> None:
+    there = report["lengths"]
+    assert there["actual"] == there["expected"]
+    # All but 21, where the step decides by the length: that call is no replay. Of the recorded programs the file holds
+    # that of 13 rows alone.
+    assert there["calls"] == [0, 4, 4, 0, 5]
 
 
 def test_what_was_changed_before_the_first_call_is_noticed(report: dict[str, Any]) -> None:
@@ -281,8 +294,8 @@ def with_values(**values: Any) -> Callable[[bytes], bytes]:
     return lambda data: json.dumps({**json.loads(data), **values}).encode()
 
 
-def refused(path: Path) -> str:
-    step = fz.capture(persisted.twin("adamw").step)
+def refused(path: Path, kind: str = "adamw") -> str:
+    step = fz.capture(persisted.twin(kind).step)
     with pytest.raises(LoadError) as error:
         step.load(path)
     assert len(step.programs) == 0
@@ -294,7 +307,7 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"format": 99}, "has format 99, this library reads format 1"),
+        ({"format": 99}, "has format 99, this library reads format 2"),
         ({"torch": "2.11.0"}, f"was saved with torch 2.11.0, this is torch {torch.__version__}"),
         ({"python": "3.99"}, "was saved with python 3.99, this is python 3."),
         ({"functionalize": "9.9"}, "was saved with functionalize 9.9, this is functionalize "),
@@ -367,6 +380,19 @@ def test_a_file_that_was_tampered_with_runs_nothing(
     path = tmp_path / "tampered.fzp"
     rewritten(whole, path, programs=lambda data: first_op(data, change))
     assert refused(path).startswith(said)
+
+
+def test_functions_of_sizes_that_were_tampered_with_run_nothing(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    def changed(content: bytes) -> bytes:
+        data = json.loads(content)
+        of_sizes = [r for r in data["classes"][0]["records"] if r["is"] == "Formula"]
+        of_sizes[0]["with"][2] = "+ print()"
+        return json.dumps(data).encode()
+
+    path = rewritten(saved[0] / "lengths.fzp", tmp_path / "tampered.fzp", programs=changed)
+    assert "which is no function of sizes: damaged" in refused(path, "lengths")
 
 
 class Exploit:

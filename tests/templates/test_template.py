@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.program.program import Program
-from functionalize.templates.leaves import leaves_of
+from functionalize.templates.leaves import constant_token, leaves_of
 from functionalize.templates.template import Mismatch, Template
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step, make_step
@@ -237,6 +237,12 @@ def test_a_constant_that_depends_on_the_length() -> None:
     assert isinstance(found, Mismatch) and found.why == "the other program has `mul = aten." + (
         "mul.Tensor(x, 0.08333333333333333)`"
     )
+
+
+def test_large_integers_are_equal_by_their_values() -> None:
+    """Facts on sizes are compared as these tokens: of objects that are gone, ids return."""
+    assert constant_token(int("600")) == constant_token(int("600")) != constant_token(601)
+    assert len({constant_token(one) for one in (1, 1.0, True)}) == 3
 
 
 def test_sizes_of_one_are_a_class_of_their_own() -> None:
