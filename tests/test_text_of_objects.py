@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
+from functionalize.planning.machines.presets import MACHINES
+from functionalize.planning.report.partings import Parting
+from functionalize.tuning.policy import EagerPolicy, LayerPolicy
 from tests.steps import make_step
 
 
@@ -26,6 +29,9 @@ def held() -> Iterator[Any]:
     for memory in (step.memory, recorded.memory):
         assert memory is not None and str(memory) == memory.text()
         yield from (memory, memory.eager, memory.lifetimes, memory.simulated())
+        yield from (memory.peak_of("eager"), *memory.top(1, "eager"))
+    partings = step.memory.against(fz.record_memory(lambda: None).memory or step.memory)
+    yield from (step.memory.difference(), partings, Parting([], []))
     program = step.program
     assert program is not None
     assert "backward at" in str(program.tape())
@@ -37,6 +43,17 @@ def held() -> Iterator[Any]:
     figures = sweep.plans[0].figures
     assert figures is not None and str(figures.time) == figures.time.text()
     yield from (sweep, *sweep.plans, figures, figures.time, figures.memory)
+    for machine in MACHINES.values():
+        yield from (machine, machine.efficiency, *(curve for _, curve in machine.efficiency.curves))
+    with fz.world(8, (2, 4)) as world:
+        yield from (world, world.choices)
+    inputs = lambda batch: torch.ones(batch, 8)  # noqa: E731
+    tuned = fz.tune(
+        build, lambda run, x: run(x), inputs=inputs, world=1, limit=1e6, batches=[2], target="cpu"
+    )
+    assert str(tuned.policy).startswith("batch 2 x 1, all ranks shard")
+    layers = {f"layers.{i}": LayerPolicy((("aten.mm.default", (i,)),)) for i in range(126)}
+    yield from (tuned, tuned.best, tuned.facts, tuned.policy, EagerPolicy(layers=layers))
 
 
 def build() -> Any:
@@ -49,10 +66,10 @@ def test_the_repr_of_an_object_is_a_short_line() -> None:
     seen = 0
     for each in held():
         text = repr(each)
-        assert len(text) < 250 and "\n" not in text and " at 0x" not in text, text
+        assert len(text) < 280 and "\n" not in text and " at 0x" not in text, text
         assert text.startswith("<"), text
         seen += 1
-    assert seen > 20
+    assert seen > 80
 
 
 def test_what_it_says() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from functionalize.calibration.calibrate import calibrate as measure
 from functionalize.cli.console import Out, plain, run, table
-from functionalize.cli.scripts import check_files
+from functionalize.cli.scripts import as_usage, check_files
 from functionalize.errors import PlanError, UsageError
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.display import human_bytes, human_seconds
@@ -54,11 +54,8 @@ def calibrate(out: Out, file: str, device: str | None, ranks: int | None, each: 
     if not 0 < each <= 60:
         raise UsageError(f"--each {each}: seconds of one measurement, above 0 and at most 60")
     start = time.perf_counter()
-    try:
-        with out.working() as say:
-            machine = measure(file, ranks=ranks, device=device, each=each, say=say)
-    except PlanError as error:
-        raise UsageError(str(error)) from None
+    with as_usage(PlanError), out.working() as say:
+        machine = measure(file, ranks=ranks, device=device, each=each, say=say)
     seconds = time.perf_counter() - start
 
     def data() -> dict[str, Any]:

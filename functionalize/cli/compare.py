@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 
 from functionalize.cli.console import Out, plain, run, table
-from functionalize.cli.scripts import check_files
-from functionalize.errors import SaveError, UsageError
+from functionalize.cli.scripts import check_files, writing
+from functionalize.errors import UsageError
 from functionalize.planning.machines.files import read_json
 from functionalize.planning.pictures.cards import Card
 from functionalize.planning.pictures.page import Table, write_page
@@ -247,7 +247,7 @@ def _page(
     ]
     bars = [(each.name, each.categories) for each in held if each.categories][:_BARS]
     heads = ("", *map(_stem, files), "change")
-    try:
+    with writing(path):
         write_page(
             path,
             title=" and ".join(map(_stem, files)),
@@ -264,8 +264,6 @@ def _page(
             ],
             choices=[ComparedPlan(each.name, each.figures) for each in held],
         )
-    except OSError as error:
-        raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
 
 
 def _cards(compared: _Compared) -> list[Card]:

@@ -22,8 +22,8 @@ from functionalize.cli.console import Out, plain, table
 from functionalize.cli.files import write_graph
 from functionalize.cli.recorded import Job, recorded
 from functionalize.cli.recorded_step import Recorded
-from functionalize.cli.scripts import check_files
-from functionalize.errors import PassError, UsageError
+from functionalize.cli.scripts import as_usage, check_files
+from functionalize.errors import UsageError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import phase_of
 from functionalize.planning.report.display import human_bytes, human_seconds
@@ -31,6 +31,7 @@ from functionalize.planning.report.memory_text import signed
 from functionalize.planning.timeline.program_memory import user_line
 from functionalize.program.printer import node_text, program_text, where_text
 from functionalize.program.program import Program
+from functionalize.sweep import checks
 
 _COLOURS = (("@@", "cyan"), ("+++", "bold"), ("---", "bold"), ("+", "green"), ("-", "red"))
 
@@ -219,13 +220,8 @@ def _show_graph(console: Console, program: Program, keep: Filter, count: int) ->
 
 def check_pipeline(pipeline: str | None) -> None:
     """Raises `UsageError` for a pipeline that cannot be parsed, before the (slow) recording."""
-    if pipeline:
-        import passes
-
-        try:
-            passes.parse(pipeline)
-        except PassError as error:
-            raise UsageError(str(error)) from None
+    with as_usage():
+        checks.check_pipeline(pipeline)
 
 
 def opt(out: Out, job: Job, pipeline: str, diff: bool) -> None:

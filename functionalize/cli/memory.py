@@ -16,13 +16,8 @@ from functionalize.cli.console import Out, plain, table, wrapped
 from functionalize.cli.graphs import check_pipeline, headline, show_notes
 from functionalize.cli.recorded import Job, recorded
 from functionalize.cli.recorded_step import Recorded
-from functionalize.cli.scripts import check_files
-from functionalize.errors import (
-    AllocatorSettingsError,
-    PlanError,
-    SaveError,
-    UsageError,
-)
+from functionalize.cli.scripts import as_usage, check_files, writing
+from functionalize.errors import UsageError
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import fsdp2_streams
 from functionalize.planning.allocator.snapshot import write_snapshot
@@ -40,7 +35,7 @@ from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM, StorageRow
 from functionalize.planning.report.memory_text import short_line, signed
 from functionalize.planning.time.step_time import StepTime, step_time
-from functionalize.sweep.plan import target_on
+from functionalize.sweep.checks import target_on
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -82,18 +77,14 @@ class MemoryOptions:
 
 def check_machine(machine: str | int | None) -> None:
     """Raises `UsageError` for an unknown machine."""
-    try:
+    with as_usage():
         machine_of(machine)
-    except PlanError as error:
-        raise UsageError(str(error)) from None
 
 
 def check_alloc_conf(text: str | None) -> Settings:
     """The allocator's settings; raises `UsageError` for a text that torch refuses."""
-    try:
+    with as_usage():
         return Settings.parse(text or "")
-    except AllocatorSettingsError as error:
-        raise UsageError(str(error)) from None
 
 
 def check_picture(file: str | None) -> None:
@@ -106,7 +97,8 @@ def memory(out: Out, job: Job, options: MemoryOptions) -> int:
     """Report on the memory of a step; return exit code 1 if it does not fit in the limit."""
     settings = options.settings()
     if not job.is_file:
-        job = replace(job, target=target_on(job.target, options.machine))
+        with as_usage():
+            job = replace(job, target=target_on(job.target, options.machine))
     with out.working() as say, recorded(job, say) as raw:
         found = raw.after(options.pipeline, say)
         say("measuring")
@@ -168,7 +160,7 @@ def _write(
     steps = reached(found.program.graph, spans)
     times = event_times(timelines, steps) if spans else {}
     name = options.machine or MACHINE_OF[found.target]
-    try:
+    with writing(*files):
         if options.png is not None:
             say(f"drawing {options.png}")
             memory_picture(
@@ -199,8 +191,6 @@ def _write(
         if options.trace is not None:
             say(f"writing {options.trace}")
             write_trace(options.trace, [TraceRun("", timelines, spans, steps)])
-    except OSError as error:
-        raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
     return files
 
 

@@ -13,15 +13,15 @@ from rich.console import Console
 
 import functionalize as fz
 from functionalize.cli.console import Out, error_text, fits, plain, table_of
-from functionalize.cli.graphs import check_pipeline
-from functionalize.cli.memory import brief, check_alloc_conf, check_machine, check_picture
+from functionalize.cli.memory import brief, check_picture
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
-from functionalize.cli.scripts import Script, check_files, opened
-from functionalize.errors import SaveError, UsageError
+from functionalize.cli.scripts import Script, as_usage, check_files, opened, writing
+from functionalize.errors import PlanError, UsageError
 from functionalize.planning.pictures.chrome_trace import TraceRun, write_trace
 from functionalize.planning.pictures.pictures import tradeoff_picture
 from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.event_times import reached
+from functionalize.sweep.grid import points
 from functionalize.sweep.page import label, varying, write_sweep_page
 from functionalize.sweep.summary import Plan, Sweep, short
 from functionalize.sweep.training import Training
@@ -60,12 +60,6 @@ class PlanOptions:
             )
         if self.largest is not None and self.limit is None:
             raise UsageError("--largest needs --limit: within how many bytes?")
-        for machine in (self.machine, *self.grid.get("machine", ())):
-            check_machine(machine)
-        for pipeline in (self.pipeline, *self.grid.get("passes", ())):
-            check_pipeline(pipeline or None)
-        for text in (self.alloc_conf, *self.grid.get("alloc_conf", ())):
-            check_alloc_conf(text)
         check_picture(self.png)
         check_files(self.csv, self.html, self.png, self.trace)
         twice = sorted({*self.grid} & {*self.fixed(job)})
@@ -97,10 +91,11 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
     options.check(job)
     fixed = options.fixed(job)
     with opened(job.source, job.names) as script:
-        wants(script, [*options.grid, *fixed, *filter(None, [options.largest])])
+        every = list(points({**{key: [value] for key, value in fixed.items()}, **options.grid}))
+        wants(script, [*options.grid, *fixed, *filter(None, [options.largest])], every)
         if options.largest is not None and options.largest not in {*options.grid, *fixed}:
             fixed[options.largest] = _default(script, options.largest)
-        with out.counting() as count:
+        with as_usage(PlanError), out.counting() as count:
             axes = [axis for axis, values in options.grid.items() if len(values) > 1]
             sweep = fz.plan(
                 script.build,
@@ -235,7 +230,7 @@ def _show_table(console: Console, heads: list[str], rows: list[list[str]]) -> li
 def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
     every = (options.csv, options.html, options.png, options.trace)
     files = [file for file in every if file is not None]
-    try:
+    with writing(*files):
         if options.csv is not None:
             Path(options.csv).write_text(sweep.to_csv(), encoding="utf-8")
         if options.png is not None:
@@ -255,8 +250,6 @@ def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
             write_sweep_page(options.html, sweep, f"Plan of {job.source}")
         if options.trace is not None:
             write_trace(options.trace, _runs(sweep))
-    except OSError as error:
-        raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
     return files
 
 

@@ -13,8 +13,8 @@ of the script propagate.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,15 @@ from typing import Any
 import functionalize as fz
 from functionalize.cli.files import read_graph
 from functionalize.cli.recorded_step import Recorded, Say
-from functionalize.cli.scripts import FunctionNames, Mesh, Script, opened
-from functionalize.errors import FunctionalizeError, PlanError, UsageError
+from functionalize.cli.scripts import FunctionNames, Mesh, Script, as_usage, opened
+from functionalize.errors import PlanError, UsageError
 from functionalize.fake_world.target import Target
 from functionalize.fake_world.world import World
 from functionalize.planning.time.communication import members_of
 from functionalize.step.captured_step import CapturedStep
 from functionalize.sweep.changes import change
-from functionalize.sweep.grid import MODEL_KEYS, AcceptedKeys, of
+from functionalize.sweep.checks import check_points
+from functionalize.sweep.grid import MODEL_KEYS, AcceptedKeys, Point, of
 from functionalize.sweep.plan import arguments, called, idle_dimensions, items_of, record
 from functionalize.sweep.summary import assumptions, short
 
@@ -71,12 +72,19 @@ def recorded(job: Job, say: Say) -> Iterator[Recorded]:
         say(f"reading {job.source}")
         yield read_graph(job.source)
         return
-    with opened(job.source, job.names) as script, _world(job) as world:
-        yield _recorded(script, job, world, say)
+    with opened(job.source, job.names) as script:
+        point = {"world": job.ranks, "mesh": job.mesh, "rank": job.rank, "target": job.target}
+        users = wants(script, [*job.parameters], [{**point, **job.parameters}])
+        with fz.world(job.ranks, job.mesh, rank=job.rank, target=job.target) as world:
+            yield _recorded(script, users, job, world, say)
 
 
 def _check_file(job: Job) -> None:
-    """Raises `UsageError` for options that have no effect on a graph that is already recorded."""
+    """Raises `UsageError` for a file that is not there, options without effect on a graph that is already recorded."""
+    if not Path(job.source).is_file():
+        raise UsageError(
+            f"{job.source} is not there: `functionalize capture -o` writes such a file"
+        )
     of_script = Job(job.source)
     options = {"names": "build, --step or --inputs", "parameters": "set"}
     for field_ in fields(Job):
@@ -86,42 +94,29 @@ def _check_file(job: Job) -> None:
             )
 
 
-@contextmanager
-def _world(job: Job) -> Iterator[World]:
-    manager = fz.world(job.ranks, job.mesh, rank=job.rank, target=job.target)
-    try:
-        world = manager.__enter__()
-    except FunctionalizeError as error:
-        raise UsageError(str(error)) from error
-    with ExitStack() as stack:
-        stack.push(manager)
-        yield world
+def wants(script: Script, keys: list[str], every: Sequence[Point] = ()) -> AcceptedKeys:
+    """Assign each key to the functions that have it as a parameter; raises `UsageError` if none has.
+
+    every: points of which none can have a value that is refused.
+    """
+    with as_usage():
+        accepted = AcceptedKeys.of(keys, script.build, script.inputs, script.step)
+        check_points(every, accepted)
+    return accepted
 
 
-def wants(script: Script, keys: list[str]) -> AcceptedKeys:
-    """Assign each key to the functions that have it as a parameter; raises `UsageError` if none has."""
-    try:
-        return AcceptedKeys.of(keys, script.build, script.inputs, script.step)
-    except PlanError as error:
-        raise UsageError(str(error)) from None
-
-
-def _recorded(script: Script, job: Job, world: World, say: Say) -> Recorded:
-    users, start = wants(script, list(job.parameters)), time.perf_counter()
+def _recorded(script: Script, users: AcceptedKeys, job: Job, world: World, say: Say) -> Recorded:
+    start, given = time.perf_counter(), job.parameters
     say("building the model")
-    built = called("build", script.build, (), of(job.parameters, users.build))()
-    change(
-        built,
-        **{k: v for k, v in job.parameters.items() if k in MODEL_KEYS and k not in users.build},
-    )
-    made = (
-        called("inputs", script.inputs, (), of(job.parameters, users.inputs))()
-        if script.inputs is not None
-        else ()
-    )
-    args, kwargs = arguments(built, made)
-    kwargs |= of(job.parameters, users.step)
-    called("step", script.step, args, kwargs)
+    with as_usage(PlanError):
+        built = called("build", script.build, (), of(given, users.build))()
+        change(built, **of(given, [key for key in MODEL_KEYS if key not in users.build]))
+        made: Any = ()
+        if script.inputs is not None:
+            made = called("inputs", script.inputs, (), of(given, users.inputs))()
+        args, kwargs = arguments(built, made)
+        kwargs |= of(given, users.step)
+        called("step", script.step, args, kwargs)
     captured = fz.capture(script.step, memory=True)
     memory, program, calls = record(captured, args, kwargs, say)
     say("reading the graph")

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from functionalize.errors import PlanError, UsageError
+from functionalize.errors import FunctionalizeError, SaveError, UsageError
 from functionalize.sweep.training import Training
 
 Mesh = dict[str, int] | tuple[int, ...]
@@ -74,6 +74,15 @@ def opened(where: str, names: FunctionNames) -> Iterator[Script]:
                 yield _script(where, module, names)
         else:
             yield _script(where, _from_name(where), names)
+
+
+@contextmanager
+def as_usage(kind: type[FunctionalizeError] = FunctionalizeError) -> Iterator[None]:
+    """Raises `UsageError` with the text of an error of a kind of this package's."""
+    try:
+        yield
+    except kind as error:
+        raise UsageError(str(error)) from None
 
 
 @contextmanager
@@ -217,6 +226,16 @@ def check_files(*files: str | None) -> None:
             raise UsageError(f"{file} cannot be written: permission denied")
 
 
+@contextmanager
+def writing(*files: str) -> Iterator[None]:
+    """Raises `SaveError` where one of these files cannot be written, as on a disk that is full."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or " or ".join(files)
+        raise SaveError(f"{where} cannot be written: {error.strerror}") from error
+
+
 def nbytes(text: str) -> int:
     """Parse a size in bytes: `80GB` (80 * 10**9), `80GiB` (80 * 2**30), or a plain number."""
     found = re.fullmatch(r"([\d_]*\.?\d+(?:[eE]\d+)?)\s*([a-zA-Z]*)", text.strip())
@@ -226,8 +245,8 @@ def nbytes(text: str) -> int:
             f"the size {text!r} cannot be read: write 80GB, 74.5GiB, or a number of bytes"
         )
     size = float(found[1]) * _UNITS[unit]
-    if not math.isfinite(size):
-        raise UsageError(f"the size {text!r} is larger than any number")
+    if not 1 <= size < math.inf:
+        raise UsageError(f"the size {text!r} is no number of bytes of a device")
     return int(size)
 
 
@@ -240,10 +259,8 @@ def training(tokens: str | None, price: float | None) -> Training | None:
     found = re.fullmatch(r"([\d_]*\.?\d+(?:[eE]\+?\d+)?)\s*([kKmMbBtT]?)", tokens.strip())
     if found is None:
         raise UsageError(f"--tokens {tokens!r} cannot be read: write 15T, 300B, 20M or a number")
-    try:
+    with as_usage():
         return Training(float(found[1]) * _COUNTS[found[2].upper()], price)
-    except PlanError as error:
-        raise UsageError(str(error)) from None
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +14,10 @@ from rich.console import Console
 
 import functionalize as fz
 from functionalize.cli.console import Out, plain
-from functionalize.cli.graphs import check_pipeline
-from functionalize.cli.memory import check_alloc_conf, check_machine
-from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
-from functionalize.cli.scripts import check_files, opened
-from functionalize.errors import SaveError, UsageError
+from functionalize.cli.recorded import DEFAULT_WORLD, Job
+from functionalize.cli.scripts import as_usage, check_files, opened, writing
+from functionalize.errors import UsageError
+from functionalize.tuning.tune import asked_for
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
@@ -47,10 +47,6 @@ class TuneOptions:
             )
         if self.limit is None:
             raise UsageError("tune needs --limit: within how many bytes?")
-        check_machine(self.machine)
-        check_alloc_conf(self.alloc_conf)
-        for text in self.pipelines or ():
-            check_pipeline(text)
         if self.code is not None and Path(self.code).suffix != ".py":
             raise UsageError(f"--code {self.code}: the policy is a Python file, which ends in .py")
         check_files(self.code)
@@ -89,37 +85,28 @@ def tune(out: Out, job: Job, options: TuneOptions) -> None:
         fixed["alloc_conf"] = options.alloc_conf
     if job.rank:
         fixed["rank"] = job.rank
-    meshes = [job.mesh] if isinstance(job.mesh, dict) else None
-    world = job.world or DEFAULT_WORLD
-    if meshes is not None and job.world is None:
-        world = 1
-        for size in meshes[0].values():
-            world *= size
-    assert options.limit is not None
+    sizes = job.mesh if isinstance(job.mesh, dict) else None
+    world = math.prod(sizes.values()) if sizes and job.world is None else job.ranks
+    search: dict[str, Any] = {
+        "world": world or DEFAULT_WORLD,
+        "limit": options.limit,
+        "batch_tokens": tokens,
+        "meshes": [sizes] if sizes else None,
+        "batches": batches,
+        "pipelines": ("default",) if options.pipelines is None else options.pipelines,
+        "top": options.top,
+        "target": job.target,
+        "machine": options.machine,
+        **fixed,
+    }
     with opened(job.source, job.names) as script:
-        wants(script, [*fixed])
+        with as_usage():
+            asked_for((script.build, script.inputs, script.step), **search)
         with out.working("searching") as say:
-            found = fz.tune(
-                script.build,
-                script.step,
-                inputs=script.inputs,
-                world=world,
-                limit=options.limit,
-                batch_tokens=tokens,
-                meshes=meshes,
-                batches=batches,
-                pipelines=("default",) if options.pipelines is None else options.pipelines,
-                top=options.top,
-                progress=say,
-                target=job.target,
-                machine=options.machine,
-                **fixed,
-            )
+            found = fz.tune(script.build, script.step, inputs=script.inputs, progress=say, **search)
     if options.code is not None:
-        try:
+        with writing(options.code):
             Path(options.code).write_text(found.policy.code(), encoding="utf-8")
-        except OSError as error:
-            raise SaveError(f"{error.filename} cannot be written: {error.strerror}") from error
 
     def show(console: Console) -> None:
         plain(console, f"{job.source}: {found.text()}")

@@ -28,6 +28,12 @@ class Choices:
         self.target = target
         self._counts: dict[tuple[str, str, str], int] = {}
 
+    def __repr__(self) -> str:
+        return f"<Choices for {self.target}: {len(self._counts)} kernels>"
+
+    def __str__(self) -> str:
+        return self.text()
+
     def note(self, op: str, kernel: str, reason: str) -> None:
         """Count one more call of `op`."""
         key = op, kernel, reason

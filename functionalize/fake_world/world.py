@@ -99,7 +99,7 @@ _MOST_RANKS = 2**20  # the largest real integer tensor that still counts as a li
 _NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class World:
     """A fake world, as `world()` yields it.
 
@@ -114,6 +114,12 @@ class World:
     target: Target
     choices: Choices
     assumed: Counter[str] = field(default_factory=Counter)
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self.mesh.shape))
+        return (
+            f"<World of {self.size:,} ranks ({shape}), seen from rank {self.rank}: {self.target}>"
+        )
 
 
 class WorldMode(FakeTensorMode):
@@ -235,9 +241,7 @@ def world(
     target: the device whose kernels and defaults apply: "cuda", "cpu" or a `Target`.
     Raises `WorldError` for arguments that do not fit; inside the `with`, for code that needs the data of a tensor.
     """
-    shape, names, size = _shape_of(size, mesh)
-    if type(rank) is not int or not 0 <= rank < size:
-        raise WorldError(f"rank {rank} is not in a world of {size} ranks")
+    shape, names, size = world_shape(size, mesh, rank)
     if in_world():
         raise WorldError("a fake world inside a fake world: leave the one before entering another")
     if dist.is_initialized():
@@ -261,10 +265,10 @@ def world(
         yield World(size, rank, default, kind, choices, mode.assumed)
 
 
-def _shape_of(
-    size: int | None, mesh: Sequence[int] | Mapping[str, int] | None
+def world_shape(
+    size: int | None, mesh: Sequence[int] | Mapping[str, int] | None, rank: int = 0
 ) -> tuple[tuple[int, ...], tuple[str, ...] | None, int]:
-    """The mesh's shape, the names of its dimensions, and the number of ranks."""
+    """The mesh's shape, the names of its dimensions, and the number of ranks. Raises `WorldError`, as `world`."""
     if mesh is not None and (isinstance(mesh, str) or not isinstance(mesh, (Sequence, Mapping))):
         raise WorldError(f"a mesh is a shape, as (64, 8), or names with sizes, and not {mesh!r}")
     names = tuple(mesh) if isinstance(mesh, Mapping) else None
@@ -279,6 +283,8 @@ def _shape_of(
     ranks = math.prod(shape)
     if size is not None and size != ranks:
         raise WorldError(f"a mesh of shape {shape} has {ranks} ranks, the world {size}")
+    if type(rank) is not int or not 0 <= rank < ranks:
+        raise WorldError(f"rank {rank} is not in a world of {ranks} ranks")
     return shape, names, ranks
 
 

@@ -25,14 +25,7 @@ def change(built: Any, reshard: Any = None, checkpoint: Any = None) -> None:
 
     False is accepted for a model without such a module.
     """
-    if checkpoint not in (None, True, False):
-        raise PlanError(
-            f"`checkpoint` is True or False, not {checkpoint!r}: for other values give `build` a parameter of that name"
-        )
-    if reshard is not None and not isinstance(reshard, int):
-        raise PlanError(
-            f"`reshard` is True, False or a number of ranks, as `reshard_after_forward` of fully_shard, not {reshard!r}"
-        )
+    check_changes(reshard, checkpoint)
     wrapped = list(_wrapped(built))
     needed = reshard or checkpoint or (reshard is not None and not modules_of(built))
     if needed and not wrapped:
@@ -45,6 +38,24 @@ def change(built: Any, reshard: Any = None, checkpoint: Any = None) -> None:
     if checkpoint:
         for module in wrapped:
             checkpoint_module(module)
+
+
+def check_changes(reshard: Any = None, checkpoint: Any = None, ranks: int | None = None) -> None:
+    """Raises `PlanError` for values that no model in a world of `ranks` (None: not known) can have."""
+    if checkpoint not in (None, True, False):
+        raise PlanError(
+            f"`checkpoint` is True or False, not {checkpoint!r}: for other values give `build` a parameter of that name"
+        )
+    if reshard is not None and not isinstance(reshard, int):
+        raise PlanError(
+            f"`reshard` is True, False or a number of ranks, as `reshard_after_forward` of fully_shard, not {reshard!r}"
+        )
+    if ranks is None or reshard is None or isinstance(reshard, bool):
+        return
+    if reshard < 1 or ranks % reshard:
+        raise PlanError(
+            f"`reshard` {reshard}: a number of ranks is a factor of {ranks:,}, the world's"
+        )
 
 
 def set_reshard(values: Mapping[Any, int]) -> None:

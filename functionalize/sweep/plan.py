@@ -30,7 +30,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +38,6 @@ from torch import Tensor
 from functionalize._compat.graphs import pytree
 from functionalize.entry import capture
 from functionalize.errors import FunctionalizeError, PlanError, UncapturableError
-from functionalize.fake_world.target import Target, target_named
 from functionalize.fake_world.world import World, world
 from functionalize.fsdp.objects import fsdp_groups
 from functionalize.lifetimes.record_memory import RecordedMemory, record_memory
@@ -51,6 +50,7 @@ from functionalize.planning.report.memory import Memory
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
 from functionalize.sweep.changes import change, modules_of
+from functionalize.sweep.checks import check_functions, check_points, world_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
 from functionalize.sweep.summary import Figures, Items, Plan, Sweep
 from functionalize.util.gc_pause import only_young_collections
@@ -80,12 +80,14 @@ def plan(
     progress: called with (points done, points, the next point).
     A step that cannot be captured has the memory that eager was recorded with, no time and no traffic, and a remark.
     A point that fails has an error in place of figures; if all fail, the first error is raised.
-    Raises `PlanError` for a grid that does not fit the functions.
+    Raises before anything is recorded: `PlanError` for a grid that does not fit the functions, and what
+    `sweep/checks.py` refuses.
     """
-    _check(build, step, inputs, grid, fixed)
+    check_functions(build, step, inputs, grid, fixed)
     axes = {**{key: [value] for key, value in fixed.items()}, **(grid or {})}
     planner = Planner(build, step, inputs, AcceptedKeys.of(list(axes), build, inputs, step))
     every = list(points(axes))
+    check_points(every, planner.accepted)
     found: dict[int, Plan] = {}
     with planner.searching():
         for i in planner.order(every):
@@ -97,18 +99,6 @@ def plan(
         assert plans[0].cause is not None
         raise plans[0].cause
     return Sweep(plans, tuple(axes), planner.searching)
-
-
-def _check(build: Any, step: Any, inputs: Any, grid: Any, fixed: Mapping[str, Any]) -> None:
-    """Raises `PlanError` for arguments of the wrong kind."""
-    for name, function in (("build", build), ("step", step), ("inputs", inputs)):
-        if not callable(function) and not (name == "inputs" and function is None):
-            raise PlanError(f"`{name}` is a function, not {type(function).__name__}")
-    if grid is not None and not isinstance(grid, Mapping):
-        raise PlanError(f"a grid maps keys to their values, and this is a {type(grid).__name__}")
-    twice = sorted(fixed.keys() & (grid or {}).keys())
-    if twice:
-        raise PlanError(f"`{twice[0]}` has one value and is in the grid, too: leave one out")
 
 
 @dataclass(eq=False)
@@ -136,7 +126,7 @@ class Planner:
         inputs: Callable[..., Any] | None,
         accepted: AcceptedKeys,
     ) -> None:
-        self._build, self._step, self._inputs, self._accepted = build, step, inputs, accepted
+        self._build, self._step, self._inputs, self.accepted = build, step, inputs, accepted
         self._open: _Open | None = None
         self._reasons: dict[
             str, str
@@ -151,10 +141,10 @@ class Planner:
 
         def key(i: int) -> tuple[int, int, int]:
             try:
-                where = _world_of(every[i])
+                where = world_of(every[i])
             except FunctionalizeError:  # the error of this point, when it is planned
                 where = of(every[i], WORLD_KEYS)
-            return rank("world", where), rank("model", where, self._accepted.model(every[i])), i
+            return rank("world", where), rank("model", where, self.accepted.model(every[i])), i
 
         return sorted(range(len(every)), key=key)
 
@@ -186,14 +176,14 @@ class Planner:
 
     def _settled(self, point: Point) -> _Open:
         """The world, model and captured step for a point; those of the last point are used again if they are equal."""
-        where = _world_of(point)
+        where = world_of(point)
         key = repr(where)
         if self._open is None or self._open.key != key:
             self.close()
             size, mesh = where.pop("world", None), where.pop("mesh", None)
             manager = world(size if size is not None or mesh is not None else 1, mesh, **where)
             self._open = _Open(key, manager, manager.__enter__())
-        now, wanted = self._open, self._accepted.model(point)
+        now, wanted = self._open, self.accepted.model(point)
         if now.captured is None or now.model_key != repr(wanted):
             if now.captured is not None:
                 now.built = now.captured = None
@@ -204,15 +194,15 @@ class Planner:
         return now
 
     def _built(self, point: Point, wanted: Mapping[str, Any]) -> Any:
-        built = called("build", self._build, (), of(point, self._accepted.build))()
-        changes = {key: value for key, value in wanted.items() if key not in self._accepted.build}
+        built = called("build", self._build, (), of(point, self.accepted.build))()
+        changes = {key: value for key, value in wanted.items() if key not in self.accepted.build}
         if changes:
             change(built, **changes)
         return built
 
     def _planned(self, point: Point, now: _Open, start: float) -> Plan:
         assert now.captured is not None
-        step, accepted = now.captured, self._accepted
+        step, accepted = now.captured, self.accepted
         made: Any = ()
         if self._inputs is not None:
             made = called("inputs", self._inputs, (), of(point, accepted.inputs))()
@@ -256,23 +246,6 @@ class Planner:
         seconds = time.perf_counter() - start
         recorded = None if figures is not None else memory
         return Plan(point, figures, choices, assumed, seconds, remarks=remarks, recorded=recorded)
-
-
-def _world_of(point: Point) -> dict[str, Any]:
-    """The arguments of the world of a point; its target is that of the machine. Raises `PlanError`, `TargetError`."""
-    target = target_on(point.get("target", "cuda"), point.get("machine"))
-    return {**of(point, WORLD_KEYS), "target": target}
-
-
-def target_on(target: str | Target, machine: Any) -> Target:
-    """The target with the capability and the attention of a machine; your own `Target` stays as it is."""
-    if isinstance(target, Target):
-        return target
-    named = target_named(target)
-    chosen = machine_of(machine, named.name)
-    if named.name == "cpu" or chosen.capability is None:
-        return named
-    return replace(named, capability=chosen.capability, attention=chosen.attention)
 
 
 def items_of(made: Any, built: Any, size: int) -> Items | None:

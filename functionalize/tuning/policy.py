@@ -55,7 +55,7 @@ class LayerPolicy:
         return f"{how}; resharded to {self.reshard}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EagerPolicy:
     """How a model is run eagerly.
 
@@ -67,6 +67,23 @@ class EagerPolicy:
     accumulate: int = 1
     mesh: Mesh | None = None
     layers: Mapping[str, LayerPolicy] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        ways = len({*self.layers.values()})
+        return f"<EagerPolicy: {self._head()}; {len(self.layers)} layers in {ways} ways>"
+
+    def __str__(self) -> str:
+        """A line for the batch and the mesh, then one for each way in which layers are run."""
+        names: dict[LayerPolicy, list[str]] = {}
+        for name, each in self.layers.items():
+            names.setdefault(each, []).append(name)
+        return "\n".join(
+            [self._head(), *(f"{', '.join(found)}: {each}" for each, found in names.items())]
+        )
+
+    def _head(self) -> str:
+        mesh = " x ".join(f"{name} {size}" for name, size in (self.mesh or {}).items())
+        return f"batch {self.batch} x {self.accumulate}, {mesh or 'all ranks shard'}"
 
     def apply(self, model: nn.Module) -> None:
         """Checkpoint and reshard the layers of a model, in place, before its first forward."""

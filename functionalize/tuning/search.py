@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from functionalize.errors import FunctionalizeError
 from functionalize.lifetimes.step_memory import StepMemory
+from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_figures import EAGER
 from functionalize.sweep.summary import Figures, Items, Plan
 from functionalize.tuning.compose import LayerAssignment, StepNumbers, options, solved
@@ -39,7 +40,7 @@ class Composed(NamedTuple):
     recompute: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Candidate:
     """One configuration.
 
@@ -60,6 +61,11 @@ class Candidate:
     composed: Composed
     plan: Plan | None = None
     refused: str | None = None
+
+    def __repr__(self) -> str:
+        about = f"{human_bytes(self.peak)}, {human_seconds(self.seconds)} a step"
+        known = "planned" if self.plan is not None else "composed"
+        return f"<Candidate: {self.setting.text()}, {about}, {known}{'' if self.fits else ', too large'}>"
 
     @property
     def throughput(self) -> float:

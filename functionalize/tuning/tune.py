@@ -20,16 +20,16 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from functionalize.errors import TuneError
 from functionalize.fake_world.target import Target, target_named
-from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.machines.constants import declared
 from functionalize.planning.machines.files import machine_of
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.display import human_bytes
+from functionalize.sweep.checks import check_functions, check_pipeline, check_points
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys
 from functionalize.sweep.plan import Planner
 from functionalize.tuning.policy import Mesh
@@ -71,34 +71,71 @@ def tune(
     Raises `TuneError`, and the errors of `fz.plan`.
     """
     start = time.perf_counter()
-    check_solver()
-    where = machine_of(
-        machine, target.name if isinstance(target, Target) else target_named(target).name
+    own: dict[str, Any] = {"target": target, "machine": machine, "pipelines": pipelines, "top": top}
+    asked = asked_for(
+        (build, inputs, step), world, limit, batch_tokens, meshes, batches, **own, **fixed
     )
-    bytes_of_device = _limit(limit)
-    _check(build, inputs, step, world, batch_tokens, batches, top, fixed)
-    _check_pipelines(pipelines)
-    constants = sum(each.nbytes for each in declared(where, 1))
-    if bytes_of_device <= constants:
+    constants = sum(each.nbytes for each in declared(asked.machine, 1))
+    if asked.limit <= constants:
         raise TuneError(
-            f"nothing fits in {human_bytes(bytes_of_device)}: context and workspaces alone need "
+            f"nothing fits in {human_bytes(asked.limit)}: context and workspaces alone need "
             f"{human_bytes(constants)}"
         )
-    space = Space.of((build, inputs, step), world, where, meshes, batches, batch_tokens)
-    keys = {"world": world, "target": target, "machine": machine, **fixed}
-    given = {key: value for key, value in keys.items() if value is not None}
-    Settings.parse(str(fixed.get("alloc_conf") or ""))
-    builder = VariantBuilder(build)
-    own = ["variant", *(["batch"] if space.has_batch else [])]
-    own += ["accumulate"] if space.accumulates else []
-    planner = Planner(builder, step, inputs, AcceptedKeys.of([*given, *own], builder, inputs, step))
-    say = progress or (lambda text: None)
+    space, builder, say = asked.space, asked.builder, progress or (lambda text: None)
+    planner = Planner(builder, step, inputs, asked.accepted)
     with planner.searching():
-        short = ShortPlans(planner, (builder, inputs, step), given, space, where, world, say)
-        search = Search(short, bytes_of_device, pipelines, say)
+        script = builder, inputs, step
+        short = ShortPlans(planner, script, asked.given, space, asked.machine, world, say)
+        search = Search(short, asked.limit, pipelines, say)
         search.compose()
         search.verify(top)
     return _answer(search, world, start)
+
+
+class Asked(NamedTuple):
+    """What a search was asked for, checked. limit: bytes of a device. given: the keys of all plans."""
+
+    machine: Machine
+    limit: float
+    space: Space
+    given: Mapping[str, Any]
+    builder: VariantBuilder
+    accepted: AcceptedKeys
+
+
+def asked_for(
+    script: tuple[Any, Any, Any],
+    world: int,
+    limit: float | str,
+    batch_tokens: int | None = None,
+    meshes: Sequence[Mesh] | None = None,
+    batches: Sequence[int] | None = None,
+    *,
+    pipelines: Sequence[str] = ("default",),
+    top: int = 1,
+    target: str | Target = "cuda",
+    machine: str | Machine | None = None,
+    **fixed: Any,
+) -> Asked:
+    """The options of `tune`; script: `build`, `inputs`, `step`. Raises as `tune` does before anything is recorded."""
+    check_solver()
+    build, inputs, step = script
+    check_functions(build, step, inputs, None, {}, TuneError)
+    bytes_of_device = _limit(limit)
+    _check(build, world, batch_tokens, batches, top, fixed)
+    _check_pipelines(pipelines)
+    where = machine_of(
+        machine, target.name if isinstance(target, Target) else target_named(target).name
+    )
+    space = Space.of(script, world, where, meshes, batches, batch_tokens)
+    keys = {"world": world, "target": target, "machine": machine, **fixed}
+    given = {key: value for key, value in keys.items() if value is not None}
+    builder = VariantBuilder(build)
+    own = ["variant", *(["batch"] if space.has_batch else [])]
+    own += ["accumulate"] if space.accumulates else []
+    accepted = AcceptedKeys.of([*given, *own], builder, inputs, step)
+    check_points([given], accepted)
+    return Asked(where, bytes_of_device, space, given, builder, accepted)
 
 
 def _answer(search: Search, world: int, start: float) -> Tuned:
@@ -163,8 +200,6 @@ def _limit(limit: float | str) -> float:
 
 def _check(
     build: Any,
-    inputs: Any,
-    step: Any,
     world: Any,
     tokens: Any,
     batches: Sequence[Any] | None,
@@ -172,9 +207,6 @@ def _check(
     fixed: Mapping[str, Any],
 ) -> None:
     """Raises `TuneError` for arguments of the wrong kind."""
-    for name, function in (("build", build), ("step", step), ("inputs", inputs)):
-        if not callable(function) and not (name == "inputs" and function is None):
-            raise TuneError(f"`{name}` is a function, not {type(function).__name__}")
     numbers = {"world": world, "top": top, "batch_tokens": 1 if tokens is None else tokens}
     for i, batch in enumerate(batches or ()):
         numbers[f"batches[{i}]"] = batch
@@ -194,9 +226,7 @@ def _check(
 
 def _check_pipelines(pipelines: Sequence[str]) -> None:
     """Raises `PassError` for a pipeline that cannot be read."""
-    from passes.pipeline import parse  # here, as `passes` imports `functionalize`
-
     if isinstance(pipelines, str):
         raise TuneError(f"`pipelines` is a list of pipelines, not {pipelines!r}")
     for text in pipelines:
-        parse(text)
+        check_pipeline(text)

@@ -37,7 +37,7 @@ _HEADS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchFacts:
     """What a search did. gap: of the best choice of layers, from the optimum of the composed model, as a fraction.
 
@@ -53,6 +53,9 @@ class SearchFacts:
     margin: float
     left_out: tuple[str, ...]
     failed: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        return f"<SearchFacts: {self.candidates:,} configurations in {self.settings:,} settings>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

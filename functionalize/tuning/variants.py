@@ -54,6 +54,11 @@ class Variant:
     more: int | None = None
     policy: LayerPolicy | tuple[tuple[str, LayerPolicy], ...] | None = None
 
+    def __str__(self) -> str:  # for a reader; `repr` tells variants apart
+        layers = "all layers" if self.keep is None else f"{self.keep} layers of each run"
+        own = "one policy" if isinstance(self.policy, LayerPolicy) else "a policy each"
+        return f"{layers}, {'as built' if self.policy is None else own}"
+
 
 class VariantBuilder:
     """The `build` of a script with one more parameter, `variant`."""

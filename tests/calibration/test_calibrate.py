@@ -165,6 +165,8 @@ def test_time_never_falls_with_size() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(PlanError, match="needs two ranks to measure their link, not 1"):
         calibrate(ranks=1)
+    with fz.world(2), pytest.raises(PlanError, match="this process has a process group"):
+        calibrate(device="cpu")
     with pytest.raises(PlanError, match="`device` is cpu or cuda, not 'tpu'"):
         calibrate(device="tpu")
     if not torch.cuda.is_available():

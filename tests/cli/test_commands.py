@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from functionalize.planning.machines.presets import MACHINES
+from functionalize.program import archive
 from tests.cli.entry import TRAINING, Command, command
 from tests.planning.trace_format import checked, counters
 
@@ -72,7 +73,18 @@ def test_wrong_usage(command: Command) -> None:
             "a mesh of shape (4, 2) has 8 ranks",
         ),
         (("capture", TRAINING, "--rank", 8), "rank 8 is not in a world of 8 ranks"),
-        (("capture", TRAINING, "--target", "abacus"), "abacus"),
+        (("capture", TRAINING, "--target", "abacus"), "there is no target 'abacus'"),
+        (("memory", TRAINING, "--target", "abacus"), "there is no target 'abacus'"),
+        (("memory", TRAINING, "--set", "reshard=3"), "`reshard` 3: a number of ranks is a factor"),
+        (("capture", TRAINING, "--set", "checkpoint=3"), "`checkpoint` is True or False, not 3"),
+        (("memory", "step.fzp"), "step.fzp is not there: `functionalize capture -o` writes such"),
+        (("memory", TRAINING, "--limit", "0"), "the size '0' is no number of bytes of a device"),
+        (("plan", TRAINING, "--rank", 9), "rank 9 is not in a world of 8 ranks"),
+        (("plan", TRAINING, "--target", "abacus"), "there is no target 'abacus'"),
+        (("plan", TRAINING, "--mesh", "4x2", "--world", 7), "a mesh of shape (4, 2) has 8 ranks"),
+        (("plan", TRAINING, "--grid", "world=8,0"), "the sizes of a mesh are positive whole"),
+        (("plan", TRAINING, "--grid", "reshard=True,yes"), "`reshard` is True, False or a number"),
+        (("plan", TRAINING, "--alloc-conf", "fly:1"), "option `fly` cannot be used"),
         (("capture", TRAINING, "-o", "step.txt"), "the file of a recorded graph ends in .fzp"),
         (("capture", "step.fzp"), "step.fzp is recorded already: capture takes a script"),
         (("opt", TRAINING, "fly"), "no pass `fly`; there are bucket_gathers"),
@@ -171,7 +183,7 @@ def test_functions_that_do_not_fit_each_other(command: Command, tmp_path: Path) 
     (tmp_path / "lacks.py").write_text(text)
     for name in ("capture", "plan"):
         ran = command(name, tmp_path / "lacks.py", columns=500)
-        assert ran.code == 1 and "cannot be called: missing a required argument: 'x'" in ran.words
+        assert ran.code == 2 and "cannot be called: missing a required argument: 'x'" in ran.words
         assert "a bug of functionalize" not in ran.err
 
 
@@ -193,6 +205,22 @@ def test_json_is_alone_on_the_descriptor(tmp_path: Path) -> None:
     ran = run_module("capture", str(tmp_path / "noisy.py"), "--json")
     assert ran.returncode == 0 and json.loads(ran.stdout)["nodes"] > 100
     assert "from C" in ran.stderr and "past Python" in ran.stderr
+
+
+def test_what_fails_late(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = command("plan", TRAINING, "--csv", "/dev/full")
+    assert ran.code == 1 and ran.words == (
+        "error: /dev/full cannot be written: No space left on device"
+    )
+    archive.write(str(tmp_path / "a.fzp"), {**archive.versions(), "kind": "graph"}, {}, [])
+    ran = command("show", tmp_path / "a.fzp", columns=500)
+    assert ran.code == 1 and "a.fzp cannot be loaded: it is damaged" in ran.words
+    monkeypatch.setattr("functionalize.sweep.plan._MOST_CALLS", 1)
+    ran = command("capture", TRAINING)
+    assert ran.code == 1 and "the step did not settle in 1 calls" in ran.words
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    ran = command("capture", TRAINING, "-o", tmp_path / "b.fzp", columns=500)
+    assert ran.code == 2 and "b.fzp cannot be written: permission denied" in ran.words
 
 
 def test_errors_as_json(command: Command) -> None:

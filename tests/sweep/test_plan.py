@@ -254,6 +254,8 @@ def test_a_point_that_cannot_be_run_says_why():
     sweep = fz.plan(build, train, inputs=fails, target="cpu", world=2, grid={"batch": [4, 16, 8]})
     assert [row.get("error") for row in sweep.rows()] == [None, "ValueError: too many", None]
     assert "error: ValueError: too many" in sweep.text()
+    with pytest.raises(PlanError, match="batch 9 cannot be planned: ValueError: too many"):
+        sweep.largest("batch", 1e9, low=9)
     with pytest.raises(ValueError, match="too many"):
         fz.plan(build, train, inputs=fails, target="cpu", batch=16)
     with pytest.raises(WorldError, match="rank 2 is not in a world of 2"):
@@ -291,13 +293,22 @@ def test_false_asks_nothing_of_a_model_that_is_not_sharded():
             fz.plan(plain, train, inputs=inputs, target="cpu", **asked)
 
 
+def over_two():
+    """A model that is sharded over two of eight ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))["dp"]
+    model = nn.Sequential(fully_shard(Block(), mesh=mesh))
+    return fully_shard(model, mesh=mesh), torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def test_values_that_would_be_taken_for_true():
     with pytest.raises(
         PlanError, match=r"`reshard` is True, False or a number of ranks, .*not 'yes'"
     ):
         planned(world=8, reshard="yes")
-    with pytest.raises(PlanError, match=r"`reshard` 3: .*factor of 8, not 3"):
+    with pytest.raises(PlanError, match="`reshard` 3: a number of ranks is a factor of 8"):
         planned(world=8, reshard=3)
+    with pytest.raises(PlanError, match=r"`reshard` 4: .*factor of 2, not 4"):
+        fz.plan(over_two, train, inputs=inputs, target="cpu", mesh={"dp": 2, "tp": 4}, reshard=4)
     with pytest.raises(PlanError, match="`checkpoint` is True or False, not 'yes'"):
         planned(world=8, checkpoint="yes")
 

@@ -166,3 +166,9 @@ def test_the_solver_is_refused_by_name_if_it_is_not_there(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(TuneError, match=r'pip install "functionalize\[tune\]"'):
         solve([1.0], [LinearRow([1.0], 0, 1)], [1])
+
+
+def test_a_solver_that_finds_nothing_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("functionalize.tuning.solver._SECONDS", 0.0)
+    with pytest.raises(TuneError, match="the solver found nothing: Time limit reached"):
+        solve([-1.0, -2.0, -3.0], [LinearRow([3, 5, 7], 0, 11)], [9, 9, 9])

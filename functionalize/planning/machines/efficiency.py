@@ -94,6 +94,10 @@ class Curve:
         if any(b < a * (1 - 1e-9) for a, b in itertools.pairwise(times)):
             raise PlanError(f"more work takes less time on the curve {self.points!r}")
 
+    def __repr__(self) -> str:
+        (small, first), (large, last) = self.points[0], self.points[-1]
+        return f"<Curve: {first:.0%} at {small:.2g} to {last:.0%} at {large:.2g}>"
+
     def share(self, size: float) -> float:
         """The share at a size; of a size that is 0 or less, the first share."""
         sizes, logs = self._logs
@@ -125,6 +129,10 @@ class Efficiency:
         for kind, _ in self.curves:
             if kind not in KINDS:
                 raise PlanError(f"no kind of kernel `{kind}`; there are {', '.join(sorted(KINDS))}")
+
+    def __repr__(self) -> str:
+        about = self.about or ("given" if self.curves else "every kernel at its peak")
+        return f"<Efficiency: {about}, {len(self.curves)} curves>"
 
     def curve(self, kind: str) -> Curve | None:
         """The curve of a kind, or of its family; None: such kernels run at the peak."""

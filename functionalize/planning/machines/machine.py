@@ -21,7 +21,7 @@ Not modelled: traffic of several groups on one link, rails that an all-to-all cr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -104,6 +104,15 @@ class Machine:
     rails: int | None = None
     ranks_per_pod: int | None = None
     oversubscription: float = 1.0
+
+    def __repr__(self) -> str:
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        numbers = (
+            f"{name} {value:g}"
+            for name, value in given
+            if type(value) in (int, float) and value != 1
+        )
+        return f"<Machine: {', '.join(numbers)}; {self.efficiency.about or 'given curves'}>"
 
     def rate(self, dtype: torch.dtype | None) -> float:
         """FLOP/s at a dtype."""

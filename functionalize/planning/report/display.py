@@ -254,6 +254,9 @@ class Peak(NamedTuple):
     live: list[Allocation]
     categories: dict[Category, int]
 
+    def __repr__(self) -> str:
+        return f"<Peak: {self.words()}>"
+
     @classmethod
     def of(cls, timeline: Timeline) -> Peak:
         """The first event after which the most bytes are live."""

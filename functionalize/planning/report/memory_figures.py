@@ -83,6 +83,9 @@ class StorageRow(NamedTuple):
     last_use: str
     freed: str
 
+    def __repr__(self) -> str:
+        return f"<StorageRow: {human_bytes(self.nbytes)}, {self.category.value}, {self.name} {self.shape}>"
+
 
 class CategoryChange(NamedTuple):
     """A category's bytes at the peak of each timeline."""
@@ -108,6 +111,10 @@ class Difference(NamedTuple):
     categories: tuple[CategoryChange, ...]
     only_eager: tuple[AllocationGroup, ...]
     only_program: tuple[AllocationGroup, ...]
+
+    def __repr__(self) -> str:
+        most = "".join(f", {c.category.value} {c.nbytes:+,}" for c in self.categories[:1])
+        return f"<Difference: eager {self.eager:,} bytes, program {self.program:,}{most}>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

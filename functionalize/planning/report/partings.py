@@ -52,6 +52,10 @@ class Parting(NamedTuple):
     planned: Sequence[AllocatingOp]
     recorded: Sequence[AllocatingOp]
 
+    def __repr__(self) -> str:
+        ops = f"{len(self.planned)} ops planned, {len(self.recorded)} recorded"
+        return f"<Parting: {ops}, {self.nbytes:+,} bytes>"
+
     @property
     def nbytes(self) -> int:
         """The live bytes that its ops add more than planned."""
