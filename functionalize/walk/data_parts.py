@@ -50,6 +50,8 @@ from functionalize.walk.parts import Held, Part, Parts
 MAX_SEPARATE_FACTS = 64  # a container of plain values with more elements is one fact
 _MAX_ELEMENTS = 100_000  # a container with more objects is opaque
 _MAX_BYTES = 1 << 26  # a larger array is opaque
+_ASKING_A_QUEUE = frozenset({"empty", "full", "queue", "unfinished_tasks"})
+_TAKING = frozenset({"get", "get_nowait"})
 _SHORT = 256  # bytes; of more, the hash is the fact
 # Types of which equal values are interchangeable: 1.0 == 1 and -0.0 == 0.0 are not.
 BY_EQUALITY = PLAIN - {bool, float, complex, torch.Size, range}
@@ -233,10 +235,12 @@ def file(value: Any) -> Parts:
     return Parts((type(value), at, contents), is_moved=True)
 
 
-def waiting(value: Any) -> Parts:
-    """A queue: its elements, or their number."""
+def waiting(value: Any, names: NameFilter) -> Parts:
+    """A queue: its elements, or their number. Code that asks it for its size, or an empty one for more, does not move it."""
     held = [] if isinstance(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
-    return Parts((type(value), value.qsize()), held, is_loose=True, is_moved=True)
+    size = value.qsize()
+    is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (size > 0 or _TAKING.isdisjoint(names.names))
+    return Parts((type(value), size), held, is_loose=True, is_moved=is_moved)
 
 
 # -- the process -----------------------------------------------------------------------------------

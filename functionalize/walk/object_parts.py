@@ -376,7 +376,7 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     (types.GeneratorType, data.suspended),
     (type(functools.cache(len)), _cached),
     (io.IOBase, _plain(data.file)),
-    ((queue.Queue, queue.SimpleQueue), lambda value, names: data.waiting(value)),
+    ((queue.Queue, queue.SimpleQueue), data.waiting),
     (_DESCRIPTORS, _identity),
     (weakref.ReferenceType, _weak),
     (weakref.ProxyTypes, _proxy),

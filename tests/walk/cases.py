@@ -709,6 +709,16 @@ HELD: dict[str, Case] = {
         lambda v: 1.0 + v.qsize(),
         lambda v: v.put(1),
     ),
+    "whether a queue is empty": (
+        queue.Queue,
+        lambda v: 1.0 if v.empty() else 2.0,
+        lambda v: v.put(1),
+    ),
+    "a queue that had nothing": (
+        queue.Queue,
+        lambda v: polled(v),
+        lambda v: v.put(2.0),
+    ),
     "a lock": (threading.Lock, lambda v: 1.0 + v.locked(), lambda v: v.acquire() and None),
     "the decimal context": (
         lambda: setattr(decimal.getcontext(), "prec", 28),
@@ -878,6 +888,13 @@ TENSORS: dict[str, Case] = {
 def under(context: Any) -> Tensor:
     with context:
         return (torch.full((2, 2), 1.1) @ torch.full((2, 2), 1.1)).float().sum()
+
+
+def polled(waiting: queue.Queue[float]) -> float:
+    try:
+        return waiting.get_nowait()
+    except queue.Empty:
+        return 1.0
 
 
 # -- state that is read by changing it -------------------------------------------------------------
