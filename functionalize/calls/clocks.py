@@ -27,6 +27,9 @@ _BY_MODULE = {
     "torch._C": "_cuda_memoryStats _cuda_memorySnapshot _host_emptyCache _accelerator_getDeviceStats",
 }
 _NAMES = {module: frozenset(names.split()) for module, names in _BY_MODULE.items()}
+CONVERSIONS = frozenset(
+    {"localtime", "gmtime", "ctime", "strftime", "asctime"}
+)  # of a time, or of that of now
 _DATES = frozenset({"now", "utcnow", "today"})
 _READS = frozenset({"read", "read1", "readline", "readlines", "readinto", "recv", "recv_into"})
 CLOCKS = frozenset().union(*_NAMES.values(), _DATES, _READS)
@@ -37,7 +40,8 @@ def clock_text(function: Any) -> str | None:
     name, owner = function.__name__, function.__self__
     if isinstance(owner, ModuleType):
         known = name in _NAMES.get(owner.__name__, ())
-        return f"{owner.__name__}.{name}" if known else None
+        of_files = "files, by os" if owner.__name__ in ("posix", "nt") else owner.__name__
+        return f"{of_files}.{name}" if known else None
     if isinstance(owner, type):
         return (
             f"{owner.__name__}.{name}"

@@ -29,6 +29,17 @@ _TRANSPARENT = "<frozen importlib._bootstrap>"
 ORIGINAL = "__functionalize_original__"
 
 
+class Cause(NamedTuple):
+    """What causes an effect. named: the frame to name. once: whether a cached function does: later calls do not.
+
+    is_own: whether the user's code does, and not a library's.
+    """
+
+    named: FrameType
+    once: bool
+    is_own: bool
+
+
 class Repeated(NamedTuple):
     """A call that a replay makes again. effect: makes it. arguments: those of the recording."""
 
@@ -52,7 +63,7 @@ class Doors:
     def __init__(
         self,
         recorders: Callable[[], list[Any]],
-        step_of: Callable[[FrameType], tuple[FrameType, bool] | None],
+        step_of: Callable[[FrameType], Cause | None],
     ) -> None:
         self._recorders, self._step_of = recorders, step_of
 
@@ -86,9 +97,9 @@ class Doors:
         step = self._step_of(frame) if found else None
         call = _Call(args, keywords, recorders)
         if step is not None:
-            line = line_of_frame(step[0])
+            line = line_of_frame(step.named)
             repeated: Repeated | str | None = what
-            if len(found) == 1 and not step[1]:
+            if len(found) == 1 and not step.once:
                 try:
                     repeated = of.repeated(found[0], frame, original, args, keywords)
                 except (
@@ -100,7 +111,7 @@ class Doors:
                 call.is_noted(found[0], repeated, f"{what} {line}", getattr(of, "after", None))
             elif repeated is not None:
                 for each in found:
-                    each.checks.note_effect(repeated, line, once=step[1])
+                    each.checks.note_effect(repeated, line, once=step.once)
         call.begin()
         return call
 

@@ -74,6 +74,7 @@ class Checks:
     in_effect: how many replaced functions have noted an effect and are running: what they do is the same effect.
     repeated: the calls that a replay makes again, as text with the user's line.
     clock: the first read of a clock, or of something else that changes by itself, as text with the user's line.
+    own_clock: the first one in the user's code, not in that of a library.
     is_watched: whether all such reads were seen; None: they were not looked for.
     """
 
@@ -87,6 +88,7 @@ class Checks:
         "in_effect",
         "is_watched",
         "once",
+        "own_clock",
         "repeated",
         "unrepeatable",
     )
@@ -98,6 +100,7 @@ class Checks:
         self.in_effect = 0
         self.repeated: list[str] = []
         self.clock: str | None = None
+        self.own_clock: str | None = None
         self.is_watched: bool | None = None
         self._lines: set[str] = set()
         self._sizes: list[tuple[OpRecord, str]] = []

@@ -52,8 +52,8 @@ from typing import Any
 import torch
 
 from functionalize._compat.dispatch import DISPATCH_CODE, DISPATCH_GLOBALS, dispatched_to
-from functionalize.calls.clocks import CLOCKS, clock_text
-from functionalize.calls.doors import Doors
+from functionalize.calls.clocks import CLOCKS, CONVERSIONS, clock_text
+from functionalize.calls.doors import Cause, Doors
 from functionalize.calls.repeated_calls import repeated_calls, state_patches
 from functionalize.recorder.checks import Checks
 from functionalize.util.packages import is_installed_file, is_standard_file
@@ -66,6 +66,7 @@ _AT_MOST_ONCE = (warnings.__file__, "<frozen importlib")
 _CACHED = type(functools.cache(len))
 _OURS = ("functionalize.", "passes.")
 _BENIGN = ("triton.", "torch._", "torch.distributed.", "torch.fx.", "torch.nn.", "torch.optim.")
+_THIN = ("torch.cuda.", "torch.accelerator.")  # only ask the device
 _NOT_BENIGN = ("torch.distributed.checkpoint.", "torch.distributed.rpc.")
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -100,16 +101,9 @@ _SAVES = {"write_record", "write_end_of_file"}  # of torch's writer of archives
 _STREAMS = {"write", "writelines", "truncate"}
 _DUMPING = {"_pickle", "marshal"}
 _ROWS = {"writerow", "writerows"}
-_C_FUNCTIONS = frozenset(
-    {"dump", "locals", "print", "tofile"}
-    | _DESCRIPTORS
-    | _SENDS
-    | _SQL
-    | _THREADS
-    | _SAVES
-    | _STREAMS
-    | _ROWS
-    | CLOCKS
+_C_FUNCTIONS = CLOCKS.union(
+    {"dump", "locals", "print", "tofile"},
+    *(_DESCRIPTORS, _SENDS, _SQL, _THREADS, _SAVES, _STREAMS, _ROWS),
 )
 
 # Methods in Python that leave an effect to another thread or process, or have it at some of their calls only.
@@ -130,14 +124,10 @@ _METHODS = (
 # -- whose effect it is ----------------------------------------------------------------------------
 
 
-def _of_the_step(frame: FrameType | None) -> tuple[FrameType, bool] | None:
-    """The frame to name, and whether the effect happens once; None if it is not the step's. Note [Whose effect].
-
-    frame: the innermost frame.
-    """
-    decisive: FrameType | None = None
-    named: FrameType | None = None
-    generated: FrameType | None = None  # of `python -c`, or of a dataclass
+def _of_the_step(frame: FrameType | None) -> Cause | None:
+    """What causes an effect; None if it is not the step. Note [Whose effect]. frame: the innermost one."""
+    decisive = named = None
+    generated = None  # of `python -c`, or of a dataclass
     once = False
     while frame is not None:
         file, module = frame.f_code.co_filename, f"{frame.f_globals.get('__name__')}."
@@ -148,7 +138,7 @@ def _of_the_step(frame: FrameType | None) -> tuple[FrameType, bool] | None:
         once = once or _is_cached(frame)
         if file == "<string>":
             generated = generated or frame
-        elif not (file.startswith("<frozen") or is_standard_file(file)):
+        elif not (file.startswith("<frozen") or is_standard_file(file) or module.startswith(_THIN)):
             if decisive is None:
                 if module.startswith(_BENIGN) and not module.startswith(_NOT_BENIGN):
                     return None
@@ -157,7 +147,7 @@ def _of_the_step(frame: FrameType | None) -> tuple[FrameType, bool] | None:
                 named = frame
         frame = frame.f_back
     found = named or decisive or generated
-    return (found, once) if found is not None else None
+    return Cause(found, once, decisive in (named, None)) if found is not None else None
 
 
 def _is_cached(frame: FrameType) -> bool:
@@ -173,22 +163,29 @@ def _note(recordings: Recordings, frame: FrameType | None, what: str) -> None:
         return
     step = _of_the_step(frame)
     if step is not None:
-        line = line_of_frame(step[0])
+        line = line_of_frame(step.named)
         for checks in found:
-            checks.note_effect(what, line, once=step[1])
+            checks.note_effect(what, line, once=step.once)
 
 
-def _note_clock(recordings: Recordings, frame: FrameType | None, what: str) -> None:
-    """Note a call whose result is another one each time. frame: the innermost one."""
-    found = [c for c in recordings() if c.for_real and not c.in_effect and c.clock is None]
-    step = _of_the_step(frame) if found and not _is_in_collection(frame) else None
-    for checks in found if step is not None else ():
-        checks.clock = f"{what} {line_of_frame(step[0])}"  # type: ignore[index]
+def _note_clock(
+    recordings: Recordings, frame: FrameType | None, what: str, is_unsure: bool = False
+) -> None:
+    """Note a call whose result is another one each time. frame: the innermost one. is_unsure: or may not be."""
+    found = [c for c in recordings() if c.for_real and not c.in_effect and c.own_clock is None]
+    step = _of_the_step(frame) if found and not _is_apart(frame) else None
+    if step is None:
+        return
+    for checks in found:
+        text = f"{what} {line_of_frame(step.named)}"
+        checks.clock = checks.clock or text
+        if step.is_own and not step.once and not is_unsure:
+            checks.own_clock = text
 
 
-def _is_in_collection(frame: FrameType | None) -> bool:
-    """Whether a callback of the garbage collector runs, which may do so within any line of the step."""
-    codes = {getattr(each, "__code__", None) for each in gc.callbacks}
+def _is_apart(frame: FrameType | None) -> bool:
+    """Whether a callback of the garbage collector runs, as within any line of the step, or `os.makedirs`."""
+    codes = {getattr(each, "__code__", None) for each in (os.makedirs, *gc.callbacks)}
     while frame is not None:
         if frame.f_code in codes:
             return True
@@ -211,7 +208,7 @@ def watch_audit_events(active: Callable[[], bool], recordings: Recordings) -> No
             what = _event_text(event, args)
             if what is not None:
                 _note(recordings, sys._getframe(1), what)
-            elif event == "open":
+            elif event == "open" and not _is_null(args[0]):
                 _note_clock(recordings, sys._getframe(1), f"a file, {_path(args[0])},")
 
     sys.addaudithook(hook)
@@ -269,7 +266,8 @@ class CallWatch:
                     sys.setprofile(None)
                     return
                 if function.__name__ in CLOCKS and (clock := clock_text(function)) is not None:
-                    _note_clock(recordings, frame, clock)
+                    is_unsure = function.__name__ in CONVERSIONS
+                    _note_clock(recordings, frame, clock, is_unsure)
                 try:
                     what = _call_text(function)
                 except Exception:  # a property of the user's, such as the name of a stream

@@ -285,7 +285,7 @@ class CapturedStep(PredictedStep):
         checks, hyper = run.recorder.checks, run.recorder.calls.hyperparameters
         if hyper is not None:
             self._changed_hyperparameters |= hyper.wanted
-        if checks.repeated:
+        if checks.repeated or checks.own_clock is not None:
             self._repeats_calls = True
             self._reads_no_clock |= bool(checks.is_watched) and checks.clock is None
         unkept = self._warmups.get(call.key)

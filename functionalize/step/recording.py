@@ -28,7 +28,7 @@ import functools
 import gc
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -79,7 +79,7 @@ class RecordingSummary:
     pins: weak references to these storages, which keep their addresses from being reused.
     moved: places in Python that this recording, or one before it, has moved. is_live: whether its numbers were live.
     seen: how this recording and those before it have moved places, see Note [What moves alike].
-    changed: the name of what the step changed and a replay would not, if it has one.
+    changed: the name of what the step changed and a replay would not, if it has one. clock: the one that it read.
     """
 
     identities: list[Any]
@@ -89,6 +89,7 @@ class RecordingSummary:
     is_live: bool = False
     seen: tuple[Moves, ...] = ()
     changed: tuple[str, ...] = ()
+    clock: str | None = None
 
 
 class StepRecording:
@@ -171,20 +172,19 @@ class StepRecording:
             self.recorder.live,
             seen[:_MOST_SEEN],
             tuple(_NAMED.findall(self.exit.changed or "")[:1]),
+            self.recorder.checks.own_clock,
         )
 
     # -- is it the steady state? -----------------------------------------------------------------
 
     def refusal(self) -> str | None:
         """Why the step cannot be captured, whatever later calls do; None if it can."""
-        reasons = dict.fromkeys(
-            [
-                *refusals(self.recorder, self.exit.leaves, self.entry.roots),
-                self.recorder.checks.unknown_arguments() or "",
-                self._unknown_target() or "",
-            ]
-        )
-        return "; ".join(filter(None, reasons)) or self.entry.python_state.refusal
+        reasons = [
+            *refusals(self.recorder, self.exit.leaves, self.entry.roots),
+            self.recorder.checks.unknown_arguments() or self._clock(),
+            self._unknown_target(),
+        ]
+        return "; ".join(filter(None, dict.fromkeys(reasons))) or self.entry.python_state.refusal
 
     def _unknown_target(self) -> str | None:
         """Why a repeated call would find another object than eager, or None: the search has not found its object."""
@@ -197,6 +197,13 @@ class StepRecording:
                 return f"{what} that the search for the objects of the step does not find: pass it as an argument"
         return None
 
+    def _clock(self) -> str | None:
+        """What the step reads that changes by itself, in the recording before and in this (if that is seen)."""
+        checks, before = self.recorder.checks, self.previous and self.previous.clock
+        if not before or (checks.is_watched and checks.own_clock is None):
+            return None
+        return f"reads {before}, which changes by itself and which a replay would not read: do so outside the step"
+
     def not_steady(self, previous: RecordingSummary | None) -> str | None:
         """Why this is not the steady state yet, or None. See Note [Steady state]."""
         if self.exit.changed is not None:
@@ -208,6 +215,8 @@ class StepRecording:
         recorder = self.recorder
         if recorder.checks.once:
             return f"{recorder.checks.once[0]}, in a cached function: at one call only"
+        if recorder.checks.own_clock is not None and (previous is None or previous.clock is None):
+            return f"reads {recorder.checks.own_clock}: recorded once more, to see whether it does so again"
         if recorder.checks.repeated and recorder.checks.is_watched is None:
             return f"{recorder.checks.repeated[0]}: recorded once more, to see whether it reads a clock"
         if awaits_live_numbers(recorder, self.entry):
@@ -332,11 +341,9 @@ class StepRecording:
         """Let each replay return a copy of a mutable object that the step made."""
         known = {*self.entry.python_state.state.seen, *map(id, self.entry.leaves)}
         return [
-            Constant(copy.deepcopy(role.value), made=True)
-            if isinstance(role, Constant)
-            and _is_changeable(role.value)
-            and id(role.value) not in known
-            else role
+            role
+            if not isinstance(role, Constant) or not _is_changeable(role.value, known)
+            else Constant(copy.deepcopy(role.value), made=True)
             for role in outputs
         ]
 
@@ -384,7 +391,8 @@ def _is_read(record: OpRecord) -> bool:
     return op.to_python or op.sized_by_data
 
 
-def _is_changeable(value: Any) -> bool:
+def _is_changeable(value: Any, known: Container[int]) -> bool:
     kind = type(value)
     array = kind.__module__ == "numpy" and kind.__name__ == "ndarray"
-    return array or kind in (set, bytearray, types.SimpleNamespace)
+    is_mutable = array or kind in (set, bytearray, types.SimpleNamespace)
+    return is_mutable and id(value) not in known

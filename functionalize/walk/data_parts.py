@@ -236,10 +236,12 @@ def file(value: Any) -> Parts:
 
 
 def waiting(value: Any, names: NameFilter) -> Parts:
-    """A queue: its elements, or their number. Code that asks it for its size, or an empty one for more, does not move it."""
+    """A queue: its elements, or their number. Asking for its size, or an empty one for more, does not move it."""
     held = [] if isinstance(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
     size = value.qsize()
-    is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (size > 0 or _TAKING.isdisjoint(names.names))
+    is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (
+        size > 0 or _TAKING.isdisjoint(names.names)
+    )
     return Parts((type(value), size), held, is_loose=True, is_moved=is_moved)
 
 

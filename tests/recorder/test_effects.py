@@ -345,11 +345,6 @@ def warns() -> Effect:
     return effect
 
 
-def reads() -> Effect:
-    Path("read.txt").write_text("1")
-    return lambda: Path("read.txt").read_text()
-
-
 def text_in_memory() -> Effect:
     return lambda: io.StringIO().write("a step")
 
@@ -372,7 +367,6 @@ def log_once(text: str) -> None:
     [
         imports,
         warns,
-        reads,
         text_in_memory,
         nowhere,
         lambda: lambda: logger.debug("nobody handles it"),

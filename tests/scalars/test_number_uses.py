@@ -205,7 +205,7 @@ def test_types_in_the_code_of_others_leave_numbers_live() -> None:
 
 def test_the_date_in_the_code_of_others_leaves_numbers_live() -> None:
     def fn(x: Tensor) -> Any:
-        started = datetime.datetime.now().year + time.perf_counter() > 0
+        started = datetime.datetime.min.year + time.timezone > -86400
         return x.item() if started else None
 
     step = fz.capture(fn)

@@ -7,11 +7,13 @@ that cannot be replayed.
 from __future__ import annotations
 
 import math
+import os
 import time
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -802,9 +804,7 @@ def deque_of_losses(w: World) -> Step:
     return step
 
 
-@refused(
-    r"`w.at` is [0-9.]+, was [0-9.]+\n  `at` of a World\n  changed at .*w.at = time.perf_counter"
-)
+@refused(r"reads time.perf_counter at .*w.at = time.perf_counter\(\), which changes by itself and")
 def time_of_the_call(w: World) -> Step:
     w.at = 0.0
 
@@ -815,15 +815,55 @@ def time_of_the_call(w: World) -> Step:
     return step
 
 
-@refused(r"assigns `w.seconds`: with a number of its own at every call", at=3)
-def seconds_in_all(w: World) -> Step:
-    w.seconds = 0.0
+@refused(r"assigns `w.nodes`: with a number of its own at every call", at=3)
+def nodes_in_all(w: World) -> Step:
+    w.nodes = 0
 
     def step(x: Tensor) -> Tensor:
-        start = time.perf_counter()
         loss = w.train(x)
-        w.seconds += time.perf_counter() - start
+        w.nodes += loss.grad_fn._sequence_nr()  # no clock that is known
         return loss.detach()
+
+    return step
+
+
+@refused(r"reads time.perf_counter at .*loss = w.train\(x\), time.perf_counter\(\), which changes")
+def seconds_in_the_result(w: World) -> Step:
+    def step(x: Tensor) -> Any:
+        loss = w.train(x), time.perf_counter()
+        return loss[0].detach() if loss[1] > 0 else loss
+
+    return step
+
+
+@refused(r"reads files, by os.stat at .*if not os.path.exists\(w.stop\):, which changes by itself")
+def file_that_ends_the_run(w: World) -> Step:
+    w.stop = "a file that is not there"
+
+    def step(x: Tensor) -> Tensor | None:
+        if not os.path.exists(w.stop):
+            return w.train(x).detach()
+        return None
+
+    return step
+
+
+@refused(r"reads a file, `.*moving_steps.py`, at .*Path\(__file__\)")
+def file_that_every_call_reads(w: World) -> Step:
+    def step(x: Tensor) -> Tensor:
+        return w.train(x).detach() * len(Path(__file__).read_text())
+
+    return step
+
+
+@replays(3)
+def file_that_the_first_call_reads(w: World) -> Step:
+    w.has_read = False
+
+    def step(x: Tensor) -> Tensor:
+        if not w.has_read:
+            w.has_read = os.path.exists(__file__)
+        return w.train(x).detach()
 
     return step
 
