@@ -64,6 +64,7 @@ from functionalize.walk.live_places import (
     put,
 )
 from functionalize.walk.parts import Held
+from functionalize.walk.unread import AttributeReads
 from functionalize.walk.walker import PythonState
 
 
@@ -88,13 +89,14 @@ class MovingPlaces:
     """The live places of one recording, with their names: values, and lists; generators from which it may draw.
 
     floats: the globals in which calls of `float` are live, see `scalars/float_calls.py`.
-    flags: the values of type bool in `values`, which are no numbers: facts.
+    flags: the values of type bool in `values`, which are no numbers: facts. constants: those that code writes out and
+    assigns to a place, by its name.
     """
 
     live: LivePlaces
     values: tuple[tuple[str, Held], ...] = ()
     lists: tuple[tuple[str, Held], ...] = ()
-    constants: Mapping[str, frozenset[tuple[type, str]]] = field(default_factory=dict)
+    constants: dict[str, frozenset[tuple[type, str]]] = field(default_factory=dict)
     generators: tuple[GeneratorPlace, ...] = ()
     floats: tuple[Scope, ...] = ()
     flags: tuple[tuple[str, Held, bool], ...] = ()
@@ -106,6 +108,12 @@ class MovingPlaces:
 
     def __bool__(self) -> bool:
         return bool(self.live or self.generators or self.floats)
+
+    def learn(self, reads: AttributeReads) -> None:
+        """Add the constants that code of libraries was seen to assign."""
+        for name, place in self.values:
+            if (constant := reads.assigned(place.place)) is not None:
+                self.constants[name] |= {constant}
 
     def of_effects(self, effects: Sequence[Any]) -> MovingPlaces:
         """Those of a recording with these effects: without generators, if it has drawn from none."""

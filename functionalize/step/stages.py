@@ -117,6 +117,7 @@ class RecordedRun:
     def recording(self) -> StepRecording:
         plain_keys(self.result)
         self.entry.settle_hooks(self.recorder)
+        self.entry.moving.learn(self.entry.observed.reads)
         self.moving.finish()
         key = self.moving.key
         changed = self.changed or self.moving.refusal or self.moving.unexplained

@@ -1,4 +1,7 @@
-"""`Patches`: attributes of classes, modules and objects that are replaced temporarily, and always restored."""
+"""`Patches`: attributes of classes, modules and objects that are replaced temporarily, and always restored.
+
+What others put in the place of a replacement meanwhile stays.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Patches:
         self._patches = patches
         self._lock = threading.Lock()
         self._users = 0
-        self._saved: list[tuple[Any, str, Any, bool]] = []
+        self._saved: list[tuple[Any, str, Any, Any, bool]] = []
 
     @property
     def active(self) -> bool:
@@ -49,14 +52,16 @@ class Patches:
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         own = name in vars(owner)
-        self._saved.append((owner, name, vars(owner).get(name), own))
+        self._saved.append((owner, name, new, vars(owner).get(name), own))
         setattr(owner, name, new)
 
     def _restore(self) -> None:
         try:
             while self._saved:
-                owner, name, old, own = self._saved[-1]
-                if own:
+                owner, name, new, old, own = self._saved[-1]
+                if vars(owner).get(name, new) is not new:
+                    pass
+                elif own:
                     setattr(owner, name, old)
                 elif name in vars(owner):
                     delattr(owner, name)

@@ -6,6 +6,7 @@
     lines_of_changes(codes, "n")       ["train.py:12, in step: self.n += 1"]
     lines_of_uses(codes, "rng")        ["train.py:13, in step: x = x * self.rng.random()"]
     stored_constants(codes, "n")       {(int, "0")} for `self.n = 0`
+    assigned_constant(frame)           (int, "0") while `self.n = 0` runs in it
 
 Invariant: what is not understood counts as a read.
 """
@@ -136,3 +137,32 @@ def stored_constants(codes: Iterable[types.CodeType], name: str) -> frozenset[tu
         for constant in code.co_consts
         if type(constant) in (int, float)
     )
+
+
+_LOADS_OWNER = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL"})
+
+
+@functools.lru_cache(maxsize=1024)
+def _at_offsets(code: types.CodeType) -> tuple[Sequence[dis.Instruction], dict[int, int]]:
+    steps = list(dis.get_instructions(code))
+    return steps, {step.offset: at for at, step in enumerate(steps)}
+
+
+def assigned_constant(frame: types.FrameType) -> tuple[type, str] | None:
+    """The number, by type and text, that code writes out and `frame` is assigning to an attribute; None: another one.
+
+    `self.n = 0` and `self.state.n = 0`; not `self.n = 0 if x else y`, where code jumps to the assignment.
+    """
+    steps, offsets = _at_offsets(frame.f_code)
+    at = offsets.get(frame.f_lasti, 0)
+    if steps[at].opname != "STORE_ATTR":
+        return None
+    while steps[at].opname in ("STORE_ATTR", "LOAD_ATTR"):
+        if steps[at].is_jump_target or at < 2:
+            return None
+        at -= 1
+    owner, value = steps[at], steps[at - 1]
+    if owner.opname not in _LOADS_OWNER or owner.is_jump_target:
+        return None
+    is_number = value.opname.startswith("LOAD_") and type(value.argval) in (int, float)
+    return (type(value.argval), repr(value.argval)) if is_number else None

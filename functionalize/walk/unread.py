@@ -15,10 +15,12 @@ the variables of frames finds it.
 While a step is recorded, the classes of libraries' objects note which attributes code reads, sets and deletes. A step
 that reads the same values does the same, so the attributes that it did not touch are no facts: `state.epoch`, which a
 Trainer counts. A name that is read and is not there counts, too.
+A class may hold the `__dict__` that its instances share (`self.__dict__ = self._shared_state`): meanwhile the class holds
+a `_SharedTable` in its place, which notes who reads it.
 Invariant: what is not understood is read: parameters of callables that are no Python functions, parameters that nested
 functions see, all parameters of functions whose code looks at variables of frames (`locals`, `f_locals`). Whether code
 that they call does so is known after a walk: `looks_at_frames`. Likewise what is in slots, and all attributes of an
-object whose `__dict__` is read, or held by a class or by anything that the walk has found, which is copied or pickled,
+object whose `__dict__` is read, also from a class, or held by anything that the walk has found, which is copied or pickled,
 or whose class is of C code or has methods that look past `__getattribute__`.
 """
 
@@ -27,8 +29,10 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import sys
 import types
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
@@ -37,6 +41,7 @@ import torch
 from functionalize.util.packages import is_installed
 from functionalize.util.patching import Patch, Patches
 from functionalize.walk.code_names import NameFilter, names_in
+from functionalize.walk.code_uses import assigned_constant
 from functionalize.walk.fact_text import Path
 from functionalize.walk.object_parts import look_of
 from functionalize.walk.parts import is_native, library, users
@@ -124,6 +129,7 @@ _get = object.__getattribute__
 
 _OBSERVABLE: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 _PATCHES: weakref.WeakKeyDictionary[type, Patches] = weakref.WeakKeyDictionary()
+_HELD: weakref.WeakKeyDictionary[type, dict[str, Patches]] = weakref.WeakKeyDictionary()
 _ACTIVE: list[AttributeReads] = []  # of all threads: a step may leave work to others
 
 
@@ -176,22 +182,28 @@ class AttributeReads:
         self._paths: dict[int, Path] = {}
         self._touched: set[int] = set()
         self._kinds: dict[type, None] = {}
+        self._holders: dict[tuple[type, str], dict[str, Any]] = {}
+        self._assigned: dict[tuple[int, str], tuple[type, str] | None] = {}
         for key, (table, kinds, path) in roots.tables.items():
             if all(map(is_observable, kinds)):
                 self._paths[key] = path
                 self._kinds.update(dict.fromkeys(kinds))
-                if key not in held and not _is_of_class(table, kinds):
+                if key not in held:
                     self._tables[key] = table, set()
+                    self._holders.update(_holders_of(table, kinds))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Note what code does while this is open."""
         installed: list[Patches] = []
         try:
-            for kind in self._kinds:
-                patches = _PATCHES.get(kind)
-                if patches is None:
-                    patches = _PATCHES[kind] = Patches(functools.partial(_patches, kind))
+            for patches in (
+                *(_known(_PATCHES, kind, _patches) for kind in self._kinds),
+                *(
+                    _known(_HELD.setdefault(kind, {}), name, functools.partial(_held, kind, table))
+                    for (kind, name), table in self._holders.items()
+                ),
+            ):
                 patches.install()
                 installed.append(patches)
             _ACTIVE.append(self)
@@ -211,6 +223,14 @@ class AttributeReads:
             self._tables.pop(id(table), None)
         elif id(table) in self._tables:
             self._tables[id(table)][1].add(name)
+
+    def note_assigned(self, table: Any, name: str, constant: tuple[type, str] | None) -> None:
+        """Code assigns to this attribute. constant: a number that it writes out, by type and text."""
+        self._assigned[id(table), name] = constant
+
+    def assigned(self, place: tuple[Any, Any]) -> tuple[type, str] | None:
+        """The constant that code has assigned last to a place, see `Held.place`; None: another value, or none."""
+        return self._assigned.get(place) if place[0] in self._tables else None
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -237,14 +257,49 @@ class AttributeReads:
         }
 
 
-def _is_of_class(table: dict[str, Any], kinds: set[type]) -> bool:
-    """Whether a class holds the `__dict__` of its instances, which then share it."""
+class _SharedTable(UserDict[str, Any]):
+    """Stands in a class for the `__dict__` of its instances. For code, attributes of the class are that `__dict__`."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table = table
+
+    @property
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
+        _note_table(self.table, "__dict__")
+        return self.table
+
+    def __get__(self, instance: Any, owner: type) -> dict[str, Any]:
+        return self.data
+
+
+def _holders_of(table: dict[str, Any], kinds: set[type]) -> dict[tuple[type, str], dict[str, Any]]:
+    """Which classes, by which name, hold the `__dict__` of their instances, which then share it."""
     bases = {base for kind in kinds for base in kind.__mro__}
-    return any(value is table for base in bases for value in vars(base).values())
+    held = [(base, name, value) for base in bases for name, value in vars(base).items()]
+    return {
+        (base, name): table
+        for base, name, value in held
+        if value is table or (type(value) is _SharedTable and value.table is table)
+    }
+
+
+def _known(table: Any, key: Any, patches: Callable[[Any], Iterator[Patch]]) -> Patches:
+    """The patches for a key, which all recordings share."""
+    found: Patches | None = table.get(key)
+    if found is None:
+        found = table[key] = Patches(functools.partial(patches, key))
+    return found
+
+
+def _held(kind: type, table: dict[str, Any], name: str) -> Iterator[Patch]:
+    yield kind, name, _SharedTable(table)
 
 
 def _note(value: Any, name: str) -> None:
-    table = _get(value, "__dict__")
+    _note_table(_get(value, "__dict__"), name)
+
+
+def _note_table(table: Any, name: str) -> None:
     for each in tuple(_ACTIVE):
         each.note(table, name)
 
@@ -258,6 +313,10 @@ def _patches(kind: type) -> Iterator[Patch]:
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         _note(self, name)
+        if _ACTIVE:
+            table, constant = _get(self, "__dict__"), assigned_constant(sys._getframe(1))
+            for each in tuple(_ACTIVE):
+                each.note_assigned(table, name, constant)
         object.__setattr__(self, name, value)
 
     def __delattr__(self: Any, name: str) -> None:

@@ -48,6 +48,7 @@ class Loop:
     # -- reads nothing that changes
     def plain(self, x): return self.train(x)
     def reads_another(self, x): return self.train(x, self.state.scale)
+    def reads_shared(self, x): return self.train(x, self.shared.scale)
 
     # -- decides by `state.epoch`
     def attribute(self, x): return self.train(x, 1.0 if self.state.epoch < 5 else 3.0)
@@ -79,6 +80,21 @@ class Loop:
     def kept_table(self, x): return self.train(x, float(self.table["epoch"] < 5))
     def by_global(self, x): return self.train(x, state_of_all().factor())
     def shared_table(self, x): return self.train(x, float(Shared().epoch < 5))
+    def by_class(self, x): return self.train(x, self.shared.scale * float(Shared.values["epoch"] < 5))
+    def by_class_vars(self, x): return self.train(x, self.shared.scale * float(vars(Shared)["values"]["epoch"] < 5))
+    def by_instance(self, x): return self.train(x, self.shared.scale * float(self.shared.values["epoch"] < 5))
+    def by_super(self, x): return self.train(x, self.shared.scale * float(Sub().now < 5))
+
+    # -- assigns a number that is no constant of this line
+    def odd_branch(self, x):
+        self.count = 1 if TICKS[0] >= 5 else 0
+        return self.train(x)
+    def odd_builtin(self, x):
+        setattr(self, "count", min(TICKS[0] // 5, 1))
+        return self.train(x)
+    def odd_value(self, x):
+        self.count = min(TICKS[0] // 5, 1)
+        return self.train(x)
 
     # -- absent, then there; the same value set again; deleted
     def absent(self, x): return self.train(x, getattr(self.state, "extra", 1.0))
@@ -116,15 +132,22 @@ class Loop:
     def sums_up(self, x):
         self.total += 0.5
         return self.train(x, self.total)
+    def resets(self, x):
+        if self.count == 2: self.count = 0
+        else: self.count += 1
+        return self.train(x)
     def in_a_list(self, x):
         self.sums[0] += 1
         return self.train(x, float(self.sums[0] % 2))
 
 class Shared:
-    values = {"epoch": 0}
+    values = {"epoch": 0, "scale": 0.5}
     def __init__(self): self.__dict__ = self.values
+class Sub(Shared):
+    @property
+    def now(self): return super().values["epoch"]
 
-ALL = []
+ALL, TICKS = [], [0]
 def state_of_all(): return ALL[-1].state
 
 class Past:
@@ -135,11 +158,13 @@ DECIDES = [
     *("attribute", "method", "by_property", "by_name", "by_data", "getter", "in_vars", "in_dict"),
     *("copied", "deep_copied", "pickled", "as_dict", "replaced", "equal", "text", "matched"),
     *("proxy", "in_lambda", "in_hook", "kept_table", "shared_table", "by_global"),
+    *("by_class", "by_class_vars", "by_instance", "by_super"),
 ]
 MOVES = {
     **dict.fromkeys(("counts", "counts_and_computes", "sums_up"), 4),
     **dict.fromkeys(("counts_and_decides", "accumulates", "alternates", "in_a_list"), 2),
     "only_first": 3,
+    "resets": 4,
 }
 
 
@@ -181,7 +206,8 @@ def compared(library: Any, name: str, calls: int = CALLS, **changes: Any) -> Any
     step = fz.capture(of(ours), on_uncapturable="eager")
     for i in range(calls):
         for each in loops:
-            each.state.epoch = library.Shared.values["epoch"] = i
+            each.state.epoch = library.Shared.values["epoch"] = library.TICKS[0] = i
+            each.count = 9 if name.startswith("odd") else each.count
             for key, value in changes.items() if i >= CHANGED_AT else ():
                 setattr(each.state, key, value)
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
@@ -195,7 +221,7 @@ def compared(library: Any, name: str, calls: int = CALLS, **changes: Any) -> Any
     return step
 
 
-@pytest.mark.parametrize("name", ["plain", "reads_another"])
+@pytest.mark.parametrize("name", ["plain", "reads_another", "reads_shared"])
 def test_a_number_that_the_step_does_not_read_is_no_fact(library: Any, name: str):
     step = compared(library, name)
     assert step.stats.captures == 1 and step.stats.replays >= CALLS - 3, step.explain()
@@ -221,6 +247,12 @@ def test_a_class_of_the_user_that_inherits_from_a_library(library: Any):
 @pytest.mark.parametrize("name", DECIDES)
 def test_a_number_by_which_the_step_decides_is_a_fact(library: Any, name: str):
     compared(library, name)
+
+
+@pytest.mark.parametrize("name", ["odd_branch", "odd_builtin", "odd_value"])
+def test_a_number_that_the_code_computes_is_not_assigned_by_a_replay(library: Any, name: str):
+    step = compared(library, name)
+    assert "changes Python state" in step.explain() and not step.stats.captures
 
 
 @pytest.mark.parametrize("name", ["absent", "absent_then_there", "reads_another"])
