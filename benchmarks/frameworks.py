@@ -111,6 +111,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of the frameworks
     for name in ("epochs", "width", "layers", "batch", "tokens"):  # before the loops import them
         setattr(loops, name.upper(), getattr(arguments, name))
+    loops.SECONDS = 600
     loops.ROWS = 11 * arguments.batch // 2
     print(machine())
     if arguments.equal:

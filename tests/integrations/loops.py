@@ -31,6 +31,7 @@ from torch.utils.data import TensorDataset
 ROWS, BATCH, EPOCHS = 44, 8, 10  # the last batch is short
 WIDTH, LAYERS, TOKENS = 16, 2, 12  # of the models; a sequence of a language model
 WARM, SAVED = 4, 5  # epochs; the checkpoint is between two
+SECONDS = 120  # of a training, which may hang
 
 
 class Training(NamedTuple):
@@ -179,7 +180,7 @@ def forked(world: int, target: Callable[..., None], *args: Any) -> None:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(SECONDS)
         process.kill()  # it waits for one that has failed
 
 
