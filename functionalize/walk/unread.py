@@ -15,13 +15,13 @@ the variables of frames finds it.
 While a step is recorded, the classes of libraries' objects note which attributes code reads, sets and deletes. A step
 that reads the same values does the same, so the attributes that it did not touch are no facts: `state.epoch`, which a
 Trainer counts. A name that is read and is not there counts, too.
-A class may hold the `__dict__` that its instances share (`self.__dict__ = self._shared_state`): meanwhile the class holds
-a `_SharedTable` in its place, which notes who reads it.
+A class may hold the `__dict__` that its instances share (`self.__dict__ = self._shared`): while a step is watched, a
+`_SharedTable` stands in its place, which notes who reads it.
 Invariant: what is not understood is read: parameters of callables that are no Python functions, parameters that nested
 functions see, all parameters of functions whose code looks at variables of frames (`locals`, `f_locals`). Whether code
 that they call does so is known after a walk: `looks_at_frames`. Likewise what is in slots, and all attributes of an
-object whose `__dict__` is read, also from a class, or held by anything that the walk has found, which is copied or pickled,
-or whose class is of C code or has methods that look past `__getattribute__`.
+object whose `__dict__` is read, also from a class, or held by anything that the walk has found, which is copied or
+pickled, or whose class is of C code or has methods that look past `__getattribute__`.
 """
 
 from __future__ import annotations
