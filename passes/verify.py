@@ -29,6 +29,7 @@ from torch import Tensor, fx
 
 from functionalize.analysis.aliases import (
     Aliases,
+    guarded_storages,
     is_view,
     results,
     results_of,
@@ -292,7 +293,7 @@ def _outputs(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> It
                 f"{what} is `{node.name}`, which shares memory with {memory[group]}: copy it",
             )
         slot, other = owners.setdefault(group, (role.slot, what))
-        if slot != role.slot:
+        if slot != role.slot and not role.is_saved:
             yield node, f"{what} is `{node.name}`, which shares memory with {other}: copy it"
 
 
@@ -308,7 +309,8 @@ def _fits(what: str, role: Result, node: fx.Node) -> Iterator[Finding]:
 
 def _epilogue(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Iterator[Finding]:
     inputs, slots, classes = program.inputs, results(program.graph), storage_classes(program)
-    sizes = {c: spec.nbytes for c, spec in zip(classes, inputs, strict=True)}
+    homes = guarded_storages(program) or range(len(inputs))  # of a backward, saved values have none
+    sizes = {c: spec.nbytes for c, spec in zip(homes, inputs, strict=True)}
     resized: set[int] = set()
     for action in program.epilogue:
         kind = f"{type(action).__name__.lower()} in the epilogue"
@@ -317,7 +319,7 @@ def _epilogue(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> I
         if wrong:
             yield None, f"a {kind} names input {wrong[0]} of {len(inputs)}"
             continue
-        home, name = classes[action.input], inputs[action.input].name
+        home, name = homes[action.input], inputs[action.input].name
         if isinstance(action, Resize):
             if home in resized or action.nbytes < 0:
                 why = "which is negative" if action.nbytes < 0 else "resized before"

@@ -88,10 +88,15 @@ def storage_classes(program: Executable) -> tuple[int, ...]:
 
     Without an `AliasGuard` any inputs may share a storage: all have the same number.
     """
+    return guarded_storages(program) or (0,) * len(program.inputs)
+
+
+def guarded_storages(program: Executable) -> tuple[int, ...] | None:
+    """A number per input, equal for inputs on one storage; None if no guard says which share one."""
     for guard in program.guards:
         if isinstance(guard, AliasGuard) and len(guard.groups) == len(program.inputs):
             return guard.groups
-    return (0,) * len(program.inputs)
+    return None
 
 
 class Aliases:

@@ -101,11 +101,11 @@ class Lazy:
     def module(self, model: Callable[..., Any]) -> LazyModule:
         """A model, or any callable, whose calls wait inside of the block, each as a whole, and so do their backwards.
 
-        Outside of it, and in another thread, the callable itself runs. Attributes are those of the callable. The
-        pipeline is for the programs of whole iterations: those of the forward and its backward alone have no passes.
+        Outside of it, and in another thread, the callable itself runs. Attributes are those of the callable.
+        Raises `PassError` for passes that change collectives.
         """
         name = getattr(model, "__name__", type(model).__name__)
-        made = LazyModule(model, self._mode, self._options(()), name)
+        made = LazyModule(model, self._mode, self._options(self._pipeline), name)
         self._calls.append(made)
         return made
 

@@ -86,13 +86,8 @@ class LazyMode(Watcher):
         plan, op = self._plans.get(address(func)) or self._plan(func)
         if self.call is not None and self._concerns(plan, op, args):
             self.look(str(func))
-        if op.composite:
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        if op.has_formula:
-            out = self.formulas.applied(self, func, args, kwargs)
+        if op.composite or op.has_formula:
+            out = self.formulas.by_other_ops(self, op, func, args, kwargs)
             if out is not NotImplemented:
                 return out
         if plan == _VIEW:

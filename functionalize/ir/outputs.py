@@ -25,10 +25,14 @@ from functionalize.util.unchanged import Unchanged
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The graph's result at `slot`; or a view of it of `geometry`, whose offset counts from its first element."""
+    """The graph's result at `slot`; or a view of it of `geometry`, whose offset counts from its first element.
+
+    is_saved: whether a backward gets it, and not the caller: so it may share memory with another output.
+    """
 
     slot: int
     geometry: Geometry | None = None
+    is_saved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,19 @@ class EagerFormulas:
         self._factors: Tensor | None = None  # of the product whose backward runs
         self._product: Tensor | None = None
 
+    def by_other_ops(self, mode: Any, op: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result by the ops of which `func` consists, or by eager's formula; NotImplemented: `func` itself runs.
+
+        mode: see `applied`. op: the `OpKind` of `func`.
+        """
+        out = NotImplemented
+        if op.composite:
+            with mode:
+                out = func.decompose(*args, **kwargs)
+        if op.has_formula and out is NotImplemented:
+            out = self.applied(mode, func, args, kwargs)
+        return out
+
     def applied(self, mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of one of `FORMULA_OPS` by eager's formula; NotImplemented if torch computes what eager does.
 

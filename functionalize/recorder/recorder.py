@@ -159,17 +159,12 @@ class Recorder(Watcher):
             op = self._kinds[address(func)] = kind_of(func)
         if op.metadata:
             return op.run(*args, **kwargs)
-        if op.composite:
-            with self:
-                out = func.decompose(*args, **kwargs)
+        if op.composite or op.has_formula:
+            out = self.formulas.by_other_ops(self, op, func, args, kwargs)
             if out is not NotImplemented:
                 return out
         if op.random:
             out = self.calls.own_generators.drawn(self, func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        if op.has_formula:
-            out = self.formulas.applied(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
         record = self.tape.record(func, args)

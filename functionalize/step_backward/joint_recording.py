@@ -249,7 +249,8 @@ class JointRecording(StepRecording):
             yield each
 
     def _forward(self, builder: PairBuilder, cut: Split, half: Half, in_spec: Any) -> Program:
-        saved = [Result(len(half.results) + i) for i in range(len(cut.saved))]
+        first = len(half.results)
+        saved = [Result(first + i, is_saved=True) for i in range(len(cut.saved))]
         program = half.program(builder, cut.forward, builder.inputs, saved, in_spec)
         storages = _storages(builder, drop_unused_inputs(program))
         entry = self.end.entry

@@ -589,16 +589,31 @@ def test_a_number_that_decides_is_a_guard_of_the_forward() -> None:
 
 
 def test_passes_run_on_both_programs() -> None:
-    (a, eager), (b, _) = twins()
-    captured = fz.capture(loss_of(b), backward=True, passes="default")
+    """The caller gets a view of a value that the forward saves, and a write to it is seen."""
+
+    def make(model: nn.Module) -> Any:
+        def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+            kept = model(x).tanh()
+            return kept.square().mean(), kept.t()
+
+        return forward
+
+    (a, _), (b, _) = twins()
+    captured = fz.capture(make(b), backward=True, passes="default")
     for i in range(5):
         results = []
-        for model, forward in ((a, eager), (b, captured)):
+        for model, forward in ((a, make(a)), (b, captured)):
             torch.manual_seed(i)
             model.zero_grad()
-            forward(batch(i)).backward()
-            results.append(gradients(model))
+            loss, kept = forward(batch(i))
+            loss.backward()
+            results.append([*gradients(model), kept])
         assert equal(*results)
+    for forward in (make(a), captured):
+        loss, kept = forward(batch(i))
+        kept.detach().zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
     assert captured.program.history
     assert captured.backward_programs[0].history
     assert captured.stats.backwards >= 3
