@@ -17,6 +17,9 @@ ARGS ?=
 # Processes that run tests, a file at a time; 0: this one. Tests on ranks start processes of their own beside them.
 WORKERS ?= 2
 
+# Each of the processes that tests start would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 

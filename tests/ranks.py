@@ -6,7 +6,8 @@
 
     first, second = run_on_ranks(loss_of, 7, world=2)
 
-The processes start on the first call and serve all later ones, so a call costs milliseconds.
+The processes start on the first call and serve all later ones, so a call costs milliseconds. Between calls they are
+stopped, since each of gloo's process groups has a thread that wakes up a hundred times a second.
 What that means for the function:
 
 - arguments and results travel by value (pickle): return plain or local tensors, not DTensors;
@@ -28,11 +29,12 @@ Nothing here needs pytest.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
 import multiprocessing
-import multiprocessing.connection
 import operator
 import os
 import pickle
@@ -45,7 +47,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,6 +67,9 @@ PRELOADED = [
 ]
 START_SECONDS = 120.0  # importing torch on a busy machine takes a while
 GRACE_SECONDS = 1.0  # after a failure, for the others to report theirs
+STOPS = (
+    sys.platform == "linux"
+)  # elsewhere a process cannot ask to end with its parent, which it must if it is stopped
 # The server imports torch once; a fork of it takes milliseconds. The first ranks of a pool are processes of their own,
 # so that the ranks hash strings differently, as they do in a job: nothing that they must agree on may depend on it.
 UNFORKED = 1
@@ -145,6 +150,8 @@ def _join(rank: int, world: int, folder: str) -> None:
 def _serve(answers: Connection, rank: int, world: int, folder: str) -> None:
     """What a rank runs: join the others, then answer calls until the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if STOPS:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with open(f"{folder}/stacks.{rank}", "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
@@ -196,15 +203,19 @@ class RankPool:
 
     def run(self, name: str, message: bytes, timeout: float) -> list[Any]:
         """Send a pickled call to all ranks and return their results; ``name`` is for messages."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             try:
                 pipe.send_bytes(message)
             except OSError:
                 pass  # it died since the last call; reading says so
-        return self._collect(name, timeout)
+        results = self._collect(name, timeout)
+        self._signal(signal.SIGSTOP)
+        return results
 
     def close(self, kill: bool = False) -> None:
         """Let the ranks end, or ``kill`` them."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -215,6 +226,12 @@ class RankPool:
             process.close()
         self._folder.cleanup()
 
+    def _signal(self, number: int) -> None:
+        for process in self._processes if STOPS else ():
+            with contextlib.suppress(ProcessLookupError):  # it died
+                if process.exitcode is None and process.pid is not None:
+                    os.kill(process.pid, number)
+
     def _collect(self, name: str, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
         failures: list[_Failure] = []
@@ -222,7 +239,7 @@ class RankPool:
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
             seconds = max(0.0, deadline - time.monotonic())
-            ready = multiprocessing.connection.wait(list(waiting), seconds)
+            ready = wait(list(waiting), seconds)
             if not ready:
                 break
             for pipe in [pipe for pipe in waiting if pipe in ready]:  # in rank order
@@ -260,15 +277,23 @@ class RankPool:
             pid = self._processes[rank].pid
             if pid is not None:
                 os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)  # for faulthandler to write; it works while the rank hangs in C++
+        stacks = self._written(ranks)
         error = RankTimeout(
             f"{name}: ranks {ranks} of {self.world} did not return within {timeout:g} s"
         )
-        stacks = [self._stacks(rank) for rank in ranks]
         for rank, stack in zip(ranks, stacks, strict=True):
             error.add_note(f"Rank {rank} stood at:\n{stack}")
         error.in_collective = all(map(_waits_in_collective, stacks))
         raise error
+
+    def _written(self, ranks: list[int]) -> list[str]:
+        """The stacks, as soon as faulthandler has written all; it works while a rank hangs in C++."""
+        until, before = time.monotonic() + 10, [""]
+        stacks = [self._stacks(rank) for rank in ranks]
+        while (stacks != before or not all(stacks)) and time.monotonic() < until:
+            time.sleep(0.2)
+            before, stacks = stacks, [self._stacks(rank) for rank in ranks]
+        return stacks
 
     def _stacks(self, rank: int) -> str:
         file = Path(self._folder.name, f"stacks.{rank}")

@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +43,10 @@ def pid() -> int:
     return os.getpid()
 
 
+def state_of(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def summed(start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     own = start + dist.get_rank()
     dist.all_reduce(own)
@@ -61,9 +67,11 @@ def return_a_lambda() -> object:
     return lambda: None
 
 
-def sleep_on(rank: int) -> None:
+def sleep_on(rank: int, file: str) -> None:
+    with open(file, "a") as entered:
+        entered.write("x")
     if dist.get_rank() == rank:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def die_on(rank: int, signum: int) -> None:
@@ -74,6 +82,18 @@ def die_on(rank: int, signum: int) -> None:
 
 def leave_patched() -> None:
     torch.UntypedStorage.resize_ = lambda self, size: None  # type: ignore[method-assign]
+
+
+def run_out(patch: pytest.MonkeyPatch, file: Path, *entered: int) -> None:
+    """Time for a call runs out as soon as `file` has one of these lengths: as soon as the ranks have begun to wait."""
+
+    def waits(pipes: list[Any], seconds: float) -> list[Any]:
+        while not (ready := connection.wait(pipes, 0.02)):
+            if file.exists() and file.stat().st_size in entered:
+                return connection.wait(pipes, 0.5)
+        return ready
+
+    patch.setattr(ranks, "wait", waits)
 
 
 def notes(error: BaseException) -> str:
@@ -96,8 +116,11 @@ def test_tensors_travel_and_reduce() -> None:
         assert torch.equal(drawn, drawn_too)
 
 
-def test_processes_are_reused() -> None:
+def test_processes_are_reused_and_stopped_in_between() -> None:
     first = run_on_ranks(pid)
+    until = time.monotonic() + 60  # a signal need not arrive at once
+    while ranks.STOPS and any(state_of(rank) != "T" for rank in first):
+        assert time.monotonic() < until
     assert run_on_ranks(pid) == first
     assert os.getpid() not in first
 
@@ -123,12 +146,15 @@ def test_result_that_cannot_travel() -> None:
         run_on_ranks(return_a_lambda)
 
 
-def test_hang_shows_where_it_stands_and_costs_the_pool() -> None:
+def test_hang_shows_where_it_stands_and_costs_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = run_on_ranks(pid)
+    run_out(monkeypatch, tmp_path / "entered", 2)
     with pytest.raises(
         RankTimeout, match=r"tests.test_ranks.sleep_on: ranks \[0, 1\] of 2 did not return"
     ) as caught:
-        run_on_ranks(sleep_on, 1, timeout=1)
+        run_on_ranks(sleep_on, 1, str(tmp_path / "entered"))
     assert "Rank 1 stood at:" in notes(caught.value)
     assert "in sleep_on" in notes(caught.value)
     assert "barrier" in notes(caught.value), "where rank 0 waits"
@@ -164,9 +190,14 @@ def wait_for_each_other(file: str, times: int) -> int:
     return dist.get_rank()
 
 
-def test_a_hang_inside_collectives_is_repeated_once(tmp_path: Path) -> None:
-    with pytest.warns(HungCollectiveWarning, match="did not return within 1 s; repeated") as seen:
-        assert run_on_ranks(wait_for_each_other, str(tmp_path / "once"), 1, timeout=1) == [0, 1]
+def test_a_hang_inside_collectives_is_repeated_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    run_out(monkeypatch, once, 2)
+    with pytest.warns(HungCollectiveWarning, match="did not return within 120 s; repeated") as seen:
+        assert run_on_ranks(wait_for_each_other, str(once), 1) == [0, 1]
     assert "in wait_for_each_other" in str(seen[0].message), "where the ranks stood"
+    run_out(monkeypatch, twice, 2, 4)
     with pytest.raises(RankTimeout), pytest.warns(HungCollectiveWarning):
-        run_on_ranks(wait_for_each_other, str(tmp_path / "twice"), 2, timeout=1)
+        run_on_ranks(wait_for_each_other, str(twice), 2)
