@@ -170,25 +170,10 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
     from tests.integrations import lightning_loop as loop
 
     class Own(loop.Module):
-        automatic_optimization = name != "manual"
-
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = loss_of(self.net, *batch)
-            if not self.automatic_optimization:
-                optimizer: Any = self.optimizers()
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-                self.lr_schedulers().step()
-                return loss.detach()
             self.log("train_loss", loss, on_step=True, on_epoch=True)
             return loss
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.automatic_optimization:
-                super().on_before_optimizer_step(optimizer)
-            else:  # inside of the captured step, whose list of numbers is read elsewhere
-                torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)
@@ -197,9 +182,32 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
             capture, self.capture = self.capture, None  # whose names are data: no code of the step
             capture()
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            super().on_train_batch_end(outputs, batch, batch_idx)
-            place.note()
+    class Manual(Own):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = loss_of(self.net, *batch)
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+            optimizer.step()
+            self.lr_schedulers().step()
+            return loss.detach()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            pass
+
+    class Loader(DataLoader):
+        """Notes that a microbatch begins. No code of the step leads to it, as to methods of the module."""
+
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                place.note()
+                yield batch
 
     def capture() -> None:
         kept = "training_step" if name == "manual" else name
@@ -210,10 +218,10 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
         else:
             setattr(module, kept, place(getattr(module, kept), **options))
 
-    module: Any = Own()
+    module: Any = Manual() if name == "manual" else Own()
     module.capture = capture
     trainer = loop.trainer_of(CALLS // 5, 1 if name == "manual" else 2, [])
-    trainer.fit(module, DataLoader(rows(40), batch_size=BATCH))
+    trainer.fit(module, Loader(rows(40), batch_size=BATCH))
     return place.found(module.numbers, tensors_of(module, *trainer.optimizers))
 
 

@@ -117,16 +117,15 @@ class PythonState:
         self._seen_moving: dict[int, Path] = {}
         self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
         self._of_modules: set[int] = set()  # ids of lists and tuples that are attributes of modules
-        self._queue: deque[Visit] = deque()
-        self._unnamed: deque[Visit] = deque()  # objects that determine no ops
+        # In this order: facts, objects that determine no ops, parts of what is read only by changing it.
+        self._queue, self._unnamed, self._moved = (deque[Visit]() for _ in range(3))
         self._classes: set[tuple[type, bool]] = set()
         self._alive: list[Any] = []  # keeps objects alive, so that their ids are not reused
 
     def walk(self, visits: Sequence[Visit], late: Sequence[tuple[str, Any]] = ()) -> None:
         """Visit these objects and all that they lead to."""
         for name, state in () if self._is_replay else process_generators():
-            self.moving.append(state)
-            self.moving_paths.append(((), name))
+            self._note(Visit((), "", None, moving=((), name)), state)
         self._queue += visits
         self.late += late
         if not self._roots_only:
@@ -140,11 +139,14 @@ class PythonState:
                 self._queue.clear()
             while self._unnamed and len(self._searched) < _MAX_OBJECTS:
                 self._visit(self._unnamed.popleft())
-            if done == len(self.late):
+            if done < len(self.late):
+                if all(self.late[done][1] is not known for _, known in self.late[:done]):
+                    self._inside(*self.late[done])
+                done += 1  # an object of `late` may be found again
+            elif self._moved:
+                self._visit(self._moved.popleft())
+            else:
                 break
-            if all(self.late[done][1] is not known for _, known in self.late[:done]):
-                self._inside(*self.late[done])
-            done += 1  # an object of `late` may be found again
         self._alive.clear()
         self.roots.keep_outermost()
 
@@ -176,7 +178,8 @@ class PythonState:
             return self._note(visit, value)
         if kind in PLAIN:  # -0.0 is not 0.0, True is not 1
             return self._note(visit, (kind, repr(value)))
-        seen = self.seen if visit.moving is None else self._seen_moving
+        # What is found elsewhere is compared there.
+        seen = self.seen if visit.moving is None or id(value) in self.seen else self._seen_moving
         if id(value) in seen:
             self.shared.add(id(value))
             return self._note(visit, ("again", seen[id(value)]))
@@ -238,9 +241,8 @@ class PythonState:
             self.owners[id(holder.path)] = type(holder.value)
         if visit.place is None or not may_move(holder, visit):
             return
-        if type(visit.value) is list:
-            if names_lists(holder.value):
-                self.lists.append((visit.path, visit.place, visit.value))
+        if type(visit.value) is list and names_lists(holder.value):
+            self.lists.append((visit.path, visit.place, visit.value))
         elif may_live(visit.value) or is_live(visit.value):
             self.slots.append((visit.path, visit.place, content_of(visit.value)))
 
@@ -262,7 +264,7 @@ class PythonState:
                 kind = list
             if kind is not None and visit.moving is None:
                 return self._note(visit, ("kind", kind))
-            self._queue.append(visit)
+            (self._queue if visit.moving is None else self._moved).append(visit)
         elif not self._is_replay:
             self._unnamed.append(visit)
         return None
@@ -365,8 +367,7 @@ class PythonState:
         for key in sorted(table.keys() - _OF_EVERY_MODULE):
             value = without_reports(table[key])
             if not self._is_replay:
-                place = Visit((visit.path, key), "", value, Held(table, key))
-                self._note_slot(visit, place)
+                self._note_slot(visit, Visit((visit.path, key), "", value, Held(table, key)))
             if self._is_live_list(value):
                 self._note(Visit((visit.path, key), "", None), ("kind", list))
                 continue

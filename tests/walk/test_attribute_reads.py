@@ -39,6 +39,8 @@ class Loop:
         self.model = torch.nn.Linear(3, 1)
         self.state, self.count, self.even, self.total = State(), 0, True, 0.0
         self.first, self.sums, self.shared = True, [0], Shared()
+        self.left = [*range(50)]
+        self.fetcher = Fetcher(self)
         ALL.append(self)
     def train(self, x, factor=1.0):
         loss = self.model(x).mean() * factor
@@ -106,6 +108,11 @@ class Loop:
         if hasattr(self.state, "extra"): del self.state.extra
         return self.train(x)
 
+    # -- draws from an iterator, or changes what it holds
+    def draws(self, x): return self.train(x, float(next(self.fetcher)))
+    def draws_in_c(self, x): return self.train(x, float(next(self.fetcher.rest)))
+    def pops(self, x): return self.train(x, float(self.left.pop()))
+
     # -- moves
     def counts(self, x):
         self.count += 1
@@ -147,6 +154,13 @@ class Sub(Shared):
     @property
     def now(self): return super().values["epoch"]
 
+class Fetcher:
+    def __init__(self, loop): self.loop, self.left, self.at, self.rest = loop, loop.left, 0, iter(range(50))
+    def __iter__(self): return self
+    def __next__(self):
+        self.at += 1
+        return self.left.pop()
+
 ALL, TICKS = [], [0]
 def state_of_all(): return ALL[-1].state
 
@@ -187,8 +201,10 @@ class OwnLoop:
 
 
 def state_of(loop: Any) -> Any:
-    found = {key: value for key, value in vars(loop).items() if key not in ("model", "shared")}
-    return {**found, "state": vars(loop.state).copy()}
+    found = {
+        key: value for key, value in vars(loop).items() if key not in ("model", "shared", "fetcher")
+    }
+    return {**found, "state": vars(loop.state).copy(), "at": loop.fetcher.at}
 
 
 def compared(library: Any, name: str, calls: int = CALLS, **changes: Any) -> Any:
@@ -253,6 +269,14 @@ def test_a_number_by_which_the_step_decides_is_a_fact(library: Any, name: str):
 def test_a_number_that_the_code_computes_is_not_assigned_by_a_replay(library: Any, name: str):
     step = compared(library, name)
     assert "changes Python state" in step.explain() and not step.stats.captures
+
+
+@pytest.mark.parametrize("name", ["draws", "draws_in_c", "pops"])
+def test_a_step_that_draws_from_an_iterator_of_a_library_is_refused(library: Any, name: str):
+    """The iterator leads to the loop, which is compared by itself."""
+    step = compared(library, name)
+    assert "draws from" in step.explain() or "changes Python state" in step.explain()
+    assert not step.stats.captures
 
 
 @pytest.mark.parametrize("name", ["absent", "absent_then_there", "reads_another"])
