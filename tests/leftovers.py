@@ -39,7 +39,11 @@ HOOK_POINTS: tuple[tuple[type | ModuleType, str], ...] = (
     (torch.TypedStorage, "resize_"),
     (torch.TypedStorage, "_resize_"),
     (dist.Work, "wait"),
-    (dynamo_frames, "_callback_from_stance"),
+    *(
+        (dynamo_frames, name)
+        for name in ("_callback_from_stance", "set_fullgraph_compiled_frame_count")
+        if hasattr(dynamo_frames, name)
+    ),
     (torch.Tensor, "numpy"),
     (torch.Tensor, "tolist"),
     (torch.Tensor, "item"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,28 @@ def load_dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def dynamo_frames() -> Any:
-    """The module that decides whether a compiled function runs compiled; None while nothing was compiled.
+def uncompiled(active: Callable[[], bool]) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """(owner, name, replacement) by which compiled functions run uncompiled in a thread where `active()` holds.
 
-    `torch.compiler.set_stance("force_eager")` is the public way, but it holds in every thread.
+    `torch.compiler.set_stance("force_eager")` is the public way, but it holds in every thread. None, while nothing was
+    compiled. Since torch 2.13 `fullgraph=True` raises if no frame was compiled, unless one around it counts them: 0.
     """
     module = sys.modules.get("torch._dynamo.eval_frame")
-    return module if hasattr(module, "_callback_from_stance") else None
+    for name, when_active in (
+        ("_callback_from_stance", None),
+        ("set_fullgraph_compiled_frame_count", 0),
+    ):
+        original = getattr(module, name, None)
+        if original is not None:
+            yield module, name, _unless(original, active, when_active)
+
+
+def _unless(original: Any, active: Callable[[], bool], instead: Any) -> Callable[[Any], Any]:
+    def unless_active(argument: Any) -> Any:
+        return instead if active() else original(argument)
+
+    unless_active.__doc__ = original.__doc__
+    return unless_active
 
 
 def tracers_of_torchscript() -> list[tuple[Any, str]]:

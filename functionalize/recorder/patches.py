@@ -36,8 +36,8 @@ from typing import Any, Self
 import torch
 from torch.autograd.profiler import record_function
 
+from functionalize._compat import compilers
 from functionalize._compat.autograd import engine_entry, function_entry, saved_hooks_entry
-from functionalize._compat.compilers import dynamo_frames
 from functionalize._compat.dispatch import (
     TorchDispatchMode,
     current_modes,
@@ -333,14 +333,6 @@ def _watched_engine(original: Any) -> Any:
     return _engine_run_backward
 
 
-def _uncompiled(original: Any) -> Any:
-    def callback_from_stance(callback: Any) -> Any:
-        return None if _watchers() else original(callback)
-
-    callback_from_stance.__doc__ = original.__doc__
-    return callback_from_stance
-
-
 def _watched_setting(original: Any, text: str, value: Any) -> Any:
     """A setter of what kernels read: a replay runs every op under the value on entry. value: its getter."""
 
@@ -369,9 +361,7 @@ def _capture_patches() -> Iterator[Patch]:
     yield from effects.patches(recorded_checks, _checked_recorders)
     for owner, name, text, value in kernel_settings():
         yield owner, name, _watched_setting(getattr(owner, name), text, value)
-    frames = dynamo_frames()
-    if frames is not None:
-        yield frames, "_callback_from_stance", _uncompiled(frames._callback_from_stance)
+    yield from compilers.uncompiled(lambda: bool(_watchers()))
     for name in ("__enter__", "__exit__"):
         yield record_function, name, _undispatched(getattr(record_function, name))
     owner, name = engine_entry()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import eval_frame as frames
 
 import functionalize as fz
-from functionalize._compat.compilers import dynamo_frames
 
 
 class Counting:
@@ -43,7 +43,7 @@ def build(compiled: Counting | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     block = Block()
     if compiled is not None:
-        block.compile(backend=compiled)
+        block.compile(backend=compiled, fullgraph=True)
     model = nn.Sequential(block, nn.Linear(4, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -127,7 +127,6 @@ def test_other_threads_go_on_compiling() -> None:
 
 
 def test_the_frame_hook_is_put_back_after_an_error() -> None:
-    frames = dynamo_frames()
     original = frames._callback_from_stance
 
     def step(x: Tensor) -> Tensor:
