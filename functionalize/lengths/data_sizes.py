@@ -53,10 +53,7 @@ class DataSizes:
         counted = self._counted.get(key) if self._has_any else None
         if counted is None:
             return key
-        try:
-            sizes = counted.guard.numbers(leaves)
-        except Exception:  # an op refuses the argument, and so will the call
-            return key
+        sizes = counted.guard.numbers(leaves)
         return key if isinstance(sizes, str) else _extended(key, sizes)
 
     def learned(self, key: Any, guards: Iterable[Guard]) -> Any:

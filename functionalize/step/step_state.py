@@ -176,8 +176,8 @@ class EntryState:
     def guards_on_metadata(self, storages: Sequence[int]) -> Iterator[Guard]:
         """Guards on whether inputs that are no parameters require a gradient, and on the geometry of other tensors.
 
-        Not on what FSDP2 keeps, which `FSDPStateGuard` compares, and not on places that the step moves, or that it
-        only assigns: what was left there may have any size. storages: the serial numbers of the storages of the inputs.
+        Not on what FSDP2 keeps, which `FSDPStateGuard` compares, and not on places that the step only assigns: what
+        was left there may have any size. storages: the serial numbers of the storages of the inputs.
         """
         shared, inputs = self.places.shared, set(storages)
         used = {place.tensor for s in inputs for place in shared.get(s, ())}
@@ -193,7 +193,7 @@ class EntryState:
 
         def is_read(source: Source) -> bool:
             if isinstance(source, Held):
-                return source.place not in state.live.values and not only_stored(source.key)
+                return not only_stored(source.key)
             if isinstance(source, ModuleTensor):
                 return (id(source.entries), source.name) not in swapped
             return isinstance(source, (OptimizerState, GroupTensor))

@@ -215,6 +215,21 @@ def test_programs_of_counts_are_saved(tmp_path: Path) -> None:
     assert second.stats.replays == 3
 
 
+def test_numbers_of_as_many_parts_as_an_op_has_found() -> None:
+    """What computes them from the arguments holds their number: for another one it fails, and the call is recorded."""
+
+    def step(x: Tensor, mask: Tensor) -> list[Tensor]:
+        cuts = F.pad(mask.nonzero().squeeze(1), (1, 1))
+        cuts[-1] = len(x)
+        return [part.sum(0) for part in x.split(cuts.diff().tolist())]
+
+    captured, x = fz.capture(step, record_after=1, audit=False), torch.randn(12, 2)
+    for count in (4, 4, 4, 7, 7, 7, 4, 7):
+        mask = torch.arange(12) < count
+        assert all(map(torch.equal, captured(x, mask), step(x, mask)))
+    assert captured.stats.replays >= 4
+
+
 def test_a_list_of_numbers_that_the_step_computes_is_refused() -> None:
     def body(model: Any, x: Tensor, labels: Tensor) -> Tensor:
         out = model(x)

@@ -197,6 +197,26 @@ def test_a_number_that_changes_once_stays_guarded() -> None:
     assert captured.stats.captures == 2
 
 
+def test_the_shape_of_what_an_earlier_call_has_left_is_guarded() -> None:
+    """No op reads the tensor, and the step replaces it."""
+
+    def made(held: Any) -> Callable[[Tensor], Tensor]:
+        held.last = torch.ones(3)
+
+        def step(x: Tensor) -> Tensor:
+            out = x * held.last.shape[0]
+            held.last = x.clone()
+            return out
+
+        return step
+
+    eager = made(torch.nn.Identity())
+    captured = fz.capture(made(torch.nn.Identity()), record_after=1, audit=False)
+    for rows in (3, 3, 3, 3, 5, 5, 3, 5, 5, 5, 3):
+        assert torch.equal(captured(torch.ones(rows)), eager(torch.ones(rows)))
+    assert captured.stats.replays >= 4
+
+
 def test_a_branch_on_a_varying_number_has_a_program_for_each_side() -> None:
     config = types.SimpleNamespace(epoch=0)
     captured = fz.capture(body := lambda x: x * 2 if config.epoch < 7 else x + 1)
