@@ -33,7 +33,8 @@ from functionalize.templates.template import SymbolicInt, Template, Unfitted, fi
 class Instance(Program):
     """A program whose graph is made at first use."""
 
-    _make: Callable[[], fx.Graph] | None = None
+    _template: Template | None = None
+    _sizes: Sizes = ()
     _own_graph: fx.Graph | None = None
     _count = 0
     _shared: SharedInputs | None = None
@@ -43,13 +44,24 @@ class Instance(Program):
     def graph(self) -> fx.Graph:
         """The graph for these sizes."""
         if self._own_graph is None:
-            assert self._make is not None
-            self._own_graph = self._make()
+            assert self._template is not None
+            self._own_graph = self._template.at(self._sizes).graph
         return self._own_graph
 
     @graph.setter
     def graph(self, graph: fx.Graph | None) -> None:
         self._own_graph = graph
+
+    def print_readable(self, print_output: bool = True, provenance: bool = False) -> str:
+        """As for any program, but for `provenance` with symbols in the place of integers that vary, and their values."""
+        if provenance or self._template is None:
+            return super().print_readable(print_output, provenance)
+        names = zip(self._template.symbols.names, self._sizes, strict=True)
+        values = [f"# s{number} = {size}: {name}\n" for number, (name, size) in enumerate(names)]
+        text = "".join([*values, self._template.text()])
+        if print_output:
+            print(text)
+        return text
 
     def nodes(self) -> int:
         return self._count or super().nodes()
@@ -147,7 +159,7 @@ class Instances:
             name: tuple(several) for name, several in changed.items()
         }
         made = Instance(graph=None, **fields)  # type: ignore[arg-type]
-        made._make = lambda: template.at(sizes).graph
+        made._template, made._sizes = template, sizes
         made._count, made._random = self._count, self._random
         made._shared = self._shared
         own = [part.index for part in self._parts if part.name == "guards"]

@@ -233,8 +233,11 @@ def test_instances_equal_recorded_programs(pytestconfig: pytest.Config) -> None:
     assert equal >= (250 if is_long else 4)
 
 
-def test_explain_says_which_sizes_were_replayed_unseen() -> None:
+def test_what_is_said_of_sizes_that_were_replayed_unseen() -> None:
     captured = fz.capture(lambda x: x.sin() * 2, dynamic=True, audit=False)
     for rows in [*(n for n in LEARNED for _ in range(3)), 10, 14, 16]:
         captured(torch.randn(rows, 2))
     assert "3 sizes replayed at their first call" in captured.explain()
+    text = captured.program.print_readable(print_output=False)
+    assert text.startswith("# s0 = 16: size 0 of `x`\nprogram(\n    x: float32[s0, 2],\n")
+    assert "float32[16, 2]" in str(captured.program.inputs[0].geometry)
