@@ -53,7 +53,7 @@ class Instance(Program):
         self._own_graph = graph
 
     def print_readable(self, print_output: bool = True, provenance: bool = False) -> str:
-        """As for any program; without `provenance`, with symbols in the place of integers that vary, and their values."""
+        """As for any program; without `provenance`, symbols stand for integers that vary."""
         if provenance or self._template is None:
             return super().print_readable(print_output, provenance)
         names = zip(self._template.symbols.names, self._sizes, strict=True)
