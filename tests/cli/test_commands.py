@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.program import archive
 from tests.cli.entry import TRAINING, Command, command
+from tests.forks import run_module
 from tests.planning.trace_format import checked, counters
 
 __all__ = ["command"]
@@ -202,7 +202,7 @@ def test_wrong_usage_as_json(command: Command, args: tuple[str, ...]) -> None:
 def test_json_is_alone_on_the_descriptor(tmp_path: Path) -> None:
     noise = "import os, sys\nos.write(1, b'from C\\n')\nsys.__stdout__.write('past Python\\n')\n"
     (tmp_path / "noisy.py").write_text(with_first(noise))
-    ran = run_module("capture", str(tmp_path / "noisy.py"), "--json")
+    ran = run_module("functionalize", "capture", str(tmp_path / "noisy.py"), "--json")
     assert ran.returncode == 0 and json.loads(ran.stdout)["nodes"] > 100
     assert "from C" in ran.stderr and "past Python" in ran.stderr
 
@@ -531,19 +531,9 @@ def test_a_point_that_failed_says_what_to_do(command: Command, tmp_path: Path) -
 # -- other ways in --------------------------------------------------------------------------------
 
 
-def run_module(*args: str, more_path: str = "") -> subprocess.CompletedProcess[str]:
-    paths = [more_path, os.getcwd()] if more_path else [os.getcwd()]
-    return subprocess.run(
-        [sys.executable, "-m", "functionalize", *args],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_as_a_process_nothing_clutters(tmp_path: Path) -> None:
-    ran = run_module("capture", TRAINING, "--json")
+    command = [sys.executable, "-m", "functionalize", "capture", TRAINING, "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0 and json.loads(ran.stdout)["nodes"] > 100
     assert ran.stderr == "a model is built\n"
 
@@ -551,7 +541,7 @@ def test_as_a_process_nothing_clutters(tmp_path: Path) -> None:
 def test_without_typer(tmp_path: Path) -> None:
     text = 'raise ModuleNotFoundError("no typer", name="typer")'
     (tmp_path / "typer.py").write_text(text)
-    ran = run_module("plan", TRAINING, more_path=str(tmp_path))
+    ran = run_module("functionalize", "plan", TRAINING, path=[str(tmp_path)])
     assert ran.returncode == 2 and not ran.stdout
     assert 'there is no typer here: pip install "functionalize[cli]"' in ran.stderr
     assert ran.stderr.count("\n") == 1

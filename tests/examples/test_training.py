@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
 from pathlib import Path
 
 from torch.distributed.run import main as torchrun
 
 from examples import training
+from tests.forks import Fork
 from tests.ports import free_port
 from tests.ranks import run_on_ranks
 
 SCRIPT = Path(training.__file__)
-
-
-def agent(arguments: list[str], written: str) -> None:
-    """Runs torchrun in this process; all that is written goes into a file."""
-    with open(written, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    torchrun(arguments)
 
 
 def launched(folder: Path, *script: str, launch: tuple[str, ...] = (), nodes: int = 1) -> list[str]:
@@ -44,16 +34,11 @@ def launched(folder: Path, *script: str, launch: tuple[str, ...] = (), nodes: in
         arguments += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", "example"]
         arguments += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     arguments += [str(SCRIPT), "--folder", str(folder), *script]
-    files = [folder.with_name(f"node{node}.{nodes}") for node in range(nodes)]
-    server = multiprocessing.get_context("forkserver")
-    agents = [server.Process(target=agent, args=(arguments, str(file))) for file in files]
-    for process in agents:
-        process.start()
-    for process in agents:
-        process.join(300)
-    texts = [file.read_text() for file in files]
-    assert not any(process.exitcode for process in agents), texts
-    return [line for text in texts for line in text.splitlines()]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    agents = [Fork(torchrun, arguments, environment=environment) for _ in range(nodes)]
+    done = [agent.done() for agent in agents]
+    assert not any(each.returncode for each in done), done
+    return [line for each in done for line in (each.stdout + each.stderr).splitlines()]
 
 
 def eager(folder: str) -> list[str]:

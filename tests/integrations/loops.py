@@ -10,11 +10,11 @@ the frameworks, with the environment that torchrun makes.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 import warnings
@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
+
+from tests.ports import free_port
 
 ROWS, BATCH, EPOCHS = 44, 8, 10  # the last batch is short
 WIDTH, LAYERS, TOKENS = 16, 2, 12  # of the models; a sequence of a language model
@@ -173,8 +175,7 @@ def join(name: str, world: int, port: int, rank: int) -> None:
 
 def forked(world: int, target: Callable[..., None], *args: Any) -> None:
     """Call `target(*args, world, port, rank)` in a process per rank."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=target, args=(*args, world, port, r)) for r in range(world)]
     for process in ranks:
@@ -214,8 +215,11 @@ def main() -> None:
     folder, *cases = sys.argv[1:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of the frameworks
-    for case in cases:
+    for case in cases:  # and what they import at the first call
         importlib.import_module(f"tests.integrations.{case.split('.')[0]}_loop")
+    for name in ("passes", "torch.distributed.checkpoint.state_dict", "functionalize.integrations"):
+        importlib.import_module(name)
+    gc.freeze()  # a full collection, of which the Trainer asks for one, would visit the objects of the packages
     for case in cases:
         forked(int(case.split(".")[1]), train_rank, case, Path(folder))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,8 @@ from typing import Any
 import pytest
 
 from functionalize import integrations
+from tests.forks import Fork, run_module
 
-ROOT = Path(__file__).parents[2]
 LOOPS = {
     "accelerate": "accelerate",
     "lightning": "lightning",
@@ -34,10 +32,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     cases = [f"{loop}.{world}" for loop in INSTALLED for world in WORLDS]
     cases += [f"{case}.resumed" for case in cases]
-    command = [sys.executable, "-m", "tests.integrations.loops", str(folder), *cases]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    with open(folder / "log", "w") as log:
-        subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=560)
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
+    done = run_module("tests.integrations.loops", str(folder), *cases, environment=environment)
+    (folder / "log").write_text(done.stdout + done.stderr)
     return folder
 
 
@@ -73,12 +70,16 @@ def test_a_framework_trains_as_in_eager(loop: str, world: int, trained: Path):
         assert ("boundary: " in found["text"]) is (loop != "torchtitan"), found["text"]
 
 
+def modules() -> None:
+    assert integrations
+    print(*sys.modules)
+
+
 def test_nothing_is_imported_unless_asked_for():
-    code = (
-        "import sys, functionalize as fz; fz.integrations; "
-        "assert not {'accelerate', 'lightning', 'torchtitan', 'transformers'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    done = Fork(modules).done()
+    found = {*done.stdout.split()}
+    assert {"functionalize.integrations", "passes"} <= found, done.stderr
+    assert not {"accelerate", "lightning", "torchtitan", "transformers"} & found
 
 
 def test_a_framework_that_there_is_no_integration_for():

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
+from tests.forks import Fork
 from tests.ranks import run_on_ranks
 
 try:
@@ -270,21 +271,21 @@ def test_an_effect_in_a_later_recording_is_refused() -> None:
         captured(X)
 
 
-def test_every_line_of_a_log_on_a_pipe_appears() -> None:
-    script = """
-import logging, torch, functionalize as fz
-logging.basicConfig(level="INFO")
-log = logging.getLogger("train")
+def logs_every_step() -> None:
+    logging.basicConfig(level="INFO")
+    log = logging.getLogger("train")
 
-def step(x):
-    log.info("a step")
-    return x + 1
+    def step(x: Tensor) -> Tensor:
+        log.info("a step")
+        return x + 1
 
-captured = fz.capture(step, on_uncapturable="eager")
-for _ in range(6):
-    captured(torch.ones(3))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    captured = fz.capture(step, on_uncapturable="eager")
+    for _ in range(6):
+        captured(torch.ones(3))
+
+
+def test_every_line_of_a_log_on_a_descriptor_appears() -> None:
+    done = Fork(logs_every_step).done()
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("INFO:train:a step") == 6
 

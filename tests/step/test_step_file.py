@@ -6,8 +6,6 @@ import dataclasses
 import inspect
 import json
 import pickle
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +27,9 @@ from functionalize.state import hyperparameters as lifted
 from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.walk import discovery as reach
+from tests.forks import run_module
 from tests.step import persisted
 from tests.step.persisted import AFTER, BEFORE, KINDS, LEARNED
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +59,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def report(saved: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
     """What another process saw."""
     folder, _ = saved
-    command = [sys.executable, "-W", "error", "-m", "tests.step.persisted", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_module("tests.step.persisted", str(folder), flags=("error",))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return found
