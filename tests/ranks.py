@@ -44,7 +44,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -177,8 +177,8 @@ def _serve(answers: Connection, rank: int, world: int, folder: str) -> None:
 class RankPool:
     """``world`` processes joined by gloo, each waiting for a call."""
 
-    def __init__(self, world: int) -> None:
-        """Start the processes and wait until they have joined."""
+    def __init__(self, world: int, unforked: int = UNFORKED) -> None:
+        """Start the processes and wait until they have joined. unforked: ranks that hash strings in their own way."""
         self.world = world
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._processes = []
@@ -186,7 +186,7 @@ class RankPool:
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(PRELOADED)
         for rank in range(world):
-            context: Any = multiprocessing.get_context("spawn") if rank < UNFORKED else server
+            context: Any = multiprocessing.get_context("spawn") if rank < unforked else server
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(theirs, rank, world, self._folder.name), daemon=True
@@ -307,6 +307,7 @@ def _waits_in_collective(stack: str) -> bool:
 
 
 _pools: dict[int, RankPool] = {}  # by world size; processes outlive a call, hence a global
+_other: list[bool] = []  # one for each `other_processes` that we are in
 
 
 def close_pools() -> None:
@@ -316,6 +317,20 @@ def close_pools() -> None:
 
 
 atexit.register(close_pools)
+
+
+@contextlib.contextmanager
+def other_processes() -> Iterator[None]:
+    """Calls inside run on new processes, all of them forks, which end with it; those of calls outside are kept."""
+    kept = dict(_pools)
+    _pools.clear()
+    _other.append(True)
+    try:
+        yield
+    finally:
+        close_pools()
+        _other.pop()
+        _pools.update(kept)
 
 
 def run_on_ranks(
@@ -359,7 +374,7 @@ def run_on_ranks(
 
 def _run(world: int, name: str, message: bytes, timeout: float) -> list[Any]:
     if world not in _pools:
-        _pools[world] = RankPool(world)
+        _pools[world] = RankPool(world, 0 if _other else UNFORKED)
     try:
         return _pools[world].run(name, message, timeout)
     except BaseException:  # also Ctrl-C: the ranks may be out of step

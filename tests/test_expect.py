@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from hypothesis import settings
 
 from tests.expect import NEWEST, PINNED, OrphanCheck, Snapshots, normalise
+from tests.forks import Fork
 
 pytest_plugins = ["pytester"]
 
@@ -332,10 +333,8 @@ LEFT_BEHIND = {
 }
 
 
-def test_left_behind_is_an_error_and_is_cleaned_up(
-    project: Project, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = "".join(
+def test_left_behind_is_an_error_and_is_cleaned_up(project: Project) -> None:
+    tests = "".join(
         f"def test_guilty_{i}():\n    {line}\ndef test_innocent_{i}():\n    pass\n"
         for i, line in enumerate(LEFT_BEHIND)
     )
@@ -345,17 +344,18 @@ def test_left_behind_is_an_error_and_is_cleaned_up(
         "import torch\n"
         "from torch._subclasses import FakeTensorMode\n"
         "from torch.overrides import BaseTorchFunctionMode\n"
-        "from torch.utils._python_dispatch import TorchDispatchMode\n" + lines,
+        "from torch.utils._python_dispatch import TorchDispatchMode\n" + tests,
     )
     # A process of its own: in this one pytester would forget modules that torch imports lazily,
     # and torch cannot import them twice.
-    monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))
-    command = ["-p", "tests.conftest", "-rE", "tests/test_c.py"]
-    result = project.pytester.runpytest_subprocess(*command)
-    result.assert_outcomes(passed=2 * len(LEFT_BEHIND), errors=len(LEFT_BEHIND))
+    command = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-rE", "tests/test_c.py"]
+    ran = Fork(pytest.main, command, folder=project.root).done()
+    outcomes = pytest.RunResult.parse_summary_nouns(ran.stdout.splitlines())
+    assert outcomes == {"passed": 2 * len(LEFT_BEHIND), "errors": len(LEFT_BEHIND)}, ran
+    lines = pytest.LineMatcher(ran.stdout.splitlines())
     for i, problem in enumerate(LEFT_BEHIND.values()):
-        result.stdout.fnmatch_lines([f"ERROR *::test_guilty_{i} - *"])
-        result.stdout.fnmatch_lines([f"the test left torch changed: {problem}"])
+        lines.fnmatch_lines([f"ERROR *::test_guilty_{i} - *"])
+        lines.fnmatch_lines([f"the test left torch changed: {problem}"])
 
 
 def test_fuzz_profiles(project: Project) -> None:

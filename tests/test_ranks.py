@@ -15,17 +15,20 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.ranks import HungCollectiveWarning, RankError, RankTimeout, close_pools, run_on_ranks
+from tests.ranks import (
+    HungCollectiveWarning,
+    RankError,
+    RankTimeout,
+    other_processes,
+    run_on_ranks,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_pools() -> Iterator[None]:
     """Most tests here cost a pool, and need nothing that a pool of forks does not have."""
-    close_pools()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "UNFORKED", 0)
+    with other_processes():
         yield
-    close_pools()
 
 
 class Unpicklable(Exception):

@@ -166,11 +166,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     for kind in KINDS:
         (folder / kind).mkdir()
-    for rank, saved in enumerate(run_on_ranks(save_all, str(folder))):
+    with ranks.other_processes():
+        by_rank = run_on_ranks(save_all, str(folder))
+    for rank, saved in enumerate(by_rank):
         for kind, each in zip(KINDS, saved, strict=True):
             assert each["captures"] == (2 if kind == "microbatches" else 1)
             assert (folder / kind / f"step.rank{rank}.fzp").exists()
-    ranks.close_pools()
     return folder
 
 
