@@ -9,6 +9,8 @@
     an op of another library      runs under the caller's autocast, which is off below a mode: ops inside it are cast
     x.masked_fill(mask, value)    the gradient of `value`: eager adds the selected elements alone, whose number depends
                                   on data, so a recording refuses it
+    x.cumprod(0).backward()       eager divides by `x`; under a mode torch 2.11 multiplies slices, which a recording
+                                  refuses (torch 2.13 divides there, too)
 
 But for assertions and autocast, torch asks `isTensorSubclassLike` in each of these places, which is true of every
 tensor while a mode is active. The formulas of a backward are recognised by the running node and the last ops of torch's
@@ -50,6 +52,7 @@ FORMULA_OPS = ASSERTIONS | {_SVD, _EIGH, _MUL, _WHERE, _SLICE, _DETACH}
 _SPREAD = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"})
 _PRODUCT = frozenset({"ProdBackward0", "ProdBackward1"})
 _FILLED = "MaskedFillBackward1"
+_CUMPROD = "CumprodBackward0"
 _ALL = _SPREAD | _PRODUCT | {_FILLED}
 
 _VALUES_ONLY = threading.local()  # depth: how many functions below are running in this thread
@@ -131,6 +134,10 @@ class EagerFormulas:
         node = running_node_name()
         if func is _DETACH or func is _SLICE:
             self.note(func, args[0], node)
+            if func is _SLICE and node == _CUMPROD and mode.checks is not None:
+                mode.checks.refuse_here(
+                    "computes the gradient of `cumprod`, which rounds differently"
+                )
             return NotImplemented
         if node not in _ALL:
             return NotImplemented

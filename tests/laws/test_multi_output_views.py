@@ -97,7 +97,8 @@ def registered() -> Iterator[Any]:
         if isinstance(found, torch._ops.OpOverload):
             returns, arguments = found._schema.returns, found._schema.arguments
             is_list = [str(r.type) for r in returns] == ["List[Tensor]"]
-            if is_list and any(str(a.type) == "Tensor" for a in arguments):
+            is_named = "Dimname" in found._overloadname  # of named tensors (torch 2.11)
+            if is_list and not is_named and any(str(a.type) == "Tensor" for a in arguments):
                 yield found
 
 
