@@ -8,7 +8,6 @@ It has imported torch and this library and nothing else, and hashes strings othe
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import PRELOADED
+from tests.ranks import fork_server
 
 SECONDS = 570.0  # for a process; machines of CI are slow
 
@@ -37,9 +36,7 @@ class Fork:
         self._texts = tempfile.TemporaryDirectory(prefix="fork-")
         changes = {**os.environ, **(environment or {})}
         given = (function, args, changes, folder or Path.cwd(), self._texts.name)
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(PRELOADED)
-        self._process = server.Process(target=_call, args=given)
+        self._process = fork_server().Process(target=_call, args=given)
         self._process.start()
 
     def done(self) -> subprocess.CompletedProcess[str]:

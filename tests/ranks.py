@@ -47,6 +47,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -174,6 +175,19 @@ def _serve(answers: Connection, rank: int, world: int, folder: str) -> None:
 # ---- in the parent -------------------------------------------------------------------------------
 
 
+def fork_server() -> Any:
+    """The context whose processes are forks of one that has imported `PRELOADED`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    before = os.getcwd()
+    os.chdir(Path(__file__).parents[1])  # where the server, if it starts now, finds `tests`
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(before)
+    return context
+
+
 class RankPool:
     """``world`` processes joined by gloo, each waiting for a call."""
 
@@ -183,8 +197,7 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._processes = []
         self._pipes: list[Connection] = []
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(PRELOADED)
+        server = fork_server()
         for rank in range(world):
             context: Any = multiprocessing.get_context("spawn") if rank < unforked else server
             ours, theirs = context.Pipe()
