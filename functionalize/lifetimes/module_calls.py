@@ -19,9 +19,9 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
 from functionalize._compat.autograd import (
@@ -50,9 +50,8 @@ class ModuleCalls:
         self._numbered = numbered
         self.running = ""  # the innermost module that is being called
         self._watched_modules: dict[nn.Module, None] = {}
-        self._names: dict[int, str] = {}  # address of a module -> its name
-        self._types: dict[str, type] = {}  # name -> the class
-        # The address of a parameter -> its module, its name.
+        self._named: list[tuple[str, nn.Module]] = []
+        # The address of a parameter -> the name of its module, its own name.
         self._leaves: dict[int, tuple[str, str]] = {}
         self._running: list[tuple[str, bool]] = []  # name, whether it was called inside a backward
         # Nodes from `_numbers[i]` up to the next number were created by module `_modules[i]`.
@@ -60,27 +59,35 @@ class ModuleCalls:
         self._tape: TapeNotes | None = None
 
     def register(self, roots: Roots) -> None:
-        """Register the names of the modules that a step can reach, and the module of each of their parameters."""
-        names, leaves = self._names, self._leaves
+        """Register the modules that a step can reach, and the module of each of their parameters."""
+        self._named += roots.walk()
+        put = self._leaves.setdefault
         for name, module in roots.walk():
-            names.setdefault(address(module), name)
-            self._types.setdefault(name, type(module))
-            self._watched_modules[module] = None
             for own, parameter in module._parameters.items():
                 if parameter is not None:
-                    leaves.setdefault(address(parameter), (name, f"{name}.{own}"))
+                    put(address(parameter), (name, own))
+        self._watched_modules.update(dict.fromkeys([module for _, module in roots.walk()]))
         for states in roots.states().values():
             for owner, own, managed in fsdp_registered(states):
                 name = self._names.get(address(owner), "")
                 for attribute in ("sharded_param", "_unsharded_param"):
-                    leaf = getattr(managed, attribute, None)
-                    self._leaves.setdefault(address(leaf), (name, f"{name}.{own}"))
+                    put(address(getattr(managed, attribute, None)), (name, own))
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """The first name of each module, by its address."""
+        return {address(module): name for name, module in reversed(self._named)}
+
+    @cached_property
+    def _types(self) -> dict[str, type]:
+        """The class of the first module of each name."""
+        return {name: type(module) for name, module in reversed(self._named)}
 
     @contextmanager
     def observing(self, recorder: Recorder) -> Iterator[None]:
         """A context: calls are noted for the program of a recording."""
         self._tape, recorder.tape.place_of = recorder.tape, self._place_of
-        recorder.tape.class_of = self._class_of
+        recorder.tape.name_of, recorder.tape.class_of = self._name_of, self._class_of
         before, recorder.module_calls = recorder.module_calls, self
         self.watch()
         try:
@@ -99,29 +106,35 @@ class ModuleCalls:
 
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
-        name = self.running = self._names.get(address(module), self.running)
-        inside = graph_task() != -1
-        self._running.append((name, inside))
-        self._mark(name, inside)
+        inside, tape = graph_task() != -1, self._tape
+        if tape is not None:
+            tape.marks.append((len(tape.records), address(module), inside))
+        if self._numbered:
+            self._running.append((self._names.get(address(module), self.running), inside))
+            self._mark()
 
     def leave(self) -> None:
         """The innermost call ends, or raises."""
-        running = self._running
-        running.pop()
-        self.running, inside = running[-1] if running else ("", False)
-        self._mark(self.running, inside)
-
-    def _mark(self, name: str, inside: bool) -> None:
-        if self._numbered:
-            self._numbers.append(next_node_number())
-            self._modules.append(name)
         tape = self._tape
         if tape is not None:
-            tape.marks.append((len(tape.records), name, inside, len(self._running)))
+            tape.marks.append((len(tape.records), None, False))
+        if self._numbered:
+            self._running.pop()
+            self._mark()
 
-    def _place_of(self, leaf: torch.Tensor | None) -> tuple[str, str]:
-        """The module of a parameter, and its full name."""
-        return self._leaves.get(address(leaf), ("", ""))
+    def _mark(self) -> None:
+        self.running = self._running[-1][0] if self._running else ""
+        self._numbers.append(next_node_number())
+        self._modules.append(self.running)
+
+    def _name_of(self, module: int) -> str:
+        """The name of the module with an address, empty if unknown."""
+        return self._names.get(module, "")
+
+    def _place_of(self, leaf: int) -> tuple[str, str]:
+        """The module of the parameter with an address, and its full name."""
+        module, own = self._leaves.get(leaf, ("", ""))
+        return module, own and f"{module}.{own}"
 
     def _class_of(self, name: str) -> str:
         """The class of a module with its package, the user's also where the module is sharded."""
@@ -138,7 +151,7 @@ class ModuleCalls:
         if number is None:
             return ""
         if is_of_leaf(number):
-            return self._place_of(current_node_leaf())[0]
+            return self._place_of(address(current_node_leaf()))[0]
         return self._modules[bisect_right(self._numbers, number) - 1]
 
     def module_of(self, record: OpRecord) -> str:
@@ -150,7 +163,7 @@ class ModuleCalls:
 
 
 class _WatchedModules:
-    """Modules whose calls are reported to the recordings of the calling thread, each with a count of recordings.
+    """Modules whose calls are reported to the recordings of the calling thread.
 
     Note [Observing calls]
     `nn.Module.__call__` is not replaced: that would invalidate Python's attribute caches for every class of modules,
@@ -160,24 +173,25 @@ class _WatchedModules:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users: dict[nn.Module, int] = {}
+        self._watches: list[dict[nn.Module, None]] = []  # of each recording, those that it watches
 
-    def add(self, modules: Iterable[nn.Module]) -> None:
+    def add(self, modules: dict[nn.Module, None]) -> None:
         with self._lock:
-            users = self._users
-            for module in modules:
-                count = users[module] = users.get(module, 0) + 1
-                if count == 1:
-                    report_calls(module, _reporting_call)
+            for module in self._of_no_other(modules):
+                report_calls(module, _reporting_call)
+            self._watches.append(modules)
 
-    def remove(self, modules: Iterable[nn.Module]) -> None:
+    def remove(self, modules: dict[nn.Module, None]) -> None:
         with self._lock:
-            users = self._users
-            for module in modules:
-                count = users[module] = users[module] - 1
-                if not count:
-                    del users[module]
-                    end_reports(module)
+            self._watches.remove(modules)
+            for module in self._of_no_other(modules):
+                end_reports(module)
+
+    def _of_no_other(self, modules: dict[nn.Module, None]) -> Iterable[nn.Module]:
+        """Those that no recording watches."""
+        if not self._watches:
+            return modules
+        return [m for m in modules if not any(m in watch for watch in self._watches)]
 
 
 def _reporting_call(

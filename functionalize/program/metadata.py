@@ -48,6 +48,7 @@ from functionalize.ir.ops import (
     tensor_metadata,
 )
 from functionalize.ir.phases import set_phases
+from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import ownership_of
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.user_stack import StackTexts
@@ -90,6 +91,7 @@ def read_records(graph: fx.Graph) -> None:
         node.meta["original_aten"] = record.target
         if node.target is record.target and is_sized_by_data(record):
             node.meta["sized"] = _recorded(record.outputs, record.meta.get("born", {}))
+    tape.name_gradients(graph)
     set_phases(graph, updates)
     _set_modules_of_groups(graph)
     for node in graph.nodes:
@@ -114,7 +116,8 @@ class _Tape:
 
     def __init__(self, records: Sequence[OpRecord]) -> None:
         noted = [record for record in records if record.tape is not None]
-        self._ownership = ownership_of(noted[0].tape) if noted else None
+        self._notes: TapeNotes | None = noted[0].tape if noted else None
+        self._ownership = ownership_of(self._notes) if self._notes is not None else None
         emitted = set(map(id, noted))
         self._readers = self._ownership.readers(emitted) if self._ownership is not None else {}
         own = self._ownership
@@ -148,6 +151,17 @@ class _Tape:
         maker = self._ownership.maker(record)
         if maker is not None and (trace := self.stacks.trace_and_update(maker.traceback)[0]):
             meta["forward_stack_trace"] = trace
+
+    def name_gradients(self, graph: fx.Graph) -> None:
+        """Replace numbers of leaves by the names of parameters; the last node that was accumulated for one has it."""
+        found: dict[str, fx.Node] = {}
+        for node in graph.nodes:
+            for number in node.meta.pop("accumulates", ()):
+                if self._notes is not None and (name := self._notes.place(number)[1]):
+                    found.pop(name, None)
+                    found[name] = node
+        for name, node in found.items():
+            node.meta.setdefault("gradient_of", []).append(name)
 
 
 def _recorded(outputs: Any, born: Mapping[int, Any]) -> Any:

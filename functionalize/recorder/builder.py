@@ -97,7 +97,7 @@ class Builder:
         self.early: frozenset[int] = frozenset()  # ids of records computed from arguments alone
         self._early: list[tuple[fx.Node, Any, str, str]] = []  # see `EarlyGuard.of`
         self._number_guards: list[NumberGuard] = []
-        self._gradients: dict[str, fx.Node] = {}  # by the full name of the parameter
+        self._gradients: dict[int, fx.Node] = {}  # by the number of the leaf
 
     # -- inputs --------------------------------------------------------------------------------
 
@@ -220,16 +220,16 @@ class Builder:
                 self._guard_value(node, scalar.value, where, "a tensor's value", early)
 
     def _note_gradient(self, record: OpRecord) -> None:
-        """Put the name of a parameter on the node of its gradient, which autograd has just accumulated."""
-        name, out = record.tape.leaves[-1 - (record.seq_nr or 0)].place[1], record.outputs
+        """Put the number of a leaf on the node of its gradient, which autograd has just accumulated."""
+        number, out = record.seq_nr, record.outputs
         storage = self.engine.storages.get(out.storage) if type(out) is TensorRef else None
-        if not name or storage is None or not isinstance(storage.base, fx.Node):
+        if number is None or storage is None or not isinstance(storage.base, fx.Node):
             return
-        before = self._gradients.get(name)
+        before = self._gradients.get(number)
         if before is not None:
-            before.meta["gradient_of"].remove(name)
-        self._gradients[name] = storage.base
-        storage.base.meta.setdefault("gradient_of", []).append(name)
+            before.meta["accumulates"].remove(number)
+        self._gradients[number] = storage.base
+        storage.base.meta.setdefault("accumulates", []).append(number)
 
     def guard(self, facts: Iterable[Fact]) -> None:
         """Add a guard for each fact about a live number."""

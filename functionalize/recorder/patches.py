@@ -198,14 +198,17 @@ def _recorders() -> list[Watcher]:
 
 def recorded_checks() -> Iterator[Checks]:
     """The checks of `_recorders()`."""
-    for recorder in _recorders():
-        if recorder.checks is not None:
-            yield recorder.checks
+    return (recorder.checks for recorder in _recorders() if recorder.checks is not None)
 
 
 def _checked_recorders() -> list[Watcher]:
     """Those of `_recorders()` that have checks."""
     return [recorder for recorder in _recorders() if recorder.checks is not None]
+
+
+def _tapes() -> list[TapeNotes]:
+    """The notes about autograd of `_recorders()`."""
+    return [recorder.tape for recorder in _recorders() if recorder.tape is not None]
 
 
 def _watched_resize() -> Any:
@@ -282,10 +285,9 @@ def _undispatched(original: Any) -> Any:
         steps_optimizer = is_entry and self.name.startswith(OPTIMIZER_LABEL)
         for recorder in _recorders():
             recorder.steps_optimizers |= steps_optimizer
-            if recorder.tape is not None:
-                note = recorder.tape
-                noted = note.labelled if self.name.startswith(FSDP_LABEL) else note.ranged
-                noted(self.name if is_entry else None)
+        for tape in _tapes():
+            noted = tape.labelled if self.name.startswith(FSDP_LABEL) else tape.ranged
+            noted(self.name if is_entry else None)
         watchers = _watchers()
         if not watchers or len(watchers) < len(current_modes()):
             return original(self, *args)  # another mode may record the profiler's ops
@@ -298,9 +300,8 @@ def _undispatched(original: Any) -> Any:
 
 def _noted_function(original: Any) -> Any:
     def unwrap_dead_wrappers(args: tuple[Any, ...]) -> Any:
-        for recorder in _recorders():
-            if recorder.tape is not None:
-                recorder.tape.function_called(args)
+        for tape in _tapes():
+            tape.function_called(args)
         return original(args)
 
     unwrap_dead_wrappers.__doc__ = original.__doc__
@@ -309,9 +310,8 @@ def _noted_function(original: Any) -> Any:
 
 def _noted_saving(original: Any) -> Any:
     def __enter__(self: Any) -> Any:
-        for recorder in _recorders():
-            if recorder.tape is not None:
-                recorder.tape.saved_by(self.pack_hook, self.unpack_hook)
+        for tape in _tapes():
+            tape.saved_by(self.pack_hook, self.unpack_hook)
         return original(self)
 
     __enter__.__doc__ = original.__doc__
@@ -324,10 +324,14 @@ def _watched_engine(original: Any) -> Any:
             for recorder in _ACTIVE.all():
                 if recorder.checks is not None:
                     recorder.checks.backward_elsewhere(outputs)
-        for recorder in _recorders():
-            if recorder.tape is not None:
-                recorder.tape.backward_called(outputs, args[3] if len(args) > 3 else ())
-        return original(outputs, *args, **kwargs)
+        tapes = _tapes()
+        try:
+            for tape in tapes:
+                tape.backward_called(outputs, args[3] if len(args) > 3 else ())
+            return original(outputs, *args, **kwargs)
+        finally:
+            for tape in tapes:
+                tape.backward_ended()
 
     _engine_run_backward.__doc__ = original.__doc__
     return _engine_run_backward
@@ -357,7 +361,7 @@ def _capture_patches() -> Iterator[Patch]:
     yield from eager_formulas.patches(lambda: bool(_watchers()))
     yield from reduction_patches.patches(_recorders)
     yield from higher_order.patches(recorded_checks, lambda: bool(_watchers()))
-    effects.watch_audit_events(_is_recording, recorded_checks)
+    effects.watch_audit_events(lambda: PATCHES.active, recorded_checks)
     yield from effects.patches(recorded_checks, _checked_recorders)
     for owner, name, text, value in kernel_settings():
         yield owner, name, _watched_setting(getattr(owner, name), text, value)
@@ -382,8 +386,3 @@ def _live_call_patches() -> Iterator[Patch]:
 
 PATCHES = Patches(_capture_patches)
 SIZE_PATCHES = Patches(_live_call_patches)
-
-
-def _is_recording() -> bool:
-    """Whether anything is recorded, in any thread."""
-    return PATCHES.active

@@ -5,7 +5,7 @@
 The graph is walked when `torch.autograd` calls its engine, so nodes that run no op are known, too (`AddBackward0`
 passes its gradient on). Of the nodes that have got all their gradients, the engine runs the one with the highest
 sequence number first; `order` is evaluated on demand.
-Invariant: the notes keep no node and no tensor alive.
+Invariant: a call keeps no node and no tensor alive.
 """
 
 from __future__ import annotations
@@ -80,37 +80,44 @@ def walked(
     number_of_leaf: Callable[[Any], int],
     thread: int,
     traceback: CapturedTraceback,
-) -> BackwardCall:
-    """The graph that a backward of `outputs` can reach. inputs: tensors or gradient edges, if it is of these alone."""
-    outputs = list(outputs)
+) -> tuple[BackwardCall, dict[Any, int]]:
+    """The graph that a backward of `outputs` can reach, and its nodes, each with its place.
+
+    inputs: tensors or gradient edges, if the backward is of these alone.
+    """
+    outputs, inputs = list(outputs), list(inputs)
     found = list(dict.fromkeys(n for each in outputs if (n := gradient_node(each)) is not None))
     places = {node: place for place, node in enumerate(found)}
     numbers: list[int] = []
     edges: list[Sequence[int]] = []
-    leaves: dict[int, int] = {}  # address of a leaf -> the place of its node
+    size, find, place_of = len(found), found.append, places.setdefault
     for node in found:  # which grows
         if type(node) is ACCUMULATES:
-            leaf = node.variable
-            leaves[address(leaf)] = len(edges)
-            numbers.append(number_of_leaf(leaf))
+            numbers.append(number_of_leaf(node.variable))
             edges.append(())
             continue
         numbers.append(node._sequence_nr())
         after = []
         for each, _ in node.next_functions:
             if each is not None:
-                place = places.get(each)
-                if place is None:
-                    place = places[each] = len(found)
-                    found.append(each)
+                place = place_of(each, size)
+                if place == size:
+                    find(each)
+                    size += 1
                 after.append(place)
         edges.append(after)
-    texts = {kind: kind.__name__ for kind in set(map(type, found))}
-    names = [texts[type(node)] for node in found]
+    kinds = list(map(type, found))
+    texts = {kind: kind.__name__ for kind in set(kinds)}
+    names = [texts[kind] for kind in kinds]
     if OTHER_CLASS in texts.values():
         names = [
             node.name() if n == OTHER_CLASS else n for n, node in zip(names, found, strict=True)
         ]
+    known = [*outputs, *inputs]
+    leaves = {}  # address of a leaf -> the place of its node
+    if None in map(gradient_node, known):
+        accumulate = (each for each in found if type(each) is ACCUMULATES)
+        leaves = {address(each.variable): places[each] for each in accumulate}
     for each in outputs:
         if gradient_node(each) is None and address(each) not in leaves:
             leaves[address(each)] = len(names)
@@ -118,14 +125,14 @@ def walked(
             numbers.append(number_of_leaf(each))
             edges.append(())
 
-    def known(tensors: list[Any]) -> list[int]:
+    def places_of(tensors: list[Any]) -> list[int]:
         ofs = ((each, gradient_node(each)) for each in tensors)
         found = (leaves.get(address(t)) if node is None else places.get(node) for t, node in ofs)
         return [place for place in found if place is not None]
 
-    inputs = list(inputs)
-    ends = known(inputs) if inputs else None
-    return BackwardCall(names, numbers, edges, known(outputs), ends, thread, traceback)
+    ends = places_of(inputs) if inputs else None
+    call = BackwardCall(names, numbers, edges, places_of(outputs), ends, thread, traceback)
+    return call, places
 
 
 class _Heap:

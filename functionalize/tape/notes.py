@@ -6,7 +6,7 @@
 
 Autograd counts nodes per thread, and makes the node of an op just before the op is dispatched. So an op has made a
 node iff the counter moved since the op before it, and gradients are enabled. `ownership.py` evaluates the notes.
-Invariant: the notes keep no tensor alive.
+Invariant: the notes keep no tensor alive, and a node only while the call of the engine runs that has its graph.
 """
 
 from __future__ import annotations
@@ -62,19 +62,18 @@ class Leaf:
     """A leaf that the step uses. maker: the first op or `Function` that used it, for which autograd made its node.
 
     number: of the node that accumulates its gradient, in the numbering of the recording; 0: none has.
-    place: then, the module and the full name of the parameter, empty if unknown.
+    at: its address.
     """
 
-    __slots__ = ("maker", "number", "place", "weak")
+    __slots__ = ("at", "maker", "number", "weak")
 
-    def __init__(self, leaf: Tensor, maker: OpRecord | FunctionCall | None) -> None:
-        self.weak, self.maker, self.number = weakref.ref(leaf), maker, 0
-        self.place = _NOWHERE
+    def __init__(self, leaf: Tensor, at: int, maker: OpRecord | FunctionCall | None) -> None:
+        self.weak, self.at, self.maker, self.number = weakref.ref(leaf), at, maker, 0
 
 
-# From a place in the records on: the innermost module that is being called, whether its call began inside a backward,
-# as in a recomputation, and how many modules are being called. A plain tuple, as every call of a module makes two.
-ModuleMark = tuple[int, str, bool, int]
+# From a place in the records on, a module is called: its address, and whether the call began inside a backward, as in a
+# recomputation. Or the innermost call has ended: None. A plain tuple, as every call of a module makes two.
+ModuleMark = tuple[int, int | None, bool]
 
 
 class EnteredRange(NamedTuple):
@@ -86,14 +85,11 @@ class EnteredRange(NamedTuple):
     in_backward: bool
 
 
-_NOWHERE = "", ""
+def _nowhere(leaf: int) -> tuple[str, str]:
+    return "", ""
 
 
-def _nowhere(leaf: Tensor) -> tuple[str, str]:
-    return _NOWHERE
-
-
-def _no_class(module: str) -> str:
+def _nothing(module: Any) -> str:
     return ""
 
 
@@ -107,7 +103,8 @@ class TapeNotes:
     labels: from a place in the records on, the innermost label of FSDP2's for the profiler, or "".
     ranges: from a place in the records on, the other ranges for the profiler that are entered, outermost first.
     packs: the hooks of the user's that were called for saved tensors.
-    place_of: returns the module and the full name of a parameter. class_of: the class of a module, by its name.
+    place_of: returns the module and the full name of the parameter with an address, empty if unknown.
+    name_of: the name of the module with an address, empty if unknown. class_of: the class of a module, by its name.
     is_off: whether nothing is noted, since no program is made of the recording.
     """
 
@@ -122,8 +119,9 @@ class TapeNotes:
         self.ranges: list[tuple[int, tuple[EnteredRange, ...]]] = []
         self.packs: set[CodeType] = set()
         self._unpacks: set[CodeType] = set()
-        self.place_of: Callable[[Tensor], tuple[str, str]] = _nowhere
-        self.class_of: Callable[[str], str] = _no_class
+        self.place_of: Callable[[int], tuple[str, str]] = _nowhere
+        self.name_of: Callable[[int], str] = _nothing
+        self.class_of: Callable[[str], str] = _nothing
         self.is_off = False
         self._used: dict[int, Leaf] = {}  # by the address of the tensor
         self.resolved: Any = None  # see `ownership.ownership_of`
@@ -132,6 +130,9 @@ class TapeNotes:
         self._main = 0
         self.stacks = Stacks()
         self._made: dict[int, int] = {}  # thread -> the same number, of other threads
+        self._places: dict[Any, int] = {}  # node of the innermost running backward -> its place
+        self._numbers: list[int] = []  # of these nodes
+        self._running: list[tuple[dict[Any, int], list[int]]] = []  # the same of those around it
 
     def start(self) -> None:
         """The recording begins, or goes on, in this thread."""
@@ -147,8 +148,15 @@ class TapeNotes:
         """A backward of `outputs` begins. inputs: if it is of these alone."""
         if self.is_off:
             return
-        call = walked(outputs, inputs, self._leaf_number, self.thread(), stack_here())
+        call, places = walked(outputs, inputs, self._leaf_number, self.thread(), stack_here())
         self.backwards.append(call)
+        self._running.append((self._places, self._numbers))
+        self._places, self._numbers = places, call.numbers
+
+    def backward_ended(self) -> None:
+        """The innermost backward has ended, or raises."""
+        if self._running:
+            self._places, self._numbers = self._running.pop()
 
     def record(self, func: Any, args: Iterable[Any]) -> OpRecord:
         """The record of an op that is being dispatched; for a mode's handler."""
@@ -159,39 +167,66 @@ class TapeNotes:
             record = OpRecord(func, (), {}, None, (), stack_here(), None, None, None, None, self)
             made = next_node_number()
             if made != self.made:
-                self._moved(record, args, made)
+                before, self.made = self.made, made
+                if made > before:
+                    record.makes = before, made - 1, torch.is_grad_enabled()
+                    self._use(args, record)
         else:
             stack = self.stacks.here()
             if self.is_off:
                 return OpRecord(func, (), {}, None, (), stack)
-            record = self._in_backward(func, args, stack)
+            node = running_node()
+            # The walk has made the Python objects of these nodes; they are asked for nothing.
+            place = self._places.get(node)
+            if place is None or stack is not self.stacks.shared:
+                record = self._in_python(func, args, stack, node)
+            else:
+                number, name = self._numbers[place], self.names.get(type(node))
+                if name is None:
+                    name = self.names.of(node)
+                record = OpRecord(func, (), {}, None, (), stack, number, name, BACKWARD, None, self)
+                if number < 0:
+                    record.meta["accumulates"] = True
+                if torch.is_grad_enabled():
+                    self._graded(record, args)
+                if _thread() != self._main:
+                    record.thread = self.thread()
         if fx_traceback.current_meta:
             custom = fx_traceback.current_meta.get("custom")
             if custom:  # `annotate` changes its dict
                 record.meta["custom"] = dict(custom)
         return record
 
-    def _in_backward(self, func: Any, args: Iterable[Any], stack: CapturedTraceback) -> OpRecord:
-        node, phase, enabled = running_node(), BACKWARD, torch.is_grad_enabled()
-        if node is None:
-            record = OpRecord(func, (), {}, None, (), stack, None, None, phase, None, self)
-        else:  # `autograd_position`, without its call
-            if enabled and not graph_is_kept():
-                phase = RECOMPUTE
-            number, name = node._sequence_nr(), self.names.get(type(node)) or self.names.of(node)
-            record = OpRecord(func, (), {}, None, (), stack, number, name, phase, None, self)
+    def _in_python(
+        self, func: Any, args: Iterable[Any], stack: CapturedTraceback, node: Any
+    ) -> OpRecord:
+        """The record of an op of a backward that Python code ran, or a node that the walk has not found."""
+        number = name = None
+        if node is not None:
+            number, name = node._sequence_nr(), self.names.of(node)
             if number >= FIRST_OF_LEAVES:  # nodes that accumulate gradients share their numbers
                 leaf = leaf_of(node)
-                record.seq_nr = None if leaf is None else self._leaf_number(leaf)
-                if stack is self.stacks.shared:
-                    record.meta["accumulates"] = True
-        if _thread() != self._main:
-            record.thread = self.thread()
+                number = None if leaf is None else self._leaf_number(leaf)
+        record = OpRecord(func, (), {}, None, (), stack, number, name, BACKWARD, None, self)
         if stack is not self.stacks.shared:
             self._note_hook(record)
-        if enabled:  # else it makes none
-            self._moved(record, args, next_node_number())
+        elif number is not None and number < 0:
+            record.meta["accumulates"] = True
+        if torch.is_grad_enabled():
+            self._graded(record, args)
+        if _thread() != self._main:
+            record.thread = self.thread()
         return record
+
+    def _graded(self, record: OpRecord, args: Iterable[Any]) -> None:
+        """An op in a backward while gradients are enabled: it may be recomputed, and may make a node."""
+        if record.autograd_node is not None and not graph_is_kept():
+            record.phase = RECOMPUTE
+        made = next_node_number()
+        before = self._swap(_thread(), made)
+        if made > before:
+            record.makes = before, made - 1, True
+            self._use(args, record)
 
     def _note_hook(self, record: OpRecord) -> None:
         """Note the kind of the hook that runs an op in a backward."""
@@ -203,32 +238,21 @@ class TapeNotes:
             if kind is not None:
                 record.meta["hook"] = kind
 
-    def _moved(self, record: OpRecord, args: Iterable[Any], made: int) -> None:
-        """Note the nodes that were made since the op before, and the leaves among the arguments.
-
-        made: the number that the next node has.
-        """
-        thread = _thread()
-        if thread == self._main:
-            before, self.made = self.made, made
-        else:
-            before = self._swap(thread, made)
-        if made > before:
-            record.makes = before, made - 1, torch.is_grad_enabled()
-            self._use(args, record)
-
     def _use(self, args: Iterable[Any], maker: OpRecord | FunctionCall) -> None:
+        """Note the leaves among the arguments of what made a node."""
         for a in args:
             if isinstance(a, Tensor):
                 if a.is_leaf and a.requires_grad:
-                    found = self._used.get(address(a))
+                    at = address(a)
+                    found = self._used.get(at)
                     if found is None or found.weak() is not a:
-                        self._used[address(a)] = Leaf(a, maker)
+                        self._used[at] = Leaf(a, at, maker)
             elif (type(a) is list or type(a) is tuple) and a and type(a[0]) is not int:
                 self._use(a, maker)
 
     def _swap(self, thread: int, made: int) -> int:
-        if thread:
+        """Set the number that the next node of a thread has; returns the one before."""
+        if thread != self._main:
             # Of the first op of another thread, at most the newest node is its own.
             before = self._made.get(thread, made - 1)
             self._made[thread] = made
@@ -269,7 +293,7 @@ class TapeNotes:
         if self.is_off:
             return
         thread, number = self.thread(), next_node_number()
-        self._swap(thread, number + 1)
+        self._swap(_thread(), number + 1)
         needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if needed and torch.is_grad_enabled():
             at, marks = len(self.records), len(self.marks)
@@ -281,8 +305,12 @@ class TapeNotes:
         at = address(leaf)
         found = self._used.get(at)
         if found is None or found.weak() is not leaf:
-            found = self._used[at] = Leaf(leaf, None)
+            found = self._used[at] = Leaf(leaf, at, None)
         if not found.number:
             self.leaves.append(found)
-            found.number, found.place = -len(self.leaves), self.place_of(leaf)
+            found.number = -len(self.leaves)
         return found.number
+
+    def place(self, number: int) -> tuple[str, str]:
+        """The module and the full name of the parameter of a leaf's node, empty if unknown."""
+        return self.place_of(self.leaves[-1 - number].at)

@@ -45,16 +45,26 @@ class Position(NamedTuple):
     made: int | None
 
 
+class _Mark(NamedTuple):
+    """From a place in the records on: the innermost module that is being called, whether its call began inside a
+    backward, and all modules that are being called, outermost first: name -> (name, class)."""
+
+    at: int
+    module: str
+    inside: bool
+    stack: dict[str, tuple[str, str]]
+
+
 class Ownership:
     """The makers of the nodes of one recording."""
 
     def __init__(self, notes: TapeNotes) -> None:
         self._notes = notes
         self._places = {id(record): at for at, record in enumerate(notes.records)}
-        self._mark_places = [mark[0] for mark in notes.marks]
+        self._marks = _module_marks(notes)
+        self._mark_places = list(map(_first, self._marks))
         self._label_places = list(map(_first, notes.labels))
         self._range_places = list(map(_first, notes.ranges))
-        self._stacks: list[dict[str, tuple[str, str]]] = []  # see `module_stack`
         self._names: dict[Key, str] = {}  # of the nodes that ran an op
         self._ran_in: dict[int, Key] = {}  # id of a record -> the node
         self._made: dict[int, Key] = {}
@@ -108,7 +118,7 @@ class Ownership:
             edges = [self._numbers[_key_in(call, n)] for n in call.edges[place] if n in running]
             maker = self._makers.get(key)
             line = self.stacks.line_or_empty(maker.traceback) if maker is not None else ""
-            parameter = self._notes.leaves[-1 - number].place[1] if number < 0 else ""
+            parameter = self._notes.place(number)[1] if number < 0 else ""
             name = call.names[place]
             nodes.append(TapeNode(self._numbers[key], name, tuple(edges), line, parameter))
         return RecordedBackward(tuple(nodes), self.stacks.line_or_empty(call.traceback))
@@ -136,9 +146,9 @@ class Ownership:
         accumulates a gradient belongs to the module of the parameter.
         """
         if record.phase is not None and record.seq_nr is not None and record.seq_nr < 0:
-            return self._notes.leaves[-1 - record.seq_nr].place[0]
+            return self._notes.place(record.seq_nr)[0]
         at, _ = self._mark(record)
-        return self._notes.marks[at][1] if at >= 0 else ""
+        return self._marks[at].module if at >= 0 else ""
 
     def module_stack(self, record: OpRecord) -> tuple[dict[str, tuple[str, str]], bool]:
         """The modules that are being called, outermost first: name -> (name, class); whether those of its forward."""
@@ -146,33 +156,17 @@ class Ownership:
         return self._stack_at(at), of_forward
 
     def _stack_at(self, mark: int) -> dict[str, tuple[str, str]]:
-        if not self._stacks and self._notes.marks:
-            self._stacks = self._module_stacks()
-        return self._stacks[mark] if mark >= 0 else {}
+        return self._marks[mark].stack if mark >= 0 else {}
 
     def _mark(self, record: OpRecord) -> tuple[int, bool]:
         """The place of the mark for the module of an op, -1 if there is none; whether it is that of its forward."""
         at = bisect_right(self._mark_places, self._places[id(record)]) - 1
-        if record.phase is None or (at >= 0 and self._notes.marks[at][2]):
+        if record.phase is None or (at >= 0 and self._marks[at].inside):
             return at, False
         maker = self.maker(record)
         if isinstance(maker, FunctionCall):
             return maker.marks - 1, True
         return (bisect_right(self._mark_places, self._places[id(maker)]) - 1 if maker else -1), True
-
-    def _module_stacks(self) -> list[dict[str, tuple[str, str]]]:
-        running: list[str] = []
-        found: dict[tuple[str, ...], dict[str, tuple[str, str]]] = {}
-        stacks = []
-        for _, module, _, depth in self._notes.marks:
-            running = [*running[: max(depth - 1, 0)], *([module] if depth else [])]
-            stack = found.get(tuple(running))
-            if stack is None:
-                names = filter(None, running)
-                stack = {name: (name, self._notes.class_of(name)) for name in names}
-                found[tuple(running)] = stack
-            stacks.append(stack)
-        return stacks
 
     def label(self, record: OpRecord) -> str:
         """The label under which FSDP2 ran an op, or ""."""
@@ -317,6 +311,23 @@ def ownership_of(notes: TapeNotes) -> Ownership:
     if notes.resolved is None or notes.resolved[0] != now:
         notes.resolved = now, Ownership(notes)
     found: Ownership = notes.resolved[1]
+    return found
+
+
+def _module_marks(notes: TapeNotes) -> list[_Mark]:
+    """The innermost module from each mark on, which may be its caller's if it has no name; equal stacks are one."""
+    running: list[tuple[str, bool]] = []
+    stacks: dict[tuple[str, ...], dict[str, tuple[str, str]]] = {}
+    found = []
+    for at, module, inside in notes.marks:
+        if module is None:
+            del running[-1:]
+        else:
+            running.append((notes.name_of(module) or (running[-1][0] if running else ""), inside))
+        names = tuple(name for name, _ in running if name)
+        if names not in stacks:
+            stacks[names] = {name: (name, notes.class_of(name)) for name in names}
+        found.append(_Mark(at, *(running[-1] if running else ("", False)), stacks[names]))
     return found
 
 
