@@ -3,16 +3,19 @@
     model, optimizer = lazy.module(model), lazy.optimizer(optimizer)
     loss = model(x)            waits: the results are tensors whose contents are not there yet
     loss.backward()            waits: one autograd node, see `step_backward/boundary.py`
-    optimizer.step()           one captured step of all three; nothing waits after it
+    optimizer.step()           waits, too, if a program covers all three; else they run here, as one captured step
+    optimizer.zero_grad()      that program, without the gradients: nothing waits after it
 
 | who looks first | what runs |
 | --- | --- |
-| the optimizer's step | all three as one captured step, if what the first two rely on still holds |
-| anybody else | the programs of the forward and of its backward, on the inputs that were found when they were called |
+| `zero_grad` after the optimizer's step | all three as one program, see `iteration.py` |
+| anybody else after the optimizer's step | the same with the gradients as results |
+| anybody before it | the programs of the forward and of its backward, on the inputs that they had at their lines |
 
 A call waits only if a program covers it, whose guards hold and whose inputs are found at its line: so it can run later
 whatever Python does in between. A captured step that is recorded runs Python late. So the guards are asked again before
-it: if they hold, on the same tensors, Python would have done at the line of each call what it does now.
+it: if they hold, on the same tensors, Python would have done at the line of each call what it does now. Once a program
+of all three was found so to do what the others do (`Agreements`), its own guards are enough, on the same tensors.
 Ranks may look at different places: whichever way a rank takes, it issues eager's collectives in their order. So passes
 that change collectives are refused, and a step whose ranks vote does not replace the programs.
 Refusals: calls that run at once, as `fz.capture(model, backward=True)` runs them. `explain` counts them by reason.
@@ -20,7 +23,6 @@ Refusals: calls that run at once, as `fz.capture(model, backward=True)` runs the
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +33,11 @@ from torch import Tensor
 
 from functionalize._compat.autograd import hook_tables
 from functionalize._compat.dispatch import current_modes, disable_current_modes
+from functionalize.deferral.iteration import CapturedIteration, named
 from functionalize.deferral.learned import NewTensor, NoDescription, description
 from functionalize.deferral.may_wait import draws_nothing
 from functionalize.deferral.mode import LazyMode
-from functionalize.deferral.waiting_call import Reliance, WaitingCall, entered
+from functionalize.deferral.waiting_call import Agreements, Reliance, WaitingCall
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Argument, Call
 from functionalize.ir.outputs import Constant, Result
@@ -43,7 +46,6 @@ from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.step_guards import SlotGuard
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import CaptureOptions
-from functionalize.step_backward.boundary import is_output
 from functionalize.step_backward.captured_forward import CapturedForward
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
 
@@ -57,7 +59,7 @@ class LazyModule:
         self, model: Callable[..., Any], mode: LazyMode, options: CaptureOptions, name: str
     ) -> None:
         self._model, self._mode, self._name = model, mode, name
-        self._captured = CapturedForward(_named(model, name), options)
+        self._captured = CapturedForward(named(model, name), options)
         self._ran: Counter[str] = Counter()
         self._forms: WeakKeyDictionary[ForwardProgram, list[Any]] = WeakKeyDictionary()
         self._unfit: WeakKeyDictionary[ForwardProgram, str] = WeakKeyDictionary()
@@ -151,14 +153,14 @@ class LazyModule:
 
 
 class LazyOptimizer:
-    """What `lazy.optimizer(optimizer)` returns: its step runs what waits; attributes are the optimizer's."""
+    """What `lazy.optimizer(optimizer)` returns: its step joins what waits; attributes are the optimizer's."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, mode: LazyMode, options: CaptureOptions
     ) -> None:
         self._optimizer, self._mode, self._options = optimizer, mode, options
-        self._alone = CapturedStep(_named(_step, "step", optimizer), options)
-        self._joints: dict[CapturedForward, CapturedStep] = {}
+        self._alone = CapturedStep(named(_step, "step", optimizer), options)
+        self._joints: dict[CapturedForward, tuple[CapturedIteration, Agreements]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)
@@ -169,9 +171,11 @@ class LazyOptimizer:
         if closure is not None or not _is_on(mode):
             return self._optimizer.step(*([] if closure is None else [closure]))
         call = mode.call
-        if isinstance(call, WaitingCall) and call.has_backward:
-            joint = self._joint(call.captured)
+        if isinstance(call, WaitingCall) and call.has_backward and not call.has_step:
+            joint, agreements = self._joint(call.captured)
             with disable_current_modes():
+                if call.joins(joint, agreements):
+                    return None  # waits
                 holds = joint.asks_nobody and call.still_holds()
             if holds:
                 mode.run_call(call, lambda: call.run_in(joint))
@@ -179,54 +183,42 @@ class LazyOptimizer:
         mode.look("optimizer.step()")
         return self._alone()
 
-    def _joint(self, forward: CapturedForward) -> CapturedStep:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The optimizer's `zero_grad`; runs what waits, if its step does, without the gradients that it drops."""
+        mode, optimizer, call = self._mode, self._optimizer, self._mode.call
+        is_torch = getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
+        if (
+            set_to_none
+            and is_torch
+            and isinstance(call, WaitingCall)
+            and call.has_step
+            and _is_on(mode)
+        ):
+            tensors = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            done: list[bool] = []
+            mode.run_call(call, lambda: done.append(call.run_step(tensors)))
+            if done[0]:
+                return
+        optimizer.zero_grad(set_to_none)
+
+    def _joint(self, forward: CapturedForward) -> tuple[CapturedIteration, Agreements]:
         if forward not in self._joints:
-            made = _named(_iteration, "iteration", forward.callable, self._optimizer)
-            self._joints[forward] = CapturedStep(made, self._options)
+            made = CapturedIteration(forward.callable, self._optimizer, self._options)
+            self._joints[forward] = made, Agreements()
         return self._joints[forward]
 
     def explain(self) -> str:
         """The programs of whole iterations, and those of the step alone."""
         lines = [
             line
-            for step in (*self._joints.values(), self._alone)
+            for step in (*(joint for joint, _ in self._joints.values()), self._alone)
             for line in step.explain().splitlines()
         ]
         return "\n".join(line for line in lines if not line.startswith("   "))  # no list of inputs
 
 
-def _iteration(
-    model: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    args: Any,
-    kwargs: Any,
-    tangents: Any,
-    numbers: Any,
-    autocast: Any,
-) -> list[Tensor]:
-    """Forward, backward and the optimizer's step, as one step. numbers: of the results that somebody holds."""
-    with torch.enable_grad():
-        with entered(autocast):
-            result = model(*args, **kwargs)
-        leaves = flatten_result(result)[0]
-        outputs = {id(leaf): leaf for leaf in leaves if is_output(leaf)}
-        pairs = zip(outputs.values(), tangents, strict=True)
-        roots = [(leaf, tangent) for leaf, tangent in pairs if tangent is not None]
-        torch.autograd.backward([leaf for leaf, _ in roots], [t for _, t in roots])
-    optimizer.step()
-    return [leaves[number].detach() for number in numbers]
-
-
 def _step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
-
-
-def _named(function: Callable[..., Any], name: str, *args: Any) -> Callable[..., Any]:
-    """A function of its own, since `CapturedStep` takes over the attributes of what it captures."""
-    made: Any = functools.partial(function, *args)
-    made.__name__ = name
-    found: Callable[..., Any] = made
-    return found
 
 
 def _is_on(mode: LazyMode) -> bool:
@@ -243,9 +235,7 @@ def _why_not(cached: ForwardProgram) -> str | None:
         return "draws random numbers, which others may draw before it would run"
     if cached.program.value_guards:
         return "reads numbers from tensors"
-    effects = cached.effects
-    in_python = (effects.assigned, effects.orders, effects.indices, cached.python_effects)
-    if cached.slots or any(in_python):
+    if cached.slots or cached.python_effects or not cached.effects.are_none:
         return "changes objects of Python"
     written = {action.input for action in cached.program.epilogue} | set(cached.program.writes)
     if any(isinstance(cached.program.inputs[i].source, Argument) for i in written):

@@ -4,7 +4,7 @@
     torch.tensor([x, y]), torch.ctc_loss(...), an LSTM on packed sequences     C++ that reads numbers without an op
     threads and processes that start: they read their arguments outside of the block
     torch.set_flush_denormal(True), torch.set_num_threads(2), ...   settings that kernels read
-    p.grad                                                          while a backward waits, see `calls.py`
+    p.grad, p.data = ...                                            while a call waits, see `calls.py`
 
 A function that hands out an address (`data_ptr`, `numpy`, `__dlpack__`) makes the storage one on which no op waits: who
 has the address may write there. The replacements are active while a `fz.lazy` block is, and call the originals.
@@ -142,7 +142,17 @@ def _delete_grad(leaf: Tensor) -> None:
     _GRAD.__delete__(leaf)
 
 
-_GRAD: Any = Tensor.grad  # the descriptor of the base class
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """A tensor gets another storage, without an op: a call that waits was to use the old one."""
+    mode = _active()
+    if mode is not None and mode.call is not None:
+        mode.look("an assignment to Tensor.data")
+    _DATA.__set__(tensor, value)
+
+
+# The descriptors of the base class.
+_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
 
 # As modules have bound them: a recording replaces some of them, too.
 _OF_TORCH = {name: getattr(torch, name) for name in (*dict(_OF_MODULES)[torch], "to_dlpack")}
@@ -190,6 +200,7 @@ def _patches() -> Iterator[Patch]:
     for captured in (CapturedStep, CapturedForward):
         yield captured, "__call__", _apart(captured)
     yield Tensor, "grad", property(_get_grad, _set_grad, _delete_grad)
+    yield Tensor, "data", property(_DATA.__get__, _set_data, _DATA.__delete__)
     for owner, name, _, _ in kernel_settings():
         yield owner, name, _looking(owner, name, hands_out=False)
     for name in _ADDRESSES:

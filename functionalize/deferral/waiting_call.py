@@ -3,8 +3,10 @@
     waiting = WaitingCall(..., cached, call)     a program whose guards hold, and its inputs
     waiting.results(forms)                       what the forward returns, contents undefined
     waiting.run()                                the programs of forward and backward, on the inputs that they had
+    waiting.joins(joint, agreements)             the optimizer's step waits, too, as a program of all three covers it
+    waiting.run_step(dropped)                    that program, without the gradients of the tensors `dropped`
     waiting.still_holds()                        whether Python would do now what it would have done at their lines
-    waiting.run_in(joint)                        as a part of a captured step, if it still holds
+    waiting.run_in(joint)                        as a part of a captured step, which may be recorded
 
 Invariant: each runs once; an error leaves NaN in the results, and has a note with the line of the forward.
 """
@@ -12,11 +14,9 @@ Invariant: each runs once; an error leaves NaN in the results, and has a note wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from operator import is_
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +25,7 @@ from functionalize._compat.dispatch import disable_current_modes, storage_at
 from functionalize._compat.references import WeakStorage
 from functionalize._compat.stacks import stack_here
 from functionalize.deferral.interpreted import fill, window_on
+from functionalize.deferral.iteration import CapturedIteration, entered
 from functionalize.deferral.learned import NewTensor
 from functionalize.deferral.mode import LazyMode
 from functionalize.deferral.settings import read, under
@@ -35,6 +36,8 @@ from functionalize.program.executable import Executable
 from functionalize.program.program import Program
 from functionalize.recorder.eager_formulas import unseen
 from functionalize.state.arguments import unflatten_result
+from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.step.cache import CachedProgram
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step_backward.backward_of import ReplayedForward
 from functionalize.step_backward.boundary import RequestedGradients, with_backward
@@ -42,9 +45,11 @@ from functionalize.step_backward.captured_forward import CapturedForward
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
 from functionalize.step_backward.pair_builder import SavedValue
 from functionalize.step_backward.recorded_forward import TWICE
+from functionalize.templates.leaves import identity
 from functionalize.util.user_stack import line_of
 
 _Found = Mapping[int, Any]  # inputs by number
+_Pairs = Sequence[tuple[int, int, int]]
 
 
 class Reliance:
@@ -77,6 +82,52 @@ class Reliance:
         return dict(zip(self.kept, call.inputs, strict=True)) if isinstance(call, Call) else None
 
 
+class Agreements:
+    """Which programs of whole iterations do what a forward and a backward do, before the optimizer's step.
+
+    If all three cover one state of Python, the first does there what the others do; and a program does the same always.
+    So from then on the guards of the first are enough, if it finds the inputs that the others found at their lines.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[CachedProgram, tuple[Any, Any, Any]] = WeakKeyDictionary()
+
+    def of(self, joint: CachedProgram, forward: Any, backward: Any) -> _Pairs | None:
+        """(input of `joint`, 0 for the forward and 1 for the backward, its input) for each; None: unknown."""
+        known = self._known.get(joint)
+        if known is None or known[0]() is not forward or known[1]() is not backward:
+            return None
+        pairs: _Pairs = known[2]
+        return pairs
+
+    def note(
+        self,
+        joint: CachedProgram,
+        call: Call,
+        forward: ForwardProgram,
+        backward: BackwardProgram,
+        reliance_of: Callable[[Any], Reliance],
+    ) -> _Pairs:
+        """The same; they cover the state of now. call: the inputs of `joint`."""
+        places = {
+            identity(each.program.inputs[i].source): (of, i)
+            for of, each in ((1, backward), (0, forward))
+            for i in reliance_of(each).kept
+        }
+        pairs, is_known = [], True
+        for at, spec in enumerate(joint.program.inputs):
+            source = spec.source
+            found = places.get(identity(source))
+            if found is not None:
+                pairs.append((at, *found))
+            elif not isinstance(source, (WholeStorage, HyperparameterNumber)):
+                # A tensor for the optimizer alone; a number, which is a new one each time, may be a constant of others.
+                is_known &= source.resolve(call) is call.inputs[at]
+        if is_known:
+            self._known[joint] = ref(forward), ref(backward), pairs
+        return pairs
+
+
 class WaitingCall:
     """A forward that waits, and its backward: the `CapturedBackward` of the node of its results.
 
@@ -101,11 +152,13 @@ class WaitingCall:
         self._replayed = ReplayedForward(captured, cached, call)
         self._settings, self._autocast = read(), _autocast()
         self._found = {i: call.inputs[i] for i in reliance_of(cached).kept}
-        self._storages = _storages(self._found)
         self._backward: BackwardProgram | None = None
         self._found_by_backward: _Found = {}
         self._tangents: Sequence[Tensor | None] = ()
         self._is_over = False
+        # how the optimizer's step waits: the step, its program, its inputs; the numbers of the results that it returns
+        self._step: tuple[CapturedIteration, CachedProgram, Call] | None = None
+        self._numbers: list[int] = []
         self._stack = stack_here()
         # of each result: its number, its storage, what it is
         self._outputs: list[tuple[int, WeakStorage, NewTensor]] = []
@@ -182,6 +235,9 @@ class WaitingCall:
 
     def run(self) -> None:
         """Run the programs of what waits, each once."""
+        if self._step is not None:
+            self.run_step(())
+            return
         self._ran["by programs of their own"] += 1
         try:
             with under(self._settings):
@@ -206,28 +262,75 @@ class WaitingCall:
         reliance, leaves = self._reliance_of, self._call.leaves
         with torch.enable_grad(), entered(self._autocast):
             found = reliance(self._cached).find(leaves)
-        if found is None or not _are_same(found, self._found, self._storages):
+        if found is None or not _are_same(found, self._found):
             return False
         with torch.no_grad():
             later = reliance(self._backward).find([*leaves, *self._tangents])
-        was = self._found_by_backward
-        return later is not None and _are_same(later, was, _storages(was))
+        return later is not None and _are_same(later, self._found_by_backward)
 
-    def run_in(self, joint: CapturedStep) -> None:
-        """Run forward, backward and the optimizer's step as one captured step."""
-        self._is_over = True
-        self._ran["with an optimizer's step"] += 1
+    def _arguments(self) -> tuple[Any, ...]:
+        """The arguments of the captured step that is this forward, its backward and a step."""
         spec = self._cached.program.in_spec
         assert spec is not None
         args, kwargs = unflatten_result(self._call.leaves, spec)
-        numbers = [n for n, weak, _ in self._outputs if weak.alive]
+        self._numbers = [n for n, weak, _ in self._outputs if weak.alive]
+        return args, kwargs, list(self._tangents), self._numbers, self._autocast
+
+    @property
+    def has_step(self) -> bool:
+        """Whether an optimizer's step waits, too."""
+        return self._step is not None
+
+    def joins(self, joint: CapturedIteration, agreements: Agreements) -> bool:
+        """Whether the optimizer's step waits from now on, since a program covers all three."""
+        if self._backward is None or read() != self._settings:
+            return False
+        found = joint.covered(*self._arguments())
+        if found is None:
+            return False
+        cached, call = found
+        pairs = agreements.of(cached, self._cached, self._backward)
+        if pairs is None:
+            if not self.still_holds():
+                return False
+            pairs = agreements.note(cached, call, self._cached, self._backward, self._reliance_of)
+        was = self._found, self._found_by_backward
+        if not all(_is_same(call.inputs[at], was[of][i]) for at, of, i in pairs):
+            return False
+        self._step = joint, cached, call
+        return True
+
+    def run_step(self, dropped: Collection[int]) -> bool:
+        """Run all three, whether the gradients of tensors with the ids `dropped` were left out."""
+        assert self._step is not None
+        (joint, cached, call), self._step = self._step, None
         try:
-            values = joint(args, kwargs, list(self._tangents), numbers, self._autocast)
+            with under(self._settings):
+                values, is_lean = joint.carry_out(cached, call, dropped)
+        except Exception as error:
+            if cached.program.may_run_again(call):
+                self.run()  # the forward or its backward raises; else the optimizer's step did
+            else:
+                self._failed(error)
+            raise
+        self._done(values)
+        return is_lean
+
+    def run_in(self, joint: CapturedStep) -> None:
+        """Run forward, backward and the optimizer's step as one captured step."""
+        arguments = self._arguments()
+        try:
+            values = joint(*arguments)
         except BaseException as error:
             self._failed(error)
             raise
+        self._done(values)
+
+    def _done(self, values: Sequence[Tensor]) -> None:
+        self._is_over = True
+        self._ran["with an optimizer's step"] += 1
         with torch.no_grad(), disable_current_modes():
-            self._write(dict(zip(numbers, values, strict=True)))
+            self._write(dict(zip(self._numbers, values, strict=True)))
 
     def _storage(self, weak: WeakStorage) -> torch.UntypedStorage | None:
         return storage_at(weak._reference) if weak.alive else None
@@ -256,22 +359,13 @@ def _autocast() -> tuple[Any, ...] | None:
     return "cpu", torch.get_autocast_dtype("cpu"), True, torch.is_autocast_cache_enabled()
 
 
-def entered(autocast: tuple[Any, ...] | None) -> Any:
-    """A context: `torch.autocast` with these arguments; None: nothing."""
-    return torch.autocast(*autocast) if autocast is not None else nullcontext()
+def _are_same(now: _Found, was: _Found) -> bool:
+    """Whether these are the same tensors, and equal numbers."""
+    return all(_is_same(value, was[i]) for i, value in now.items())
 
 
-def _storages(found: _Found) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in found.values() if isinstance(t, Tensor)]
-
-
-def _are_same(now: _Found, was: _Found, storages: Sequence[torch.UntypedStorage]) -> bool:
-    """Whether these are the same tensors, on the same storages, and equal numbers."""
-    tensors = all(
-        value is was[i] or (not isinstance(value, Tensor) and repr(value) == repr(was[i]))
-        for i, value in now.items()
-    )
-    return tensors and all(map(is_, _storages(now), storages))
+def _is_same(now: Any, was: Any) -> bool:
+    return now is was or (not isinstance(now, Tensor) and repr(now) == repr(was))
 
 
 def _accumulate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

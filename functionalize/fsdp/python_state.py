@@ -304,6 +304,12 @@ class FSDPEffects:
         """Whether the step changes the `grad_dtype` of an unsharded parameter."""
         return any(place.key == "grad_dtype" for place, _ in self.assigned)
 
+    @property
+    def are_none(self) -> bool:
+        """Whether the step changes nothing."""
+        moved = any(emptied or new for *_, emptied, new in (*self.orders, *self.indices))
+        return not (self.assigned or moved)
+
     def apply(self) -> None:
         """Make the step's changes."""
         for place, value in self.assigned:

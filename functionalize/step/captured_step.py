@@ -313,7 +313,7 @@ class CapturedStep(PredictedStep):
         """The program of a recording, after the passes."""
         recorded = recording.program(call.spec)
         waits, is_bare = self._before_passes(recorded, call)
-        program = recorded if waits or is_bare else self._options.applied(recorded)
+        program = recorded if waits or is_bare else self._rewritten(recorded)
         signature = self._signature(recording)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
         exit, reads = recording.exit, bool(program.value_guards)

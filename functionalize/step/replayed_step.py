@@ -210,7 +210,7 @@ class ReplayedStep:
         cached.waits, runner = 0, cached.program.runner
         try:
             with torch.no_grad(), disable_current_modes():
-                cached.program = self._options.applied(cached.program)
+                cached.program = self._rewritten(cached.program)
         except Exception as error:
             if self._vote is not None:  # a rank that refuses alone would not vote any more
                 cached.program.runner = runner
@@ -220,6 +220,10 @@ class ReplayedStep:
             self._refuse(key, Refused.of(error).error)
         else:
             self.stats.nodes = cached.program.nodes()
+
+    def _rewritten(self, recorded: Program) -> Program:
+        """The program of a recording after the passes."""
+        return self._options.applied(recorded)
 
     def _before_passes(self, recorded: Program, call: Invocation) -> tuple[int, bool]:
         """How many calls must show that a program is of use before the passes run; whether replays do (`is_bare`).

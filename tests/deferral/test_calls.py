@@ -154,14 +154,24 @@ def test_somebody_looks(look: str) -> None:
 # -- Python in between -----------------------------------------------------------------------------
 
 
-def between(change: Callable[[Any], Any], undo: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def between(
+    change: Callable[[Any], Any], undo: Callable[[Any], Any], place: int
+) -> Callable[[Any], Any]:
+    """place: 0: before the optimizer's step, 1: after it."""
+
     def step(run: Any) -> Any:
+        if run.i == 0:
+            run.spare = [torch.full_like(run.model.table.weight, 0.1 * i).detach() for i in (1, 2)]
+            run.means = [torch.full((8,), 0.1 * i) for i in (1, 2)]
         out = run.call(run.x)
         out["loss"].backward()
-        if run.i > 4:
-            change(run)
-        run.steps.step()
-        undo(run)
+        for at in range(2):
+            if run.i > 4 and at == place:
+                change(run)
+            if at == 0:
+                run.steps.step()
+            if at == place:
+                undo(run)
         run.steps.zero_grad()
         return (out["loss"],)
 
@@ -192,6 +202,14 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "zero_grad": (lambda run: run.optimizer.zero_grad(), lambda run: None),
     "gradient": (lambda run: run.model.table.weight.grad.mul_(0.5), lambda run: None),
     "batch": (lambda run: run.x.zero_(), lambda run: None),
+    "buffer": (
+        lambda run: setattr(run.model.body[1], "running_mean", run.means[run.i % 2]),
+        lambda run: None,
+    ),
+    "storage": (
+        lambda run: setattr(run.model.table.weight, "data", run.spare[run.i % 2]),
+        lambda run: None,
+    ),
     "determinism": (
         lambda run: torch.use_deterministic_algorithms(True),
         lambda run: torch.use_deterministic_algorithms(False),
@@ -199,9 +217,32 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("what", CHANGES)
-def test_python_changes_what_a_waiting_call_has_read(what: str) -> None:
-    as_eager(between(*CHANGES[what]))
+def test_python_changes_what_a_waiting_call_has_read(what: str, place: int) -> None:
+    as_eager(between(*CHANGES[what], place))
+
+
+@pytest.mark.parametrize("options", [{}, {"set_to_none": False}])
+def test_gradients_that_the_optimizer_does_not_drop_stay(options: dict[str, Any]) -> None:
+    """Of two optimizers the first drops its own; `zero_grad` comes right after the step, or before the next forward."""
+
+    def step(run: Any) -> Any:
+        if run.i == 0:
+            run.rest = torch.optim.SGD(run.optimizer.param_groups[0]["params"][1:], lr=0.1)
+            del run.optimizer.param_groups[0]["params"][1:]
+        run.steps.zero_grad(**options)
+        out = run.call(run.x)
+        out["loss"].backward()
+        run.steps.step()
+        if run.i % 2:
+            run.steps.zero_grad(**options)
+        run.rest.step()
+        run.rest.zero_grad()
+        return (out["loss"],)
+
+    lazy = as_eager(step, "default")
+    assert joined(lazy) > 3
 
 
 def test_zero_grad_before_the_backward() -> None:
@@ -355,21 +396,33 @@ def test_another_loss_over_the_same_parameters() -> None:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_forward_comes_at_the_step_with_the_line_of_the_call() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_error_of_the_forward_comes_when_it_runs_with_the_line_of_the_call(waits: bool) -> None:
+    """waits: whether the optimizer's step waits, too, since a program covers it."""
     lazy = fz.lazy()
 
     def step(run: Any) -> Any:
         if run.i == 6:
             run.x[3] = 99
             with pytest.raises(IndexError) as raised:
-                run.call(run.x)["loss"].backward()
+                out = run.call(run.x)
+                loss = out["loss"]
+                if not waits:
+                    del out  # other results than before are held
+                loss.backward()
                 run.steps.step()
+                assert waits
+                run.steps.zero_grad()
             if run.call is not run.model:
                 assert "this forward was called at" in raised.value.__notes__[0]
                 assert "run.call(run.x)" in raised.value.__notes__[0]
             run.steps.zero_grad()
             return ()
-        return plain(run)
+        out = run.call(run.x)
+        out["loss"].backward()
+        run.steps.step()
+        run.steps.zero_grad()
+        return (out["loss"],)
 
     assert trained(step, lazy) == trained(step, None)
     assert joined(lazy) > 4
