@@ -6,7 +6,7 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,6 +138,13 @@ def fake_work_ids() -> tuple[Any, str]:
     return importlib.import_module("torch.distributed._meta_registrations"), "generate_unique_id"
 
 
+def fake_collective() -> Callable[[Any], Any]:
+    """The meta kernel of `_allgather_base_` and `_reduce_scatter_base_`: output and `Work` (2.11 to 2.14)."""
+    module = importlib.import_module("torch.distributed._meta_registrations")
+    found: Callable[[Any], Any] = module.create_fakework
+    return found
+
+
 def sharding_propagation() -> tuple[type, str]:
     """(class, name) of the method by which DTensor computes an op's global shape on fake tensors (2.11 to 2.13)."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -193,6 +200,25 @@ def mesh_methods() -> list[tuple[Any, str]]:
     names = ("__init__", "__getitem__", "mesh", "get_coordinate", "_flatten", "_unflatten")
     more = ("_concatenate", "from_group", "_get_all_submeshes", "__getstate__")
     return [(DeviceMesh, name) for name in (*names, *more) if name in vars(DeviceMesh)]
+
+
+def share_ranks(mesh: Any, known: dict[Any, Any]) -> None:
+    """Let the equal tuples of ranks of several meshes be one object (2.11 to 2.14). known: those so far."""
+    ranks = getattr(mesh, "_flatten_rank_map", None)
+    if ranks is not None:
+        mesh._flatten_rank_map = known.setdefault(ranks, _Ranks(ranks))
+
+
+class _Ranks(tuple[int, ...]):
+    """A tuple that is equal to itself without a comparison of its items."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
 
 
 def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:

@@ -41,10 +41,10 @@ from torch import Tensor
 
 from functionalize._compat.dispatch import current_modes, disable_current_modes
 from functionalize._compat.distributed import (
+    fake_collective,
     fake_process_group,
     fake_work_ids,
     forget_shardings,
-    mesh_methods,
     sharding_propagation,
     strided_shard_flags,
 )
@@ -60,7 +60,7 @@ from functionalize._compat.graphs import pytree
 from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.errors import WorldError
-from functionalize.fake_world import fake_queries
+from functionalize.fake_world import fake_queries, meshes
 from functionalize.fake_world.cuda_api import is_cuda
 from functionalize.fake_world.target import Choices, Target, target_named
 from functionalize.ir.fake_mode import distinct_results
@@ -96,6 +96,11 @@ _ASSUMED: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
 _ASSUMED_AT = types.MappingProxyType({address(op): rule for op, rule in _ASSUMED.items()})
 _DEVICE = torch.ops.prim.device.default
 _MOST_RANKS = 2**20  # the largest real integer tensor that still counts as a list of ranks
+# FSDP2's collectives return their output and a new `Work`, which no cache of results may hold.
+_COLLECTIVES = frozenset(
+    address(getattr(torch.ops.c10d, name).default)
+    for name in ("_allgather_base_", "_reduce_scatter_base_")
+)
 _NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
 
 
@@ -134,6 +139,7 @@ class WorldMode(FakeTensorMode):
         self.target = target
         self.assumed: Counter[str] = Counter()
         self._fake_results = FakeResultCache(self)
+        self._fake_collective = fake_collective()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
@@ -167,6 +173,8 @@ class WorldMode(FakeTensorMode):
         return self._known(func, args, kwargs, lambda: op(*args, **kwargs))
 
     def _known(self, func: Any, args: Any, kwargs: Any, op: Callable[[], Any]) -> Any:
+        if address(func) in _COLLECTIVES and all(type(each) is FakeTensor for each in args[:2]):
+            return self._fake_collective(args)
         out = self._fake_results.run(func, args, kwargs, op)
         assumed = _ASSUMED_AT.get(address(func))
         if assumed is not None and type(out) is FakeTensor and out.numel() == 1:
@@ -300,8 +308,7 @@ def _patches(apart: FakeTensorMode, target: str) -> Iterator[Patch]:
     for owner, name in fully_sharded_chunks():
         yield owner, name, _Chunks
     yield (*fake_work_ids(), itertools.count().__next__)  # torch draws them from Python's generator
-    for owner, name in mesh_methods():
-        yield owner, name, _for_real(vars(owner)[name])
+    yield from meshes.patches(in_world)
 
 
 class _NoFake:
@@ -341,41 +348,6 @@ def _under_mode(original: Callable[..., Any], apart: FakeTensorMode) -> Callable
             return original(*args, **kwargs)
 
     return propagate
-
-
-def _for_real(original: Any) -> Any:
-    """A method of `DeviceMesh`, run without modes in a world: the tensors of ranks that a mesh keeps stay real."""
-    if isinstance(original, property):
-        return property(_for_real(original.fget))
-    if isinstance(original, staticmethod):
-        return staticmethod(_for_real(original.__func__))
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if not in_world():
-            return original(*args, **kwargs)
-        with disable_current_modes():
-            if original.__name__ == "__init__":
-                args, kwargs = _on_cpu(args, kwargs)
-            return original(*args, **kwargs)
-
-    return method
-
-
-def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments of `DeviceMesh.__init__` (`self` included) with the device "cpu" and a real tensor of ranks."""
-    mesh = args[2] if len(args) > 2 else kwargs.get("mesh")
-    if isinstance(mesh, FakeTensor):
-        raise WorldError(
-            "a mesh is made of a tensor of ranks, which holds none in a fake world: use "
-            "torch.distributed.init_device_mesh(device, shape), or give DeviceMesh the ranks as a list"
-        )
-    ranks = kwargs.get("_rank_map")
-    if isinstance(ranks, FakeTensor):  # `init_device_mesh` has just counted them
-        kwargs = {**kwargs, "_rank_map": torch.arange(ranks.numel(), dtype=ranks.dtype)}
-    if len(args) > 1:
-        return (args[0], "cpu", *args[2:]), kwargs
-    return args, {**kwargs, "device_type": "cpu"}
 
 
 class _Chunks(Sequence[Tensor]):

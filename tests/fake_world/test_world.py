@@ -387,3 +387,27 @@ def test_tensors_of_a_world_say_that_they_are_on_the_cpu():
         layer = nn.Linear(2, 2, device="cuda")
         for tensor in (layer.weight, torch.ones(2, device="cuda"), torch.ones(2).to("cuda:0")):
             assert not tensor.is_cuda and tensor.device.type == "cpu"
+
+
+def test_meshes_of_modules_share_their_ranks():
+    with fz.world(64):
+        one, other = (dist.init_device_mesh("cpu", (64,), mesh_dim_names=("dp",)) for _ in "12")
+        assert one is not other and one == other and hash(one) == hash(other)
+        assert one._flatten_rank_map is other._flatten_rank_map
+        assert one != dist.init_device_mesh("cpu", (64,), mesh_dim_names=("tp",))
+        square = dist.init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp", "tp"))
+        assert one != square and square["dp"] != square["tp"]
+        assert square._flatten_rank_map is one._flatten_rank_map == tuple(range(64))
+
+
+def test_collectives_are_answered_as_torch_does(monkeypatch: pytest.MonkeyPatch):
+    def answers() -> list[object]:
+        with fz.world(4):
+            whole, part, group = torch.empty(8), torch.empty(2), dist.group.WORLD.boxed()
+            out = torch.ops.c10d._allgather_base_.default(whole, part, group, False)
+            found = [out[0] is whole, type(out[1]), len(out), whole._version]
+            return [*found, program_of(next(iter(FEATURES)))]  # it reduces and scatters, too
+
+    answered = answers()
+    monkeypatch.setattr("functionalize.fake_world.world._COLLECTIVES", frozenset())
+    assert answered == answers() and answered[0] is True
