@@ -33,6 +33,7 @@ from functionalize.sweep.checks import check_points
 from functionalize.sweep.grid import MODEL_KEYS, AcceptedKeys, Point, of
 from functionalize.sweep.plan import arguments, called, idle_dimensions, items_of, record
 from functionalize.sweep.summary import assumptions, short
+from functionalize.util.gc_pause import only_young_collections
 
 DEFAULT_WORLD = 8  # ranks: one node of most machines
 
@@ -75,7 +76,8 @@ def recorded(job: Job, say: Say) -> Iterator[Recorded]:
     with opened(job.source, job.names) as script:
         point = {"world": job.ranks, "mesh": job.mesh, "rank": job.rank, "target": job.target}
         users = wants(script, [*job.parameters], [{**point, **job.parameters}])
-        with fz.world(job.ranks, job.mesh, rank=job.rank, target=job.target) as world:
+        made = fz.world(job.ranks, job.mesh, rank=job.rank, target=job.target)
+        with only_young_collections(), made as world:
             yield _recorded(script, users, job, world, say)
 
 
