@@ -203,10 +203,11 @@ def mesh_methods() -> list[tuple[Any, str]]:
 
 
 def share_ranks(mesh: Any, known: dict[Any, Any]) -> None:
-    """Let the equal tuples of ranks of several meshes be one object (2.11 to 2.14). known: those so far."""
-    ranks = getattr(mesh, "_flatten_rank_map", None)
-    if ranks is not None:
-        mesh._flatten_rank_map = known.setdefault(ranks, _Ranks(ranks))
+    """Let the equal ranks of several meshes be one tuple and one tensor (2.11 to 2.14). known: those so far."""
+    ranks, tensor = getattr(mesh, "_flatten_rank_map", None), getattr(mesh, "_rank_map", None)
+    if ranks is not None and tensor is not None:
+        found = known.setdefault((ranks, tensor.dtype), (_Ranks(ranks), tensor))
+        mesh._flatten_rank_map, mesh._rank_map = found
 
 
 class _Ranks(tuple[int, ...]):

@@ -393,7 +393,7 @@ def test_meshes_of_modules_share_their_ranks():
     with fz.world(64):
         one, other = (dist.init_device_mesh("cpu", (64,), mesh_dim_names=("dp",)) for _ in "12")
         assert one is not other and one == other and hash(one) == hash(other)
-        assert one._flatten_rank_map is other._flatten_rank_map
+        assert one._flatten_rank_map is other._flatten_rank_map and one._rank_map is other._rank_map
         assert one != dist.init_device_mesh("cpu", (64,), mesh_dim_names=("tp",))
         square = dist.init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp", "tp"))
         assert one != square and square["dp"] != square["tp"]
