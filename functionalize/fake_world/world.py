@@ -338,14 +338,19 @@ def _hidden_fakes() -> Iterator[None]:
 
 
 def _under_mode(original: Callable[..., Any], apart: FakeTensorMode) -> Callable[..., Any]:
-    """In a world, `original` runs under the mode `apart` only; outside, unchanged."""
+    """In a world, `original` runs under the mode `apart` only; outside, unchanged.
+
+    An op that returns nothing, as those of optimizers on lists of all parameters, has no shapes to compute.
+    """
 
     @functools.wraps(original)
-    def propagate(*args: Any, **kwargs: Any) -> Any:
+    def propagate(self: Any, op_schema: Any) -> Any:
         if not in_world():
-            return original(*args, **kwargs)
+            return original(self, op_schema)
+        if not op_schema.op._schema.returns:
+            return None
         with disable_current_modes(), apart:
-            return original(*args, **kwargs)
+            return original(self, op_schema)
 
     return propagate
 
