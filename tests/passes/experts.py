@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 from functionalize._compat.distributed import fake_process_group
 from tests.fsdp.twins import compare_twins
+from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step, program_of
 
 WIDTH, TOKENS = 8, 4
@@ -84,3 +86,9 @@ def trained(pipeline: str, checkpointed: bool) -> tuple[list[str], int, str]:
 
     verdict = compare_twins(made, make_step, batches, passes=pipeline, record_after=1)
     return verdict.differences, verdict.replays, verdict.program
+
+
+@functools.cache
+def trained_program(pipeline: str, checkpointed: bool) -> str:
+    """The program of the first of two ranks after passes."""
+    return run_on_ranks(trained, pipeline, checkpointed)[0][2]
