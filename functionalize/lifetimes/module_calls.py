@@ -49,7 +49,7 @@ class ModuleCalls:
         """numbered: whether `module_at` will be called, and not only the notes of a recording are filled."""
         self._numbered = numbered
         self.running = ""  # the innermost module that is being called
-        self._watched_modules: dict[nn.Module, None] = {}
+        self._watched_modules: dict[int, nn.Module] = {}  # by address: hashes may change
         self._named: list[tuple[str, nn.Module]] = []
         # The address of a parameter -> the name of its module, its own name.
         self._leaves: dict[int, tuple[str, str]] = {}
@@ -66,7 +66,7 @@ class ModuleCalls:
             for own, parameter in module._parameters.items():
                 if parameter is not None:
                     put(address(parameter), (name, own))
-        self._watched_modules.update(dict.fromkeys([module for _, module in roots.walk()]))
+        self._watched_modules.update((address(module), module) for _, module in roots.walk())
         for states in roots.states().values():
             for owner, own, managed in fsdp_registered(states):
                 name = self._names.get(address(owner), "")
@@ -173,25 +173,25 @@ class _WatchedModules:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watches: list[dict[nn.Module, None]] = []  # of each recording, those that it watches
+        self._watches: list[dict[int, nn.Module]] = []  # of each recording, those that it watches
 
-    def add(self, modules: dict[nn.Module, None]) -> None:
+    def add(self, modules: dict[int, nn.Module]) -> None:
         with self._lock:
             for module in self._of_no_other(modules):
                 report_calls(module, _reporting_call)
             self._watches.append(modules)
 
-    def remove(self, modules: dict[nn.Module, None]) -> None:
+    def remove(self, modules: dict[int, nn.Module]) -> None:
         with self._lock:
             self._watches.remove(modules)
             for module in self._of_no_other(modules):
                 end_reports(module)
 
-    def _of_no_other(self, modules: dict[nn.Module, None]) -> Iterable[nn.Module]:
+    def _of_no_other(self, modules: dict[int, nn.Module]) -> Iterable[nn.Module]:
         """Those that no recording watches."""
         if not self._watches:
-            return modules
-        return [m for m in modules if not any(m in watch for watch in self._watches)]
+            return modules.values()
+        return [m for at, m in modules.items() if not any(at in w for w in self._watches)]
 
 
 def _reporting_call(

@@ -229,3 +229,25 @@ def test_a_module_that_raises_is_left() -> None:
     assert found["sin", "forward"] == {"broken"}
     assert found["cos", "forward"] == {""}
     assert found["addmm", "forward"] == {"model.0"}
+
+
+def test_a_module_whose_hash_changes_in_the_step() -> None:
+    """As that of a metric of torchmetrics, which is made of the ids of its tensors."""
+
+    class Meter(nn.Module):
+        total = torch.zeros(())
+
+        def __hash__(self) -> int:
+            return id(self.total)
+
+    def train(meter: Meter, x: Tensor) -> Tensor:
+        meter.total = meter.total + x.detach().sum()
+        return x.cos()
+
+    ours, eager = Meter(), Meter()
+    step = fz.capture(lambda x: train(ours, x), on_uncapturable="eager")
+    for i in range(6):
+        x = torch.full((3,), float(i))
+        assert torch.equal(step(x), train(eager, x))
+        assert torch.equal(ours.total, eager.total)
+    assert step.stats.replays, step.explain()
