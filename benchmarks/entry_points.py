@@ -187,6 +187,7 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = loss_of(self.net, *batch)
+            self.log("train_loss", loss, on_step=True, on_epoch=True)
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
@@ -222,7 +223,10 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
     module.capture = capture
     trainer = loop.trainer_of(CALLS // 5, 1 if name == "manual" else 2, [])
     trainer.fit(module, Loader(rows(40), batch_size=BATCH))
-    return place.found(module.numbers, tensors_of(module, *trainer.optimizers))
+    logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return place.found(
+        [*module.numbers, trainer.global_step, logged], tensors_of(module, *trainer.optimizers)
+    )
 
 
 def fabric(place: Place, captured: str) -> Found:

@@ -1,21 +1,25 @@
-"""Progress bars of `tqdm` and scalars of TensorBoard in a step: a replay calls the same method of the same object.
+"""Progress bars, scalars of TensorBoard, `self.log` of Lightning in a step: a replay calls the same method of the object.
 
     bar.set_postfix(loss=loss.item())        bar.update(1)        bar.set_description(f"loss {loss.item():.3f}")
     writer.add_scalar("loss", loss.item(), 3)
+    self.log("loss", loss)                   of a LightningModule, which detaches the tensor
 
-The state of a bar is no guarded state: it changes by itself, and between calls. While a step is recorded, attributes of
-a bar that code outside of `tqdm` reads or sets are noted: the step is refused by name.
+The state of a bar, and of what Lightning logs, is no guarded state: it changes by itself, and between calls. While a
+step is recorded, their attributes that code outside of such calls reads or sets are noted: the step is refused by name.
 Refusals: a bar or a writer that the search does not find; arguments that a replay cannot have again; a result that the
 step uses.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from torch import Tensor
 
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder
@@ -28,8 +32,13 @@ BAR_METHODS = (
     *("update", "set_postfix", "set_postfix_str", "set_description", "set_description_str"),
     *("refresh", "unpause", "reset", "clear", "display"),
 )
+_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 WRITER_METHODS = ("add_scalar", "add_scalars", "add_text", "flush")
-_OWN_STATE = frozenset({"__class__", "__init__", "__del__", "__dict__"})
+_CONNECTOR = "trainer.connectors.logger_connector"
+LOG_CLASSES = (
+    f"{_CONNECTOR}.result._ResultCollection",
+    f"{_CONNECTOR}.logger_connector._LoggerConnector",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +58,19 @@ class MethodCalled:
 
 @dataclass(frozen=True, slots=True)
 class MethodDoor:
-    """See `Door`. what: for messages."""
+    """See `Door`. what: for messages. detaches: whether the method uses tensors without their history."""
 
     what: str
+    detaches: bool = False
 
     def repeated(
         self, recording: CallRecorder, frame: FrameType, original: Any, args: Any, keywords: Any
     ) -> Repeated | str | None:
         if not args or not drops_result(frame):
             return self.what
+        if self.detaches and not keywords.get("enable_graph"):
+            args = tuple(map(_detached, args))
+            keywords = {key: _detached(value) for key, value in keywords.items()}
         found = CallArguments.of(recording, frame, args[1:], keywords)
         if isinstance(found, str):
             return f"{self.what} with {found}"
@@ -69,6 +82,18 @@ class MethodDoor:
         )
 
 
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _log_classes() -> Iterator[Any]:
+    """The classes that keep what Lightning logs."""
+    for module, names in itertools.product(_MODULES, LOG_CLASSES):
+        place, _, name = names.rpartition(".")
+        found = sys.modules.get(f"{module.removesuffix('core.module')}{place}")
+        yield getattr(found, name, None)
+
+
 def bar_class() -> Any:
     """`tqdm.std.tqdm`, if it was imported."""
     return getattr(sys.modules.get("tqdm.std"), "tqdm", None)
@@ -77,20 +102,19 @@ def bar_class() -> Any:
 def methods() -> Iterator[tuple[Any, str, str, MethodDoor]]:
     """The table of doors: owner, name, what a call does, door."""
     module = sys.modules.get("torch.utils.tensorboard.writer")
+    loggers = [getattr(sys.modules.get(name), "LightningModule", None) for name in _MODULES]
     for owner, names, what in (
         (bar_class(), BAR_METHODS, "moves a progress bar"),
         (getattr(module, "SummaryWriter", None), WRITER_METHODS, "writes to TensorBoard"),
+        *((owner, ("log",), "logs to Lightning") for owner in loggers),
     ):
         for name in names:
             if owner is not None and name in vars(owner):
-                yield owner, name, what, MethodDoor(what)
+                yield owner, name, what, MethodDoor(what, owner in loggers)
 
 
 def bar_patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, replacement): reads and assignments of the attributes of bars. recorders: those of this thread."""
-    kind = bar_class()
-    if kind is None:
-        return
+    """(owner, name, replacement): reads and assignments of their attributes. recorders: those of this thread."""
 
     def note(bar: Any, name: str, what: str) -> None:
         for each in recorders():
@@ -108,5 +132,7 @@ def bar_patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, 
         note(self, name, "sets")
         object.__setattr__(self, name, value)
 
-    yield kind, "__getattribute__", read
-    yield kind, "__setattr__", assign
+    for kind in (bar_class(), *_log_classes()):
+        if kind is not None:
+            yield kind, "__getattribute__", read
+            yield kind, "__setattr__", assign

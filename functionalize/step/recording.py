@@ -192,6 +192,7 @@ class StepRecording:
             return None
         facts = self.entry.python_state.state.facts
         known = {id(fact.value) for fact in facts if type(fact) is Is}
+        known |= {id(module) for _, module in self.entry.roots.walk()}
         for target, what in self.recorder.calls.targets:
             if id(target) not in known:
                 return f"{what} that the search for the objects of the step does not find: pass it as an argument"

@@ -38,6 +38,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
+from functionalize.calls.progress import LOG_CLASSES
 from functionalize.util.code_objects import is_generated
 from functionalize.util.packages import is_users
 from functionalize.walk import data_parts as data
@@ -98,12 +99,12 @@ def parts_of(value: Any, names: NameFilter) -> Parts:
 
 def look_of(kind: type) -> Look:
     """What finds the parts of objects of a class."""
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    if _BAR in names or names[0] == _WRITER or names[0].endswith(LOG_CLASSES):
+        return lambda value, names: Parts(Is(value))
     for kinds, look in _BY_TYPE:
         if issubclass(kind, kinds):
             return look
-    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
-    if _BAR in names or names[0] == _WRITER:
-        return lambda value, names: Parts(Is(value))
     package = kind.__module__.partition(".")[0]
     if package == "numpy" and hasattr(kind, "tobytes"):
         return _plain(data.array)

@@ -8,6 +8,7 @@ import types
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import functionalize as fz
@@ -116,6 +117,79 @@ def test_replays_write_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
         assert twins[0].writer.events == twins[1].writer.events  # type: ignore[attr-defined]
         assert len(twins[0].writer.events) == i + 1  # type: ignore[attr-defined]
     assert run[1].stats.replays >= 8, run[1].stats
+
+
+# -- Lightning --------------------------------------------------------------------------------------
+
+RESULTS = """
+class _ResultCollection(dict):
+    def __init__(self): self.batch_size, self.sums = None, 0.0
+    def log(self, name, value):
+        self.batch_size = 8
+        self.sums = self.sums + value.detach() * self.batch_size
+        self[name] = value.detach().clone()
+"""
+MODULE = """
+import torch
+class LightningModule(torch.nn.Module):
+    def log(self, name, value, prog_bar=False): self.results.log(name, value)
+"""
+
+
+class Metric:
+    def detach(self) -> Tensor:
+        return torch.ones(())
+
+
+def fake_lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A `LightningModule` that logs as Lightning's does: into state that changes in the step and between calls."""
+    package = "pytorch_lightning"
+    names = [f"{package}.trainer.connectors.logger_connector.result", f"{package}.core.module"]
+    for name, source in zip(names, (RESULTS, MODULE), strict=True):
+        module = types.ModuleType(name)
+        module.__file__ = f"/venv/lib/site-packages/{name.replace('.', '/')}.py"
+        exec(compile(source, module.__file__, "exec"), vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    return sys.modules[names[1]].LightningModule, sys.modules[names[0]]._ResultCollection
+
+
+@pytest.mark.parametrize(
+    ("adds", "refused"),
+    [
+        (lambda own: 1, None),
+        (lambda own: own.results.batch_size or 1, "reads `batch_size` of a _ResultCollection"),
+        (lambda own: vars(own.results)["batch_size"] or 1, "reads `__dict__` of a _ResultCol"),
+        (lambda own: own.log("again", Metric()) or 1, "logs to Lightning with a Metric"),
+    ],
+)
+def test_replays_log_to_lightning(monkeypatch: pytest.MonkeyPatch, adds: Any, refused: Any) -> None:
+    base, results = fake_lightning(monkeypatch)
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.twin, self.results = Twin(lambda loss, twin: None), results()
+
+        def step(self, x: Tensor) -> Tensor:
+            model, optimizer = self.twin.model, self.twin.optimizer
+            loss = (model(x) * adds(self)).square().mean()
+            loss.backward()
+            self.log("loss", loss, prog_bar=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+    eager, ours = Own(), Own()
+    step = fz.capture(ours.step, on_uncapturable="eager")
+    for i in range(10):
+        assert torch.equal(eager.step(batch(i)), step(batch(i)))
+        assert repr(eager.results) == repr(ours.results)
+        assert repr(vars(eager.results)) == repr(vars(ours.results))
+        for each in (eager, ours):
+            each.results.batch_size = None if i % 3 else i
+    text = step.explain()
+    assert refused in text if refused is not None else step.stats.replays >= 6, text
 
 
 def test_a_bar_that_the_step_makes_is_refused() -> None:
