@@ -1,4 +1,4 @@
-"""Progress bars, scalars of TensorBoard, `self.log` of Lightning in a step: a replay calls the same method of the object.
+"""Progress bars, scalars of TensorBoard, `self.log` of Lightning in a step: a replay calls the same method again.
 
     bar.set_postfix(loss=loss.item())        bar.update(1)        bar.set_description(f"loss {loss.item():.3f}")
     writer.add_scalar("loss", loss.item(), 3)
