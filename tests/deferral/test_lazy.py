@@ -226,6 +226,28 @@ def test_a_result_runs_once() -> None:
     assert x.tolist() == [9.0] * 4
 
 
+def test_a_program_is_found_by_the_ops_and_by_what_is_held() -> None:
+    """`explain` says who looked, which kinds there are, where they begin, and what differs."""
+    lazy, x = learned(), torch.ones(4)
+    first = len(lazy._runs.kinds())
+    with lazy:
+        x - 1  # its first call runs at once
+        for kind in "aabbacc":
+            y = x * 2
+            z = y + 1 if kind != "c" else y - 1
+            if kind == "b":
+                del y
+            lazy.barrier()
+            assert z.tolist() == [3.0 if kind != "c" else 1.0] * 4
+    kinds = lazy._runs.kinds()[first:]
+    assert [(kind.runs, kind.replays) for kind in kinds] == [(3, 2), (2, 1), (2, 1)]
+    text, (a, b, _) = lazy.explain(), kinds
+    assert "looked 7 times: lazy.barrier()" in text
+    assert f"kind {a.number}: 2 ops at {__file__}" in text
+    assert f"2 runs, 1 by its program; is {a.number}, but other results are held" in text
+    assert f"; differs from {b.number} from aten.sub.Tensor on, at {__file__}" in text
+
+
 def test_the_byte_budget() -> None:
     lazy = fz.lazy(max_bytes=64)
     with lazy:
