@@ -49,21 +49,23 @@ class ReportedCall(functools.partial[Any]):
     __slots__ = ()
 
 
-def report_calls(module: torch.nn.Module, report: Callable[..., Any]) -> None:
-    """Let `report(module, the call before, ...)` run in place of a module's call, until `end_reports`."""
-    own = vars(module)
-    own["_compiled_call_impl"] = ReportedCall(report, module, own.get("_compiled_call_impl"))
+def report_calls(modules: Iterable[torch.nn.Module], report: Callable[..., Any]) -> None:
+    """Let `report(module, the call before, ...)` run in place of a call of each module, until `end_reports`."""
+    for module in modules:
+        own = module.__dict__
+        own["_compiled_call_impl"] = ReportedCall(report, module, own.get("_compiled_call_impl"))
 
 
-def end_reports(module: torch.nn.Module) -> None:
-    """Set the call from before `report_calls`; one that the step has set itself stays."""
-    own = vars(module)
-    found = own.get("_compiled_call_impl")
-    if type(found) is ReportedCall:
-        if found.args[1] is None:
-            del own["_compiled_call_impl"]
-        else:
-            own["_compiled_call_impl"] = found.args[1]
+def end_reports(modules: Iterable[torch.nn.Module]) -> None:
+    """Set the calls from before `report_calls`; one that the step has set itself stays."""
+    for module in modules:
+        own = module.__dict__
+        found = own.get("_compiled_call_impl")
+        if type(found) is ReportedCall:
+            if (before := found.args[1]) is None:
+                del own["_compiled_call_impl"]
+            else:
+                own["_compiled_call_impl"] = before
 
 
 def without_reports(value: Any) -> Any:

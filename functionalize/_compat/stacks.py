@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -59,7 +60,7 @@ class Stacks:
     While a backward runs, the Python function that called autograd's engine does not advance: the ops of C++ nodes all
     have the same Python stack.
     handlers: how many handlers of modes of this package call one another for each op.
-    shared: the stack of the ops of the running backward that its nodes in C++ ran, and no hook.
+    shared: the stack of the ops of the running backward that its nodes in C++ ran, and no hook. thread: that runs them.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class Stacks:
         self._task = -1
         self._engine = 0  # where the frame of the engine's caller is, as long as the task runs
         self.shared: CapturedTraceback | None = None
+        self.thread = 0
 
     def here(self) -> CapturedTraceback:
         """The stack of the op that is being dispatched, for a function that a mode's handler calls."""
@@ -81,4 +83,5 @@ class Stacks:
             return stack_here()
         if self.shared is None or task != self._task:
             self._task, self.shared, self._engine = task, stack_here(), address(frame)
+            self.thread = threading.get_ident()
         return self.shared

@@ -177,15 +177,13 @@ class _WatchedModules:
 
     def add(self, modules: dict[int, nn.Module]) -> None:
         with self._lock:
-            for module in self._of_no_other(modules):
-                report_calls(module, _reporting_call)
+            report_calls(self._of_no_other(modules), _reporting_call)
             self._watches.append(modules)
 
     def remove(self, modules: dict[int, nn.Module]) -> None:
         with self._lock:
             self._watches.remove(modules)
-            for module in self._of_no_other(modules):
-                end_reports(module)
+            end_reports(self._of_no_other(modules))
 
     def _of_no_other(self, modules: dict[int, nn.Module]) -> Iterable[nn.Module]:
         """Those that no recording watches."""

@@ -189,8 +189,8 @@ class TapeNotes:
                     record.meta["accumulates"] = True
                 if torch.is_grad_enabled():
                     self._graded(record, args)
-                if _thread() != self._main:
-                    record.thread = self.thread()
+                if self.stacks.thread != self._main:
+                    record.thread = self.stacks.thread
         if fx_traceback.current_meta:
             custom = fx_traceback.current_meta.get("custom")
             if custom:  # `annotate` changes its dict
