@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -170,6 +171,22 @@ class _Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 2
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_nodes_live_no_longer_than_their_backward(raises: bool) -> None:
+    def hook(gradient: Tensor) -> None:
+        if raises:
+            raise KeyError
+
+    with Recorder() as recorder:
+        y = _Double.apply(x())
+        y.register_hook(hook)
+        node = weakref.ref(y.grad_fn)
+        with pytest.raises(KeyError) if raises else nullcontext():
+            y.sum().backward()
+        del y
+        assert recorder.records[-1].autograd_node is not None and node() is None
 
 
 def test_names_of_nodes_are_their_own() -> None:
