@@ -64,11 +64,16 @@ class FirstCall:
             return f"the step relies on other numbers than recorded calls did: {other}"
         if identity(tuple(effects)) != identity(tuple(self.expected.python_effects)):
             return "the step makes other calls that a replay would repeat than recorded calls did"
-        known = {identity(fact) for fact in self.expected.program.facts}
-        if recorder.checks.once or any(identity(f) not in known for f in recorder.calls.facts):
+        if recorder.checks.once or self._has_other_facts(recorder.calls.facts):
             return "the step makes calls on which other guards stand than in recorded calls"
         left = LeftState(self.before, self.expected.effects)
         return left.difference(recorder, effects, explained) or self._fsdp()
+
+    def _has_other_facts(self, facts: Sequence[Any]) -> bool:
+        if not facts:
+            return False
+        known = {identity(fact) for fact in self.expected.program.facts}
+        return any(identity(fact) not in known for fact in facts)
 
     def _fsdp(self) -> str | None:
         after = FSDPState.now(list(self.before.roots.modules.values()))

@@ -136,10 +136,13 @@ class Instances:
         self._shared = SharedInputs()
 
     @staticmethod
-    def of(template: Template, sizes: Sequence[Sizes]) -> Instances:
-        """sizes: those of the recordings."""
+    def of(
+        template: Template, sizes: Sequence[Sizes], programs: Sequence[Program] = ()
+    ) -> Instances:
+        """sizes: those of the recordings. programs: for these sizes; else the template makes them."""
+        programs = programs or list(map(template.at, sizes))
         try:
-            return Instances(template, _compiled(template, sizes))
+            return Instances(template, _compiled(template, sizes, programs))
         except TypeError:  # a size in an object of which no code can be made
             return Instances(template, None)
 
@@ -219,48 +222,62 @@ class _Taken(Iterator[int]):
         return self._values[self.taken - 1]
 
 
-def _compiled(template: Template, sizes: Sequence[Sizes]) -> BoxedTemplate:
+def _compiled(
+    template: Template, sizes: Sequence[Sizes], programs: Sequence[Program]
+) -> BoxedTemplate:
     names = {f: f"i{number}" for number, f in enumerate(_varying(template))}
     pairs = zip(template.formulas, template.predicted(sizes[0]), strict=True)
     program = with_integers(
         template.reference, [SymbolicInt(v, names[f]) if f.terms else v for f, v in pairs]
     )
-    return BoxedTemplate.of(program, [*names.values()], _windows(template, sizes, program, names))
+    return BoxedTemplate.of(program, [*names.values()], _windows(programs, sizes, program, names))
 
 
 def _windows(
-    template: Template, sizes: Sequence[Sizes], program: Program, names: Mapping[Formula, str]
+    programs: Sequence[Program],
+    sizes: Sequence[Sizes],
+    program: Program,
+    names: Mapping[Formula, str],
 ) -> Windows:
     """The windows of the programs for these sizes as one: with symbols; none if an integer in them has no symbol."""
-    found = [windows(template.at(own)) for own in sizes]
-    nodes = {node.name: node for node in program.graph.nodes}
-    forms = [{node.name: form for node, form in each.made.items()} for each in found]
-    bases = [
-        {name: each.forms[form.of] for name, form in made.items()}
-        for each, made in zip(found, forms, strict=True)
-    ]
+    found = [_at(program.graph, windows(each), each.graph) for each in programs]
     made: dict[fx.Node, ViewForm] = {}
     whole: dict[fx.Node, ViewForm] = {}
-    for name in forms[0]:
-        if any(name not in each for each in forms):
+    for node in found[0].made:
+        if any(node not in each.made for each in found):
             return NO_WINDOWS
-        own = _fitted(sizes, [each[name] for each in forms], names)
-        base = _fitted(sizes, [each[name] for each in bases], names)
+        forms = [each.made[node] for each in found]
+        own = _fitted(sizes, forms, names)
+        base = _fitted(
+            sizes, [each.forms[f.of] for each, f in zip(found, forms, strict=True)], names
+        )
         if own is None or base is None:
             return NO_WINDOWS
-        made[nodes[name]] = own._replace(of=nodes[own.of.name])
-        whole[nodes[own.of.name]] = base._replace(of=nodes[own.of.name])
-    skipped = [{node.name for node in each.skipped} for each in found]
-    if any(len(each) != len(made) for each in forms) or any(s != skipped[0] for s in skipped):
+        made[node], whole[own.of] = own, base._replace(of=own.of)
+    skipped = found[0].skipped
+    if any(len(each.made) != len(made) or each.skipped != skipped for each in found):
         return NO_WINDOWS
-    return Windows(made, frozenset(nodes[name] for name in skipped[0]), whole)
+    return Windows(made, skipped, whole)
+
+
+def _at(graph: fx.Graph, found: Windows, own: fx.Graph) -> Windows:
+    """The windows of a graph at the nodes of an equal one. own: the graph; its names and order may be others."""
+    by_name = {node.name: node for node in graph.nodes}
+    pairs = {node: by_name.get(node.name) for node in own.nodes}
+    if None in pairs.values() or len(pairs) != len(by_name):
+        pairs = dict(zip(own.nodes, graph.nodes, strict=True))
+    made, forms = (
+        {pairs[node]: form._replace(of=pairs[form.of]) for node, form in each.items()}
+        for each in (found.made, found.forms)
+    )
+    return Windows(made, frozenset(pairs[node] for node in found.skipped), forms)  # type: ignore[arg-type]
 
 
 def _fitted(
     sizes: Sequence[Sizes], forms: Sequence[ViewForm], names: Mapping[Formula, str]
 ) -> ViewForm | None:
     first = forms[0]
-    if any(each.of.name != first.of.name or len(each.size) != len(first.size) for each in forms):
+    if any(each.of is not first.of or len(each.size) != len(first.size) for each in forms):
         return None
     formulas = fitted(sizes, [[*each.size, *each.stride, each.offset] for each in forms])
     if isinstance(formulas, Unfitted) or any(f.terms and f not in names for f in formulas):

@@ -69,12 +69,14 @@ class Prediction:
         assert proof is not None
         if observer is not None:
             proof.observed(self.sizes, observer.facts())
-        self.group.compared(self.shapes)
+        self.group.compared(self.shapes, self.why)
 
     def observer(self) -> ObservedSizes | None:
         """What observes the first call; None: nothing does."""
         group = self.group
-        if group.proof is None or group.signatures is None or not group.proof.wants_run:
+        if group.proof is None or group.signatures is None:
+            return None
+        if not group.proof.wants_run(self.sizes):
             return None
         return ObservedSizes(group.signatures.known_at(self.sizes))
 
@@ -134,12 +136,12 @@ class LengthClass:
             if len(self.references) >= FEWEST:
                 self.why = self._make()
 
-    def compared(self, shapes: Shapes) -> None:
-        """A call with these shapes was recorded, or was as predicted."""
+    def compared(self, shapes: Shapes, why: str | None = None) -> None:
+        """A call with these shapes was recorded, or was as predicted. why: it was compared."""
         self.known.append(shapes)
         sizes = self.symbols.sizes_of(shapes) if self.symbols is not None else ""
         if self.proof is not None and not isinstance(sizes, str):
-            self.proof.was_compared(sizes)
+            self.proof.was_compared(sizes, why)
 
     def failed(self, why: str, shapes: Shapes, was_known: bool) -> None:
         """A call with these shapes was not as predicted. was_known: whether no rule said that it might not be."""
@@ -171,6 +173,7 @@ class LengthClass:
         proof = Proof.of(self.every, formulas, signatures.lengths(), on_cpu)
         proof.compared += sizes
         self.takes(found, signatures, proof)
+        self.instances = Instances.of(found, sizes, [each.program for each in self.references])
         del self.references[:-1]  # the template holds what it needs of the others
         return None
 
@@ -226,7 +229,7 @@ class LengthClass:
         program = self.passed_at(sizes) if is_passed else None
         has_passed = program is not None
         if program is None:
-            if self.instances is None:
+            if self.instances is None:  # the template was loaded
                 self.instances = self.instances_of(self.template)
             program = self._at(self.instances, sizes)
         if program is None:
@@ -314,7 +317,7 @@ class LengthClasses:
         """Add classes with templates, from a file, unless there are such."""
         for group in groups:
             assert group.proof is not None
-            group.every = group.proof.every = self._every
+            group.every = group.proof.every = group.proof.gap = self._every
             classes = self._classes.setdefault(open_key(group.references[-1].key), [])
             alike = [each for each in classes if each.tokens == group.tokens]
             if all(each.template is None for each in alike):

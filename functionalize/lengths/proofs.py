@@ -14,7 +14,9 @@ if each of them does the same there:
   tensors are equal that differed in compared calls.
 - This library, by how the windows on one storage relate: `SignatureTemplate.at` refuses.
 
-And every n-th new size is compared whatever is known (`every`): a choice of torch by none of these rules is found so.
+And every n-th new size is compared whatever is known: a choice of torch by none of these rules is found so. n is
+`every`, and doubles with each such comparison that finds no difference, up to `_THINNEST` times `every`. What a size
+between two of these comparisons is replayed by does not change with n: the facts, ranges, remainders and equalities.
 Invariant: a class in which a first call was not as predicted, and none of these rules says why, has no proof any more:
 all its first calls are compared.
 """
@@ -29,8 +31,12 @@ from functionalize.lengths.size_facts import SizeFacts
 from functionalize.templates.fitting import Formula, Sizes
 
 EVERY = 8
+EQUAL = (
+    "two sizes are equal that are not in other calls"  # what is found there holds for no other call
+)
 _RUNS = 2  # observed runs with the same facts
 _MOST_RUNS = 8
+_THINNEST = 8  # times `every`
 _ALIGNED = 16  # elements; kernels of other devices pad what is not
 
 
@@ -88,7 +94,8 @@ class KnownPath:
 class Proof:
     """What is known of the sizes of one class.
 
-    every: each so many new sizes are compared; 1: all. formulas: of all integers of the op stream and the program.
+    every: each so many new sizes are compared, at first; 1: all. gap: so many now.
+    formulas: of all integers of the op stream and the program.
     modulus: by which remainders must be those of compared sizes. lengths: the functions that are sizes of tensors.
     compared: the sizes of calls that were recorded, or compared and as predicted. new: since the last comparison.
     """
@@ -98,6 +105,7 @@ class Proof:
     lengths: frozenset[Formula]
     modulus: int
     compared: list[Sizes]
+    gap: int
     new: int = 0
     lost: str | None = None
     _paths: list[KnownPath] = field(default_factory=list)
@@ -111,22 +119,27 @@ class Proof:
         found = frozenset(formulas)
         divisors = {each.divisor for each in found}
         modulus = math.lcm(2 if on_cpu else _ALIGNED, *divisors)
-        return Proof(every, found, frozenset(lengths), modulus, [])
+        return Proof(every, found, frozenset(lengths), modulus, [], every)
 
     @property
     def due(self) -> str:
         """The reason where all else is known."""
-        return f"one in {self.every} new sizes is compared"
+        return f"one in {self.gap} new sizes is compared"
 
     @property
     def is_hopeless(self) -> bool:
         """Whether all first calls will be compared."""
         return self.every == 1 or self.lost is not None
 
+    def wants_run(self, sizes: Sizes) -> bool:
+        """Whether the first call of these sizes is observed: none was, or Python learns otherwise there."""
+        if self.is_hopeless or self._tried == _MOST_RUNS:
+            return False
+        return not self._known or _first_of(self._known, sizes) is not None
+
     @property
-    def wants_run(self) -> bool:
-        """Whether the next first call is observed."""
-        return not self.is_hopeless and self._tried < _MOST_RUNS
+    def _known(self) -> list[_Path]:
+        return [each for each in self._paths if each.is_known]
 
     def observed(self, sizes: Sizes, found: SizeFacts | str) -> None:
         """Add what an observed run has learned, that was as predicted; text: why it is not known."""
@@ -138,7 +151,7 @@ class Proof:
                 self._paths.append(path)
             path.add(sizes, self.formulas)
             found = "no two runs learned the same"
-        if self._tried == _MOST_RUNS and not any(each.is_known for each in self._paths):
+        if self._tried == _MOST_RUNS and not self._known:
             self.lost = found
 
     def why_compared(self, sizes: Sizes, others: Sequence[Sizes] = ()) -> str | None:
@@ -152,7 +165,7 @@ class Proof:
             return "every new size is compared"
         if self.lost is not None:
             return f"it is not known what Python learns of sizes: {self.lost}"
-        known = [each for each in self._paths if each.is_known]
+        known = self._known
         if not known:
             return "what Python learns of sizes was not observed yet"
         return (
@@ -162,15 +175,17 @@ class Proof:
         )
 
     def _is_due(self) -> str | None:
-        if self.new + 1 < self.every:
+        if self.new + 1 < self.gap:
             self.new += 1
             return None
         return self.due
 
-    def was_compared(self, sizes: Sizes) -> None:
-        """A call of these sizes was recorded, or was as predicted."""
+    def was_compared(self, sizes: Sizes, why: str | None = None) -> None:
+        """A call of these sizes was recorded, or was as predicted. why: it was compared."""
         self.compared.append(sizes)
         self.new = 0
+        if why == self.due:
+            self.gap = min(2 * self.gap, _THINNEST * self.every)
 
     def _torch_may_differ(
         self, sizes: Sizes, others: Sequence[Sizes], known: Sequence[KnownPath]
@@ -190,7 +205,7 @@ class Proof:
                 return f"no compared size leaves {rest} by {self.modulus}, as {size} does"
         values = [each.value(sizes) for each in self.lengths]
         if len(set(values)) < len(values):
-            return "two sizes are equal that are not in other calls"
+            return EQUAL
         return None
 
 

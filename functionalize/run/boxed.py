@@ -34,7 +34,7 @@ from functionalize.ir.waits import WAIT
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.program import Program
 from functionalize.run.ranges import Path, in_ranges, path_of
-from functionalize.run.windows import NO_WINDOWS, ViewForm, Windows, windows, with_windows
+from functionalize.run.windows import NO_WINDOWS, Foretold, ViewForm, Windows, windows, with_windows
 from functionalize.templates.template import SymbolicInt
 
 Runner = Callable[..., Sequence[Any]]
@@ -90,7 +90,7 @@ class BoxedTemplate:
 
     make: Callable[..., Runner]
     names: tuple[str, ...]
-    bases: tuple[ViewForm, ...]
+    bases: tuple[Foretold, ...]
     has_last_write: bool
 
     @staticmethod
@@ -113,7 +113,7 @@ class BoxedTemplate:
         return run
 
 
-def _known(form: ViewForm, values: Mapping[str, int]) -> ViewForm:
+def _known(form: Foretold, values: Mapping[str, int]) -> Foretold:
     size, stride = (
         tuple([values[repr(n)] if type(n) is SymbolicInt else n for n in several])
         for several in (form.size, form.stride)
@@ -139,7 +139,7 @@ def _compiled(program: Program, has_ranges: bool = False) -> Runner:
 
 def _code(
     program: Program, has_ranges: bool, views: Windows, symbols: Sequence[str] = ()
-) -> tuple[Callable[..., Runner], list[ViewForm], bool]:
+) -> tuple[Callable[..., Runner], list[Foretold], bool]:
     """A function from the values of the symbols to the code, the bases of its windows, whether its last op writes."""
     namespace: dict[str, Any] = {}
     names: dict[fx.Node, str] = {}
@@ -207,7 +207,7 @@ def _code(
         yield f"        {' = '.join(names[part] for part in last.parts)} = None"
 
     path: Path = ()
-    bases: list[ViewForm] = []
+    bases: list[Foretold] = []
     for node in nodes:
         if has_ranges and path != (path := path_of(node, path)):
             lines.append(f"    move({_bind(namespace, 'k', path)})")
@@ -220,7 +220,7 @@ def _code(
             continue
         silent = not node.users and _is_effect(node)
         if node in views.made:
-            bases.append(views.forms[views.made[node].of])
+            bases.append(Foretold.of(views.forms[views.made[node].of]))
             lines.append(f"    {names[node]} = window({_arguments(names, views.made[node])})")
         elif node.op == "call_function":
             handle = call_of(node)

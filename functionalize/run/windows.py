@@ -47,6 +47,19 @@ class ViewForm(NamedTuple):
         return self.stride == _row_major(self.size)
 
 
+class Foretold(NamedTuple):
+    """What is foretold of the tensor of a window. name: in the graph."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(form: ViewForm) -> Foretold:
+        """form: of the tensor itself."""
+        return Foretold(form.of.name, form.size, form.stride)
+
+
 class Windows(NamedTuple):
     """made: the views that are windows. skipped: views that only windows read. forms: all that is known."""
 
@@ -79,7 +92,7 @@ def windows(program: Program) -> Windows:
 
 
 def with_windows(
-    code: Callable[..., Sequence[Any]], bases: Callable[[], Sequence[ViewForm]]
+    code: Callable[..., Sequence[Any]], bases: Callable[[], Sequence[Foretold]]
 ) -> Callable[..., Sequence[Any]]:
     """The code with a function that makes windows: if a mode, say, sees the ops, one that it sees as well.
 
@@ -97,7 +110,7 @@ def with_windows(
     return run
 
 
-def _comparing(window: Callable[..., Tensor], bases: Sequence[ViewForm]) -> Callable[..., Tensor]:
+def _comparing(window: Callable[..., Tensor], bases: Sequence[Foretold]) -> Callable[..., Tensor]:
     """The function that makes windows; it raises `InvariantError` if a tensor is not as foretold."""
     foretold = iter(bases)
 
@@ -106,7 +119,7 @@ def _comparing(window: Callable[..., Tensor], bases: Sequence[ViewForm]) -> Call
         if now != (form.size, form.stride):
             was = f"size {form.size} and strides {form.stride}"
             raise InvariantError(
-                f"`{form.of.name}` has size {now[0]} and strides {now[1]}, foretold were {was}"
+                f"`{form.name}` has size {now[0]} and strides {now[1]}, foretold were {was}"
             )
         return window(base, *place)
 

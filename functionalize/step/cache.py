@@ -90,6 +90,7 @@ class CachedProgram:
     is_unseen: bool = False
     is_bare: bool = False
     group: LengthClass | None = None
+    _sized: tuple[Program, int] | None = None
 
     @property
     def signature(self) -> Signature | None:
@@ -101,9 +102,12 @@ class CachedProgram:
     @property
     def nbytes(self) -> int:
         """An estimate of the memory that the program keeps: nodes with their code and op stream, constants."""
-        held = [*self.program.constants.values(), *(s.source for s in self.program.inputs)]
-        tensors = [t for t in (getattr(h, "value", h) for h in held) if isinstance(t, Tensor)]
-        return _NODE_NBYTES * self.program.nodes() + sum(t.nbytes for t in tensors)
+        if self._sized is None or self._sized[0] is not self.program:
+            held = [*self.program.constants.values(), *(s.source for s in self.program.inputs)]
+            tensors = [t for t in (getattr(h, "value", h) for h in held) if isinstance(t, Tensor)]
+            nbytes = _NODE_NBYTES * self.program.nodes() + sum(t.nbytes for t in tensors)
+            self._sized = self.program, nbytes
+        return self._sized[1]
 
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
@@ -320,6 +324,12 @@ class Kinds:
             return False
         doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
         return kind.calls < self._after << min(doublings, _MOST_DOUBLINGS)
+
+    def returns(self, key: Hashable) -> bool:
+        """Count a call without a program; whether its kind has come as often as one that is recorded."""
+        kind = self._of(key)
+        kind.calls += 1
+        return kind.calls >= self._after
 
     def record_next(self) -> None:
         """Record the next call, of any kind."""

@@ -270,7 +270,7 @@ class CapturedStep(PredictedStep):
         return run
 
     def _previous(self, key: Hashable) -> RecordingSummary | None:
-        return self._warmups[key].summary if key in self._warmups else self._last_kept
+        return self._warmups[key].summary if key in self._warmups else self._last
 
     def _places(self, call: Invocation, live: bool) -> LivePlaces:
         """The places in Python that may be live in this recording: earlier ones, or code outside, have moved them."""
@@ -290,8 +290,8 @@ class CapturedStep(PredictedStep):
             self._reads_no_clock |= bool(checks.is_watched) and checks.clock is None
         unkept = self._warmups.get(call.key)
         previous = self._previous(call.key)
-        reasons = {} if unkept is None else unkept.reasons
-        verdict = judge(run, None if self._has_settled else reasons, previous)
+        reasons = None if unkept is None or self._has_settled else unkept.reasons
+        verdict = judge(run, reasons, previous)
         outcome = build(verdict, lambda recording: self._build(recording, call))
         compares, together = self._options.compares, run.rendezvous
         agreed = agree(outcome, run.recorder, self._vote, compares, rerun, together)
@@ -347,19 +347,19 @@ class CapturedStep(PredictedStep):
     def _keep(self, outcome: Outcome, key: Hashable) -> None:
         """Keep the program, the summary with which the next recording is compared, or the refusal."""
         if isinstance(outcome, Built):
-            self._warmups.pop(key, None)
+            self._end_warm_ups(key)
             key = self._key_with_sizes(key, outcome.cached.program)
             self._add(key, outcome.cached)
             if outcome.reference is not None and self._lengths is not None:
                 outcome.cached.group = self._lengths.learn(key, outcome.reference)
-            self._last_kept = outcome.summary
+            self._last = outcome.summary
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):
             log.info("warming up %s: %s", self._name, outcome.reason)
             unkept = self._warmups.setdefault(key, Unkept(outcome.summary))
             unkept.summary = outcome.summary
             unkept.reasons[without_numbers(outcome.reason)] += 1
-            self.stats.warmups += 1
+            self._note_warm_up(outcome.summary)
         else:
             self._refuse(EVERY_CALL if outcome.everywhere else key, outcome.error)
             self.stats.warmups += 1

@@ -27,7 +27,8 @@ from functionalize.ir.inputs import Call
 from functionalize.lengths.first_call import FirstCall
 from functionalize.lengths.length_classes import LengthClasses
 from functionalize.lengths.observed_sizes import ObservedSizes
-from functionalize.lengths.references import shapes_of
+from functionalize.lengths.proofs import EQUAL
+from functionalize.lengths.references import open_key, shapes_of
 from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.program.program import Program
 from functionalize.step.cache import (
@@ -39,11 +40,10 @@ from functionalize.step.cache import (
 from functionalize.step.replayed_step import ReplayedStep
 from functionalize.step.stages import Invocation
 from functionalize.step.vote import Level
-from functionalize.util.gc_pause import only_young_collections
 
 log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones: as many as these, then one for so many replays.
-_FIRST_COMPARISONS, _REPLAYS = 8, 4
+_FIRST_COMPARISONS, _REPLAYS = 8, 16
 # The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
 # as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
 _REPLAYS_BEFORE_PASSES = 256
@@ -72,7 +72,12 @@ class PredictedStep(ReplayedStep):
             return False
         why, may_be_known = self._why_compared(lengths, call.key)
         if why is not None:
-            is_rare = not self._may_compare() if may_be_known else self._is_rare(call)
+            if not may_be_known:
+                is_rare = self._is_rare(call)
+            else:
+                is_rare = not self._may_compare() or (
+                    why == EQUAL and not self._kinds.returns(call.key)
+                )
             if is_rare:
                 return True
         found = lengths.unseen(call.key) if why is None else lengths.predicted(call.key)
@@ -100,6 +105,13 @@ class PredictedStep(ReplayedStep):
     def _may_compare(self) -> bool:
         """Whether the time of another comparison has been saved by replays."""
         return self.stats.audits < _FIRST_COMPARISONS + self.stats.replays // _REPLAYS
+
+    def _end_warm_ups(self, key: Hashable) -> None:
+        """A recording is kept: those before it that were not were the step's first ones, whatever their sizes."""
+        if self._lengths is not None and not self._has_settled:
+            kind = open_key(key)
+            self._warmups = {k: v for k, v in self._warmups.items() if open_key(k) != kind}
+        self._warmups.pop(key, None)
 
     # -- passes --------------------------------------------------------------------------------
 
@@ -183,8 +195,7 @@ class PredictedStep(ReplayedStep):
             audited.also = FirstCall(before, cached, signature).difference
             assert cached.prediction is not None
             audited.observer = observer = cached.prediction.observer()
-            with only_young_collections():
-                result = audited.run(self._fn, call.args, call.kwargs, call.spec)
+            result = audited.run(self._fn, call.args, call.kwargs, call.spec)
             self._judge_first(audited.verdict, cached, call, observer)
         if self._vote is not None:  # the other ranks vote after this audit
             self._vote.worst(Level.KEPT)
@@ -202,6 +213,9 @@ class PredictedStep(ReplayedStep):
         if verdict == AuditVerdict():
             prediction.found_right(observer)
             cached.prediction, cached.audits = None, 1
+            cached.op_stream = (
+                prediction.op_stream
+            )  # made again at the next audit: it is as large as the program
             self.stats.predictions += 1
             self._cache.add(call.key, cached)
             if prediction.group.passed is not None:

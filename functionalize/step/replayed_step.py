@@ -10,7 +10,8 @@ Invariants: if a guard fails, nothing has changed yet. If ranks vote, all of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from functionalize.step.cache import (
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Refused, Unkept
 from functionalize.step.recording import RecordingSummary
-from functionalize.step.stages import Invocation
+from functionalize.step.stages import MAX_WARMUPS, Invocation
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
 from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, reads_numbers
@@ -51,6 +52,7 @@ from functionalize.util.text import counted
 from functionalize.walk.live_places import NO_PLACES
 
 log = logging.getLogger("functionalize")
+Found = tuple[CachedProgram, Call]
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
 _MOST_FAILURES = 3  # of audits, before the step is refused
 WAITS = "the program of this kind of call waits for its passes"
@@ -72,7 +74,7 @@ class ReplayedStep:
         self._unsettled = UnsettledMisses(self._name)
         self._refused: dict[Hashable, FunctionalizeError] = {}
         self._changed_hyperparameters: frozenset[Key] = frozenset()
-        self._last_kept: RecordingSummary | None = None
+        self._last: RecordingSummary | None = None
         self._vote: RankVote | None = None
         self._unpredicted: set[Hashable] = set()  # keys of calls that were not as predicted
         self._is_left_eager = False  # whether this call is not recorded either
@@ -136,6 +138,14 @@ class ReplayedStep:
         if waits:
             self.stats.waiting += 1
             return False, WAITS
+        # An audit makes as many objects as a recording, which are garbage at its end.
+        with only_young_collections() if is_due else nullcontext():
+            return self._try_all(found, matching, is_due, call)
+
+    def _try_all(
+        self, found: Found | None, matching: Iterator[Found], is_due: bool, call: Invocation
+    ) -> tuple[bool | None, Any]:
+        """The same, of a program whose guards hold, then of each further one. is_due: it is audited."""
         while found is not None:
             try:
                 if not is_due:
@@ -255,13 +265,20 @@ class ReplayedStep:
             unkept = self._warmups[key]
             unkept.waits, unkept.has_waited = CALLS_BEFORE_SECOND_RECORDING, True
 
+    def _note_warm_up(self, summary: RecordingSummary) -> None:
+        """After a recording that is not kept. The next one may be of other sizes, of which programs are predicted."""
+        self.stats.warmups += 1
+        if self._lengths is not None and not self._has_settled:
+            self._last = summary
+
     @property
     def _has_settled(self) -> bool:
         return bool(self.stats.captures or len(self._cache))
 
     def _is_rare(self, call: Invocation) -> bool:
         """Whether calls of this kind, which was never recorded, came too seldom to be recorded."""
-        if self._has_settled and self._lengths is not None and self._lengths.wants(call.key):
+        has_begun = self._has_settled or 0 < self.stats.warmups < MAX_WARMUPS
+        if has_begun and self._lengths is not None and self._lengths.wants(call.key):
             return False
         known = call.key in self._warmups or self._cache.has(call.key)
         return self._kinds.is_rare(call.key) and not known
@@ -291,8 +308,7 @@ class ReplayedStep:
         except Exception as error:  # the op stream and the results are compared alone
             log_bug(error)
         try:
-            with only_young_collections():
-                result = audited.run(self._fn, call.args, call.kwargs, call.spec)
+            result = audited.run(self._fn, call.args, call.kwargs, call.spec)
         except Exception:
             self._note_difference(audited.verdict, cached)
             raise

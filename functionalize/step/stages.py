@@ -187,9 +187,9 @@ def judge(
 ) -> Verdict:
     """Decide whether a run was the steady state: Note [Steady state] in `recording.py`.
 
-    unkept: the number of recordings of such calls that were not kept, by reason; None: the step has settled for
-    other calls, and is not refused because this kind of call does not settle. previous: the summary of the last
-    recording.
+    unkept: the number of recordings of such calls that were not kept, by reason; None: none was, or the step has
+    settled for other calls, and is not refused because this kind of call does not settle. previous: the summary of
+    the last recording, perhaps of another kind.
     """
     try:
         with disable_current_modes():

@@ -104,6 +104,11 @@ def with_parts(x: Tensor) -> Tensor:
     return one.sum() * torch.cat([other * 2, one])
 
 
+def with_two_crossings(x: Tensor) -> Tensor:
+    """Two functions that are equal at 32 and at 33, where the passes would run if these were generic sizes."""
+    return x * (x.shape[0] * x.shape[0]) + x * (65 * x.shape[0] - 1056)
+
+
 WAYS: list[Callable[[Tensor], Tensor]] = [
     with_equal_values,
     with_a_limit,
@@ -112,6 +117,7 @@ WAYS: list[Callable[[Tensor], Tensor]] = [
     with_padding,
     with_repeats,
     with_parts,
+    with_two_crossings,
 ]
 
 
