@@ -7,7 +7,8 @@ predicted programs (`dynamic=True`).
 Hugging Face models with random weights under FSDP2, built once for each way; the ways take turns at each call, on the
 same tokens. Each rank draws its own lengths. The streams: `new` (no length returns), `long` (drawn from 96), `few`
 (drawn from 4). Losses, parameters and optimizer states are compared with eager bit by bit after every call.
-Total seconds of all calls, first ones included, and of the last third; ratios to eager.
+Total seconds of all calls, first ones included, and of the last third; ratios to eager. `known`: the time of calls of
+lengths that return, after the passes of their class, to that of a step that has had one length only, their mean.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ STREAMS: dict[str, Callable[[int, torch.Generator], int]] = {
 }
 MODELS = ["llama", "gpt2", "bert", "mixtral", "t5"]
 WAYS = ["recorded at once", "defaults", "dynamic"]
+_BEFORE_STEADY, _STEADY = 150, 100  # the passes of a class run after 256 replays
 Row = dict[str, Any]
 
 
@@ -105,8 +107,10 @@ def measure(
             steps[name] = way(demo.training_step(*trained[name]))
     generator = torch.Generator().manual_seed(dist.get_rank())
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    lengths = []
     for i in range(calls):
         length = STREAMS[stream](i, generator)
+        lengths.append(length)
         tokens = torch.randint(0, 256, (options.batch, length), generator=generator)
         losses = []
         for name, step in steps.items():
@@ -119,6 +123,7 @@ def measure(
         assert all(torch.equal(loss, losses[0]) for loss in losses)
         for name, each in trained.items():
             assert is_equal(each, trained["eager"]), (model, stream, name, i)
+    known = steady(model, options, steps["dynamic"], lengths, passes) if "dynamic" in steps else 0
     rows = []
     for name, step in steps.items():
         stats = getattr(step, "stats", None)
@@ -131,6 +136,7 @@ def measure(
                 "ratio": sum(seconds[name]) / sum(seconds["eager"]),
                 "last third": sum(seconds[name][-calls // 3 :])
                 / sum(seconds["eager"][-calls // 3 :]),
+                "known": known if name == "dynamic" else 0,
                 "recorded": stats.warmups + stats.captures if stats else 0,
                 "compared": stats.predictions if stats else 0,
                 "unseen": stats.instances if stats else 0,
@@ -138,6 +144,26 @@ def measure(
             }
         )
     return rows
+
+
+def steady(
+    model: str, options: demo.Options, dynamic: Any, lengths: list[int], passes: str
+) -> float:
+    """The time of calls of known lengths, to that of a step of one length. dynamic: a step that has had `lengths`."""
+    fixed = fz.capture(demo.training_step(*build(model, options)), passes=passes, record_after=1)
+    mean = sum(lengths) // len(lengths)
+    returning = [n for n in lengths if lengths.count(n) > 1]
+    seconds = {dynamic: [0.0], fixed: [0.0]}
+    for i in range(_BEFORE_STEADY + _STEADY):
+        for step, length in ((dynamic, returning[i % len(returning)]), (fixed, mean)):
+            tokens = torch.zeros(options.batch, length, dtype=torch.int64)
+            dist.barrier()
+            start = time.perf_counter()
+            step(tokens)
+            dist.barrier()
+            seconds[step].append(time.perf_counter() - start)
+    dynamic, fixed = (sum(sorted(each[-_STEADY:])[: _STEADY // 2]) for each in seconds.values())
+    return dynamic / fixed
 
 
 def run(rank: int, folder: str, options: demo.Options, args: argparse.Namespace) -> None:
@@ -186,13 +212,13 @@ def main() -> None:
         f"{args.layers} layers, width {args.hidden}, two gloo ranks, {args.calls} calls, passes={args.passes!r}"
     )
     print(
-        f"{'model':<8} {'stream':<7} {'way':<17} {'seconds':>8} {'to eager':>9} {'last third':>11} "
+        f"{'model':<8} {'stream':<7} {'way':<17} {'seconds':>8} {'to eager':>9} {'last third':>11} {'known':>6} "
         f"{'recorded':>9} {'compared':>9} {'unseen':>7} {'replayed':>9}"
     )
     for row in rows:
         print(
             f"{row['model']:<8} {row['stream']:<7} {row['way']:<17} {row['seconds']:8.2f} {row['ratio']:9.2f} "
-            f"{row['last third']:11.2f} {row['recorded']:9} {row['compared']:9} {row['unseen']:7} "
+            f"{row['last third']:11.2f} {row['known']:6.2f} {row['recorded']:9} {row['compared']:9} {row['unseen']:7} "
             f"{row['replayed']:9}"
         )
 

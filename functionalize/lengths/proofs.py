@@ -138,7 +138,7 @@ class Proof:
         return not self._known or _first_of(self._known, sizes) is not None
 
     @property
-    def _known(self) -> list[_Path]:
+    def _known(self) -> list[KnownPath]:
         return [each for each in self._paths if each.is_known]
 
     def observed(self, sizes: Sizes, found: SizeFacts | str) -> None:

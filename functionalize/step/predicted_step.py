@@ -42,7 +42,8 @@ from functionalize.step.stages import Invocation
 from functionalize.step.vote import Level
 
 log = logging.getLogger("functionalize")
-# A first call that is compared takes as long as some five eager ones: as many as these, then one for so many replays.
+# A first call that is compared takes as long as some five eager ones, which some ten replays return: as many as these,
+# then one for so many replays.
 _FIRST_COMPARISONS, _REPLAYS = 8, 16
 # The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
 # as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
