@@ -263,14 +263,15 @@ def _windows(
 def _at(graph: fx.Graph, found: Windows, own: fx.Graph) -> Windows:
     """The windows of a graph at the nodes of an equal one. own: the graph; its names and order may be others."""
     by_name = {node.name: node for node in graph.nodes}
-    pairs = {node: by_name.get(node.name) for node in own.nodes}
-    if None in pairs.values() or len(pairs) != len(by_name):
-        pairs = dict(zip(own.nodes, graph.nodes, strict=True))
+    order: list[fx.Node] = list(graph.nodes)
+    if by_name.keys() == {node.name for node in own.nodes}:
+        order = [by_name[node.name] for node in own.nodes]
+    pairs: dict[fx.Node, fx.Node] = dict(zip(own.nodes, order, strict=True))
     made, forms = (
         {pairs[node]: form._replace(of=pairs[form.of]) for node, form in each.items()}
         for each in (found.made, found.forms)
     )
-    return Windows(made, frozenset(pairs[node] for node in found.skipped), forms)  # type: ignore[arg-type]
+    return Windows(made, frozenset(pairs[node] for node in found.skipped), forms)
 
 
 def _fitted(
