@@ -270,7 +270,7 @@ class CapturedStep(PredictedStep):
         return run
 
     def _previous(self, key: Hashable) -> RecordingSummary | None:
-        return self._warmups[key].summary if key in self._warmups else self._last
+        return self._warmups[key].summary if key in self._warmups else self._last_summary
 
     def _places(self, call: Invocation, live: bool) -> LivePlaces:
         """The places in Python that may be live in this recording: earlier ones, or code outside, have moved them."""
@@ -352,7 +352,7 @@ class CapturedStep(PredictedStep):
             self._add(key, outcome.cached)
             if outcome.reference is not None and self._lengths is not None:
                 outcome.cached.group = self._lengths.learn(key, outcome.reference)
-            self._last = outcome.summary
+            self._last_summary = outcome.summary
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):
             log.info("warming up %s: %s", self._name, outcome.reason)

@@ -74,7 +74,7 @@ class ReplayedStep:
         self._unsettled = UnsettledMisses(self._name)
         self._refused: dict[Hashable, FunctionalizeError] = {}
         self._changed_hyperparameters: frozenset[Key] = frozenset()
-        self._last: RecordingSummary | None = None
+        self._last_summary: RecordingSummary | None = None
         self._vote: RankVote | None = None
         self._unpredicted: set[Hashable] = set()  # keys of calls that were not as predicted
         self._is_left_eager = False  # whether this call is not recorded either
@@ -269,7 +269,7 @@ class ReplayedStep:
         """After a recording that is not kept. The next one may be of other sizes, of which programs are predicted."""
         self.stats.warmups += 1
         if self._lengths is not None and not self._has_settled:
-            self._last = summary
+            self._last_summary = summary
 
     @property
     def _has_settled(self) -> bool:
