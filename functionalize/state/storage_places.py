@@ -4,6 +4,7 @@
     places.widest[3]        ("model.head.weight", ModuleTensor(...), TensorRef(s3, f32[8, 24]))
     places.shared[3]        every place that holds a tensor on storage 3, in the order of `candidates`
     places.slots            places that may hold a gradient after the step
+    fixed_tensors(roots, ...)    the tensors that the step must leave as they are
 
 Each storage is added to the recorder's table here. Invariants: no tensor is held; the source of a storage is the place
 of the widest tensor on it.
@@ -11,22 +12,82 @@ of the widest tensor on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from functionalize._compat.references import address
-from functionalize.ir.inputs import Argument, Source
+from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.ir.ops import TensorRef
 from functionalize.recorder.storage_table import StorageTable
 from functionalize.state.alias_guard import AliasPlace
-from functionalize.state.sources import Gradient, Inner, Slot, candidates, slots
+from functionalize.state.sources import (
+    Gradient,
+    Inner,
+    Slot,
+    candidates,
+    module_tensors,
+    plain_attributes,
+    slots,
+)
+from functionalize.util.tensor_wrappers import address_of
+from functionalize.walk.live_places import LivePlaces
 from functionalize.walk.roots import Roots
 
 Named = tuple[str, Source, Tensor]
 _new_tuple = tuple.__new__
+
+
+class FixedTensor(NamedTuple):
+    """A tensor that the step must not replace, nor give another storage or geometry.
+
+    address: of its storage. layout: its sizes, strides and offset. None: it is no plain tensor.
+    """
+
+    name: str
+    source: Source
+    tensor: Tensor
+    address: int | None
+    layout: Any
+
+    @staticmethod
+    def of(name: str, source: Source, tensor: Tensor) -> FixedTensor:
+        """The tensor that is there now."""
+        return FixedTensor(name, source, tensor, address_of(tensor), _layout(tensor))
+
+    def change(self, call: Call) -> str | None:
+        """What the step has done to it that a replay would not."""
+        try:
+            if self.source.resolve(call) is not self.tensor:
+                return f"assigns another tensor to `{self.name}`"
+        except (LookupError, AttributeError):
+            return f"removes `{self.name}`"
+        if address_of(self.tensor) != self.address:
+            return f"gives `{self.name}` another storage (`.data = ...` or `set_`)"
+        if _layout(self.tensor) != self.layout:
+            return f"gives `{self.name}` other sizes or strides in place (`resize_`, `unsqueeze_`, `t_`)"
+        return None
+
+
+def _layout(tensor: Tensor) -> Any:
+    if address_of(tensor) is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def fixed_tensors(roots: Roots, swapped: Container[Any], live: LivePlaces) -> Iterator[FixedTensor]:
+    """Tensors of modules and variables, but parameters that FSDP2 swaps in every step, and what the step moves.
+
+    swapped: (id of a table of parameters, name) of these.
+    """
+    for name, source, value in module_tensors(roots):
+        if (id(source.entries), source.name) not in swapped:
+            yield FixedTensor.of(name, source, value)
+    for name, variable, value in (*plain_attributes(roots, live.lists), *roots.tensors):
+        if variable.place not in live.values:
+            yield FixedTensor.of(name, variable, value)
 
 
 @dataclass(slots=True)

@@ -45,9 +45,7 @@ from functionalize.state.sources import (
     Slot,
     changed_slots,
     may_have_grad,
-    module_tensors,
     parameters,
-    plain_attributes,
 )
 from functionalize.state.step_guards import (
     HyperparameterGuard,
@@ -57,17 +55,14 @@ from functionalize.state.step_guards import (
     SlotGuard,
     check_writable,
 )
-from functionalize.state.storage_places import Places
-from functionalize.util.tensor_wrappers import address_of, plain_tensors
+from functionalize.state.storage_places import FixedTensor, Places, fixed_tensors
+from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
 from functionalize.walk.discovery import note_optimizer, walked, walked_again
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
 from functionalize.walk.unread import AttributeReads
-
-# A tensor that the step must not replace: its name, its source, the tensor, the address of its storage.
-FixedTensor = tuple[str, Source, Tensor, int | None]
 
 
 @dataclass(slots=True)
@@ -81,7 +76,7 @@ class EntryState:
     facts: guards on state that the step itself must not change.
     python_state: the guard on Python objects that the code of the step reads.
     hyperparameters: those that are live numbers in the recording.
-    fixed: tensors that the step must not replace.
+    fixed: tensors that the step must not replace. arguments: those among the leaves.
     moving: the places in Python that the step moves, see `moving_state.py`.
     observed: `python_state` without the attributes of libraries' objects that the step does not touch, once it has run.
     """
@@ -95,6 +90,7 @@ class EntryState:
     slot_guard: SlotGuard
     hyperparameters: frozenset[Key]
     fixed: list[FixedTensor]
+    arguments: list[FixedTensor]
     moving: MovingPlaces
     observed: ObservedState
 
@@ -149,7 +145,8 @@ class EntryState:
             surroundings,
             SlotGuard.of(call, places.slots),
             lifted,
-            list(_fixed_tensors(roots, fsdp, state.live)),
+            list(fixed_tensors(roots, fsdp.tables(), state.live)),
+            [FixedTensor.of(*each) for each in _tensor_arguments(roots, leaves)],
             moving,
             ObservedState(surroundings, AttributeReads(roots, state.seen)),
         )
@@ -183,7 +180,7 @@ class EntryState:
         used = {place.tensor for s in inputs for place in shared.get(s, ())}
         buffers = [
             (name, source, value)
-            for name, source, value, _ in self.fixed
+            for name, source, value, _, _ in self.fixed
             if not may_have_grad(value) and any(address(t) in used for t in plain_tensors(value))
         ]
         if buffers:
@@ -225,14 +222,9 @@ class EntryState:
         moves alike.
         """
         call = Call(self.leaves, [])
-        for name, source, was, at in self.fixed:
-            try:
-                if source.resolve(call) is not was:
-                    return f"assigns another tensor to `{name}`"
-                if address_of(was) != at:
-                    return f"gives `{name}` another storage (`.data = ...` or `set_`)"
-            except (LookupError, AttributeError):
-                return f"removes `{name}`"
+        for each in (*self.fixed, *self.arguments):
+            if (change := each.change(call)) is not None:
+                return change
         facts = self.facts
         if not modes and self.modules.changed_modes():
             facts = [f.but_modes() if isinstance(f, ModuleGuard) else f for f in facts]
@@ -253,11 +245,6 @@ def _facts(
     live: LivePlaces,
 ) -> list[Guard]:
     """Guards on state that a step reads and does not write; those that fail most often come first."""
-    arguments: list[tuple[str, Source, Tensor]] = [
-        (name, Argument(i), leaf)
-        for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True))
-        if isinstance(leaf, Tensor)
-    ]
     constants = [
         ConstantGuard(i, frozen_constant(leaf))
         for i, leaf in enumerate(leaves)
@@ -269,19 +256,14 @@ def _facts(
         ModeGuard.now(),
         ModuleGuard.of(roots, live),
         *hyperparameters,
-        ParameterGuard.of([*found, *arguments]),
+        ParameterGuard.of([*found, *_tensor_arguments(roots, leaves)]),
     ]
 
 
-def _fixed_tensors(roots: Roots, fsdp: FSDPState, live: LivePlaces) -> Iterator[FixedTensor]:
-    """Tensors of modules and variables, but parameters that FSDP2 swaps in every step, and what the step moves."""
-    swapped = fsdp.tables()
-    for name, source, value in module_tensors(roots):
-        if (id(source.entries), source.name) not in swapped:
-            yield name, source, value, address_of(value)
-    for name, variable, value in (*plain_attributes(roots, live.lists), *roots.tensors):
-        if variable.place not in live.values:
-            yield name, variable, value, address_of(value)
+def _tensor_arguments(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Source, Tensor]]:
+    for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True)):
+        if isinstance(leaf, Tensor):
+            yield name, Argument(i), leaf
 
 
 @dataclass(slots=True)

@@ -223,6 +223,32 @@ def test_a_storage_assigned_by_the_step_is_refused() -> None:
     assert "gives `weight` another storage" in refusal(step)
 
 
+@pytest.mark.parametrize("whose", ["x", "table"])
+def test_sizes_given_to_a_tensor_in_place_at_every_call_are_refused(whose: str) -> None:
+    """A view of the storage at other sizes is an op; the tensor itself would keep its sizes in a replay."""
+    table = torch.ones(2, 6)
+
+    def step(x: Tensor) -> Tensor:
+        given = x if whose == "x" else table
+        if whose == "x":
+            given.unsqueeze_(0)
+        else:
+            given.t_()
+        return x * 2 + table.sum()
+
+    assert f"gives `{whose}` other sizes or strides in place" in refusal(step)
+
+
+def test_sizes_given_to_a_tensor_once_are_recorded_once_more() -> None:
+    tables = [torch.ones(12) for _ in range(2)]
+    first, second = ((lambda x, t=t: x + t.resize_(2, 6).sum()) for t in tables)
+    captured = fz.capture(first)
+    for _ in range(4):
+        assert torch.equal(captured(torch.ones(3)), second(torch.ones(3)))
+        assert tables[0].shape == tables[1].shape
+    assert captured.stats.replays >= 1
+
+
 def test_a_scheduler_outside_the_step_needs_no_other_program() -> None:
     eager, ours = World(), World()
     schedulers = [torch.optim.lr_scheduler.StepLR(w.optimizer, 4) for w in (eager, ours)]
