@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.templates.leaves import leaves_of
 from tests.lengths.sized_calls import Loss, block, lengths, linear, plain_loss, trained
+from tests.step.twins import same_state
 
 LEARNED = lengths(8, 12, 20)
 NEW = lengths(37, 16, 2, 64, 9)
@@ -63,6 +64,35 @@ def test_a_length_that_equals_a_width_leaves_its_neighbours_predicted() -> None:
         assert torch.equal(captured(x), (x * 2).view(8, -1) * 3)
     stats = captured.stats
     assert (stats.captures, stats.predictions, stats.mispredictions) == (4, 2, 0)
+
+
+def test_microbatches_of_different_lengths() -> None:
+    """Gradients accumulate; dropout draws as many numbers as in eager."""
+    steps, models = [], [linear(), linear()]
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step(parts: list[Tensor], model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            total = torch.zeros(())
+            for part in parts:
+                loss = plain_loss(model, part) / len(parts)
+                loss.backward()
+                total = total + loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        steps.append(step)
+    captured = fz.capture(steps[0], dynamic=True, audit=False)
+    known = [(9, 12), (7, 20), (13, 6), (21, 11), (33, 40)]
+    for i, pair in enumerate([*(p for p in known for _ in range(3)), (10, 14), (14, 9), (22, 38)]):
+        parts, found, drawn = [torch.randn(2, n, 8) for n in pair], [], []
+        for each in (captured, steps[1]):
+            torch.manual_seed(i)
+            found.append(each(parts))
+            drawn.append(torch.get_rng_state())
+        assert torch.equal(*found) and torch.equal(*drawn) and same_state(*models), (i, pair)
+    assert captured.stats.instances + captured.stats.predictions >= 4
 
 
 # -- where a size decides something ----------------------------------------------------------------

@@ -165,6 +165,25 @@ class ByLength(Pass):
         return done
 
 
+def test_what_a_pass_makes_for_all_sizes_is_verified(
+    runs: list[fz.Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program whose graph writes an argument before all guards have passed."""
+
+    def apply(self: Any, program: fz.Program) -> int:
+        (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+        node.target = torch.ops.aten.mul_.Tensor
+        return 1
+
+    monkeypatch.setattr(passes.RemoveNoops, "apply", apply)
+    pipeline = "remove_noops,verify"
+    options: Any = {"dynamic": NEVER, "audit": False, "on_uncapturable": "eager"}
+    captured = fz.capture(lambda x: x * 2, passes=pipeline, **options)
+    for rows in [*EACH, 40, 41, 25]:
+        assert torch.equal(captured(torch.ones(rows)), torch.full((rows,), 2.0))
+    assert "writes its argument `self`" in group_of(captured).apart
+
+
 def test_a_pass_of_the_user_runs_for_each_size(runs: list[fz.Program]) -> None:
     captured = fz.capture(lambda x: x * 2, passes=[ByLength()], dynamic=NEVER, audit=False)
     for rows in [*EACH, *(n for n in (40, 25) for _ in range(10))]:
