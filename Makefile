@@ -4,6 +4,7 @@
 #   make test WORKERS=0                   in one process, without pytest-xdist
 #   make test TORCH=2.15.0                another torch, in an environment of its own: .venv-2.15.0
 #   make newest                           what CI runs on the newest torch
+#   make fuzz                             2,000 random programs at random sizes
 #   make env PYTHON=python3.12            another interpreter   (after `make clean`)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -23,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test newest lint bench env clean
+.PHONY: demo test newest fuzz lint bench env clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(ARGS)
@@ -34,6 +35,9 @@ test: $(STAMP)
 newest:
 	$(MAKE) demo TORCH=$(NEWEST)
 	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder tests/scalars tests/calls tests/state tests/walk tests/audit"
+
+fuzz: $(STAMP)
+	$(BIN)/python -m pytest tests/laws/test_sized_programs.py --fuzz-long
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
