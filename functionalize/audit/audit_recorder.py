@@ -15,7 +15,6 @@ from an op and its arguments.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import StorageInfo
 from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.state.drawing import GeneratorState
+from functionalize.util.patching import set_profile
 
 _TENSORS = frozenset({Tensor, Parameter})
 _EXACT = frozenset(
@@ -119,7 +119,7 @@ class AuditRecorder(WatchedRecorder):
         try:
             return self._followed(func, types, args, kwargs)
         finally:
-            sys.setprofile(calls.profile)
+            set_profile(calls.profile)
 
     def _followed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         comparison = self.comparison

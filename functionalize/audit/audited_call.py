@@ -114,6 +114,7 @@ class AuditedCall:
             failure = error
             self._judge(lambda: comparison.verdict_of_failed(failure))
             raise
+        moving.effects += hyper.effects
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
         grad_mode = torch.is_grad_enabled()
         self._judge(lambda: self._verdict(comparison, result, changed, moving, grad_mode))

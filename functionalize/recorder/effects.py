@@ -57,7 +57,7 @@ from functionalize.calls.doors import Cause, Doors
 from functionalize.calls.repeated_calls import repeated_calls, state_patches
 from functionalize.recorder.checks import Checks
 from functionalize.util.packages import is_installed_file, is_standard_file
-from functionalize.util.patching import Patch
+from functionalize.util.patching import Patch, set_profile
 from functionalize.util.user_stack import is_internal, is_of_import, line_of_frame
 
 Recordings = Callable[[], Iterable[Checks]]  # the checks of this thread's recordings
@@ -259,11 +259,11 @@ class CallWatch:
                     and self.pauses
                     and dispatched_to(frame) is mode
                 ):
-                    sys.setprofile(None)
+                    set_profile(None)
                     self.paused = True
             elif event == "c_call" and function.__name__ in _C_FUNCTIONS:
                 if function is locals and not is_of_import(frame):
-                    sys.setprofile(None)
+                    set_profile(None)
                     return
                 if function.__name__ in CLOCKS and (clock := clock_text(function)) is not None:
                     is_unsure = function.__name__ in CONVERSIONS
@@ -286,13 +286,13 @@ class CallWatch:
         """Watch, unless the user profiles or a recording around this one watches."""
         self.paused = False
         if sys.getprofile() is None:
-            sys.setprofile(self.profile)
+            set_profile(self.profile)
 
     def stop(self) -> bool:
         """Stop watching. Returns whether the watch has seen all calls since `start`."""
         if not self.is_on:
             return False
-        sys.setprofile(None)
+        set_profile(None)
         return True
 
 

@@ -8,12 +8,12 @@ Invariant: Python's profile function is off while an op is handled, and afterwar
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from functionalize.recorder.effects import CallWatch
 from functionalize.recorder.patches import recorded_checks
 from functionalize.recorder.recorder import Recorder
+from functionalize.util.patching import set_profile
 
 
 class WatchedRecorder(Recorder):
@@ -40,13 +40,13 @@ class WatchedRecorder(Recorder):
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
-            sys.setprofile(calls.profile)
+            set_profile(calls.profile)
 
     def resize_storage(self, storage: Any, size: Any, original: Any) -> Any:
         if not self._calls.is_on or not self._calls.pauses:
             return super().resize_storage(storage, size, original)
-        sys.setprofile(None)
+        set_profile(None)
         try:
             return super().resize_storage(storage, size, original)
         finally:
-            sys.setprofile(self._calls.profile)
+            set_profile(self._calls.profile)

@@ -1,9 +1,11 @@
 """Lifted hyperparameters: inputs of the program, read at every call: `lr`, and those that were seen to change.
 
+    group["step"] += 1          in `optimizer.step()`: seen to change, and from the next recording on moved by replays
     keys = liftable(roots.optimizers)                      {("optimizer", 0, "lr")}
     with lifted(roots.optimizers, keys, recorder) as hyper, recorder:
         ...                                                optimizer.param_groups[0]["lr"] is a live number
-    hyper.changed                                          text about an assignment by the step, or None
+    hyper.effects                                          what the step assigned and a replay assigns, with its value
+    hyper.changed                                          text about another assignment by the step, or None
 
 In a program a lifted hyperparameter is a tensor of one element, made from the number at every call.
 
@@ -100,6 +102,23 @@ def number_tensor(value: Any, kind: type, where: str) -> torch.Tensor:
         raise LookupError(f"{where} does not fit 64 bits") from error
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HyperparameterSet:
+    """The effect of a step that assigns a number, made of other numbers, to a parameter group."""
+
+    optimizer: torch.optim.Optimizer
+    key: Key
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return "sets `{}` group {}: {}".format(*self.key)
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Assign the value of this replay."""
+        self.optimizer.param_groups[self.key[1]][self.key[2]] = value
+
+
 @dataclass(slots=True)
 class _Put:
     """A lifted hyperparameter: its group, its live value, its value before the step.
@@ -123,15 +142,24 @@ class _Put:
 class Lifted:
     """The result of `lifted`.
 
-    changed: text about an assignment by the step to a lifted hyperparameter, or None.
-    wanted: hyperparameters that a repeated call has set and that were no live numbers: they must become some.
+    effects: live numbers that the step assigned to lifted hyperparameters. changed: text about another assignment.
+    wanted: hyperparameters that the step or a repeated call has set and that were no live numbers: they must become
+    some.
     """
 
     def __init__(self, optimizers: Optimizers, log: ScalarLog | None) -> None:
         self.changed: str | None = None
+        self.effects: list[tuple[HyperparameterSet, Any]] = []
         self.wanted: set[Key] = set()
         self._optimizers, self._log = optimizers, log
         self._put: list[_Put] = []
+        self._entry = {
+            (name, i, key): value
+            for name, optimizer in optimizers.items()
+            for i, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if type(value) in NUMBER_DTYPES
+        }
         self._before: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = []
 
     def lift(self, keys: Collection[Key]) -> None:
@@ -151,17 +179,36 @@ class Lifted:
     def restore(self) -> None:
         """Put plain numbers in the place of live ones, and hold none of these any more."""
         puts, self._put = self._put, []
+        self._find_moved({put.key for put in puts})
         for put in puts:
             now = put.group.get(put.name, put.was)
             if put.late is not None and now is put.late:
                 put.group[put.name] = put.plain
                 continue
             put.group[put.name] = put.was if now is put.live else _plain(now)
-            if now is not put.live and put.group[put.name] != put.was:
+            effect = HyperparameterSet(self._optimizers[put.key[0]], put.key)
+            if is_live(now) and now is not put.live:
+                self.effects.append((effect, now))
+            elif now is not put.live and put.group[put.name] != put.was:
                 self.changed = (
-                    f"sets `{put.key[0]}` group {put.key[1]}: {put.name} to {put.group[put.name]!r} (it was "
-                    f"{put.was!r}), which a replay would not: change it outside the step"
+                    f"{effect.what} to {put.group[put.name]!r} (it was {put.was!r}), which a replay would not: change "
+                    "it outside the step"
                 )
+
+    @property
+    def moved(self) -> str | None:
+        """Text about the first of the effects, for a captured forward, which repeats none; None: there is none."""
+        return f"{self.effects[0][0].what}, which a replay would not" if self.effects else None
+
+    def _find_moved(self, lifted: Collection[Key]) -> None:
+        """Numbers that are no live ones and that the step has changed: those of the next recording."""
+        entry, self._entry = self._entry, {}
+        for key, was in entry.items() if self.changed is None else ():
+            groups = self._optimizers[key[0]].param_groups
+            now = groups[key[1]].get(key[2]) if key[1] < len(groups) else None
+            now = _plain(now)  # read from a tensor
+            if key not in lifted and type(now) is type(was) and now != was:
+                self.wanted.add(key)
 
     def begin_change(self, optimizers: Sequence[Any]) -> str | None:
         """A call that a replay makes again sets hyperparameters: put plain numbers in their place.

@@ -261,6 +261,8 @@ class StepRecording:
         found = _NAMED.findall(changed or "")[:1]
         if changed is None or previous is None or not found or tuple(found) != previous.changed:
             return None
+        if (hyper := self.recorder.calls.hyperparameters) and hyper.wanted:
+            return None  # these are live in the next recording
         return changed + self.entry.python_state.origin(found[0])
 
     def _where(self, wanted: Callable[[OpRecord], bool]) -> str:

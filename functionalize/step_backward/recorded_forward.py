@@ -248,7 +248,7 @@ class RecordedForward:
             end,
             later,
             gradients,
-            hyper.changed,
+            hyper.changed or hyper.moved,
             requested,
             self.parameters,
             self._rerun_of,

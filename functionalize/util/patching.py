@@ -1,15 +1,26 @@
 """`Patches`: attributes of classes, modules and objects that are replaced temporarily, and always restored.
 
-What others put in the place of a replacement meanwhile stays.
+What others put in the place of a replacement meanwhile stays. `set_profile`: the same for the profile function.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 Patch = tuple[Any, str, Any]
+
+
+def set_profile(function: Any) -> None:
+    """`sys.setprofile`, which raises while another thread is in it (Python 3.11)."""
+    while True:
+        try:
+            return sys.setprofile(function)
+        except RuntimeError:
+            time.sleep(0)
 
 
 class Patches:

@@ -529,13 +529,17 @@ def test_what_was_lifted_is_put_back_whatever_happens() -> None:
 
 def test_what_the_step_assigned_to_a_lifted_key_stays_and_is_told() -> None:
     optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    recorder = Recorder(ignore_fake=True, live=True)
-    keys = liftable({"o": optimizer})
-    with lifted({"o": optimizer}, keys, recorder) as hyper, recorder:
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
-    assert bits(optimizer.param_groups[0]["lr"]) == bits(0.05)
-    assert hyper.changed is not None
-    assert hyper.changed.startswith("sets `o` group 0: lr to 0.05 (it was 0.1), which a replay")
+    group, keys = optimizer.param_groups[0], liftable({"o": optimizer})
+    with lifted({"o": optimizer}, keys, Recorder(ignore_fake=True, live=True)) as hyper:
+        group["lr"], group["dampening"] = group["lr"] * 0.5, 1
+    assert bits(group["lr"]) == bits(0.05) and hyper.changed is None
+    ((effect, value),) = hyper.effects
+    assert effect.what == "sets `o` group 0: lr" and value.node.hint == 0.05
+    assert hyper.wanted == {("o", 0, "dampening")}
+    with lifted({"o": optimizer}, keys, Recorder(ignore_fake=True, live=True)) as hyper:
+        group["lr"] = 0.1
+    assert group["lr"] == 0.1 and not hyper.effects and hyper.changed is not None
+    assert hyper.changed.startswith("sets `o` group 0: lr to 0.1 (it was 0.05), which a replay")
 
 
 def test_a_recording_without_live_numbers_lifts_nothing() -> None:

@@ -548,6 +548,28 @@ def number_in_an_optimizers_state(w: World) -> Step:
     return lambda x: w.train(x).detach()
 
 
+@replays(8)
+def numbers_in_an_optimizers_groups(w: World) -> Step:
+    class Averaging(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            group = self.param_groups[0]
+            group["step"] = group.get("step", 0) + 1
+            group["norm"] += sum(p.grad.square().sum().item() for p in group["params"])
+            group["rate"] = group["lr"] / math.sqrt(1 + group["norm"]) / group["step"]
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["rate"])
+
+    w.optimizer = Averaging(w.model.parameters(), {"lr": 0.1, "norm": 0.0})
+    read = w.optimizer.state_dict
+
+    def step(x: Tensor) -> Tensor:
+        return w.train(x).detach()
+
+    w.groups = lambda: read()["param_groups"]
+    return step
+
+
 # -- tensors ---------------------------------------------------------------------------------------
 
 
