@@ -213,8 +213,7 @@ class StepRecording:
         if moves is not None and not any(map(moves.is_as, seen)):
             what = self.exit.python_effects[-1].what
             return f"{what}, as no recording before did: recorded once more, to see that it does it alike"
-        recorder = self.recorder
-        if recorder.checks.once:
+        if (recorder := self.recorder).checks.once:
             return f"{recorder.checks.once[0]}, in a cached function: at one call only"
         if recorder.checks.own_clock is not None and (previous is None or previous.clock is None):
             return f"reads {recorder.checks.own_clock}: recorded once more, to see whether it does so again"
@@ -258,11 +257,11 @@ class StepRecording:
                     f"{whats}: with a number of its own at every call that it reads from no tensor and no guarded "
                     "state (a clock?), which a replay cannot know"
                 )
-        found = _NAMED.findall(changed or "")[:1]
+        found, hyper = _NAMED.findall(changed or "")[:1], self.recorder.calls.hyperparameters
         if changed is None or previous is None or not found or tuple(found) != previous.changed:
             return None
-        if (hyper := self.recorder.calls.hyperparameters) and hyper.wanted:
-            return None  # these are live in the next recording
+        if hyper is not None and hyper.wanted:  # these are live in the next recording
+            return None
         return changed + self.entry.python_state.origin(found[0])
 
     def _where(self, wanted: Callable[[OpRecord], bool]) -> str:
