@@ -12,6 +12,7 @@
     tensor._wrapped_number              see Note [Wrapped numbers]
     tensor ** number                    receives the plain number: see Note [Exponents]
     torch.ctc_loss(..., [5, 4], [2, 1]) C++ makes a tensor of the lengths without an op: made in Python instead
+    F.one_hot(labels, 10)               C++ reads the least and the greatest label: they are compared in Python instead
     lengths.tolist()                    the integers are read one by one, if they are few
     x.tensor_split(tensor), lstm(packed)  C++ reads indices and lengths without an op: read by .item() first
     torch.jit.script                    looks up torch's functions by identity: replacements are mapped to originals
@@ -88,6 +89,9 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
         yield json.JSONEncoder, name, _of_plain(getattr(json.JSONEncoder, name))
     yield statistics, "type", _type_of
     yield F, "interpolate", _of_plain(F.interpolate)
+    made = _one_hot(recorders, F.one_hot)
+    scripted[id(made)] = F.one_hot
+    yield F, "one_hot", made
     for owner, name in fused_optimizer_functions():
         yield owner, name, _fused_optimizer(recorders, name, getattr(owner, name))
     for owner, names in _POWERS:
@@ -133,6 +137,24 @@ def _lengths_as_tensors(recorders: Callable[[], list[Any]], original: Any) -> An
 
     ctc_loss.__doc__ = original.__doc__
     return ctc_loss
+
+
+def _one_hot(recorders: Callable[[], list[Any]], original: Any) -> Any:
+    def one_hot(tensor: Any, num_classes: Any = -1) -> Any:
+        if (
+            type(tensor) is not torch.Tensor
+            or (tensor.dtype, tensor.device.type) != (torch.int64, "cpu")
+            or (type(num_classes) is not int or num_classes < 1 or not tensor.numel())
+            or not recorders()
+            or tensor.min().item() < 0
+            or tensor.max().item() >= num_classes
+        ):
+            return original(tensor, num_classes)  # it raises for labels out of range
+        zeros = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64)
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    one_hot.__doc__ = original.__doc__
+    return one_hot
 
 
 def _as_lengths(value: Any) -> Any:

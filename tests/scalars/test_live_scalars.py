@@ -634,3 +634,17 @@ def test_nothing_keeps_a_captured_step_that_was_dropped(pipeline: str) -> None:
     left = run()
     gc.collect()
     assert [ref() for ref in left] == [None] * len(left)
+
+
+def test_labels_of_one_hot_may_be_any_in_range() -> None:
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        return -(F.one_hot(labels, 8) * x.log_softmax(-1)).sum()
+
+    captured = fz.capture(step)
+    for i in range(6):
+        x, labels = torch.randn(3, 8), torch.arange(i % 3, i % 3 + 3)
+        assert bits(captured(x, labels)) == bits(step(x, labels))
+    assert (captured.stats.captures, captured.stats.replays) == (1, 4), captured.explain()
+    for bad, why in ((8, "smaller than num_classes"), (-1, "non-negative")):
+        with pytest.raises(RuntimeError, match=why):
+            captured(x, torch.tensor([0, 1, bad]))
