@@ -1,7 +1,7 @@
 """Random programs at random lengths: replays of recorded, compared and predicted programs equal eager bit for bit.
 
 A predicted program equals the one that is recorded at its length, leaf for leaf. Sizes that Python asks for, and that
-ops make of masks among the arguments, are part of the programs. `--fuzz-long` draws 2,000.
+ops make of masks among the arguments, are part of the programs. `--fuzz-long` draws 2,000, the same each time.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _compare_leaves(program: SizedProgram, predicted: Any, given: list[Tensor]) 
 
 
 @given(sized_programs(), st.integers(0, 10_000), st.sampled_from((1, 8, NEVER, NEVER)))
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES, derandomize=True)  # CI draws the long run, too: the same each time
 def test_random_programs_at_random_sizes(program: SizedProgram, seed: int, every: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(predicted_step, "_REPLAYS_BEFORE_PASSES", 4)
