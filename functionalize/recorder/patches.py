@@ -361,7 +361,7 @@ def _capture_patches() -> Iterator[Patch]:
     yield from eager_formulas.patches(lambda: bool(_watchers()))
     yield from reduction_patches.patches(_recorders)
     yield from higher_order.patches(recorded_checks, lambda: bool(_watchers()))
-    effects.watch_audit_events(lambda: PATCHES.active, recorded_checks)
+    effects.watch_audit_events(_is_recording, recorded_checks)
     yield from effects.patches(recorded_checks, _checked_recorders)
     for owner, name, text, value in kernel_settings():
         yield owner, name, _watched_setting(getattr(owner, name), text, value)
@@ -386,3 +386,8 @@ def _live_call_patches() -> Iterator[Patch]:
 
 PATCHES = Patches(_capture_patches)
 SIZE_PATCHES = Patches(_live_call_patches)
+
+
+def _is_recording() -> bool:
+    """Whether anything is recorded, in any thread. One function: a hook on audit events stays for each."""
+    return PATCHES.active

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
+from functionalize.recorder.effects import watch_audit_events
 from tests.forks import Fork
 from tests.ranks import run_on_ranks
 
@@ -503,3 +504,10 @@ def test_the_rank_that_writes_refuses_and_the_other_one_replays() -> None:
     assert len(refused) == 1
     assert refused[0].startswith("writes to the file `")
     assert replays >= 2
+
+
+def test_the_process_has_one_hook_on_audit_events() -> None:
+    """Python cannot remove one: with a hook for each recording, every event would cost more and more."""
+    for _ in range(2):
+        fz.capture(lambda x: x + 1)(torch.ones(2))
+    assert watch_audit_events.cache_info().currsize == 1
