@@ -15,6 +15,7 @@ from an op and its arguments.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -119,7 +120,10 @@ class AuditRecorder(WatchedRecorder):
         try:
             return self._followed(func, types, args, kwargs)
         finally:
-            set_profile(calls.profile)
+            try:  # directly: the profile function would see a call of `set_profile`, at every op
+                sys.setprofile(calls.profile)
+            except RuntimeError:
+                set_profile(calls.profile)
 
     def _followed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         comparison = self.comparison

@@ -8,6 +8,7 @@ Invariant: Python's profile function is off while an op is handled, and afterwar
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from functionalize.recorder.effects import CallWatch
@@ -40,7 +41,10 @@ class WatchedRecorder(Recorder):
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
-            set_profile(calls.profile)
+            try:  # directly: the profile function would see a call of `set_profile`, at every op
+                sys.setprofile(calls.profile)
+            except RuntimeError:
+                set_profile(calls.profile)
 
     def resize_storage(self, storage: Any, size: Any, original: Any) -> Any:
         if not self._calls.is_on or not self._calls.pauses:
