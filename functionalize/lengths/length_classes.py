@@ -125,9 +125,17 @@ class LengthClass:
     apart: str | None = None
     replays: int = 0
 
-    def add(self, reference: Reference) -> None:
-        """Add a recording, and try to make the template; if there is one, keep the latest recording beside it."""
+    def add(self, reference: Reference) -> bool:
+        """Add a recording, unless the template makes another program at its sizes; whether it was added.
+
+        From enough recordings the template is made; if there is one, the latest recording is kept beside it.
+        """
         self.recorded += 1
+        if self._is_other(reference):
+            if reference.shapes not in self.differing:
+                was_known = self.why_compared(reference.shapes, ()) is None
+                self.failed("it was recorded", reference.shapes, was_known)
+            return False
         self.compared(reference.shapes)
         if self.template is not None:
             self.references[:] = [reference]
@@ -135,6 +143,14 @@ class LengthClass:
             self.references.append(reference)
             if len(self.references) >= FEWEST:
                 self.why = self._make()
+        return True
+
+    def _is_other(self, reference: Reference) -> bool:
+        """Whether the template makes another program, of equal tokens, at the sizes of a recording."""
+        sizes = self.sizes_of(reference.shapes)
+        if self.template is None or isinstance(sizes, str):
+            return False
+        return leaves_of(reference.program).integers != leaves_of(self.template.at(sizes)).integers
 
     def compared(self, shapes: Shapes, why: str | None = None) -> None:
         """A call with these shapes was recorded, or was as predicted. why: it was compared."""
@@ -299,7 +315,7 @@ class LengthClasses:
         return (each for several in self._classes.values() for each in several)
 
     def learn(self, key: Any, reference: Reference) -> LengthClass | None:
-        """The class of a recorded call. key: in the cache."""
+        """The class of a recorded call, if it is in one. key: in the cache."""
         if any(0 in shape for shape in reference.shapes) or not reference.shapes:
             return None
         classes = self._classes.setdefault(open_key(key), [])
@@ -310,8 +326,7 @@ class LengthClasses:
                 return None
             found = LengthClass(tokens, every=self._every)
             classes.append(found)
-        found.add(reference)
-        return found
+        return found if found.add(reference) else None
 
     def restore(self, groups: Iterable[LengthClass]) -> None:
         """Add classes with templates, from a file, unless there are such."""
@@ -380,7 +395,6 @@ def tokens_of(reference: Reference) -> int:
 
 
 def _nearest(classes: Sequence[LengthClass], shapes: Shapes) -> LengthClass:
-    """The class with the nearest known sizes; of those of one recording, such as a length that equals a width, only if
-    there is no other one."""
+    """The class with the nearest known sizes; one of a single recording only if there is no other."""
     several = [each for each in classes if len(each.known) > 1]
     return min(several or classes, key=lambda group: group.distance(shapes))

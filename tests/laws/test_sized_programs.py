@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import functionalize as fz
 from functionalize.step import predicted_step
 from functionalize.templates.leaves import leaves_of
-from tests.laws.sized_programs import SizedProgram, sized_programs
+from tests.laws.sized_programs import SizedProgram, SizesOfCalls, sized_programs
 
 # Importing torch's op database loads a profile of its own, which has fewer examples: the number is said here.
 EXAMPLES = 2000 if settings().max_examples > 1000 else 16
@@ -90,6 +90,21 @@ def _compare_leaves(program: SizedProgram, predicted: Any, given: list[Tensor]) 
     assert made.integers == expected.integers, program
 
 
+# The template is made of lengths of which three divides all; another length, recorded later, is another program.
+_REMAINDER = SizedProgram(
+    ("t0 = y * (x.shape[0] % 3)", "t1 = x[m]", "t2 = x.sin()"),
+    ("t0", "t1", "t2"),
+    SizesOfCalls(
+        known=((7, 5), (9, 7), (15, 13), (21, 19), (33, 31)),
+        probes=((8, 6), (10, 8)),
+        others=((11, 9), (12, 10), (13, 11), (14, 12), (16, 14), (17, 15), (18, 16)),
+        small=(),
+        follows=False,
+    ),
+)
+
+
+@example(_REMAINDER, 3, 1)
 @given(sized_programs(), st.integers(0, 10_000), st.sampled_from((1, 8, NEVER, NEVER)))
 @settings(max_examples=EXAMPLES, derandomize=True)  # CI draws the long run, too: the same each time
 def test_random_programs_at_random_sizes(program: SizedProgram, seed: int, every: int) -> None:
