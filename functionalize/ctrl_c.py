@@ -85,24 +85,33 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """A context in which Ctrl-C waits, here and in processes that are started in it, until they call `let_through`."""
-    if not hasattr(signal, "pthread_sigmask"):
+def interrupts_held() -> Iterator[None]:
+    """A context that passes SIGINT to its handler when it ends, so that Ctrl-C leaves nothing half done in it."""
+    handler, pressed = signal.getsignal(signal.SIGINT), list[Any]()
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    handler, pressed = signal.getsignal(signal.SIGINT), list[Any]()
-    is_ours = callable(handler) and threading.current_thread() is threading.main_thread()
-    if is_ours:  # another thread, of torch, may receive the signal that this one blocks
-        signal.signal(signal.SIGINT, lambda *signal_and_frame: pressed.append(signal_and_frame))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, lambda *signal_and_frame: pressed.append(signal_and_frame))
     try:
         yield
     finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if pressed and callable(handler):
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
             handler(*pressed[0])
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A context in which Ctrl-C waits, here and in processes that are started in it, until they call `let_through`."""
+    with interrupts_held():  # another thread, of torch, may receive the signal that this one blocks
+        if not hasattr(signal, "pthread_sigmask"):
+            yield
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def let_through() -> None:

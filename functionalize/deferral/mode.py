@@ -12,11 +12,8 @@ Invariant: whoever reads a storage outside of torch's dispatcher goes through `d
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +23,7 @@ from functionalize._compat.bindings import without_function_modes
 from functionalize._compat.dispatch import handles_ops, kernels_alone
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.references import WeakStorage, address
+from functionalize.ctrl_c import interrupts_held
 from functionalize.deferral.learned import Learned, Made
 from functionalize.deferral.may_wait import divides, draws, is_shaped_by_types, may_wait
 from functionalize.deferral.runs import Runs
@@ -289,21 +287,3 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
         kwargs.get(name) if at is None or at >= len(args) else args[at]
         for at, name in written_arguments(func)
     ]
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """A context that delivers SIGINT when it ends, so that Ctrl-C leaves no tensor half computed."""
-    handler = signal.getsignal(signal.SIGINT)
-    main = threading.current_thread() is threading.main_thread()
-    if not main or not callable(handler):
-        yield
-        return
-    arrived: list[tuple[int, object]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if arrived:
-            handler(arrived[0][0], None)
