@@ -30,7 +30,7 @@ from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.drawing import GeneratorSet, GeneratorState
-from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.state.hyperparameters import HyperparameterNumber, HyperparameterSet
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
@@ -52,6 +52,7 @@ _PLAIN = (
     guards.MetadataGuard,
     guards.SlotGuard,
     HyperparameterNumber,
+    HyperparameterSet,
     SharedGuard,
     sources.Gradient,
     sources.GroupTensor,
@@ -60,8 +61,8 @@ _PLAIN = (
     sources.OptimizerParameter,
     sources.OptimizerState,
 )
-# Effects that are refused by name below; all others are calls.
-NAMED_EFFECTS = (Assigned, Appended, Draws, GeneratorSet)
+# Effects that are saved or refused by name; all others are calls.
+NAMED_EFFECTS = (Assigned, Appended, Draws, GeneratorSet, HyperparameterSet)
 _NO_CALL = Call((), [])
 
 

@@ -1,12 +1,12 @@
 """Lifted hyperparameters: inputs of the program, read at every call: `lr`, and those that were seen to change.
 
-    group["step"] += 1          in `optimizer.step()`: seen to change, and from the next recording on moved by replays
     keys = liftable(roots.optimizers)                      {("optimizer", 0, "lr")}
     with lifted(roots.optimizers, keys, recorder) as hyper, recorder:
         ...                                                optimizer.param_groups[0]["lr"] is a live number
     hyper.effects                                          what the step assigned and a replay assigns, with its value
     hyper.changed                                          text about another assignment by the step, or None
 
+A number that the step changes itself (`group["step"] += 1` in `optimizer.step()`) is lifted from the next recording on.
 In a program a lifted hyperparameter is a tensor of one element, made from the number at every call.
 
 Invariant: after the step, also after an exception, `param_groups` holds no live number, and values that the step
@@ -203,7 +203,7 @@ class Lifted:
     def _find_moved(self, lifted: Collection[Key]) -> None:
         """Numbers that are no live ones and that the step has changed: those of the next recording."""
         entry, self._entry = self._entry, {}
-        for key, was in entry.items() if self.changed is None else ():
+        for key, was in entry.items():
             groups = self._optimizers[key[0]].param_groups
             now = groups[key[1]].get(key[2]) if key[1] < len(groups) else None
             now = _plain(now)  # read from a tensor

@@ -48,6 +48,18 @@ class Averaged(nn.Module):
         return x - self.mean
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer that counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["weight"] = 1.0 / (1 + group["steps"])
+            group["steps"] += 1
+            for p in group["params"]:
+                p.grad.mul_(group["weight"])
+        return super().step(closure)
+
+
 @dataclass
 class Twin:
     """Whatever a training script makes before its loop."""
@@ -76,6 +88,10 @@ def twin(kind: str) -> Twin:
         model.register_forward_hook(print)
     made = torch.optim.SGD if kind in ("sgd", "other optimizer") else torch.optim.AdamW
     optimizer = made(model.parameters(), lr=0.02)
+    if kind == "counts":
+        optimizer = Counting(
+            [{"params": list(model.parameters()), "steps": 0, "weight": 1.0}], 0.02
+        )
     if kind == "other groups":
         optimizer.param_groups[0]["params"].pop()
     settings = Settings()
@@ -136,7 +152,7 @@ def step_of(
     return train_step
 
 
-KINDS = ("adamw", "sgd", "number", "gradients stay")
+KINDS = ("adamw", "sgd", "number", "counts", "gradients stay")
 REFUSED = (
     "fewer layers",
     "other shape",

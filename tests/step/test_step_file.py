@@ -78,7 +78,7 @@ def test_another_process_goes_on_bitwise(
     assert kind == "gradients stay" or there["text"] == text
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "number"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "number", "counts"])
 def test_the_first_call_replays(kind: str, report: dict[str, Any]) -> None:
     assert report["kinds"][kind]["calls"] == [0, 0, AFTER]
     assert report["kinds"][kind]["missed"] == []
