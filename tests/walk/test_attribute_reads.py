@@ -6,10 +6,7 @@ compares results and the state of the objects with eager after every call.
 
 from __future__ import annotations
 
-import sys
 import threading
-import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -180,17 +177,6 @@ MOVES = {
     "only_first": 3,
     "resets": 4,
 }
-
-
-@pytest.fixture(scope="module")
-def library() -> Iterator[Any]:
-    """An installed package, by its file."""
-    module = types.ModuleType(LIBRARY)
-    module.__file__ = f"/venv/lib/site-packages/{LIBRARY}.py"
-    sys.modules[LIBRARY] = module
-    exec(compile(SOURCE, module.__file__, "exec"), vars(module))
-    yield module
-    del sys.modules[LIBRARY]
 
 
 class OwnLoop:

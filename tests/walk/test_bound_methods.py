@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,17 +76,6 @@ READERS = [
     ),
     *("by_super", "by_name", "by_data", "in_vars", "in_a_table", "reads_what_is_computed"),
 ]
-
-
-@pytest.fixture(scope="module")
-def library() -> Iterator[Any]:
-    """An installed package, by its file."""
-    module = types.ModuleType(LIBRARY)
-    module.__file__ = f"/venv/lib/site-packages/{LIBRARY}.py"
-    sys.modules[LIBRARY] = module
-    exec(compile(SOURCE, module.__file__, "exec"), vars(module))
-    yield module
-    del sys.modules[LIBRARY]
 
 
 def change(trainer: Any) -> None:
