@@ -27,9 +27,8 @@ _BY_MODULE = {
     "torch._C": "_cuda_memoryStats _cuda_memorySnapshot _host_emptyCache _accelerator_getDeviceStats",
 }
 _NAMES = {module: frozenset(names.split()) for module, names in _BY_MODULE.items()}
-CONVERSIONS = frozenset(
-    {"localtime", "gmtime", "ctime", "strftime", "asctime"}
-)  # of a time, or of that of now
+# Functions that convert the time they are passed, or without one read the clock.
+CONVERSIONS = frozenset({"localtime", "gmtime", "ctime", "strftime", "asctime"})
 _DATES = frozenset({"now", "utcnow", "today"})
 _READS = frozenset({"read", "read1", "readline", "readlines", "readinto", "recv", "recv_into"})
 CLOCKS = frozenset().union(*_NAMES.values(), _DATES, _READS)

@@ -108,16 +108,16 @@ def wants(script: Script, keys: list[str], every: Sequence[Point] = ()) -> Accep
 
 
 def _recorded(script: Script, users: AcceptedKeys, job: Job, world: World, say: Say) -> Recorded:
-    start, given = time.perf_counter(), job.parameters
+    start, keys = time.perf_counter(), job.parameters
     say("building the model")
     with as_usage(PlanError):
-        built = called("build", script.build, (), of(given, users.build))()
-        change(built, **of(given, [key for key in MODEL_KEYS if key not in users.build]))
+        built = called("build", script.build, (), of(keys, users.build))()
+        change(built, **of(keys, [key for key in MODEL_KEYS if key not in users.build]))
         made: Any = ()
         if script.inputs is not None:
-            made = called("inputs", script.inputs, (), of(given, users.inputs))()
+            made = called("inputs", script.inputs, (), of(keys, users.inputs))()
         args, kwargs = arguments(built, made)
-        kwargs |= of(given, users.step)
+        kwargs |= of(keys, users.step)
         called("step", script.step, args, kwargs)
     captured = fz.capture(script.step, memory=True)
     memory, program, calls = record(captured, args, kwargs, say)

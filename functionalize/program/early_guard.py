@@ -170,10 +170,9 @@ class EarlyGuard:
         try:
             with torch.no_grad(), below_autograd():
                 return self.program.run(found.inputs)
-        except (
-            Exception
-        ) as error:  # sizes that ops made are constants in it; or the call itself will fail
-            return f"what Python read of the arguments is not to be had as it was: {error}"
+        except Exception as error:
+            # Sizes that ops made are constants in the part; or the step itself fails for these arguments.
+            return f"the numbers that Python read of the arguments cannot be computed: {error}"
 
 
 def _part(wanted: Sequence[fx.Node]) -> fx.Graph:

@@ -169,9 +169,9 @@ def _note(recordings: Recordings, frame: FrameType | None, what: str) -> None:
 
 
 def _note_clock(
-    recordings: Recordings, frame: FrameType | None, what: str, is_unsure: bool = False
+    recordings: Recordings, frame: FrameType | None, what: str, may_convert: bool = False
 ) -> None:
-    """Note a call whose result is another one each time. frame: the innermost one. is_unsure: or may not be."""
+    """Note a call that reads a clock. frame: the innermost one. may_convert: or that converts a time it was passed."""
     found = [c for c in recordings() if c.for_real and not c.in_effect and c.own_clock is None]
     step = _of_the_step(frame) if found and not _is_apart(frame) else None
     if step is None:
@@ -179,7 +179,7 @@ def _note_clock(
     for checks in found:
         text = f"{what} {line_of_frame(step.named)}"
         checks.clock = checks.clock or text
-        if step.is_own and not step.once and not is_unsure:
+        if step.is_own and not step.once and not may_convert:
             checks.own_clock = text
 
 
@@ -266,8 +266,8 @@ class CallWatch:
                     set_profile(None)
                     return
                 if function.__name__ in CLOCKS and (clock := clock_text(function)) is not None:
-                    is_unsure = function.__name__ in CONVERSIONS
-                    _note_clock(recordings, frame, clock, is_unsure)
+                    may_convert = function.__name__ in CONVERSIONS
+                    _note_clock(recordings, frame, clock, may_convert)
                 try:
                     what = _call_text(function)
                 except Exception:  # a property of the user's, such as the name of a stream

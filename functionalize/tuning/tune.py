@@ -85,7 +85,7 @@ def tune(
     planner = Planner(builder, step, inputs, asked.accepted)
     with planner.searching():
         script = builder, inputs, step
-        short = ShortPlans(planner, script, asked.given, space, asked.machine, world, say)
+        short = ShortPlans(planner, script, asked.keys, space, asked.machine, world, say)
         search = Search(short, asked.limit, pipelines, say)
         search.compose()
         search.verify(top)
@@ -93,12 +93,12 @@ def tune(
 
 
 class Asked(NamedTuple):
-    """What a search was asked for, checked. limit: bytes of a device. given: the keys of all plans."""
+    """What a search was asked for, checked. limit: bytes of a device. keys: of every plan."""
 
     machine: Machine
     limit: float
     space: Space
-    given: Mapping[str, Any]
+    keys: Mapping[str, Any]
     builder: VariantBuilder
     accepted: AcceptedKeys
 
@@ -107,14 +107,14 @@ def asked_for(
     script: tuple[Any, Any, Any],
     world: int,
     limit: float | str,
-    batch_tokens: int | None = None,
-    meshes: Sequence[Mesh] | None = None,
-    batches: Sequence[int] | None = None,
+    batch_tokens: int | None,
+    meshes: Sequence[Mesh] | None,
+    batches: Sequence[int] | None,
     *,
-    pipelines: Sequence[str] = ("default",),
-    top: int = 1,
-    target: str | Target = "cuda",
-    machine: str | Machine | None = None,
+    pipelines: Sequence[str],
+    top: int,
+    target: str | Target,
+    machine: str | Machine | None,
     **fixed: Any,
 ) -> Asked:
     """The options of `tune`; script: `build`, `inputs`, `step`. Raises as `tune` does before anything is recorded."""
@@ -128,14 +128,14 @@ def asked_for(
         machine, target.name if isinstance(target, Target) else target_named(target).name
     )
     space = Space.of(script, world, where, meshes, batches, batch_tokens)
-    keys = {"world": world, "target": target, "machine": machine, **fixed}
-    given = {key: value for key, value in keys.items() if value is not None}
+    every = {"world": world, "target": target, "machine": machine, **fixed}
+    keys = {key: value for key, value in every.items() if value is not None}
     builder = VariantBuilder(build)
     own = ["variant", *(["batch"] if space.has_batch else [])]
     own += ["accumulate"] if space.accumulates else []
-    accepted = AcceptedKeys.of([*given, *own], builder, inputs, step)
-    check_points([given], accepted)
-    return Asked(where, bytes_of_device, space, given, builder, accepted)
+    accepted = AcceptedKeys.of([*keys, *own], builder, inputs, step)
+    check_points([keys], accepted)
+    return Asked(where, bytes_of_device, space, keys, builder, accepted)
 
 
 def _answer(search: Search, world: int, start: float) -> Tuned:

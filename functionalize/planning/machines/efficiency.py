@@ -131,8 +131,12 @@ class Efficiency:
                 raise PlanError(f"no kind of kernel `{kind}`; there are {', '.join(sorted(KINDS))}")
 
     def __repr__(self) -> str:
-        about = self.about or ("given" if self.curves else "every kernel at its peak")
-        return f"<Efficiency: {about}, {len(self.curves)} curves>"
+        return f"<Efficiency: {self.origin}, {len(self.curves)} curves>"
+
+    @property
+    def origin(self) -> str:
+        """Where the curves come from."""
+        return self.about or ("of an unnamed source" if self.curves else "every kernel at its peak")
 
     def curve(self, kind: str) -> Curve | None:
         """The curve of a kind, or of its family; None: such kernels run at the peak."""

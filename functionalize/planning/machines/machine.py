@@ -106,13 +106,13 @@ class Machine:
     oversubscription: float = 1.0
 
     def __repr__(self) -> str:
-        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        constants = ((f.name, getattr(self, f.name)) for f in fields(self))
         numbers = (
             f"{name} {value:g}"
-            for name, value in given
+            for name, value in constants
             if type(value) in (int, float) and value != 1
         )
-        return f"<Machine: {', '.join(numbers)}; {self.efficiency.about or 'given curves'}>"
+        return f"<Machine: {', '.join(numbers)}; {self.efficiency.origin}>"
 
     def rate(self, dtype: torch.dtype | None) -> float:
         """FLOP/s at a dtype."""
