@@ -29,6 +29,8 @@ from functionalize.templates.fitting import Formula, Sizes, evaluator
 from functionalize.templates.leaves import PARTS, leaves_of, replaced, with_integers
 from functionalize.templates.template import SymbolicInt, Template, Unfitted, fitted
 
+_MOST_FACTS = 8  # as many recordings of a kind are made
+
 
 class Instance(Program):
     """A program whose graph is made at first use."""
@@ -94,22 +96,31 @@ class _Common:
 
 
 class SharedInputs:
-    """The inputs of the last call of any instance, see `KnownInputs`: which argument has which size stands apart."""
+    """The inputs of the last call of any instance, see `KnownInputs`: which argument has which size stands apart.
+
+    Those of each recording apart, whose facts are other objects: recorded sizes alternate with predicted ones.
+    """
 
     def __init__(self) -> None:
-        self._known = KnownInputs()
-        self._facts: Sequence[Guard] = ()
+        self._known: list[tuple[Sequence[Guard], KnownInputs]] = []  # with the facts
 
     def call(self, program: Program, leaves: Sequence[Any]) -> Call | None:
         """The call with its inputs, if all guards hold but those with sizes that vary; None: it is not known."""
-        return self._known.call(leaves) if program.facts is self._facts else None
+        return self._of(program).call(leaves)
 
     def learn(self, program: Program, call: Call, own: Sequence[Guard]) -> None:
         """Take note of a call for which all guards have passed. own: the guards with sizes that vary."""
-        if program.facts is not self._facts:
-            self._known, self._facts = KnownInputs(), program.facts
         guards = [each for each in program.guards if all(each is not other for other in own)]
-        self._known.learn(_Common(program.facts, program.inputs, guards, program.outputs), call)
+        self._of(program).learn(
+            _Common(program.facts, program.inputs, guards, program.outputs), call
+        )
+
+    def _of(self, program: Program) -> KnownInputs:
+        known = next((known for facts, known in self._known if facts is program.facts), None)
+        if known is None:
+            known = KnownInputs()
+            self._known = [*self._known[1 - _MOST_FACTS :], (program.facts, known)]
+        return known
 
 
 @dataclass(frozen=True, slots=True)
