@@ -182,6 +182,21 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
             capture, self.capture = self.capture, None  # whose names are data: no code of the step
             capture()
 
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            pass
+
+    class Numbers(loop.lightning.Callback):
+        """Notes what the module's own hooks would, which are code that the captured method may call."""
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, *args: Any
+        ) -> None:
+            logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+            numbers.append((outputs["loss"].item(), logged))
+
     class Manual(Own):
         automatic_optimization = False
 
@@ -195,12 +210,6 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
             optimizer.step()
             self.lr_schedulers().step()
             return loss.detach()
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            pass
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            pass
 
     class Loader(DataLoader):
         """Notes that a microbatch begins. No code of the step leads to it, as to methods of the module."""
@@ -221,11 +230,12 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
 
     module: Any = Manual() if name == "manual" else Own()
     module.capture = capture
-    trainer = loop.trainer_of(CALLS // 5, 1 if name == "manual" else 2, [])
+    numbers: list[Any] = []
+    trainer = loop.trainer_of(CALLS // 5, 1 if name == "manual" else 2, [Numbers()])
     trainer.fit(module, Loader(rows(40), batch_size=BATCH))
     logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return place.found(
-        [*module.numbers, trainer.global_step, logged], tensors_of(module, *trainer.optimizers)
+        [*numbers, trainer.global_step, logged], tensors_of(module, *trainer.optimizers)
     )
 
 

@@ -15,15 +15,18 @@ class CallLog:
 
     facts: guards of the calls. targets: the objects that they read or change, with texts: the search must find them.
     stepped: ids of those that are schedulers and were stepped. quiet_ops: how many ops were not recorded.
+    communicates: whether one of the calls communicates with other ranks.
     assigned: numbers that the step has assigned to schedulers, by id of the scheduler and name.
     draws: see `draws.py`; None if generators of Python are not looked at.
     hyperparameters: the live ones, see `state/hyperparameters.py`; None where optimizers were not searched for.
     streams: `sys.stdout` and `sys.stderr` when the step began.
     own_generators: the `torch.Generator`s from which the step may draw.
+    were_made: whether a replay of this call has made its calls already, which this run of it only notes.
     """
 
     __slots__ = (
         "assigned",
+        "communicates",
         "draws",
         "facts",
         "hyperparameters",
@@ -32,6 +35,7 @@ class CallLog:
         "stepped",
         "streams",
         "targets",
+        "were_made",
     )
 
     def __init__(self) -> None:
@@ -40,6 +44,7 @@ class CallLog:
         self.stepped: set[int] = set()
         self.assigned: dict[tuple[int, str], Any] = {}
         self.quiet_ops = 0
+        self.communicates = self.were_made = False
         self.draws: Any = None
         self.own_generators = OwnGenerators()
         self.hyperparameters: Any = None

@@ -10,7 +10,7 @@ Note [The file of a door]
 Python's import system. A door's code claims to be such a frame, so that they name the line of the user.
 
 Invariants: a call has its effects once, returns what it returns, and raises what it raises. Calls inside of a call that
-is noted are a part of it.
+is noted are a part of it. A call that a replay has made, and whose step runs again, is noted only: nobody uses its result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Doors:
         def door(*args: Any, **kwargs: Any) -> Any:
             call = begin(sys._getframe(1), original, what, of, args, kwargs)
             try:
-                result = original(*call.args, **call.keywords)
+                result = None if call.was_made else original(*call.args, **call.keywords)
             except BaseException as error:
                 call.end(error)
                 raise
@@ -122,12 +122,14 @@ class _Call:
     def __init__(self, args: Any, keywords: Any, recorders: list[Any]) -> None:
         self.args, self.keywords = args, keywords
         self._recorders = recorders
+        self.was_made = False
         self._noted: tuple[CallRecorder, Repeated, str] | None = None
         self._after: Callable[[CallRecorder, Any], str | None] | None = None
 
     def is_noted(self, recording: CallRecorder, repeated: Repeated, label: str, after: Any) -> None:
         """A replay makes the call again. label: what it does, and the line. after: called when it has returned."""
         self._noted, self._after = (recording, repeated, label), after
+        self.was_made = recording.calls.were_made
 
     def begin(self) -> None:
         """What it does from now on is the same effect; what a replay does again is not recorded."""

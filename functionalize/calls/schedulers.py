@@ -217,6 +217,9 @@ class SchedulerAssigned:
         object.__setattr__(self.scheduler, self.name, value)
 
 
+SCHEDULING = (SchedulerStepped, SchedulerAssigned)
+
+
 def _hint(value: Any) -> Any:
     return value.node.hint if is_live(value) else value
 

@@ -125,6 +125,7 @@ class Recorder(Watcher):
     def resume(self) -> None:
         """Prepare to be entered again: changes to generators since the last exit are not the step's."""
         self.checks.forget_generators()
+        self.calls.were_made = False
         if self.scalar_log is not None:
             self.scalar_log.active = True
 
@@ -143,6 +144,8 @@ class Recorder(Watcher):
             return args[0].fake_device
         if self.suspended:
             self.calls.quiet_ops += 1
+            if self.checks.in_effect and func.namespace == "c10d":
+                self.calls.communicates = True
             return func(*args, **kwargs)
         for kind in types:
             if kind is FakeTensor:

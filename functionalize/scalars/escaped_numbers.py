@@ -1,6 +1,7 @@
 """Live numbers that outlive their recording: plain ones take their places, whoever holds them.
 
-    settle_escaped(log, leaves)                    after the step: they become constants of the program, too
+    outliving(log, leaves)                         after the step: these numbers, which are no leaves of its result
+    settle_escaped(log, leaves)                    they become constants of the program, too
     replace_escaped(log)                           after an exception, or when the result is plain
 
 Invariant: dicts, lists, sets, cells and attributes hold what eager leaves there. Tuples and objects of C code keep a
@@ -18,15 +19,20 @@ from typing import Any
 from functionalize.scalars.scalar_log import ScalarLog
 
 
+def outliving(log: ScalarLog, leaves: Sequence[Any]) -> list[Any]:
+    """The live numbers that exist still, other than as `leaves` of the result."""
+    held = set(map(id, leaves))
+    if log.escaped(held):
+        gc.collect()  # some may be garbage in cycles
+    return log.escaped(held)
+
+
 def settle_escaped(log: ScalarLog, leaves: Sequence[Any]) -> None:
     """Make constants of the live numbers that outlive their recording other than as `leaves` of the result.
 
     A closure, an object of C code or a queue holds them: a replay returns or leaves this object as it is.
     """
-    held = set(map(id, leaves))
-    if log.escaped(held):
-        gc.collect()  # some may be garbage in cycles
-    late = log.escaped(held)
+    late = outliving(log, leaves)
     for number in late:
         log.learn_late(number.node)
     _replace_by_plain(late)

@@ -195,11 +195,6 @@ class Lifted:
                     "it outside the step"
                 )
 
-    @property
-    def moved(self) -> str | None:
-        """Text about the first of the effects, for a captured forward, which repeats none; None: there is none."""
-        return f"{self.effects[0][0].what}, which a replay would not" if self.effects else None
-
     def _find_moved(self, lifted: Collection[Key]) -> None:
         """Numbers that are no live ones and that the step has changed: those of the next recording."""
         entry, self._entry = self._entry, {}

@@ -11,7 +11,7 @@ Invariant: effects are repeated in the order of the recording, once per replay, 
 FSDP2's state. If one raises, the effects before it have happened, it and those after it have not, and everything else
 is as the step leaves it; the exception propagates and the step does not run again.
 Refusals: a tensor with an autograd history, or that requires a gradient, among the values, unless every replay finds
-the same object; effects in a captured forward or its backward (`backward=True`).
+the same object; effects in the backward of a captured forward (`backward=True`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ def repeat(effects: Sequence[PythonEffect], call: Call, values: Sequence[Any]) -
     """Repeat the effects of a program in their order. values: one for each."""
     for effect, value in zip(effects, values, strict=True):
         effect.repeat(call, value)
+
+
+def unrepeated(effects: Sequence[tuple[PythonEffect, Any]]) -> str | None:
+    """Text about the first of the effects, where a replay repeats none; None: there is none."""
+    return f"{effects[0][0].what}, which a replay would not" if effects else None
 
 
 def unrepeatable(effects: Sequence[PythonEffect], values: Sequence[Any]) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,12 +74,35 @@ class ModuleGuard:
         """The same guard, of modules in the modes that they are in now."""
         modes = {name: mode for name, _, mode in self.changed_modes()}
         facts = zip(self.names, self.facts, strict=True)
-        return ModuleGuard(
-            self.modules,
-            self.names,
-            tuple({**was, "training": modes[n]} if n in modes else was for n, was in facts),
-            self.live,
+        return replace(
+            self,
+            facts=tuple(was | {"training": modes[n]} if n in modes else was for n, was in facts),
         )
+
+    def but_numbers(self) -> ModuleGuard:
+        """The same guard, of modules with the modes and numbers that they have now."""
+        found = zip(self._changed_numbers(), self.facts, strict=True)
+        return replace(self, facts=tuple(was | now for (_, now), was in found))
+
+    @contextmanager
+    def numbers_on_entry(self) -> Iterator[None]:
+        """Inside the `with` the modules have the modes and numbers of the guard, afterwards those of before."""
+        changed = [(table, now) for table, now in self._changed_numbers() if now]
+        facts = {id(vars(m)): was for m, was in zip(self.modules, self.facts, strict=True)}
+        try:
+            for table, now in changed:
+                table.update((key, facts[id(table)][key]) for key in now)
+            yield
+        finally:
+            for table, now in changed:
+                table.update(now)
+
+    def _changed_numbers(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The attributes of each module, and those of its modes and numbers that are others than in the guard."""
+        return [
+            (table, {k: v for k, v in table.items() if _is_number(v, was.get(k)) and v != was[k]})
+            for table, was in zip(map(vars, self.modules), self.facts, strict=True)
+        ]
 
 
 def _facts(module: nn.Module, live: LivePlaces) -> dict[str, Any]:
@@ -95,6 +119,12 @@ def _facts(module: nn.Module, live: LivePlaces) -> dict[str, Any]:
 
 
 _PLAIN = frozenset(NUMBERS)
+
+
+def _is_number(now: Any, was: Any) -> bool:
+    return type(now) in _PLAIN and type(was) in _PLAIN
+
+
 _REGISTRIES = (
     "_parameters",
     "_buffers",

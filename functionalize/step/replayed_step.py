@@ -46,7 +46,7 @@ from functionalize.step.recording import RecordingSummary
 from functionalize.step.stages import MAX_WARMUPS, Invocation
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
-from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, reads_numbers
+from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, must_vote
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.text import counted
 from functionalize.walk.live_places import NO_PLACES
@@ -261,7 +261,7 @@ class ReplayedStep:
         is_first = self.stats.warmups == 1 and not self._has_settled
         if not is_first or len(recorder.records) < MANY or not self._passes_may_wait(key):
             return
-        if self._vote is None and not reads_numbers(recorder):
+        if self._vote is None and not must_vote(recorder):
             unkept = self._warmups[key]
             unkept.waits, unkept.has_waited = CALLS_BEFORE_SECOND_RECORDING, True
 

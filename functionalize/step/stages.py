@@ -51,7 +51,7 @@ from functionalize.step.outcome import (
 )
 from functionalize.step.recording import RecordingSummary, StepRecording, awaits_live_numbers
 from functionalize.step.step_state import EntryState, ExitState
-from functionalize.step.vote import Level, RankVote, Rendezvous, reads_numbers
+from functionalize.step.vote import Level, RankVote, Rendezvous, must_vote
 from functionalize.util.text import without_numbers
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 
@@ -59,8 +59,8 @@ MAX_WARMUPS = 5  # for one reason
 MOST_WARMUPS = 4 * MAX_WARMUPS  # for all reasons
 _OTHERS_WARM_UP = "another rank does not keep its recording"
 _ALONE = (
-    "relies on a number that it reads, and another rank has not recorded this call: only ranks that record it together "
-    "can replay it"
+    "relies on a number that it reads, or communicates in a call that a replay makes again, and another rank has not "
+    "recorded this call: only ranks that record it together can replay it"
 )
 _READS, _RELIES = "reads", "relies"  # a number that may be live in the next recording; a number
 
@@ -263,7 +263,7 @@ def _agreed_by(rendezvous: Rendezvous, mine: Outcome, recorder: Recorder) -> Agr
     if everyone is None:
         rendezvous.leave()
         return Agreed(mine, None)
-    reads = reads_numbers(recorder)
+    reads = must_vote(recorder)
     words = [
         mine.level.name,
         *([_READS] if reads else []),

@@ -1,4 +1,4 @@
-"""A vote of the ranks on replay or capture, for programs on which they could differ: those that read a number.
+"""A vote of the ranks on replay or capture, for programs on which they could differ: mostly those that read a number.
 
 Eager and replay issue the same collectives in the same order, so a replaying rank can communicate with a recording
 rank, whichever guard failed before. A number that Python reads (`.item()`) is known only after the graph, with its
@@ -6,6 +6,9 @@ collectives, has run: a rank that then ran the step again would issue its collec
 ranks of such a program vote three times: after a recording (all keep their programs, or none does), before each replay
 (all have a program, or all record), and after the graph ran (every number has its recorded value, or all run the step
 again).
+
+A replay makes calls that communicate (`self.log(..., sync_dist=True)`) at its end, eager in the middle of the step: then
+all ranks must replay, or none.
 
 A pass may merge, split or drop collectives. Ranks can then communicate only if all replay programs with equal
 collectives: they vote in the same way, and before a replay each sends the fingerprint of the collectives in its graph.
@@ -109,7 +112,7 @@ class RankVote:
     @staticmethod
     def of(recorder: Recorder, compares: bool = False) -> RankVote | None:
         """The vote for the program of a recording; None if its ranks cannot differ in the collectives they issue."""
-        if not compares and not reads_numbers(recorder):
+        if not compares and not must_vote(recorder):
             return None
         vote = RankVote.among(recorder)
         return replace(vote, compares=compares) if vote is not None else None
@@ -186,8 +189,10 @@ def _await(work: dist.Work, name: str) -> None:
         ) from error
 
 
-def reads_numbers(recorder: Recorder) -> bool:
-    """Whether the program of a recording has guards that can be checked only after its graph ran."""
+def must_vote(recorder: Recorder) -> bool:
+    """Whether a program has guards that can be checked only after its graph ran, or makes calls that communicate."""
+    if recorder.calls.communicates:
+        return True
     log, early = recorder.scalar_log, recorder.early_records()
     learned = log.facts.values() if log is not None else ()
     if any(id(scalar.record) not in early for scalar in recorder.scalars):

@@ -23,6 +23,7 @@ from functionalize.fsdp.python_state import FSDPState, FSDPStateGuard, same_valu
 from functionalize.ir.guards import TensorGuard
 from functionalize.ir.inputs import Argument, Call
 from functionalize.recorder.recorder import Recorder
+from functionalize.scalars.live_scalars import plain_tree
 from functionalize.step.step_state import EntryState
 from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.joint_recording import ForwardEnd, JointRun, expected_state
@@ -48,14 +49,14 @@ class AuditedForward:
         verdict = compared(signature, end.signature(recorder), recorder)
         if verdict == AuditVerdict():
             difference = difference_of_modes(end.modes, cached.effects)
-            if end.changed is not None:
-                difference = f"the step {end.changed}"
+            if end.exit.changed is not None:
+                difference = f"the step {end.exit.changed}"
             if difference is None and tuple(end.exit.has_grad_fn) != tuple(cached.has_grad_fn):
                 difference = "other results require a gradient than in the program"
             if difference is not None:
                 difference = f"after equal ops: {difference}"
             elif self._expected is not None:
-                difference = self._expected.difference(end.exit.leaves)
+                difference = self._expected.difference(plain_tree(end.exit.leaves))
             verdict = AuditVerdict(difference)
         self._is_over = verdict != AuditVerdict()
         self._expected = None

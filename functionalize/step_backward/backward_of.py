@@ -11,7 +11,7 @@ Invariant: a backward that no program covers changes nothing, and then the forwa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
@@ -27,7 +27,7 @@ from functionalize.ir.inputs import Call
 from functionalize.ir.ops import geometry_of
 from functionalize.recorder.op_kinds import storage_of
 from functionalize.state.sources import leave
-from functionalize.state.step_guards import SlotGuard
+from functionalize.state.step_guards import ModuleGuard, SlotGuard
 from functionalize.step_backward.boundary import DetachedLeaves, RequestedGradients
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
 from functionalize.step_backward.recorded_forward import TWICE, Owner, RecordedForward
@@ -216,6 +216,7 @@ class ReplayedForward:
             return "it resizes or replaces one of its inputs"
         call = Call(self._leaves, [])
         for fact in program.facts:
+            fact = fact.but_numbers() if isinstance(fact, ModuleGuard) else fact
             failure = None if isinstance(fact, SlotGuard) else fact.failure(call)
             if failure is not None:
                 return failure
@@ -228,14 +229,19 @@ class ReplayedForward:
 
     @contextmanager
     def _state_on_entry(self) -> Iterator[None]:
-        """Restore the generators and the inputs that the forward writes to their state on entry, inside the `with`."""
+        """Inside the `with`: the generators, the inputs that the forward writes and the numbers of modules on entry."""
+        facts = self._forward.program.facts
         states = generator_states()
         now = [tensor.clone() for tensor, _ in self._overwritten]
         try:
             if self._generators:
                 set_generators(self._generators)
             self._write([was for _, was in self._overwritten])
-            yield
+            with ExitStack() as stack:
+                for fact in facts:
+                    if isinstance(fact, ModuleGuard):
+                        stack.enter_context(fact.numbers_on_entry())
+                yield
         finally:
             set_generators(states)
             self._write(now)

@@ -14,7 +14,7 @@ inputs, or with empty gradients where they were accumulated. Then the forward ru
 arguments, with generators and buffers restored to their state on entry, and autograd runs the backward through that
 graph. The run is recorded, and its backward is kept beside the others of the same forward. All ranks must run it again
 together, as it issues collectives. If a value that the forward read has changed since, it is refused (`GuardError`)
-before anything changes.
+before anything changes. Calls that the replay has made again (`print`, logging) are not made by the rerun.
 
 Note [Audited forwards]
 An audited forward runs eagerly, and so does the backward that is called on it: its gradients are eager's. Both are
@@ -48,9 +48,11 @@ from functionalize.program.collective_order import recorded_sequences
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
+from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state import arguments
 from functionalize.state.arguments import flatten_result, unflatten_result
+from functionalize.state.python_effects import repeat, unrepeated
 from functionalize.state.sources import leave
 from functionalize.step.cache import CachedProgram, key_of
 from functionalize.step.captured_step import CapturedStep
@@ -184,9 +186,11 @@ class CapturedForward(CapturedStep):
         replayed = ReplayedForward(self, cached, call)
         values = cached.program.replay(call, self._vote)
         replayed.hold(values[cached.results :])
-        result, gradients = unflatten_result(values[: cached.results], cached.spec)
-        leave(call, cached.slots, gradients, cached.effects)
+        result, left = unflatten_result(values[: cached.results], cached.spec)
+        count = len(cached.slots)
+        leave(call, cached.slots, left[:count], cached.effects)
         self._note_replay(cached)
+        repeat(cached.python_effects, call, left[count:])
         assert isinstance(call.leaves, DetachedLeaves)
         return with_backward(result, cached.has_grad_fn, replayed, call.leaves, replayed.inputs())
 
@@ -202,7 +206,9 @@ class CapturedForward(CapturedStep):
         fresh = DetachedLeaves(leaves)
         args, kwargs = unflatten_result(leaves, spec)
         call = Invocation(args, kwargs, fresh, spec, key_of(fresh, spec), reason)
-        return self._run_forward(call, self._recorder(call), rerun_of=forward)
+        recorder = self._recorder(call)
+        recorder.calls.were_made = True
+        return self._run_forward(call, recorder, rerun_of=forward)
 
     # -- audit ---------------------------------------------------------------------------------
 
@@ -269,7 +275,8 @@ class CapturedForward(CapturedStep):
                 self._is_sharded = bool(run.entry.fsdp.places)
                 has_history = any(map(is_output, flatten_result(run.result)[0]))
                 if has_history or audit is not None:
-                    end = ForwardEnd.now(run.entry, run.result, run.recorder, run.changed)
+                    changed = run.changed or unrepeated(run.moving.effects)
+                    end = ForwardEnd.now(run.entry, run.result, run.recorder, changed)
                 if audit is not None:
                     verdict = judged(lambda: audit.after_forward(recorder, end))
                     self._end_audit(verdict, audit.cached)
@@ -289,6 +296,7 @@ class CapturedForward(CapturedStep):
         if not rerun:
             self.stats.eager -= 1  # its forward was counted so
         self._finish(run, call, rerun)
+        replace_escaped(run.recorder.scalar_log)
 
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         if not isinstance(recording, JointRecording):
@@ -322,6 +330,7 @@ class CapturedForward(CapturedStep):
             communicates=self._is_sharded or bool(recorded_sequences(run.recorder.records)),
             rerun_of=run.rerun_of,
             op_stream=signature,
+            python_effects=run.end.exit.python_effects,
         )
         counts = replace(counts, nodes=counts.nodes + backward.nodes())
         return Built(cached, recording.summary, counts)

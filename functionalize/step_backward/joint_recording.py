@@ -17,7 +17,8 @@ backward compares an unsharded storage with its state on entry of the forward, a
 backward of the root's layers reads are among the saved values. A forward without a backward, and a second forward
 before the backward, therefore leave FSDP2's state unchanged.
 
-Refusals: see `ForwardEnd.changed`; a storage that is resized between forward and backward.
+Refusals: what `ExitState.changed` names; a storage that is resized between forward and backward; calls of the backward
+that a replay would make again, and a scheduler that the forward steps.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor
 from functionalize._compat.graphs import pytree
 from functionalize.analysis.joint_split import Split, split
 from functionalize.audit.signature import Signature
+from functionalize.calls.schedulers import SCHEDULING
 from functionalize.fsdp.objects import FSDPTensor, fsdp_unsharded
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState, FSDPStateGuard, same_value
 from functionalize.ir.inputs import Argument, InputSpec, Source, chain_of
@@ -41,6 +43,9 @@ from functionalize.program.prune_unused import drop_unused_inputs
 from functionalize.recorder.builder import Builder, TensorInput
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
+from functionalize.scalars.escaped_numbers import outliving, replace_escaped
+from functionalize.scalars.live_scalars import plain_keys
+from functionalize.state.python_effects import check_leaves
 from functionalize.state.sources import Slot
 from functionalize.state.step_guards import SlotGuard
 from functionalize.step.recording import StepRecording
@@ -56,21 +61,21 @@ class ForwardEnd:
     """The state at the end of a recorded forward.
 
     entry, exit: the state before and after the forward.
-    changed: a change by the forward that a replay would not repeat; None: there is none.
     modes: the modes of modules that the forward changed. fsdp: FSDP2's state after the forward.
     unsharded: serial numbers of the storages of unsharded FSDP2 parameters.
-    records, externals, facts: the numbers of these in the recorder at that time, where the forward's part ends.
+    records, externals, facts, call_facts: the numbers of these in the recorder at that time, where the forward's part
+    ends.
     """
 
     entry: EntryState
     exit: ExitState
-    changed: str | None
     modes: FSDPEffects
     fsdp: FSDPState
     unsharded: frozenset[int]
     records: int
     externals: int
     facts: int
+    call_facts: int
 
     @staticmethod
     def now(entry: EntryState, result: Any, recorder: Recorder, changed: str | None) -> ForwardEnd:
@@ -79,20 +84,23 @@ class ForwardEnd:
         modules = list(entry.roots.modules.values())
         plain = [t for m in modules for u in fsdp_unsharded(m) for t in plain_tensors(u)]
         unsharded = {recorder.storages.ref(t).storage for t in plain}
-        log = recorder.scalar_log
-        changed = changed or entry.changed(modes=False)
-        if changed is None:
+        log, effects = recorder.scalar_log, recorder.python_effects
+        plain_keys([value for _, value in effects])
+        exit = ExitState.now(entry, result, changed, effects)
+        if exit.changed is None:
             entry.observed.leave_unread(entry.leaves)
+        else:  # no program is made: nobody else may find live numbers
+            replace_escaped(log)
         return ForwardEnd(
             entry,
-            ExitState.now(entry, result),
-            changed,
+            exit,
             FSDPEffects().with_modes(entry.modules.changed_modes()),
             FSDPState.now(modules),
             frozenset(unsharded),
             len(recorder.records),
             len(recorder.storages.externals),
             len(log.facts) if log is not None else 0,
+            len(recorder.calls.facts),
         )
 
     def signature(self, recorder: Recorder) -> Signature:
@@ -146,18 +154,24 @@ class JointRun:
     def recording(self) -> JointRecording:
         for state in (self.end.entry, self.later):
             state.settle_hooks(self.recorder)
-        return JointRecording(self, ExitState.now(self.later, self.gradients))
+        log, changed = self.recorder.scalar_log, self.end.exit.changed or self.changed
+        if log is not None and changed is None and outliving(log, self.end.exit.leaves):
+            changed = (
+                "keeps a number that it reads from a tensor, where a replay would leave the old one"
+            )
+        return JointRecording(self, ExitState.now(self.later, self.gradients), changed)
 
 
 class JointRecording(StepRecording):
     """A forward and its backward as one recording, not yet judged.
 
     backward_exit: the state after the backward, whose result is the list of gradients.
+    changed: a change that is known already.
     expected: FSDP2's state when a replayed backward begins; None: unknown, see `expected_state`.
     effects: the changes of FSDP2's state by forward and backward together.
     """
 
-    def __init__(self, run: JointRun, backward_exit: ExitState) -> None:
+    def __init__(self, run: JointRun, backward_exit: ExitState, changed: str | None) -> None:
         end, later = run.end, run.later
         both = {**later.places.widest, **end.entry.places.widest}
         expected = expected_state(end, later.fsdp)
@@ -165,7 +179,7 @@ class JointRecording(StepRecording):
         effects = (
             "FSDP2 set itself up" if expected is None else FSDPEffects.between(expected, after)
         )
-        changed = end.changed or run.changed or later.changed()
+        changed = changed or later.changed()
         if isinstance(effects, str):
             changed, effects = changed or effects, FSDPEffects()
         leaves = [*end.exit.leaves, *backward_exit.leaves]
@@ -178,12 +192,12 @@ class JointRecording(StepRecording):
         self.expected, self.effects = expected, effects
 
     def refusal(self) -> str | None:
-        effects = self.recorder.python_effects
-        if effects:
-            return (
-                f"{effects[0][0].what}, which a captured forward does not repeat (`backward=True`): do it outside, or "
-                "capture the whole step"
-            )
+        forward = self.end.exit.python_effects
+        schedules = next((e for e in forward if isinstance(e, SCHEDULING)), None)
+        backward = [effect for effect, _ in self.recorder.python_effects[len(forward) :]]
+        if schedules is not None or backward:
+            what, half = (backward[0], "its backward") if schedules is None else (schedules, "it")
+            return f"{what.what}, which {half} does not repeat (`backward=True`): do it outside, or capture the whole step"
         return super().refusal()
 
     def pair(self, in_spec: pytree.TreeSpec, keep: Collection[str] = ()) -> Pair:
@@ -203,6 +217,8 @@ class JointRecording(StepRecording):
         builder.guard(facts[: end.facts])
         kept = kept_objects(recorder, end.entry, end.exit)
         forward_half = builder.half(end.exit.leaves, end.entry.leaves, end.unsharded, kept)
+        outputs = end.exit.python_effects, end.exit.values, end.exit.leaves, forward_half.outputs
+        check_leaves(*outputs, self._was_there)
         text, sources = builder.summary()
         builder.begin_backward(end.unsharded)
         builder.add_inputs(list(self._named_inputs(builder, rest)))
@@ -255,7 +271,8 @@ class JointRecording(StepRecording):
         storages = _storages(builder, drop_unused_inputs(program))
         entry = self.end.entry
         changing = (FSDPStateGuard(entry.fsdp), entry.slot_guard)
-        program.facts = (*changing, *entry.facts, entry.observed.guard, *program.facts)
+        calls = self.recorder.calls.facts[: self.end.call_facts]
+        program.facts = (*changing, *entry.facts, entry.observed.guard, *calls, *program.facts)
         program.guards = (
             *entry.guards_on_tensors(program.inputs, storages),
             *entry.guards_on_metadata(storages),
@@ -274,7 +291,8 @@ class JointRecording(StepRecording):
         assert self.expected is not None
         slots = [(n, s) for n, s in self.later.slots if self._uses_slot(program, s)]
         changing = (FSDPStateGuard(self.expected), self._slot_guard(slots))
-        program.facts = (*changing, *self.later.facts, *program.facts)
+        calls = self.recorder.calls.facts[self.end.call_facts :]
+        program.facts = (*changing, *self.later.facts, *calls, *program.facts)
         program.guards = (
             *self.later.guards_on_tensors(program.inputs, storages),
             *half.early_guards,

@@ -29,6 +29,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state.arguments import flatten_result
 from functionalize.state.hyperparameters import lifted
+from functionalize.state.python_effects import unrepeated
 from functionalize.state.sources import Gradient
 from functionalize.step.stages import Invocation, RecordedRun
 from functionalize.step.stats import Stats
@@ -248,7 +249,7 @@ class RecordedForward:
             end,
             later,
             gradients,
-            hyper.changed or hyper.moved,
+            hyper.changed or unrepeated(hyper.effects),
             requested,
             self.parameters,
             self._rerun_of,

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,20 @@ class Twin:
         self.after(loss.detach(), self)
         return loss.detach()
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss, for `trained`."""
+        loss: Tensor = self.model(x).square().mean()
+        self.after(loss.detach(), self)
+        return loss
+
+    def trained(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """One training step around `forward`."""
+        loss = forward(x)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
     def state(self) -> Any:
         """What the step changes."""
         groups = [
@@ -112,16 +127,25 @@ def compared(
     audit: Any = "auto",
     capture: Any = None,
     calls: int = CALLS,
+    train: Callable[[Twin, Callable[[Tensor], Tensor], Tensor], Tensor] | None = None,
     **options: Any,
 ) -> Any:
-    """The captured step, after calls that were equal to eager's. between: called before each call."""
+    """The captured step, after calls that were equal to eager's. between: called before each call.
+
+    train: a step around the forward, which alone is captured.
+    """
     eager, other = Twin(after, **options), Twin(after, **options)
-    captured = fz.capture(other.step, audit=audit, **(capture or {}))
+    if train is None:
+        captured = fz.capture(other.step, audit=audit, **(capture or {}))
+        steps: Any = eager.step, captured
+    else:
+        captured = fz.capture(other.forward, audit=audit, backward=True, **(capture or {}))
+        steps = partial(train, eager, eager.forward), partial(train, other, captured)
     with watched() as found:
         for i in range(calls):
             between(i)
             results = []
-            for step, twin in ((eager.step, eager), (captured, other)):
+            for step, twin in zip(steps, (eager, other), strict=True):
                 result = step(batch(i))
                 results.append((result.item(), found(), twin.state()))
             assert results[0] == results[1], f"call {i}"

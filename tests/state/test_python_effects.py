@@ -169,22 +169,6 @@ def test_a_parameter_as_a_value_is_the_parameter() -> None:
     assert captured.stats.replays and found[-1][0] is twin.model.weight
 
 
-def test_a_captured_forward_refuses_effects() -> None:
-    model = nn.Linear(3, 2)
-
-    def forward(x: Tensor) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        write(1.0)
-        return loss
-
-    captured = fz.capture(forward, backward=True)
-    with pytest.raises(
-        UncapturableError, match="writes on the board, which a captured forward does not repeat"
-    ):
-        for _ in range(3):
-            captured(torch.ones(2, 3)).backward()
-
-
 def test_an_effect_without_a_form_is_not_saved(tmp_path: Any) -> None:
     captured, _ = captured_run(Twin(mixed), 5)
     with pytest.raises(

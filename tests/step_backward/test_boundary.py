@@ -423,17 +423,33 @@ def test_a_rerun_begins_from_the_buffers_of_its_forward() -> None:
     assert captured.stats.reruns == 1
 
 
+def test_a_rerun_has_the_modes_of_the_forward() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        loss = forward(batch(i).requires_grad_(i > 3))
+        model.eval()
+        if i < 6:
+            loss.backward()
+        found = torch.autograd.grad(loss, model.parameters()) if i == 6 else None
+        assert not model.training
+        model.train()
+        return loss.detach(), found
+
+    captured = compare(use, loss_of, 7)
+    assert captured.stats.reruns == 1
+
+
 def test_a_rerun_is_refused_when_the_forward_would_be_another_one() -> None:
-    _, (model, captured) = twins()
+    scales = [1.0]
+    _, (model, captured) = twins(lambda model: lambda x: model(x).square().mean() * scales[0])
     for i in range(4):
         captured(batch(i)).backward()
     x = batch(4).requires_grad_()
     captured(x).backward()
     captured(x).backward()
     loss = captured(x)
-    model.eval()
+    scales[0] = 2.0
     before = gradients(model)
-    with pytest.raises(GuardError, match=r"training = False.*Nothing was changed"):
+    with pytest.raises(GuardError, match=r"`scales.0` is 2.0, was 1.0. Nothing was changed"):
         torch.autograd.grad(loss, x)
     assert equal(gradients(model), before)
 
