@@ -10,7 +10,7 @@ Note [The file of a door]
 Python's import system. A door's code claims to be such a frame, so that they name the line of the user.
 
 Invariants: a call has its effects once, returns what it returns, and raises what it raises. Calls inside of a call that
-is noted are a part of it. A call that a replay has made, and whose step runs again, is noted only: nobody uses its result.
+is noted are a part of it. A call that a replay has made, and whose step runs again, is only noted: it returns None.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ ranks of such a program vote three times: after a recording (all keep their prog
 (all have a program, or all record), and after the graph ran (every number has its recorded value, or all run the step
 again).
 
-A replay makes calls that communicate (`self.log(..., sync_dist=True)`) at its end, eager in the middle of the step: then
-all ranks must replay, or none.
+A replay makes calls that communicate (`self.log(..., sync_dist=True)`) at its end, eager in the middle: then all ranks
+must replay, or none.
 
 A pass may merge, split or drop collectives. Ranks can then communicate only if all replay programs with equal
 collectives: they vote in the same way, and before a replay each sends the fingerprint of the collectives in its graph.

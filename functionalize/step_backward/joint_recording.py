@@ -197,7 +197,8 @@ class JointRecording(StepRecording):
         backward = [effect for effect, _ in self.recorder.python_effects[len(forward) :]]
         if schedules is not None or backward:
             what, half = (backward[0], "its backward") if schedules is None else (schedules, "it")
-            return f"{what.what}, which {half} does not repeat (`backward=True`): do it outside, or capture the whole step"
+            advice = "do it outside, or capture the whole step"
+            return f"{what.what}, which {half} does not repeat (`backward=True`): {advice}"
         return super().refusal()
 
     def pair(self, in_spec: pytree.TreeSpec, keep: Collection[str] = ()) -> Pair:
