@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,17 +72,13 @@ class ModuleGuard:
 
     def but_modes(self) -> ModuleGuard:
         """The same guard, of modules in the modes that they are in now."""
-        modes = {name: mode for name, _, mode in self.changed_modes()}
-        facts = zip(self.names, self.facts, strict=True)
-        return replace(
-            self,
-            facts=tuple(was | {"training": modes[n]} if n in modes else was for n, was in facts),
-        )
+        return self.but_numbers(lambda name: name == "training")
 
-    def but_numbers(self) -> ModuleGuard:
-        """The same guard, of modules with the modes and numbers that they have now."""
+    def but_numbers(self, named: Callable[[str], bool] = lambda name: True) -> ModuleGuard:
+        """The same guard, of modules with the modes and numbers of such names that they have now."""
         found = zip(self._changed_numbers(), self.facts, strict=True)
-        return replace(self, facts=tuple(was | now for (_, now), was in found))
+        facts = (was | {k: v for k, v in now.items() if named(k)} for (_, now), was in found)
+        return replace(self, facts=tuple(facts))
 
     @contextmanager
     def numbers_on_entry(self) -> Iterator[None]:
@@ -100,7 +96,14 @@ class ModuleGuard:
     def _changed_numbers(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The attributes of each module, and those of its modes and numbers that are others than in the guard."""
         return [
-            (table, {k: v for k, v in table.items() if _is_number(v, was.get(k)) and v != was[k]})
+            (
+                table,
+                {
+                    k: v
+                    for k, v in table.items()
+                    if v != was.get(k, v) and {type(v), type(was[k])} <= _PLAIN
+                },
+            )
             for table, was in zip(map(vars, self.modules), self.facts, strict=True)
         ]
 
@@ -119,12 +122,6 @@ def _facts(module: nn.Module, live: LivePlaces) -> dict[str, Any]:
 
 
 _PLAIN = frozenset(NUMBERS)
-
-
-def _is_number(now: Any, was: Any) -> bool:
-    return type(now) in _PLAIN and type(was) in _PLAIN
-
-
 _REGISTRIES = (
     "_parameters",
     "_buffers",
