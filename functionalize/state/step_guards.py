@@ -95,17 +95,14 @@ class ModuleGuard:
 
     def _changed_numbers(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The attributes of each module, and those of its modes and numbers that are others than in the guard."""
-        return [
-            (
-                table,
-                {
-                    k: v
-                    for k, v in table.items()
-                    if v != was.get(k, v) and {type(v), type(was[k])} <= _PLAIN
-                },
-            )
-            for table, was in zip(map(vars, self.modules), self.facts, strict=True)
-        ]
+        found = zip(map(vars, self.modules), self.facts, strict=True)
+        return [(table, dict(_changed_numbers(table, was))) for table, was in found]
+
+
+def _changed_numbers(table: dict[str, Any], was: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if type(value) in _PLAIN and type(was.get(key, table)) in _PLAIN and value != was[key]:
+            yield key, value
 
 
 def _facts(module: nn.Module, live: LivePlaces) -> dict[str, Any]:
