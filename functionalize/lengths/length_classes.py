@@ -190,8 +190,20 @@ class LengthClass:
         proof.compared += sizes
         self.takes(found, signatures, proof)
         self.instances = Instances.of(found, sizes, [each.program for each in self.references])
+        for each, own in zip(self.references, sizes, strict=True):
+            self._shares_code(each, own)
         del self.references[:-1]  # the template holds what it needs of the others
         return None
+
+    def _shares_code(self, reference: Reference, sizes: Sizes) -> None:
+        """A recorded program becomes the equal one of the template, for which nothing is compiled, unless passes ran."""
+        assert self.instances is not None and self.signatures is not None
+        cached, made = reference.rest, self._at(self.instances, sizes)
+        op_stream = self.signatures.at(sizes)
+        if cached.program is not reference.program or made is None or isinstance(op_stream, str):
+            return
+        made.facts = reference.program.facts
+        cached.program, cached.op_stream = made, op_stream
 
     def takes(self, template: Template, signatures: SignatureTemplate, proof: Proof) -> None:
         """From now on it has a template."""

@@ -48,6 +48,7 @@ _FIRST_COMPARISONS, _REPLAYS = 8, 16
 # The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
 # as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
 _REPLAYS_BEFORE_PASSES = 256
+_REPLAYS_ALONE = 64  # of one size at which the passes of its class do not hold, with the same sum
 
 
 class PredictedStep(ReplayedStep):
@@ -140,6 +141,8 @@ class PredictedStep(ReplayedStep):
         if group is None or not group.shares_passes(
             group.sizes_of(shapes_of(self._cache.key_of(cached)))
         ):
+            if group is not None and group.template is not None and group.apart is None:
+                return cached.replays >= _REPLAYS_ALONE
             is_large = cached.program.nodes() >= LARGE
             return cached.replays >= (
                 CALLS_BEFORE_FIRST_PASSES if is_large else CALLS_BEFORE_PASSES
