@@ -55,7 +55,7 @@ class Observer(Protocol):
 class AuditedCall:
     """A call that is about to run, and afterwards its verdict; None: the audit itself has failed.
 
-    also: asked where nothing else differs; then a profile function sees the effects of the step, too.
+    also: asked where nothing else differs. watches: whether a profile function then sees the effects of the step, too.
     expected: what the program would have computed; None: its results are not compared.
     observer: active while the step runs.
     """
@@ -65,6 +65,7 @@ class AuditedCall:
     ) -> None:
         self.verdict: AuditVerdict | None = None
         self.also: Also | None = None
+        self.watches = True
         self.observer: Observer | None = None
         self._before: list[weakref.ref[Tensor] | None] = []
         self.expected = expected
@@ -95,7 +96,7 @@ class AuditedCall:
         if signature is None:
             return fn(*args, **kwargs)
         recorder, leaves = (
-            AuditRecorder(signature, self.also is not None),
+            AuditRecorder(signature, self.watches and self.also is not None),
             arguments.flatten(args, kwargs)[0],
         )
         try:

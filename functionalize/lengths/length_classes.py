@@ -26,9 +26,9 @@ from functionalize.audit.signature import Signature
 from functionalize.lengths.instances import Instances
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EVERY, Proof
-from functionalize.lengths.references import Reference, open_key, shapes_of
+from functionalize.lengths.references import Reference, open_key, shapes_of, tokens_of
 from functionalize.lengths.shared_passes import needs_no_copies, rewritten
-from functionalize.lengths.signature_template import SignatureTemplate, relations_in
+from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Sizes
 from functionalize.templates.leaves import leaves_of
@@ -190,20 +190,12 @@ class LengthClass:
         proof.compared += sizes
         self.takes(found, signatures, proof)
         self.instances = Instances.of(found, sizes, [each.program for each in self.references])
-        for each, own in zip(self.references, sizes, strict=True):
-            self._shares_code(each, own)
+        for each in self.references:
+            prediction = self.predicted(each.shapes)
+            if prediction is not None:
+                each.replayed_by(prediction.program, prediction.op_stream)
         del self.references[:-1]  # the template holds what it needs of the others
         return None
-
-    def _shares_code(self, reference: Reference, sizes: Sizes) -> None:
-        """A recorded program becomes the equal one of the template, for which nothing is compiled, unless passes ran."""
-        assert self.instances is not None and self.signatures is not None
-        cached, made = reference.rest, self._at(self.instances, sizes)
-        op_stream = self.signatures.at(sizes)
-        if cached.program is not reference.program or made is None or isinstance(op_stream, str):
-            return
-        made.facts = reference.program.facts
-        cached.program, cached.op_stream = made, op_stream
 
     def takes(self, template: Template, signatures: SignatureTemplate, proof: Proof) -> None:
         """From now on it has a template."""
@@ -398,12 +390,6 @@ class LengthClasses:
             if prediction is not None:
                 return prediction
         return None
-
-
-def tokens_of(reference: Reference) -> int:
-    """What all recordings of a class have in common."""
-    tokens = tuple(leaves_of(reference.program).tokens)
-    return hash((tokens, reference.token, relations_in(reference.signature)))
 
 
 def _nearest(classes: Sequence[LengthClass], shapes: Shapes) -> LengthClass:

@@ -141,6 +141,12 @@ class Proof:
     def _known(self) -> list[KnownPath]:
         return [each for each in self._paths if each.is_known]
 
+    def knows_python(self, sizes: Sizes, why: str | None) -> bool:
+        """Whether only torch may do otherwise at these sizes, which are compared. why: they are."""
+        if self.is_hopeless or why == self.due or not self._known:
+            return False
+        return _first_of(self._known, sizes) is None
+
     def observed(self, sizes: Sizes, found: SizeFacts | str) -> None:
         """Add what an observed run has learned, that was as predicted; text: why it is not known."""
         self._tried += 1

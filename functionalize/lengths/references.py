@@ -6,7 +6,7 @@ Reference.of(...)        a recorded call: its sizes, its program before the pass
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from functionalize.audit.signature import Signature
 from functionalize.lengths.data_sizes import has_sizes
+from functionalize.lengths.signature_template import relations_in
 from functionalize.program.program import Program
-from functionalize.templates.leaves import identity
+from functionalize.templates.leaves import identity, leaves_of
 from functionalize.templates.symbols import Shapes
 from functionalize.templates.template import MADE
 
@@ -64,6 +65,12 @@ class Reference:
         changed = (rest.slots, rest.python_effects, rest.dropped, rest.has_grad_fn)
         return identity((rest.effects, *map(tuple, changed)))
 
+    def replayed_by(self, program: Program, op_stream: Callable[[], Signature]) -> None:
+        """A template has made an equal program, for which nothing is compiled: it is replayed, unless passes ran."""
+        if self.rest.program is self.program:
+            program.facts = self.program.facts
+            self.rest.program, self.rest.op_stream = program, op_stream
+
     @staticmethod
     def of(
         key: Any, names: Sequence[str], leaves: Sequence[Any], program: Program, cached: Any
@@ -77,3 +84,9 @@ class Reference:
         if cached.signature is None or len(tensors) != len(shapes_of(key)):
             return None
         return Reference(key, tensors, program, cached.signature, cached)
+
+
+def tokens_of(reference: Reference) -> int:
+    """What all recordings of a class have in common."""
+    tokens = tuple(leaves_of(reference.program).tokens)
+    return hash((tokens, reference.token, relations_in(reference.signature)))

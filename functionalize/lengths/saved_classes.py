@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from functionalize.errors import LoadError
-from functionalize.lengths.length_classes import LengthClass, tokens_of
+from functionalize.lengths.length_classes import LengthClass
 from functionalize.lengths.proofs import KnownPath, Proof
-from functionalize.lengths.references import Reference
+from functionalize.lengths.references import Reference, tokens_of
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts
 from functionalize.program.json_codec import Form, Json, is_target, plain_form

@@ -325,11 +325,11 @@ class Kinds:
         doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
         return kind.calls < self._after << min(doublings, _MOST_DOUBLINGS)
 
-    def returns(self, key: Hashable) -> bool:
-        """Count a call without a program; whether its kind has come as often as one that is recorded."""
+    def returns(self, key: Hashable, times: int) -> bool:
+        """Count a call without a program; whether its kind has come as many times."""
         kind = self._of(key)
         kind.calls += 1
-        return kind.calls >= self._after
+        return kind.calls >= times
 
     def record_next(self) -> None:
         """Record the next call, of any kind."""

@@ -45,6 +45,8 @@ log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones, which some ten replays return: as many as these,
 # then one for so many replays.
 _FIRST_COMPARISONS, _REPLAYS = 8, 16
+# One at a length that equals a width is of use for this length alone: it is compared at as many calls.
+_EQUAL_RETURNS = 8
 # The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
 # as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
 _REPLAYS_BEFORE_PASSES = 256
@@ -78,7 +80,7 @@ class PredictedStep(ReplayedStep):
                 is_rare = self._is_rare(call)
             else:
                 is_rare = not self._may_compare() or (
-                    why == EQUAL and not self._kinds.returns(call.key)
+                    why == EQUAL and not self._kinds.returns(call.key, _EQUAL_RETURNS)
                 )
             if is_rare:
                 return True
@@ -186,19 +188,21 @@ class PredictedStep(ReplayedStep):
 
     def _run_first(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
         """The first call of a predicted program: it runs for real; if it is another one, the program is dropped."""
-        signature = cached.signature
-        assert signature is not None
+        signature, prediction = cached.signature, cached.prediction
+        assert signature is not None and prediction is not None
+        proof = prediction.group.proof
+        is_known = proof is not None and proof.knows_python(prediction.sizes, prediction.why)
         self._cache.drop(cached)
         self.stats.audits += 1
         try:
-            before = self._state_before(call, signature)
+            before = None if is_known else self._state_before(call, signature)
         except Exception as error:  # recordings refuse such objects by name
             result = self._fn(*call.args, **call.kwargs)
             self._mispredicted(cached, call, f"its state cannot be read: {error}")
         else:
             audited.also = FirstCall(before, cached, signature).difference
-            assert cached.prediction is not None
-            audited.observer = observer = cached.prediction.observer()
+            audited.watches = not is_known
+            audited.observer = observer = prediction.observer()
             result = audited.run(self._fn, call.args, call.kwargs, call.spec)
             self._judge_first(audited.verdict, cached, call, observer)
         if self._vote is not None:  # the other ranks vote after this audit

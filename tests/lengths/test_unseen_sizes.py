@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
+from functionalize.lengths.instances import Instance
+from functionalize.step.predicted_step import PredictedStep
 from functionalize.templates.leaves import leaves_of
 from tests.lengths.sized_calls import block, plain_loss, trained
 from tests.lengths.ways import LEARNED, NEVER, WAYS, calls, compare
@@ -198,10 +200,33 @@ def test_a_size_that_equals_a_width_is_compared_when_it_returns() -> None:
     """What is found there holds for this size alone."""
     found = []
     captured = fz.capture(lambda x: (x @ torch.ones(2, 16)).sin(), dynamic=NEVER, audit=False)
-    for rows in (*LEARNED, 16, 16, 16):
+    for rows in (*LEARNED, *[16] * 9):
         captured(torch.ones(rows, 2))
         found.append((captured.stats.eager, captured.stats.predictions, captured.stats.replays))
-    assert found[-3:] == [(1, 2, 0), (1, 3, 0), (1, 3, 1)]
+    assert found[-9:] == [*((n, 2, 0) for n in range(1, 8)), (7, 3, 0), (7, 3, 1)]
+
+
+def test_the_state_of_python_is_not_read_where_only_torch_may_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond the compared sizes; what torch does otherwise there is found."""
+    read = []
+
+    def state(self: Any, *args: Any, original: Any = PredictedStep._state_before) -> Any:
+        read.append(args)
+        return original(self, *args)
+
+    monkeypatch.setattr(PredictedStep, "_state_before", state)
+    captured = fz.capture(lambda x: x[:70] * 2, dynamic=4, audit=False)
+    for rows in (*LEARNED, 66, 80):
+        x = torch.randn(rows, 2)
+        assert torch.equal(captured(x), x[:70] * 2)
+    assert (captured.stats.predictions, captured.stats.mispredictions) == (3, 1)
+    assert len(read) == 2  # in the observed calls
+    captured = fz.capture(lambda x: x.sin() * 2, dynamic=4, audit=False)
+    for rows in (*LEARNED, 10, 14, 18, 22):
+        captured(torch.randn(rows, 2))
+    assert (captured.stats.predictions, len(read)) == (3, 5)  # all of one new size in four
 
 
 class _OfTorch:
@@ -258,6 +283,7 @@ def test_what_is_said_of_sizes_that_were_replayed_unseen() -> None:
     for rows in [*(n for n in LEARNED for _ in range(3)), 10, 14, 16]:
         captured(torch.randn(rows, 2))
     assert "3 sizes replayed at their first call" in captured.explain()
+    assert {type(program) for program in captured.programs} == {Instance}  # the recorded ones, too
     text = captured.program.print_readable(print_output=False)
     assert text.startswith("# s0 = 16: size 0 of `x`\nprogram(\n    x: float32[s0, 2],\n")
     assert "float32[16, 2]" in str(captured.program.inputs[0].geometry)
