@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from functionalize._compat.dispatch import all_op_names
+from functionalize.discharge.rules.mutations import is_mutating
+from functionalize.discharge.rules.registry import RULES
+from functionalize.discharge.rules.resizes import inplace_view, is_inplace_view
 from tests.discharge.eager import same_as_eager, text_of
 
 Fn = Callable[..., Any]
@@ -123,3 +127,17 @@ def test_graphs(expect: Callable[[str, str], None]) -> None:
         return x.resize_(6).fill_(1)
 
     expect("resize_", text_of(same_as_eager(grown, torch.randn(2, 2))))
+
+
+def test_ops_in_place_are_found_by_their_names() -> None:
+    """The rule is registered for all ops of `aten` that change a geometry in place: no other name has such a tag."""
+    names = (n.removeprefix("aten::") for n in all_op_names() if n.startswith("aten::"))
+    pairs = (
+        (packet, overload or "default") for packet, _, overload in (n.partition(".") for n in names)
+    )
+    ops = (
+        getattr(getattr(torch.ops.aten, packet, None), overload, None) for packet, overload in pairs
+    )
+    views = {op for op in ops if is_inplace_view(op) and is_mutating(op)}
+    assert len(views) > 10
+    assert views == {op for op, found in RULES.items() if found is inplace_view}
