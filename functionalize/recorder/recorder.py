@@ -170,7 +170,7 @@ class Recorder(Watcher):
             out = self.calls.own_generators.drawn(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        record = self.tape.record(func, args)
+        record = self.tape.record(func)
         if func is _LIFT_FRESH and self.storages.info_of(args[0]) is None:
             return self._literal(args[0])
         checks = self.checks

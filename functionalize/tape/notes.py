@@ -58,19 +58,6 @@ class FunctionCall(NamedTuple):
     marks: int
 
 
-class Leaf:
-    """A leaf that the step uses. maker: the first op or `Function` that used it, for which autograd made its node.
-
-    number: of the node that accumulates its gradient, in the numbering of the recording; 0: none has.
-    at: its address.
-    """
-
-    __slots__ = ("at", "maker", "number", "weak")
-
-    def __init__(self, leaf: Tensor, at: int, maker: OpRecord | FunctionCall | None) -> None:
-        self.weak, self.at, self.maker, self.number = weakref.ref(leaf), at, maker, 0
-
-
 # From a place in the records on, a module is called: its address, and whether the call began inside a backward, as in a
 # recomputation. Or the innermost call has ended: None. A plain tuple, as every call of a module makes two.
 ModuleMark = tuple[int, int | None, bool]
@@ -98,7 +85,7 @@ class TapeNotes:
 
     records: the op stream, which the recorder extends.
     made: the number that the next node of the recording's thread has, as of the last op.
-    leaves: the leaves into which a backward has accumulated a gradient.
+    leaves: the addresses of the leaves that a backward can reach; the node of the first has the number -1.
     marks: which modules were called when, if that was observed (see lifetimes/module_calls.py).
     labels: from a place in the records on, the innermost label of FSDP2's for the profiler, or "".
     ranges: from a place in the records on, the other ranges for the profiler that are entered, outermost first.
@@ -111,7 +98,7 @@ class TapeNotes:
     def __init__(self, records: list[OpRecord]) -> None:
         self.records = records
         self.functions: list[FunctionCall] = []
-        self.leaves: list[Leaf] = []
+        self.leaves: list[int] = []
         self.backwards: list[BackwardCall] = []
         self.marks: list[ModuleMark] = []
         self.labels: list[tuple[int, str]] = []
@@ -123,7 +110,8 @@ class TapeNotes:
         self.name_of: Callable[[int], str] = _nothing
         self.class_of: Callable[[str], str] = _nothing
         self.is_off = False
-        self._used: dict[int, Leaf] = {}  # by the address of the tensor
+        # Of each leaf, by its address.
+        self._leaf_numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.resolved: Any = None  # see `ownership.ownership_of`
         self.names = NodeNames()
         self.made = 0
@@ -158,7 +146,7 @@ class TapeNotes:
         if self._running:
             self._places, self._numbers = self._running.pop()
 
-    def record(self, func: Any, args: Iterable[Any]) -> OpRecord:
+    def record(self, func: Any) -> OpRecord:
         """The record of an op that is being dispatched; for a mode's handler."""
         if graph_task() == -1:
             # Outside of a backward no stack is shared: the calling frame need not be looked up.
@@ -170,7 +158,6 @@ class TapeNotes:
                 before, self.made = self.made, made
                 if made > before:
                     record.makes = before, made - 1, torch.is_grad_enabled()
-                    self._use(args, record)
         else:
             stack = self.stacks.here()
             if self.is_off:
@@ -179,7 +166,7 @@ class TapeNotes:
             # The walk has made the Python objects of these nodes; they are asked for nothing.
             place = self._places.get(node)
             if place is None or stack is not self.stacks.shared:
-                record = self._in_python(func, args, stack, node)
+                record = self._in_python(func, stack, node)
             else:
                 number, name = self._numbers[place], self.names.get(type(node))
                 if name is None:
@@ -188,7 +175,7 @@ class TapeNotes:
                 if number < 0:
                     record.meta["accumulates"] = True
                 if torch.is_grad_enabled():
-                    self._graded(record, args)
+                    self._graded(record)
                 if self.stacks.thread != self._main:
                     record.thread = self.stacks.thread
         if fx_traceback.current_meta:
@@ -197,9 +184,7 @@ class TapeNotes:
                 record.meta["custom"] = dict(custom)
         return record
 
-    def _in_python(
-        self, func: Any, args: Iterable[Any], stack: CapturedTraceback, node: Any
-    ) -> OpRecord:
+    def _in_python(self, func: Any, stack: CapturedTraceback, node: Any) -> OpRecord:
         """The record of an op of a backward that Python code ran, or a node that the walk has not found."""
         number = name = None
         if node is not None:
@@ -213,12 +198,12 @@ class TapeNotes:
         elif number is not None and number < 0:
             record.meta["accumulates"] = True
         if torch.is_grad_enabled():
-            self._graded(record, args)
+            self._graded(record)
         if _thread() != self._main:
             record.thread = self.thread()
         return record
 
-    def _graded(self, record: OpRecord, args: Iterable[Any]) -> None:
+    def _graded(self, record: OpRecord) -> None:
         """An op in a backward while gradients are enabled: it may be recomputed, and may make a node."""
         if record.autograd_node is not None and not graph_is_kept():
             record.phase = RECOMPUTE
@@ -226,7 +211,6 @@ class TapeNotes:
         before = self._swap(_thread(), made)
         if made > before:
             record.makes = before, made - 1, True
-            self._use(args, record)
 
     def _note_hook(self, record: OpRecord) -> None:
         """Note the kind of the hook that runs an op in a backward."""
@@ -237,18 +221,6 @@ class TapeNotes:
             kind = kind_of_hook(frame, inside, leaf, self._unpacks)
             if kind is not None:
                 record.meta["hook"] = kind
-
-    def _use(self, args: Iterable[Any], maker: OpRecord | FunctionCall) -> None:
-        """Note the leaves among the arguments of what made a node."""
-        for a in args:
-            if isinstance(a, Tensor):
-                if a.is_leaf and a.requires_grad:
-                    at = address(a)
-                    found = self._used.get(at)
-                    if found is None or found.weak() is not a:
-                        self._used[at] = Leaf(a, at, maker)
-            elif (type(a) is list or type(a) is tuple) and a and type(a[0]) is not int:
-                self._use(a, maker)
 
     def _swap(self, thread: int, made: int) -> int:
         """Set the number that the next node of a thread has; returns the one before."""
@@ -297,20 +269,16 @@ class TapeNotes:
         needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if needed and torch.is_grad_enabled():
             at, marks = len(self.records), len(self.marks)
-            call = FunctionCall(number, thread, at, stack_here(), marks)
-            self.functions.append(call)
-            self._use(args, call)
+            self.functions.append(FunctionCall(number, thread, at, stack_here(), marks))
 
     def _leaf_number(self, leaf: Tensor) -> int:
         at = address(leaf)
-        found = self._used.get(at)
-        if found is None or found.weak() is not leaf:
-            found = self._used[at] = Leaf(leaf, at, None)
-        if not found.number:
-            self.leaves.append(found)
-            found.number = -len(self.leaves)
-        return found.number
+        found = self._leaf_numbers.get(at)
+        if found is None or found[0]() is not leaf:
+            self.leaves.append(at)
+            found = self._leaf_numbers[at] = weakref.ref(leaf), -len(self.leaves)
+        return found[1]
 
     def place(self, number: int) -> tuple[str, str]:
         """The module and the full name of the parameter of a leaf's node, empty if unknown."""
-        return self.place_of(self.leaves[-1 - number].at)
+        return self.place_of(self.leaves[-1 - number])

@@ -88,9 +88,7 @@ class Ownership:
         self._add_later()
         if not SEES_FUNCTIONS:
             self._drop_functions()
-        for leaf in notes.leaves:
-            if leaf.maker is not None:
-                self._makers[0, leaf.number] = leaf.maker
+        self._add_leaves()
         for record in notes.records:
             for found in (self._ran_in.get(id(record)), self._made.get(id(record))):
                 if found is not None:
@@ -286,6 +284,20 @@ class Ownership:
             at = bisect_right(own, number, key=_first) - 1
             if at >= 0:
                 self._makers.setdefault((thread, number), own[at][1])
+
+    def _add_leaves(self) -> None:
+        """The maker of a leaf's node: the first op or `Function` whose node sends a gradient to it."""
+        first: dict[int, tuple[int, bool]] = {}
+        for call in self._notes.backwards:
+            for place, after in enumerate(call.edges):
+                for number in {call.numbers[each] for each in after if call.numbers[each] < 0}:
+                    maker = self._makers.get(_key_in(call, place))
+                    if maker is None:
+                        continue
+                    is_op = isinstance(maker, OpRecord)
+                    at = (self._places[id(maker)] if is_op else maker.at), is_op
+                    if number not in first or at < first[number]:
+                        first[number], self._makers[0, number] = at, maker
 
     def _add_inner_ops(self, notes: TapeNotes) -> None:
         """Ops in the forward of a `Function` belong to its node, unless they made one themselves."""
