@@ -40,7 +40,7 @@ BACKWARD, RECOMPUTE = "backward", "recompute"
 
 
 _current_node, _current_task = torch._C._current_autograd_node, torch._C._current_graph_task_id
-_gradients_are_on = torch.is_grad_enabled
+gradients_are_on = torch.is_grad_enabled
 
 
 # The class of the nodes that accumulate the gradient of a leaf (torch 2.0 to 2.15).
@@ -73,7 +73,7 @@ def autograd_position(names: NodeNames) -> tuple[int | None, str | None, str | N
     node = _current_node()
     if node is None:
         return None, None, BACKWARD
-    again = _gradients_are_on() and not graph_is_kept()
+    again = gradients_are_on() and not graph_is_kept()
     return node._sequence_nr(), names.of(node), RECOMPUTE if again else BACKWARD
 
 

@@ -80,8 +80,8 @@ def walked(
     number_of_leaf: Callable[[Any], int],
     thread: int,
     traceback: CapturedTraceback,
-) -> tuple[BackwardCall, dict[Any, int]]:
-    """The graph that a backward of `outputs` can reach, and its nodes, each with its place.
+) -> tuple[BackwardCall, dict[Any, tuple[int, str]]]:
+    """The graph that a backward of `outputs` can reach, and its nodes, each with its number and its name.
 
     inputs: tensors or gradient edges, if the backward is of these alone.
     """
@@ -113,6 +113,7 @@ def walked(
         names = [
             node.name() if n == OTHER_CLASS else n for n, node in zip(names, found, strict=True)
         ]
+    positions = dict(zip(found, zip(numbers, names, strict=True), strict=True))
     known = [*outputs, *inputs]
     leaves = {}  # address of a leaf -> the place of its node
     if None in map(gradient_node, known):
@@ -127,12 +128,12 @@ def walked(
 
     def places_of(tensors: list[Any]) -> list[int]:
         ofs = ((each, gradient_node(each)) for each in tensors)
-        found = (leaves.get(address(t)) if node is None else places.get(node) for t, node in ofs)
-        return [place for place in found if place is not None]
+        some = (leaves.get(address(t)) if node is None else places.get(node) for t, node in ofs)
+        return [place for place in some if place is not None]
 
     ends = places_of(inputs) if inputs else None
     call = BackwardCall(names, numbers, edges, places_of(outputs), ends, thread, traceback)
-    return call, places
+    return call, positions
 
 
 class _Heap:

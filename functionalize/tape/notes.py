@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import traceback as fx_traceback
 
@@ -27,6 +26,7 @@ from functionalize._compat.autograd import (
     RECOMPUTE,
     NodeNames,
     current_node_leaf,
+    gradients_are_on,
     graph_is_kept,
     graph_task,
     in_backward,
@@ -118,9 +118,9 @@ class TapeNotes:
         self._main = 0
         self.stacks = Stacks()
         self._made: dict[int, int] = {}  # thread -> the same number, of other threads
-        self._places: dict[Any, int] = {}  # node of the innermost running backward -> its place
-        self._numbers: list[int] = []  # of these nodes
-        self._running: list[tuple[dict[Any, int], list[int]]] = []  # the same of those around it
+        # Node of the innermost running backward -> its number and its name; the same of those around it.
+        self._nodes: dict[Any, tuple[int, str]] = {}
+        self._running: list[dict[Any, tuple[int, str]]] = []
 
     def start(self) -> None:
         """The recording begins, or goes on, in this thread."""
@@ -136,15 +136,15 @@ class TapeNotes:
         """A backward of `outputs` begins. inputs: if it is of these alone."""
         if self.is_off:
             return
-        call, places = walked(outputs, inputs, self._leaf_number, self.thread(), stack_here())
+        call, nodes = walked(outputs, inputs, self._leaf_number, self.thread(), stack_here())
         self.backwards.append(call)
-        self._running.append((self._places, self._numbers))
-        self._places, self._numbers = places, call.numbers
+        self._running.append(self._nodes)
+        self._nodes = nodes
 
     def backward_ended(self) -> None:
         """The innermost backward has ended, or raises."""
         if self._running:
-            self._places, self._numbers = self._running.pop()
+            self._nodes = self._running.pop()
 
     def record(self, func: Any) -> OpRecord:
         """The record of an op that is being dispatched; for a mode's handler."""
@@ -157,27 +157,25 @@ class TapeNotes:
             if made != self.made:
                 before, self.made = self.made, made
                 if made > before:
-                    record.makes = before, made - 1, torch.is_grad_enabled()
+                    record.makes = before, made - 1, gradients_are_on()
         else:
-            stack = self.stacks.here()
+            stacks = self.stacks
+            stack = stacks.here()
             if self.is_off:
                 return OpRecord(func, (), {}, None, (), stack)
-            node = running_node()
             # The walk has made the Python objects of these nodes; they are asked for nothing.
-            place = self._places.get(node)
-            if place is None or stack is not self.stacks.shared:
-                record = self._in_python(func, stack, node)
+            found = self._nodes.get(running_node())
+            if found is None or stack is not stacks.shared:
+                record = self._in_python(func, stack, running_node())
             else:
-                number, name = self._numbers[place], self.names.get(type(node))
-                if name is None:
-                    name = self.names.of(node)
+                number, name = found
                 record = OpRecord(func, (), {}, None, (), stack, number, name, BACKWARD, None, self)
                 if number < 0:
                     record.meta["accumulates"] = True
-                if torch.is_grad_enabled():
+                if gradients_are_on():
                     self._graded(record)
-                if self.stacks.thread != self._main:
-                    record.thread = self.stacks.thread
+                if stacks.thread != self._main:
+                    record.thread = stacks.thread
         if fx_traceback.current_meta:
             custom = fx_traceback.current_meta.get("custom")
             if custom:  # `annotate` changes its dict
@@ -197,7 +195,7 @@ class TapeNotes:
             self._note_hook(record)
         elif number is not None and number < 0:
             record.meta["accumulates"] = True
-        if torch.is_grad_enabled():
+        if gradients_are_on():
             self._graded(record)
         if _thread() != self._main:
             record.thread = self.thread()
@@ -267,7 +265,7 @@ class TapeNotes:
         thread, number = self.thread(), next_node_number()
         self._swap(_thread(), number + 1)
         needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        if needed and torch.is_grad_enabled():
+        if needed and gradients_are_on():
             at, marks = len(self.records), len(self.marks)
             self.functions.append(FunctionCall(number, thread, at, stack_here(), marks))
 
