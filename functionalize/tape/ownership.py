@@ -7,7 +7,8 @@
 Autograd's own numbers continue from step to step, and every thread counts for itself. Here nodes are numbered in the
 order in which the op stream mentions them, so that two recordings of one step have equal numbers.
 The maker of a node is, in this order: the call of the `Function`; the op before which the counter moved to its number;
-for `CopySlices`, which autograd adds after an op in place on a view, that op. Where several nodes were made before one
+for `CopySlices`, which autograd adds after an op in place on a view, that op; for the node of a leaf, the first of all
+that made a node which leads to it, in the graphs of the backwards. Where several nodes were made before one
 op (autograd remakes the node of a view whose base was written), the op's own is the one of its name.
 Invariant: an op that made no node, and ran in none, has no number. A node from before the recording, and one whose
 number was set by hand, have no maker.
@@ -294,8 +295,10 @@ class Ownership:
                     maker = self._makers.get(_key_in(call, place))
                     if maker is None:
                         continue
-                    is_op = isinstance(maker, OpRecord)
-                    at = (self._places[id(maker)] if is_op else maker.at), is_op
+                    if isinstance(maker, FunctionCall):  # before the op that follows it
+                        at = maker.at, False
+                    else:
+                        at = self._places[id(maker)], True
                     if number not in first or at < first[number]:
                         first[number], self._makers[0, number] = at, maker
 
