@@ -295,12 +295,15 @@ class Ownership:
                     maker = self._makers.get(_key_in(call, place))
                     if maker is None:
                         continue
-                    if isinstance(maker, FunctionCall):  # before the op that follows it
-                        at = maker.at, False
-                    else:
-                        at = self._places[id(maker)], True
+                    at = self._order_of(maker)
                     if number not in first or at < first[number]:
                         first[number], self._makers[0, number] = at, maker
+
+    def _order_of(self, maker: Maker) -> tuple[int, bool]:
+        """A key by which makers are in their order: a call of a `Function` is before the op that follows it."""
+        if isinstance(maker, OpRecord):
+            return self._places[id(maker)], True
+        return maker.at, False
 
     def _add_inner_ops(self, notes: TapeNotes) -> None:
         """Ops in the forward of a `Function` belong to its node, unless they made one themselves."""
