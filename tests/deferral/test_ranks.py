@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import functionalize as fz
+from functionalize.deferral.lazy import Lazy
+from functionalize.deferral.runs import Runs
 from tests.deferral.eagerly import image, poisoned
 from tests.fsdp.sharded import build_llama
 from tests.fsdp.twins import state_of
@@ -32,10 +37,37 @@ def batches(rank: int, steps: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, 64, (2, 8 if i % 7 else 6), generator=generator)
 
 
+INTERRUPTED = 5  # the step that Ctrl-C ends
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C is Python's own inside, whatever it does in these processes."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt(context: Any) -> None:
+    """Ctrl-C on both ranks: on the first between two lines, on the second while what waits runs."""
+    if isinstance(context, Lazy) and dist.get_rank():
+        run = Runs.run
+
+        def interrupted(self: Runs, stream: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return run(self, stream)
+
+        with mock.patch.object(Runs, "run", interrupted):
+            context.barrier()
+    signal.raise_signal(signal.SIGINT)
+
+
 def trained(
     context: AbstractContextManager[Any], looks: int | None, steps: int, by_calls: Any = None
 ) -> Run:
-    """Train. looks: a seed of the places at which this rank reads a loss; None: it reads none.
+    """Train, with Ctrl-C in between. looks: a seed of the places at which this rank reads a loss; None: it reads none.
 
     by_calls: the `fz.lazy` of which the model and the optimizer are calls.
     """
@@ -45,8 +77,10 @@ def trained(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8)
     chance = random.Random(looks)
     losses = []
-    with context:
-        for i, tokens in enumerate(batches(dist.get_rank(), steps)):
+    stream = enumerate(batches(dist.get_rank(), steps))
+
+    def train() -> None:
+        for i, tokens in stream:
             try:
                 loss = call(input_ids=tokens, labels=tokens).loss
                 if looks is not None and chance.random() < 0.3:
@@ -54,6 +88,8 @@ def trained(
                 if i == 4:
                     raise ValueError("between the forward and the backward")
                 loss.backward()
+                if i == INTERRUPTED:
+                    interrupt(context)
                 if looks is not None and chance.random() < 0.3:
                     str(next(model.parameters()).grad)
                 if i % 3 == 2:
@@ -72,6 +108,13 @@ def trained(
                 with torch.no_grad():
                     losses.append(call(input_ids=tokens, labels=tokens).loss)
                 model.train()
+
+    with ctrl_c(), contextlib.suppress(KeyboardInterrupt), context:
+        train()
+    optimizer.step()
+    optimizer.zero_grad()
+    with context:
+        train()
     found = [image(loss) for loss in losses]
     state = {name: image(t) for name, t in state_of(model, optimizer).items()}
     return Run(found, state, image(torch.get_rng_state()))
@@ -106,10 +149,10 @@ def test_a_loop_without_a_step_function(request: pytest.FixtureRequest) -> None:
         assert compiles[2:] == compiles[1:2], text
 
 
-def by_calls_and_eager(steps: int) -> tuple[list[str], list[str], int, int, str]:
+def by_calls_and_eager(steps: int) -> tuple[list[str], list[Any], int, int, str]:
     """Compare a run by calls with an eager one; the ranks look at different places.
 
-    What differs; the kinds of looks; iterations that ran as one captured step; programs made; the text.
+    What differs; the looks by kind; iterations that ran as one captured step; programs made; the text.
     """
     eager = trained(nullcontext(), None, steps)
     lazy = fz.lazy(passes="default")
@@ -119,7 +162,7 @@ def by_calls_and_eager(steps: int) -> tuple[list[str], list[str], int, int, str]
     module, optimizer = lazy._calls
     joint = optimizer._joint(module._captured)[0].stats
     made = joint.captures + module._captured.stats.captures + optimizer._alone.stats.captures
-    return wrong, sorted(lazy._mode.looked), joint.replays, made, lazy.explain()
+    return wrong, sorted(lazy._mode.looked.items()), joint.replays, made, lazy.explain()
 
 
 def test_a_loop_by_calls(request: pytest.FixtureRequest) -> None:
