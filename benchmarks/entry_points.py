@@ -182,14 +182,8 @@ def lit(place: Place, name: str, how: str = "assigned", **options: Any) -> Found
             capture, self.capture = self.capture, None  # whose names are data: no code of the step
             capture()
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            pass
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            pass
-
     class Numbers(loop.lightning.Callback):
-        """Notes what the module's own hooks would, which are code that the captured method may call."""
+        """Notes numbers: in a hook of the module this would be code that the captured method may call."""
 
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, *args: Any

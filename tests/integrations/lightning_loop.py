@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -35,8 +36,6 @@ class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net: Any = None
-        self.numbers: list[Any] = []
-        self.counter = Counter(None)
 
     def configure_model(self) -> None:
         if self.net is not None:
@@ -57,32 +56,53 @@ class Module(lightning.LightningModule):
         }
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.counter.call(self.current_epoch)
         loss = loss_of(self.net, *batch)
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=world_size() > 1)
+        self.log_dict({"worst": loss, "three": 3.0}, prog_bar=True, reduce_fx="max", batch_size=7)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.counter.call(self.current_epoch)
         self.log("val_loss", loss_of(self.net, *batch), sync_dist=world_size() > 1)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-        self.numbers.append(getattr(norm, "full_tensor", lambda: norm)().item())
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.numbers.append(outputs["loss"].item())
+class Observer(lightning.Callback):
+    """Clips, notes numbers and counts calls: in the module this would be code that a captured `training_step` may call.
 
+    find: returns the captured step, once it is there. evaluates: whether the evaluation calls it, too.
+    """
 
-class AfterWarmUp(lightning.Callback):
-    """Finds the captured step once it is there."""
-
-    def __init__(self, callback: Any) -> None:
-        self.callback = callback
+    def __init__(self, find: Callable[[], Any], evaluates: bool) -> None:
+        self.numbers: list[Any] = []
+        self.find, self.evaluates, self.counter = find, evaluates, Counter(None)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch >= WARM and pl_module.counter.is_idle:
-            pl_module.counter = Counter(self.callback.captured.calls[0].step)
+        if trainer.current_epoch >= WARM and self.counter.is_idle:
+            self.counter = Counter(self.find())
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.counter.call(trainer.current_epoch)
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.counter.call(trainer.current_epoch, int(self.evaluates))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 1.0)
+        self.numbers.append(getattr(norm, "full_tensor", lambda: norm)().item())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        logged = trainer.callback_metrics  # those of epochs are not there right after a resume
+        names = ("train_loss", "train_loss_step", "worst", "three")
+        self.numbers.append((outputs["loss"].item(), [logged[name].item() for name in names]))
+
+
+class CaptureStep(lightning.Callback):
+    """Captures `training_step` alone, which logs."""
+
+    step: Any = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.step = fz.capture(pl_module.training_step, on_uncapturable="eager", backward=True)
+        pl_module.training_step = self.step
 
 
 class Saver(lightning.Callback):
@@ -136,17 +156,25 @@ def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
     generator = torch.Generator().manual_seed(1)
     saver = [Saver(checkpoint, generator)] if checkpoint is not None else []
     callback = fz.integrations.lightning.CaptureModules()
-    trainer = trainer_of(EPOCHS, 2, [callback, AfterWarmUp(callback), *saver] if captured else [])
+    alone = CaptureStep()
+    by_step = checkpoint is not None and checkpoint.resumes and world_size() == 1
+
+    def find() -> Any:
+        return alone.step if by_step or not captured else callback.captured.calls[0].step
+
+    observer = Observer(find, not by_step)
+    ours = [alone if by_step else callback, *saver] if captured else []
+    trainer = trainer_of(EPOCHS, 2, [observer, *ours])
     loader = DataLoader(rows(), batch_size=BATCH, shuffle=True, generator=generator)
     resumed = str(checkpoint.folder) if checkpoint is not None and checkpoint.resumes else None
     evaluation = DataLoader(rows(20), batch_size=BATCH)
     trainer.fit(module, loader, evaluation, ckpt_path=resumed, weights_only=False)
     logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    counter = module.counter
+    counter = observer.counter
     return Training(
-        [*module.numbers, logged],
+        [*observer.numbers, logged],
         tensors_of(module, *trainer.optimizers),
         counter.calls,
         counter.replays if captured else 0,
-        callback.explain(),
+        alone.step.explain() if by_step else callback.explain(),
     )
