@@ -60,12 +60,8 @@ def capture(
     compared with its program. With a number n one in n is compared in any case (True: 8; 1: all); with "auto" only from
     two recordings that differ in sizes on. See `docs/capture.md`.
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, for `memory` with `backward`,
-    and for `dynamic` with `memory`, `backward` or `compile`.
+    and for `dynamic` with `memory` or `compile`.
     """
-    if backward and dynamic:
-        raise ValueError(
-            "dynamic=True predicts programs of whole steps, not of forwards (backward=True)"
-        )
     if backward:
         record_after = 1  # a forward that runs again on one rank runs again on all of them
     options = CaptureOptions.of(

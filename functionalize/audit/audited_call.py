@@ -52,6 +52,14 @@ class Observer(Protocol):
     def settled(self, result: Any) -> Any: ...
 
 
+def observed(observer: Observer | None, run: Callable[[], Any]) -> Any:
+    """The result of `run`, while it is observed."""
+    if observer is None:
+        return run()
+    with observer:
+        return observer.settled(run())
+
+
 class AuditedCall:
     """A call that is about to run, and afterwards its verdict; None: the audit itself has failed.
 
@@ -109,7 +117,7 @@ class AuditedCall:
             hyperparameters = lifted(signature.optimizers, signature.lifted, recorder)
             places = MovingState(signature.moving or MovingPlaces(NO_PLACES), recorder)
             with hyperparameters as hyper, places as moving, recorder:
-                result = self._observed(fn, args, kwargs)
+                result = observed(self.observer, lambda: fn(*args, **kwargs))
         except Exception as error:
             replace_escaped(recorder.scalar_log)
             failure = error
@@ -122,12 +130,6 @@ class AuditedCall:
         result = plain_tree(result)
         replace_escaped(recorder.scalar_log)
         return result
-
-    def _observed(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.observer is None:
-            return fn(*args, **kwargs)
-        with self.observer:
-            return self.observer.settled(fn(*args, **kwargs))
 
     def _begin(self, signature: Signature, recorder: AuditRecorder) -> Comparison:
         """Look up every place from outside, before the step runs."""

@@ -18,7 +18,7 @@ template, or of which `_MOST_FAILURES` predictions were wrong, is left to one pr
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from functionalize.audit.results import is_comparable
@@ -26,7 +26,7 @@ from functionalize.audit.signature import Signature
 from functionalize.lengths.instances import Instances
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EVERY, Proof
-from functionalize.lengths.references import Reference, open_key, shapes_of, tokens_of
+from functionalize.lengths.references import Reference, Templates, open_key, shapes_of, tokens_of
 from functionalize.lengths.shared_passes import needs_no_copies, rewritten
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.program.program import Program
@@ -45,14 +45,16 @@ _MOST_FAILURES_OF_KNOWN = 12  # where it is known which sizes may be other ones
 class Prediction:
     """What a call is expected to do. rest: that of the last reference. is_passed: whether the passes have run.
 
-    why: it is compared; None: the program is replayed.
+    programs: the program, and that of the backward if that is one of its own; then `forward` is the op stream of the
+    forward alone. why: it is compared; None: the program is replayed.
     """
 
     group: LengthClass
     shapes: Shapes
     sizes: Sizes
-    program: Program
+    programs: Sequence[Program]
     op_stream: Callable[[], Signature]
+    forward: Callable[[], Signature] | None
     rest: Any
     is_passed: bool
     why: str | None = None
@@ -83,10 +85,8 @@ class Prediction:
     def cached(self, waits: int, is_bare: bool) -> Any:
         """A cache entry, like that of the last reference. waits, is_bare: if its passes have not run."""
         recorded = self.group.recorded
-        return replace(
-            self.rest,
-            program=self.program,
-            op_stream=self.op_stream,
+        return self.rest.made_by(
+            self,
             prediction=self,
             reason=f"a prediction from {recorded} recorded calls of other sizes",
             waits=0 if self.is_passed else waits,
@@ -101,6 +101,8 @@ class Prediction:
 class LengthClass:
     """Recordings with equal graphs. known: shapes of recordings, and of predictions that were right.
 
+    templates: the template, and that of backwards. forwards: the op streams of forwards alone.
+    backward, passed_backward: the programs of backwards.
     differing: shapes of predictions that were wrong. proof, instances: there is a template.
     is_lean: see `needs_no_copies`. compares_results: whether first calls do.
     passed: the programs after the passes. apart: why these run for each size. replays: of programs without passes.
@@ -111,6 +113,7 @@ class LengthClass:
     known: list[Shapes] = field(default_factory=list)
     symbols: Symbols | None = None
     template: Template | None = None
+    templates: list[Template] = field(default_factory=list)
     signatures: SignatureTemplate | None = None
     why: Mismatch | None = None
     recorded: int = 0
@@ -122,14 +125,14 @@ class LengthClass:
     compares_results: bool = True
     instances: Instances | None = None
     passed: Instances | None = None
+    forwards: SignatureTemplate | None = None
+    backward: Instances | None = None
+    passed_backward: Instances | None = None
     apart: str | None = None
     replays: int = 0
 
     def add(self, reference: Reference) -> bool:
-        """Add a recording, unless the template makes another program at its sizes; whether it was added.
-
-        From enough recordings the template is made; if there is one, the latest recording is kept beside it.
-        """
+        """Add a recording, unless the template makes another program at its sizes; whether it was added."""
         self.recorded += 1
         if self._is_other(reference):
             if reference.shapes not in self.differing:
@@ -148,9 +151,10 @@ class LengthClass:
     def _is_other(self, reference: Reference) -> bool:
         """Whether the template makes another program, of equal tokens, at the sizes of a recording."""
         sizes = self.sizes_of(reference.shapes)
-        if self.template is None or isinstance(sizes, str):
+        if isinstance(sizes, str):
             return False
-        return leaves_of(reference.program).integers != leaves_of(self.template.at(sizes)).integers
+        pairs = zip(reference.programs, self.templates, strict=True)
+        return any(leaves_of(p).integers != leaves_of(t.at(sizes)).integers for p, t in pairs)
 
     def compared(self, shapes: Shapes, why: str | None = None) -> None:
         """A call with these shapes was recorded, or was as predicted. why: it was compared."""
@@ -167,39 +171,33 @@ class LengthClass:
             self.proof.lost = f"a call was not as predicted, {why}"
 
     def _make(self) -> Mismatch | None:
-        calls, names = [r.shapes for r in self.references], self.references[0].names
-        if len({tuple(map(tuple, shapes)) for shapes in calls}) < FEWEST:
-            return Mismatch(0, "the arguments", f"less than {FEWEST} different sizes")
-        symbols = Symbols.of(calls, names)
-        sizes = [own for shapes in calls if not isinstance(own := symbols.sizes_of(shapes), str)]
-        if len(sizes) < len(calls):
-            return Mismatch(0, "the arguments", "a size is 0 or 1, and greater elsewhere")
-        found = Template.of([r.program for r in self.references], calls, names)
-        if isinstance(found, Mismatch):
-            return found
-        signatures = SignatureTemplate.of([r.signature for r in self.references], sizes)
-        if isinstance(signatures, Mismatch):
-            return signatures
-        compares_results = is_comparable(found.reference)
+        templates = Templates.of(self.references)
+        if isinstance(templates, Mismatch):
+            return templates
+        (found, *rest), sizes, signatures = templates.programs, templates.sizes, templates.whole
         alone = {f for f in found.formulas if f.terms}.difference(signatures.formulas())
-        if alone and len(calls) == FEWEST and not compares_results:
+        # A first call with a program of its backward is compared with both programs.
+        if alone and len(sizes) == FEWEST and not (rest or is_comparable(found.reference)):
             return Mismatch(0, "the program", f"{len(alone)} functions of sizes are in no op")
         on_cpu = all(spec.device.type == "cpu" for spec in found.reference.inputs)
-        formulas = [*found.formulas, *signatures.formulas()]
-        proof = Proof.of(self.every, formulas, signatures.lengths(), on_cpu)
+        proof = Proof.of(self.every, templates.formulas, signatures.lengths(), on_cpu)
         proof.compared += sizes
         self.takes(found, signatures, proof)
-        self.instances = Instances.of(found, sizes, [each.program for each in self.references])
+        self.templates = templates.programs
+        programs = list(zip(*(each.programs for each in self.references), strict=True))
+        self.instances, self.forwards = Instances.of(found, sizes, programs[0]), templates.forwards
+        if rest:
+            self.backward = Instances.of(rest[0], sizes, programs[1])
+            self.is_lean &= needs_no_copies(rest[0].reference)
         for each in self.references:
-            prediction = self.predicted(each.shapes)
-            if prediction is not None:
-                each.replayed_by(prediction.program, prediction.op_stream)
+            each.replayed_by(self.predicted(each.shapes))
         del self.references[:-1]  # the template holds what it needs of the others
         return None
 
     def takes(self, template: Template, signatures: SignatureTemplate, proof: Proof) -> None:
         """From now on it has a template."""
         self.symbols, self.template, self.signatures = template.symbols, template, signatures
+        self.templates = [template]
         self.proof, self.is_lean = proof, needs_no_copies(template.reference)
         # The first call of a prediction compares results only where its graph can run beside the step.
         self.compares_results = is_comparable(template.reference)
@@ -238,25 +236,27 @@ class LengthClass:
 
     def predicted(self, shapes: Shapes, is_passed: bool = False) -> Prediction | None:
         """What is expected of a call with these shapes. is_passed: by the program after the passes, if there is one."""
-        if self.template is None or self.symbols is None or self.signatures is None:
-            return None
-        sizes = self.symbols.sizes_of(shapes)
-        if isinstance(sizes, str):
+        sizes = self.sizes_of(shapes)
+        if self.template is None or self.signatures is None or isinstance(sizes, str):
             return None
         op_stream = self.signatures.at(sizes)
         if isinstance(op_stream, str):
             return None
-        program = self.passed_at(sizes) if is_passed else None
-        has_passed = program is not None
-        if program is None:
+        programs = self.passed_at(sizes) if is_passed else None
+        has_passed, latest = programs is not None, self.references[-1]
+        if programs is None:
             if self.instances is None:  # the template was loaded
                 self.instances = self.instances_of(self.template)
-            program = self._at(self.instances, sizes)
-        if program is None:
+            bare = (self.instances, self.backward)
+            programs = [p for i in bare if i is not None and (p := self._at(i, sizes)) is not None]
+        if len(programs) < len(latest.programs):
             return None
-        latest = self.references[-1]
-        program.facts = latest.program.facts  # on the state as it is now
-        return Prediction(self, shapes, sizes, program, op_stream, latest.rest, has_passed)
+        for program, recorded in zip(programs, latest.programs, strict=True):
+            program.facts = recorded.facts  # on the state as it is now
+        stream = None if self.forwards is None else self.forwards.at(sizes)
+        if isinstance(stream, str):
+            return None
+        return Prediction(self, shapes, sizes, programs, op_stream, stream, latest.rest, has_passed)
 
     def instances_of(self, template: Template) -> Instances:
         """The programs of a template of this class, before its passes or after."""
@@ -281,11 +281,12 @@ class LengthClass:
         if self.passed is not None or self.apart is not None:
             return
         assert self.template is not None and self.signatures is not None and self.proof is not None
-        found = rewritten(self.template, self.signatures, self.proof.compared, apply)
-        if isinstance(found, str):
-            self.apart = found
-        else:
-            self.passed = self.instances_of(found)
+        known = self.proof.compared
+        found = [rewritten(each, self.signatures, known, apply) for each in self.templates]
+        self.apart = next((each for each in found if isinstance(each, str)), None)
+        passed = [self.instances_of(each) for each in found if not isinstance(each, str)]
+        if self.apart is None:
+            self.passed, self.passed_backward = passed[0], passed[-1] if passed[1:] else None
 
     def sizes_of(self, shapes: Shapes) -> Sizes | str:
         """The value of each symbol in a call; text: it has none."""
@@ -298,11 +299,14 @@ class LengthClass:
         lengths = self.signatures.lengths()
         return len({each.value(sizes) for each in lengths}) == len(lengths)
 
-    def passed_at(self, sizes: Sizes) -> Program | None:
-        """The program after the passes; None if these run for each size, or have not run."""
+    def passed_at(self, sizes: Sizes) -> list[Program] | None:
+        """The program after the passes, and that of the backward; None if these run for each size, or have not run."""
         if self.passed is None or not self.shares_passes(sizes):
             return None
-        return self._at(self.passed, sizes)
+        passed = (self.passed, self.passed_backward)
+        found = [self._at(each, sizes) for each in passed if each is not None]
+        programs = [each for each in found if each is not None]
+        return programs if len(programs) == len(found) else None
 
 
 class LengthClasses:
@@ -385,11 +389,8 @@ class LengthClasses:
             return None
         shapes = shapes_of(key)
         classes = self._classes[open_key(key)]
-        for each in sorted(classes, key=lambda group: group.distance(shapes)):
-            prediction = each.predicted(shapes)
-            if prediction is not None:
-                return prediction
-        return None
+        nearest = sorted(classes, key=lambda group: group.distance(shapes))
+        return next((p for each in nearest if (p := each.predicted(shapes)) is not None), None)
 
 
 def _nearest(classes: Sequence[LengthClass], shapes: Shapes) -> LengthClass:

@@ -4,6 +4,9 @@
         result = observed.settled(fn(*args))
     observed.facts()          a `SizeFacts`; text: what Python asked that is not known
 
+A run in two parts, a forward and later its backward, is observed in two such blocks: the sizes that the first one has
+left in Python objects are plain when it ends, as for any run.
+
     x.shape[1] > 512          a plain bool, and a fact about s0
     x.view(x.shape[0], -1)    torch gets plain integers, and runs the ops that it always runs
     range(x.shape[1])         Python needs the plain integer: a fact that no other size has
@@ -82,8 +85,11 @@ class ObservedSizes(TorchFunctionMode):
         self._uses: dict[Any, int] = {}
         self._exact: dict[Any, bool] = {}
         self._inside = 0  # functions of torch that run, as seen from Python
+        self._earlier: list[tuple[Any, Any]] = []  # facts of earlier parts of the run
 
     def __enter__(self) -> Self:
+        if not self.log.active:
+            self._earlier, self.log, self._leaves = self._facts(), SizeLog(self.lose), {}
         OBSERVERS.add(self)
         PATCHES.install()
         super().__enter__()
@@ -119,7 +125,10 @@ class ObservedSizes(TorchFunctionMode):
         """What the step has learned of sizes; text: what is not known."""
         if self.lost is not None:
             return self.lost
-        return SizeFacts.of([(f.expression, f.value) for f in self.log.facts.values()], self._uses)
+        return SizeFacts.of(self._facts(), self._uses)
+
+    def _facts(self) -> list[tuple[Any, Any]]:
+        return [*self._earlier, *((f.expression, f.value) for f in self.log.facts.values())]
 
     # -- sizes that Python asks for --------------------------------------------------------------
 

@@ -2,11 +2,14 @@
 
 open_key(key)            the key of a call in the cache, without its sizes
 Reference.of(...)        a recorded call: its sizes, its program before the passes, its op stream
+
+A forward that was recorded with its backward has two programs: its own, and that of the backward. Its op stream is that
+of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +18,12 @@ from torch import Tensor
 
 from functionalize.audit.signature import Signature
 from functionalize.lengths.data_sizes import has_sizes
-from functionalize.lengths.signature_template import relations_in
+from functionalize.lengths.signature_template import SignatureTemplate, relations_in
 from functionalize.program.program import Program
+from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.leaves import identity, leaves_of
-from functionalize.templates.symbols import Shapes
-from functionalize.templates.template import MADE
+from functionalize.templates.symbols import Shapes, Symbols
+from functionalize.templates.template import FEWEST, MADE, Mismatch, Template, first_difference
 
 
 def open_key(key: Any) -> Hashable:
@@ -44,7 +48,8 @@ def _opened(part: Any) -> Any:
 class Reference:
     """One recorded call. key: in the cache. names: of its tensors. program: as recorded, before the passes.
 
-    rest: the `CachedProgram`.
+    rest: the `CachedProgram`. backward: the program of its backward, if that is one of its own; then `forward` is the
+    op stream of the forward alone, and `signature` that of both.
     """
 
     key: Any
@@ -52,6 +57,13 @@ class Reference:
     program: Program
     signature: Signature
     rest: Any
+    backward: Program | None = None
+    forward: Signature | None = None
+
+    @property
+    def programs(self) -> list[Program]:
+        """Its program, and that of its backward."""
+        return [self.program] if self.backward is None else [self.program, self.backward]
 
     @property
     def shapes(self) -> Shapes:
@@ -61,32 +73,100 @@ class Reference:
     @property
     def token(self) -> Any:
         """What else must be equal in all recordings of a class."""
-        rest = self.rest
-        changed = (rest.slots, rest.python_effects, rest.dropped, rest.has_grad_fn)
-        return identity((rest.effects, *map(tuple, changed)))
+        return identity(self.rest.replayed_alike)
 
-    def replayed_by(self, program: Program, op_stream: Callable[[], Signature]) -> None:
-        """A template has made an equal program, for which nothing is compiled: it is replayed, unless passes ran."""
-        if self.rest.program is self.program:
-            program.facts = self.program.facts
-            self.rest.program, self.rest.op_stream = program, op_stream
+    def replayed_by(self, found: Any) -> None:
+        """The prediction of an equal program, for which nothing is compiled: it is replayed, unless passes ran."""
+        if found is None or self.backward is not None or self.rest.program is not self.program:
+            return
+        found.programs[0].facts = self.program.facts
+        self.rest.program, self.rest.op_stream = found.programs[0], found.op_stream
 
     @staticmethod
     def of(
-        key: Any, names: Sequence[str], leaves: Sequence[Any], program: Program, cached: Any
+        key: Any,
+        names: Sequence[str],
+        leaves: Sequence[Any],
+        program: Program,
+        cached: Any,
+        backward: tuple[Program, Signature] | None = None,
     ) -> Reference | None:
         """The reference of a `CachedProgram`; None if it has no signature, or an argument has no sizes.
 
-        key: in the cache. names, leaves: of the arguments. program: as recorded.
+        key: in the cache. names, leaves: of the arguments. program: as recorded. backward: the program of the backward,
+        and the op stream of both.
         """
         tensors = [n for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
         tensors += [MADE] if has_sizes(key) else []
-        if cached.signature is None or len(tensors) != len(shapes_of(key)):
+        own = cached.signature
+        if own is None or len(tensors) != len(shapes_of(key)):
             return None
-        return Reference(key, tensors, program, cached.signature, cached)
+        if backward is None:
+            return Reference(key, tensors, program, own, cached)
+        return Reference(key, tensors, program, backward[1], cached, backward[0], own)
 
 
 def tokens_of(reference: Reference) -> int:
     """What all recordings of a class have in common."""
-    tokens = tuple(leaves_of(reference.program).tokens)
+    tokens = tuple([tuple(leaves_of(each).tokens) for each in reference.programs])
     return hash((tokens, reference.token, relations_in(reference.signature)))
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """Recordings as one. sizes: the symbols of each. programs: its template, and that of its backward.
+
+    whole: of the op streams. forwards: of those of forwards alone.
+    """
+
+    sizes: list[Sizes]
+    programs: list[Template]
+    whole: SignatureTemplate
+    forwards: SignatureTemplate | None
+
+    @property
+    def formulas(self) -> list[Formula]:
+        """The functions of all integers."""
+        return [*(f for each in self.programs for f in each.formulas), *self.whole.formulas()]
+
+    @staticmethod
+    def of(references: Sequence[Reference]) -> Templates | Mismatch:
+        """The templates of recordings with equal tokens."""
+        calls, names = [r.shapes for r in references], references[0].names
+        if len({tuple(map(tuple, shapes)) for shapes in calls}) < FEWEST:
+            return Mismatch(0, "the arguments", f"less than {FEWEST} different sizes")
+        symbols = Symbols.of(calls, names)
+        sizes = [own for shapes in calls if not isinstance(own := symbols.sizes_of(shapes), str)]
+        if len(sizes) < len(calls):
+            return Mismatch(0, "the arguments", "a size is 0 or 1, and greater elsewhere")
+        programs = []
+        for several in zip(*(each.programs for each in references), strict=True):
+            found = Template.of(several, calls, names)
+            if isinstance(found, Mismatch):
+                return found
+            programs.append(found)
+        whole = SignatureTemplate.of([each.signature for each in references], sizes)
+        if isinstance(whole, Mismatch):
+            return whole
+        alone = [each.forward for each in references if each.forward is not None]
+        forwards = SignatureTemplate.of(alone, sizes) if alone else None
+        if isinstance(forwards, Mismatch):
+            return forwards
+        return Templates(sizes, programs, whole, forwards)
+
+
+def difference(recorded: Reference, programs: Sequence[Program], rest: Any) -> str | None:
+    """Where a recorded call is not as predicted. programs, rest: those of the prediction."""
+    if len(programs) != len(recorded.programs):
+        return "the call goes backward, and others do not, or the other way round"
+    for mine, expected in zip(recorded.programs, programs, strict=True):
+        one, other = leaves_of(expected), leaves_of(mine)
+        found = first_difference(one, other)
+        if found is not None:
+            return ": ".join(found)
+        for at, *values in zip(one.at, one.integers, other.integers, strict=True):
+            if values[0] != values[1]:
+                return f"{one.place(at)}: an integer is {values[1]}, not {values[0]}"
+    if recorded.token != identity(rest.replayed_alike):
+        return "the call leaves its state otherwise than recorded calls did"
+    return None

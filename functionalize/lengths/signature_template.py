@@ -63,7 +63,7 @@ class _Forms:
             (
                 "live numbers",
                 signature.lifted,
-                list(map(id, _optimizers(signature))),
+                [(name, id(optimizer)) for name, optimizer in signature.optimizers.items()],
             ),
             ("moved places", _places(signature)),
         )
@@ -123,10 +123,6 @@ def relations_in(signature: Signature) -> tuple[Any, ...]:
     forms = _Forms(signature)
     several: Any = ([forms.leaves[at] for at in places] for places in forms.windows.values())
     return tuple([relations(list(dict.fromkeys(windows))) for windows in several])
-
-
-def _optimizers(signature: Signature) -> list[Any]:
-    return [*signature.optimizers, *signature.optimizers.values()]
 
 
 def _places(signature: Signature) -> Any:

@@ -3,7 +3,6 @@
     cache.matching(key, leaves, spec)    the programs whose guards all hold, with their inputs
     cache.add(key, cached)               adds a program; at the limit the least recently used one is dropped
     kinds.is_rare(key)                   whether calls with this key came too seldom to be recorded
-    unsettled.skips(missed, 5)           whether calls that missed so were recorded five times, and never kept
 
 The key of a call is made of properties of its arguments (shapes, dtypes, numbers). The programs with that key are tried
 in order, the last used first; a program's first failing guard ends its trial.
@@ -16,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -98,6 +97,21 @@ class CachedProgram:
         if callable(self.op_stream):
             self.op_stream = self.op_stream()
         return self.op_stream
+
+    @property
+    def replayed_alike(self) -> tuple[Any, ...]:
+        """What else must be equal in all recordings of which programs for other sizes are made."""
+        changed = (self.slots, self.python_effects, self.dropped, self.has_grad_fn)
+        return (self.effects, *map(tuple, changed))
+
+    def made_by(self, found: Prediction, **parts: Any) -> CachedProgram:
+        """Another entry with the programs of a prediction. parts: further fields of the entry."""
+        return replace(self, program=found.programs[0], op_stream=found.op_stream, **parts)
+
+    def takes(self, programs: Sequence[Program]) -> None:
+        """Replay these programs from now on: they are the same ones after the passes, for the same state."""
+        programs[0].facts = self.program.facts
+        self.program = programs[0]
 
     @property
     def nbytes(self) -> int:
@@ -360,40 +374,3 @@ class Kinds:
         if len(self._kinds) > _KINDS_REMEMBERED:
             self._unreplayed -= self._kinds.popitem(last=False)[1].unreplayed
         return kind
-
-
-class UnsettledMisses:
-    """Guards that missed, and for which the call was then recorded and not kept; by the kind of their message.
-
-    A step that was captured once is not refused because calls of some kind do not settle: these run eagerly.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._kinds: dict[str, tuple[int, str]] = {}  # -> how many calls, why the last was not kept
-
-    def add(self, missed: str, why: str) -> None:
-        """A call that was recorded because of `missed` was not kept, since the step `why`."""
-        kind = without_numbers(missed)
-        self._kinds[kind] = self._kinds.get(kind, (0, ""))[0] + 1, why
-
-    def clear(self) -> None:
-        """A recording was kept."""
-        self._kinds.clear()
-
-    def skips(self, missed: str, most: int) -> bool:
-        """Whether to run a call eagerly: `most` calls like it were not kept. It is tried again at powers of two."""
-        kind = without_numbers(missed)
-        count, why = self._kinds.get(kind, (0, ""))
-        if count < most or not count & (count - 1):
-            return False
-        if count == most:
-            log.warning(
-                "%s runs eagerly where %s: %d recordings of such calls were not kept, since the step %s",
-                self._name,
-                missed,
-                count,
-                why,
-            )
-        self._kinds[kind] = count + 1, why
-        return True

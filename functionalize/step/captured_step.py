@@ -49,7 +49,7 @@ from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.state.python_state import VaryingNumbers
-from functionalize.step.cache import CachedProgram, Kinds, key_of
+from functionalize.step.cache import CachedProgram, Kinds
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
@@ -184,7 +184,7 @@ class CapturedStep(PredictedStep):
                 return self._run_eagerly(args, kwargs)
             flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
             leaves = self._leaves(flat)
-            key = self._sizes.of(key_of(leaves, spec), leaves)
+            key = self._key(leaves, spec)
             refused = self._refused.get(key) or self._refused.get(EVERY_CALL)
             if refused is not None:
                 return self._run_refused(refused, args, kwargs)
@@ -296,7 +296,7 @@ class CapturedStep(PredictedStep):
         compares, together = self._options.compares, run.rendezvous
         agreed = agree(outcome, run.recorder, self._vote, compares, rerun, together)
         self._vote = agreed.vote
-        self._keep(agreed.outcome, call.key)
+        self._keep(agreed.outcome, call)
         if isinstance(agreed.outcome, Built):
             self._unsettled.clear()
         elif isinstance(agreed.outcome, WarmUp):
@@ -344,14 +344,15 @@ class CapturedStep(PredictedStep):
             return None  # a fake world, whose mode is off here, replays nothing
         return recording.signature()
 
-    def _keep(self, outcome: Outcome, key: Hashable) -> None:
+    def _keep(self, outcome: Outcome, call: Invocation) -> None:
         """Keep the program, the summary with which the next recording is compared, or the refusal."""
+        key = call.key
         if isinstance(outcome, Built):
             self._end_warm_ups(key)
             key = self._key_with_sizes(key, outcome.cached.program)
             self._add(key, outcome.cached)
             if outcome.reference is not None and self._lengths is not None:
-                outcome.cached.group = self._lengths.learn(key, outcome.reference)
+                outcome.cached.group = self._learn(key, outcome.reference, call)
             self._last_summary = outcome.summary
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):

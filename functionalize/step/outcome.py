@@ -20,6 +20,7 @@ from functionalize.step.cache import CachedProgram
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.vote import Level, RankVote
+from functionalize.util.text import without_numbers
 
 log = logging.getLogger("functionalize")
 
@@ -72,6 +73,43 @@ class Unkept:
     reasons: Counter[str] = field(default_factory=Counter)
     waits: int = 0
     has_waited: bool = False
+
+
+class UnsettledMisses:
+    """Guards that missed, and for which the call was then recorded and not kept; by the kind of their message.
+
+    A step that was captured once is not refused because calls of some kind do not settle: these run eagerly.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._kinds: dict[str, tuple[int, str]] = {}  # -> how many calls, why the last was not kept
+
+    def add(self, missed: str, why: str) -> None:
+        """A call that was recorded because of `missed` was not kept, since the step `why`."""
+        kind = without_numbers(missed)
+        self._kinds[kind] = self._kinds.get(kind, (0, ""))[0] + 1, why
+
+    def clear(self) -> None:
+        """A recording was kept."""
+        self._kinds.clear()
+
+    def skips(self, missed: str, most: int) -> bool:
+        """Whether to run a call eagerly: `most` calls like it were not kept. It is tried again at powers of two."""
+        kind = without_numbers(missed)
+        count, why = self._kinds.get(kind, (0, ""))
+        if count < most or not count & (count - 1):
+            return False
+        if count == most:
+            log.warning(
+                "%s runs eagerly where %s: %d recordings of such calls were not kept, since the step %s",
+                self._name,
+                missed,
+                count,
+                why,
+            )
+        self._kinds[kind] = count + 1, why
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ from functionalize.audit.audited_call import AuditedCall
 from functionalize.audit.verdict import AuditVerdict
 from functionalize.ir.inputs import Call
 from functionalize.lengths.first_call import FirstCall
-from functionalize.lengths.length_classes import LengthClasses
+from functionalize.lengths.length_classes import LengthClass, LengthClasses, Prediction
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EQUAL
-from functionalize.lengths.references import open_key, shapes_of
+from functionalize.lengths.references import Reference, open_key, shapes_of
 from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.program.program import Program
 from functionalize.step.cache import (
@@ -87,17 +87,20 @@ class PredictedStep(ReplayedStep):
         found = lengths.unseen(call.key) if why is None else lengths.predicted(call.key)
         if found is None:
             return self._is_rare(call)
-        found = replace(found, why=why)
         if not may_be_known:
             self._kinds.recorded(call.key)
+        self._take(replace(found, why=why), call)
+        return False
+
+    def _take(self, found: Prediction, call: Invocation) -> None:
+        """The call is replayed by a predicted program, or compared with it."""
         rewrites = self._options.rewrites
         is_bare = rewrites and found.group.is_lean
         cached = found.cached(CALLS_BEFORE_PASSES if rewrites and not is_bare else 0, is_bare)
-        if why is None:
+        if found.why is None:
             cached.prediction, cached.is_unseen = None, True
             self.stats.instances += 1
         self._cache.add(call.key, cached)
-        return False
 
     def _why_compared(self, lengths: LengthClasses, key: Hashable) -> tuple[str | None, bool]:
         """Why the first call of a kind is compared, None: it is replayed; whether its like may ever be replayed."""
@@ -109,6 +112,11 @@ class PredictedStep(ReplayedStep):
     def _may_compare(self) -> bool:
         """Whether the time of another comparison has been saved by replays."""
         return self.stats.audits < _FIRST_COMPARISONS + self.stats.replays // _REPLAYS
+
+    def _learn(self, key: Hashable, reference: Reference, call: Invocation) -> LengthClass | None:
+        """The class of a recorded call that is kept. key: of its program."""
+        assert self._lengths is not None
+        return self._lengths.learn(key, reference)
 
     def _end_warm_ups(self, key: Hashable) -> None:
         """A recording is kept: those before it that were not were the step's first ones, whatever their sizes."""
@@ -128,15 +136,23 @@ class PredictedStep(ReplayedStep):
     def _may_share(self, key: Hashable) -> bool:
         """Whether the passes of a recorded program may run for all sizes of its class."""
         lengths, options = self._lengths, self._options
-        if lengths is None or not options.rewrites or options.compares or not self._kinds.defers:
+        if lengths is None or not options.rewrites or options.compares:
             return False
-        return lengths.wants(key)
+        return self._passes_may_follow and lengths.wants(key)
+
+    @property
+    def _passes_may_follow(self) -> bool:
+        """Whether a program may be replayed before its passes run."""
+        return self._kinds.defers
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         result = super()._replay(cached, call)
+        self._pass_if_worth(cached)
+        return result
+
+    def _pass_if_worth(self, cached: CachedProgram) -> None:
         if cached.is_bare and self._is_worth_passes(cached):
             self._optimise(self._cache.key_of(cached), cached)
-        return result
 
     def _is_worth_passes(self, cached: CachedProgram) -> bool:
         group = cached.group
@@ -176,12 +192,12 @@ class PredictedStep(ReplayedStep):
             group.apart = f"the passes fail: {type(error).__name__}: {error}"
             log.info("the passes of %s do not run for all sizes: %s", self._name, error)
         sizes = group.sizes_of(shapes_of(key))
-        program = None if isinstance(sizes, str) else group.passed_at(sizes)
-        if program is None:
+        programs = None if isinstance(sizes, str) else group.passed_at(sizes)
+        if programs is None:
             return False
-        program.facts = cached.program.facts
-        cached.program, cached.waits, cached.is_bare = program, 0, False
-        self.stats.nodes = program.nodes()
+        cached.takes(programs)
+        cached.waits, cached.is_bare = 0, False
+        self.stats.nodes = sum(each.nodes() for each in programs)
         return True
 
     # -- first calls ---------------------------------------------------------------------------
@@ -198,7 +214,9 @@ class PredictedStep(ReplayedStep):
             before = None if is_known else self._state_before(call, signature)
         except Exception as error:  # recordings refuse such objects by name
             result = self._fn(*call.args, **call.kwargs)
-            self._mispredicted(cached, call, f"its state cannot be read: {error}")
+            assert cached.prediction is not None
+            why = f"its state cannot be read: {error}"
+            self._mispredicted(cached.prediction, call.key, why)
         else:
             audited.also = FirstCall(before, cached, signature).difference
             audited.watches = not is_known
@@ -230,13 +248,12 @@ class PredictedStep(ReplayedStep):
                 self._share_passes(call.key, cached)
         elif verdict is None or verdict.missed is None:
             why = "the comparison failed" if verdict is None else str(verdict.difference)
-            self._mispredicted(cached, call, why)
+            self._mispredicted(prediction, call.key, why)
 
-    def _mispredicted(self, cached: CachedProgram, call: Invocation, why: str) -> None:
-        assert cached.prediction is not None
-        cached.prediction.found_wrong(why)
+    def _mispredicted(self, prediction: Prediction, key: Hashable, why: str) -> None:
+        prediction.found_wrong(why)
         self.stats.mispredictions += 1
-        self._unpredicted.add(call.key)
+        self._unpredicted.add(key)
         text = f"a call of {self._name} is not as predicted from calls of other sizes: {why}"
         log.info("%s", text)
         self.stats.missed(text)

@@ -10,7 +10,7 @@ Invariants: if a guard fails, nothing has changed yet. If ranks vote, all of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,10 +38,10 @@ from functionalize.step.cache import (
     CachedProgram,
     Kinds,
     ProgramCache,
-    UnsettledMisses,
+    key_of,
 )
 from functionalize.step.options import CaptureOptions
-from functionalize.step.outcome import Refused, Unkept
+from functionalize.step.outcome import Refused, Unkept, UnsettledMisses
 from functionalize.step.recording import RecordingSummary
 from functionalize.step.stages import MAX_WARMUPS, Invocation
 from functionalize.step.stats import Stats
@@ -93,6 +93,11 @@ class ReplayedStep:
     def _empty_cache(self) -> ProgramCache:
         most, nbytes = self._options.max_programs, self._options.max_program_bytes
         return ProgramCache(self._name, most, nbytes, lambda key: self._kinds.evicted(key))
+
+    def _key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
+        """The key of a call in the cache."""
+        found: Hashable = self._sizes.of(key_of(leaves, spec), leaves)
+        return found
 
     def _key_with_sizes(self, key: Hashable, program: Program) -> Hashable:
         """The key of a program that is kept, with the sizes that its ops make of arguments. key: of its call."""
@@ -220,7 +225,7 @@ class ReplayedStep:
         cached.waits, runner = 0, cached.program.runner
         try:
             with torch.no_grad(), disable_current_modes():
-                cached.program = self._rewritten(cached.program)
+                self._rewrite(cached)
         except Exception as error:
             if self._vote is not None:  # a rank that refuses alone would not vote any more
                 cached.program.runner = runner
@@ -230,6 +235,9 @@ class ReplayedStep:
             self._refuse(key, Refused.of(error).error)
         else:
             self.stats.nodes = cached.program.nodes()
+
+    def _rewrite(self, cached: CachedProgram) -> None:
+        cached.program = self._rewritten(cached.program)
 
     def _rewritten(self, recorded: Program) -> Program:
         """The program of a recording after the passes."""

@@ -29,8 +29,10 @@ import torch
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.graphs import pytree
+from functionalize.audit.audited_call import Observer, observed
 from functionalize.audit.collective_check import collective_mismatch
 from functionalize.errors import UncapturableError
+from functionalize.lengths.length_classes import Prediction
 from functionalize.lifetimes.module_calls import ModuleCalls
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.recorder.recorder import Recorder
@@ -70,7 +72,8 @@ class Invocation:
     """One call of a captured callable that is to be recorded.
 
     leaves, spec: the flattened arguments. key: the key of this call in the program cache.
-    reason: why no cached program could be replayed.
+    reason: why no cached program could be replayed. expected: what it is compared with, when it has been recorded.
+    observer: what else is observed while it runs.
     """
 
     args: tuple[Any, ...]
@@ -79,6 +82,8 @@ class Invocation:
     spec: pytree.TreeSpec
     key: Hashable
     reason: str = ""
+    expected: Prediction | None = None
+    observer: Observer | None = None
 
 
 class FinishedRun(Protocol):
@@ -172,7 +177,7 @@ def record(
             recorder,
             entry.observed.reads.watching(),
         ):
-            result = fn(*call.args, **call.kwargs)
+            result = observed(call.observer, lambda: fn(*call.args, **call.kwargs))
     except BaseException:
         replace_escaped(recorder.scalar_log)
         if rendezvous is not None:

@@ -35,7 +35,7 @@ from functionalize._compat.autograd import (
 )
 from functionalize.errors import UncapturableError
 from functionalize.state.arguments import flatten_result, unflatten_result
-from functionalize.step_backward.grad_access import GradAccess
+from functionalize.tape.grad_access import GradAccess
 
 aten = torch.ops.aten
 

@@ -54,8 +54,7 @@ from functionalize.state import arguments
 from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.python_effects import repeat, unrepeated
 from functionalize.state.sources import leave
-from functionalize.step.cache import CachedProgram, key_of
-from functionalize.step.captured_step import CapturedStep
+from functionalize.step.cache import CachedProgram
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built
 from functionalize.step.recording import StepRecording
@@ -68,6 +67,7 @@ from functionalize.step_backward.backward_of import ReplayedForward
 from functionalize.step_backward.boundary import DetachedLeaves, is_output, with_backward
 from functionalize.step_backward.joint_recording import ForwardEnd, JointRecording, JointRun
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram, is_same_forward
+from functionalize.step_backward.predicted_forward import PredictedForward
 from functionalize.step_backward.recorded_forward import RecordedForward
 from functionalize.util.gc_pause import only_young_collections
 
@@ -79,7 +79,7 @@ _NOT_WHOLE = (
 )
 
 
-class CapturedForward(CapturedStep):
+class CapturedForward(PredictedForward):
     """A captured forward: replays the forward when it is called, and its backward when autograd runs it."""
 
     _hooks_run_outside = True
@@ -94,7 +94,6 @@ class CapturedForward(CapturedStep):
             )
         # key of a call -> the number of recorded forwards in a row without a backward
         self._without_backward: dict[Hashable, int] = {}
-        self._is_sharded = False  # whether FSDP2 reduces the gradients
         self._calls = 0
         self._nodes: WeakSet[Any] = WeakSet()
 
@@ -167,7 +166,7 @@ class CapturedForward(CapturedStep):
             return None
         flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
         leaves = self._leaves(flat)
-        key = key_of(leaves, spec)
+        key = self._key(leaves, spec)
         if leaves.detached or key in self._refused or EVERY_CALL in self._refused:
             return None
         for cached, call in self._cache.matching(key, leaves, spec):
@@ -191,6 +190,7 @@ class CapturedForward(CapturedStep):
         leave(call, cached.slots, left[:count], cached.effects)
         self._note_replay(cached)
         repeat(cached.python_effects, call, left[count:])
+        self._pass_if_worth(cached)
         assert isinstance(call.leaves, DetachedLeaves)
         return with_backward(result, cached.has_grad_fn, replayed, call.leaves, replayed.inputs())
 
@@ -198,6 +198,7 @@ class CapturedForward(CapturedStep):
         """Count a request of autograd that no recorded backward covers."""
         self._note_miss(f"backward: {reason}")
         self.stats.reruns += 1
+        self._predict_no_more()
 
     def run_again(self, leaves: DetachedLeaves, forward: ForwardProgram, reason: str) -> Any:
         """Run the forward for real on the leaves of an earlier call; its backward may be kept beside the others."""
@@ -205,7 +206,7 @@ class CapturedForward(CapturedStep):
         assert spec is not None
         fresh = DetachedLeaves(leaves)
         args, kwargs = unflatten_result(leaves, spec)
-        call = Invocation(args, kwargs, fresh, spec, key_of(fresh, spec), reason)
+        call = Invocation(args, kwargs, fresh, spec, self._key(fresh, spec), reason)
         recorder = self._recorder(call)
         recorder.calls.were_made = True
         return self._run_forward(call, recorder, rerun_of=forward)
@@ -242,6 +243,7 @@ class CapturedForward(CapturedStep):
     # -- record, judge, build, agree, keep -----------------------------------------------------
 
     def _capture(self, call: Invocation) -> Any:
+        call = self._compared(call)
         forward = self._run_forward(call, self._recorder(call))
         if not isinstance(forward, RecordedForward):
             return forward
@@ -303,8 +305,9 @@ class CapturedForward(CapturedStep):
             return super()._build(recording, call)
         run = recording.run
         pair = recording.pair(call.spec, run.rerun_of.saved if run.rerun_of is not None else ())
-        forward = self._options.applied(pair.forward)
-        backward = self._options.applied(pair.backward)
+        is_bare = self._is_bare(pair, call)
+        apply = self._rewritten if not is_bare else lambda program: program
+        forward, backward = apply(pair.forward), apply(pair.backward)
         nodes = pair.forward.nodes() + pair.backward.nodes()
         counts = ProgramCounts.of(run.recorder, nodes, forward)
         signature = self._signature(recording)
@@ -331,9 +334,13 @@ class CapturedForward(CapturedStep):
             rerun_of=run.rerun_of,
             op_stream=signature,
             python_effects=run.end.exit.python_effects,
+            is_bare=is_bare,
         )
         counts = replace(counts, nodes=counts.nodes + backward.nodes())
-        return Built(cached, recording.summary, counts)
+        names, reference = run.end.entry.roots.arguments, None
+        if whole is not None and run.rerun_of is None:
+            reference = self._reference(call, names, pair, cached, whole)
+        return Built(cached, recording.summary, counts, reference)
 
     def _add(self, key: Hashable, cached: CachedProgram) -> None:
         known = cached.rerun_of if isinstance(cached, ForwardProgram) else None

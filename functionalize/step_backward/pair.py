@@ -9,14 +9,15 @@ backward of the same forward. `is_same_forward` compares a forward that ran agai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Source, WholeStorage
+from functionalize.lengths.length_classes import Prediction
 from functionalize.program.program import Program
 from functionalize.state.sources import ModuleTensor, Slot
 from functionalize.step.cache import CachedProgram
@@ -31,7 +32,8 @@ class BackwardProgram:
 
     used: the names of the saved values that are its inputs. slots: the slots that a replay assigns.
     effects: the changes of FSDP2's state by a replay. replays: the number of replays.
-    signature: with which audits compare the forward and this backward; None: they are not audited.
+    op_stream: that of the forward and this backward, with which audits compare, or what makes it; None: they are not
+    audited.
     """
 
     program: Program
@@ -39,8 +41,15 @@ class BackwardProgram:
     used: tuple[str, ...]
     slots: Sequence[Slot]
     effects: FSDPEffects
-    signature: Signature | None = None
+    op_stream: Signature | Callable[[], Signature] | None = None
     replays: int = 0
+
+    @property
+    def signature(self) -> Signature | None:
+        """The op stream; made at first use."""
+        if callable(self.op_stream):
+            self.op_stream = self.op_stream()
+        return self.op_stream
 
     @cached_property
     def unwritten(self) -> tuple[int, ...]:
@@ -85,6 +94,39 @@ class ForwardProgram(CachedProgram):
     is_random: bool = False
     communicates: bool = False
     rerun_of: ForwardProgram | None = None
+
+    @property
+    def replayed_alike(self) -> tuple[Any, ...]:
+        backward = self.backwards[0]
+        used = tuple(map(self.saved.index, backward.used))
+        found = (self.spec, self.results, len(self.saved), used, tuple(self.parameters))
+        request = tuple(backward.requested)
+        return (
+            *super().replayed_alike,
+            *found,
+            request,
+            tuple(backward.slots),
+            backward.effects,
+            self.communicates,
+        )
+
+    def made_by(self, found: Prediction, **parts: Any) -> CachedProgram:
+        # Which saved value is which is said by its name in this recording.
+        backward = replace(
+            self.backwards[0],
+            program=found.programs[1],
+            op_stream=found.op_stream,
+            replays=0,
+        )
+        made = super().made_by(found, text="", backwards=[backward], rerun_of=None, **parts)
+        made.op_stream = found.forward
+        return made
+
+    def takes(self, programs: Sequence[Program]) -> None:
+        super().takes(programs)
+        (backward,) = self.backwards
+        programs[1].facts = backward.program.facts
+        self.backwards[:] = [replace(backward, program=programs[1])]
 
 
 def is_same_forward(a: ForwardProgram, b: ForwardProgram) -> bool:

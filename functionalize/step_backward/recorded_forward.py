@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from functionalize.audit.audited_call import log_bug
+from functionalize.audit.audited_call import log_bug, observed
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.fsdp.objects import FSDPTensor
 from functionalize.ir.inputs import Call, Source
@@ -234,7 +234,10 @@ class RecordedForward:
         try:
             observing, reading = calls.observing(recorder), end.entry.observed.reads.watching()
             with hyperparameters as hyper, observing, recorder, reading:
-                found = run_backward(self._outputs, tangents, self._inputs, requested, keep)
+                found = observed(
+                    self._call.observer,
+                    lambda: run_backward(self._outputs, tangents, self._inputs, requested, keep),
+                )
         except Exception as error:
             if self._audit is not None:
                 self._owner.audit_raised(self._audit, recorder, error)

@@ -154,7 +154,7 @@ def test_programs_are_what_the_passes_make_at_each_size(tmp_path: Path) -> None:
     step.forget()
     step.load(tmp_path / "step.fzp")
     for length, each in [(n, g) for n in (9, 37, 63, 96) for g in (group, group_of(step))]:
-        made = leaves_of(each.passed_at((length,)))
+        made = leaves_of(each.passed_at((length,))[0])
         expected = leaves_of(passes.run(group.template.at((length,)), pipeline))
         assert (made.tokens, made.integers) == (expected.tokens, expected.integers), length
 

@@ -1,0 +1,169 @@
+"""A captured forward whose programs for other sizes are predicted, each with that of its backward.
+
+    step._take(prediction, call)      replay the call, or compare it
+    step._compared(call)              the call, with what it is compared with
+    step._learn(key, reference, call) the class of a recorded call; here a compared one is judged
+
+A first call that is compared is recorded as any call without a program is, and the two programs that are made of it are
+compared with the predicted ones, integer by integer. So ranks take part in it as in a recording.
+A forward has programs of their own for the state in which it begins: the backward of a later microbatch adds to
+gradients, evaluation goes another way than training. Programs for other sizes are made from recordings that began in
+the same state (`EntryStates`).
+Invariant: a predicted forward is followed by the backward that was recorded. Once autograd has asked for another one,
+no more programs are predicted: ranks run their forwards again together, and one with a predicted program would do so
+alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from functionalize.audit.signature import Signature
+from functionalize.fsdp.python_state import FSDPStateGuard
+from functionalize.ir.guards import Guard
+from functionalize.ir.inputs import Call
+from functionalize.lengths.data_sizes import has_sizes
+from functionalize.lengths.length_classes import LengthClass, Prediction
+from functionalize.lengths.references import Reference, difference
+from functionalize.lengths.shared_passes import needs_no_copies
+from functionalize.state.mode_guard import ModeGuard
+from functionalize.state.step_guards import ModuleGuard, SlotGuard
+from functionalize.step.cache import CachedProgram, key_of
+from functionalize.step.captured_step import CapturedStep
+from functionalize.step.options import CaptureOptions
+from functionalize.step.stages import Invocation
+from functionalize.step_backward.joint_recording import Pair
+from functionalize.step_backward.pair import ForwardProgram
+
+log = logging.getLogger("functionalize")
+_NOTHING = None, None
+_NOT_PREDICTED = (
+    "autograd has asked for other gradients than in recorded calls: programs for other sizes are "
+    "not predicted any more"
+)
+_MOVED = (SlotGuard, FSDPStateGuard, ModeGuard, ModuleGuard)  # what a training loop moves
+_MOST = 8  # states that are told apart
+
+
+class EntryStates:
+    """The states in which calls begin, as numbers: by the guards that hold in each.
+
+    A number is only where a program is looked for, which has guards on the state.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[Sequence[Guard]] = []
+        self._last = 0
+
+    def of(self, leaves: Sequence[Any]) -> int:
+        """The number of the state now; of one that is not known, the next number."""
+        call, known = Call(leaves, []), self._known
+        for number in dict.fromkeys((self._last, *range(len(known)))):
+            if number < len(known) and all(g.failure(call) is None for g in known[number]):
+                self._last = number
+                return number
+        return len(known)
+
+    def learn(self, number: int, facts: Sequence[Guard]) -> None:
+        """Take note of the state in which a recorded call began. number: what `of` gave."""
+        if number == len(self._known) < _MOST:
+            self._known.append([each for each in facts if isinstance(each, _MOVED)])
+
+
+class PredictedForward(CapturedStep):
+    """A forward with programs, recorded and predicted."""
+
+    def __init__(self, forward: Callable[..., Any], options: CaptureOptions) -> None:
+        super().__init__(forward, options)
+        self._states = EntryStates()
+        self._is_sharded = False  # whether FSDP2 reduces the gradients
+        self._expected: tuple[Hashable, Prediction | None] = _NOTHING
+
+    def _key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
+        if not self._options.dynamic:
+            return super()._key(leaves, spec)
+        key: Any = key_of(leaves, spec)
+        found: Hashable = self._sizes.of((*key, self._states.of(leaves)), leaves)
+        return found
+
+    # -- first calls ---------------------------------------------------------------------------
+
+    def _take(self, found: Prediction, call: Invocation) -> None:
+        if found.why is None:
+            super()._take(found, call)
+        else:
+            self._expected = call.key, found
+
+    def _compared(self, call: Invocation) -> Invocation:
+        (key, expected), self._expected = self._expected, _NOTHING
+        if expected is None or key is not call.key:
+            return call
+        return replace(call, expected=expected, observer=expected.observer())
+
+    def _reference(
+        self,
+        call: Invocation,
+        names: Sequence[str],
+        pair: Pair,
+        cached: ForwardProgram,
+        whole: Signature,
+    ) -> Reference | None:
+        """What programs for other sizes are made from. names: of the arguments. whole: the op stream of both."""
+        if self._lengths is None:
+            return None
+        key, backward = self._key_with_sizes(call.key, pair.forward), (pair.backward, whole)
+        return Reference.of(key, names, call.leaves, pair.forward, cached, backward)
+
+    def _learn(self, key: Hashable, reference: Reference, call: Invocation) -> LengthClass | None:
+        self._states.learn(reference.key[-1 - has_sizes(reference.key)], reference.program.facts)
+        expected = call.expected
+        if expected is None:
+            return super()._learn(key, reference, call)
+        self.stats.audits += 1
+        why = difference(reference, expected.programs, expected.rest)
+        if why is not None:
+            self._mispredicted(expected, call.key, why)
+            return super()._learn(key, reference, call)
+        observer: Any = call.observer
+        expected.found_right(observer)
+        expected.group.references[:] = [reference]  # with guards on the state as it is now
+        reference.rest.found = 1  # it has been of use
+        self.stats.predictions += 1
+        self.stats.captures -= 1  # what is counted next is a comparison
+        return expected.group
+
+    def _predict_no_more(self) -> None:
+        """Autograd has asked for a backward that was not recorded."""
+        if self._lengths is None:
+            return
+        self._lengths = None
+        if self._is_sharded:
+            log.warning("%s: %s; all ranks must run this forward again", self._name, _NOT_PREDICTED)
+        for cached in list(self._cache):
+            cached.group = None
+            if cached.is_unseen:
+                self._cache.drop(cached)
+        self.stats.missed(_NOT_PREDICTED)
+
+    # -- passes --------------------------------------------------------------------------------
+
+    def _is_bare(self, pair: Pair, call: Invocation) -> bool:
+        """Whether programs are replayed before the passes, which may run for all sizes."""
+        if call.expected is not None:
+            return self._options.rewrites and call.expected.group.is_lean
+        return self._may_share(call.key) and all(
+            map(needs_no_copies, (pair.forward, pair.backward))
+        )
+
+    @property
+    def _passes_may_follow(self) -> bool:
+        return True
+
+    def _rewrite(self, cached: CachedProgram) -> None:
+        super()._rewrite(cached)
+        if isinstance(cached, ForwardProgram):
+            for each in cached.backwards:
+                each.program = self._rewritten(each.program)
