@@ -1,9 +1,11 @@
-"""Sizes that ops make of arguments, counted before a call: further sizes of the call, beside those of its tensors.
+"""What Python reads of the arguments, known before a call: sizes that ops make of them, and other numbers.
 
     loss = model(x)[mask].sum()           as many elements as `mask`, an argument, selects
 
     key = sizes.learned(key, guards)      of a program that was kept; guards: one of them on such sizes
     key = sizes.of(key, leaves)           of a later call: with `(torch.Size([17]), MADE)` at its end
+
+    agreeing(guards, leaves)              which of several classes of programs fit a call, by `mask.all()`
 
 So programs for other counts are other kinds of calls, of which one that is rare runs eagerly, and with `dynamic=True`
 a count is a symbol like the length of an argument.
@@ -79,3 +81,33 @@ def has_sizes(key: Any) -> bool:
 
 def _extended(key: Any, sizes: Sequence[int]) -> Any:
     return (*key, (torch.Size(map(int, sizes)), MADE))
+
+
+def early_guards(guards: Iterable[Guard]) -> list[EarlyGuard]:
+    """The guards on numbers of the arguments that are no sizes."""
+    found = [each for each in guards if isinstance(each, EarlyGuard)]
+    return [each for each in found if not each.is_on_sizes]
+
+
+def agreeing(
+    classes: Sequence[tuple[Sequence[EarlyGuard], bool]], leaves: Sequence[Any]
+) -> list[bool]:
+    """For each class, whether Python has read in its calls what it reads of these arguments, as far as that is known.
+
+    classes: the guards of each, and whether they are those for the sizes of the call. If not, they are not computed:
+    truth values that another class knows of this call are compared.
+    """
+    known: dict[Any, Any] = {}
+    agree = [True] * len(classes)
+    for number, (guards, is_for_sizes) in enumerate(classes):
+        for guard in guards if is_for_sizes else ():
+            numbers = guard.numbers(leaves)
+            if not isinstance(numbers, str):
+                known.update(zip(guard.readings, numbers, strict=True))
+                agree[number] &= numbers == list(guard.values)
+    for number, (guards, is_for_sizes) in enumerate(classes):
+        for guard in () if is_for_sizes else guards:
+            for reading, value in zip(guard.readings, guard.values, strict=True):
+                if type(value) is bool and known.get(reading, value) != value:
+                    agree[number] = False
+    return agree

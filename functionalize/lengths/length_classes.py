@@ -19,16 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from functionalize.audit.results import is_comparable
 from functionalize.audit.signature import Signature
+from functionalize.lengths.data_sizes import agreeing, early_guards
 from functionalize.lengths.instances import Instances
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EVERY, Proof
 from functionalize.lengths.references import Reference, Templates, open_key, shapes_of, tokens_of
 from functionalize.lengths.shared_passes import needs_no_copies, rewritten
 from functionalize.lengths.signature_template import SignatureTemplate
+from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Sizes
 from functionalize.templates.leaves import leaves_of
@@ -258,6 +261,12 @@ class LengthClass:
             return None
         return Prediction(self, shapes, sizes, programs, op_stream, stream, latest.rest, has_passed)
 
+    def early_guards(self, shapes: Shapes) -> tuple[list[EarlyGuard], bool]:
+        """The guards on numbers of the arguments, and whether they are those for these shapes, not of a recording."""
+        expected = self.predicted(shapes)
+        program = self.references[-1].program if expected is None else expected.programs[0]
+        return early_guards(program.guards), expected is not None
+
     def instances_of(self, template: Template) -> Instances:
         """The programs of a template of this class, before its passes or after."""
         known = [sizes for sizes in map(self.sizes_of, self.known) if not isinstance(sizes, str)]
@@ -346,54 +355,42 @@ class LengthClasses:
             if all(each.template is None for each in alike):
                 classes[:] = [group, *(each for each in classes if each not in alike)]
 
-    def wants(self, key: Any) -> bool:
+    def candidates(self, key: Any, leaves: Sequence[Any]) -> list[LengthClass]:
+        """The classes that a call may be in, the one with the nearest known sizes first.
+
+        One of a single recording, such as a length that equals a width, comes last. Of several classes, those in whose
+        calls Python has read of the arguments what it reads of these.
+        """
+        classes, shapes = self._classes.get(open_key(key), []), shapes_of(key)
+        found = sorted(classes, key=lambda each: (len(each.known) < 2, each.distance(shapes)))
+        if len(found) < 2:
+            return found
+        return list(
+            compress(found, agreeing([each.early_guards(shapes) for each in found], leaves))
+        )
+
+    def wants(self, key: Any, leaves: Sequence[Any]) -> bool:
         """Whether a recording of such a call may lead to a template."""
-        classes = self._classes.get(open_key(key), [])
-        if not classes:
+        found = self.candidates(key, leaves) or self._classes.get(open_key(key), [])[:1]
+        if not found:
             return bool(shapes_of(key)) and not self._is_auto
-        recorded, group = sum(each.recorded for each in classes), _nearest(classes, shapes_of(key))
-        if self._is_auto and all(shapes == group.known[0] for shapes in group.known):
+        if self._is_auto and all(shapes == found[0].known[0] for shapes in found[0].known):
             return False
-        return recorded < _MOST_OF_A_KIND and group.wants
+        return sum(each.recorded for each in found) < _MOST_OF_A_KIND and found[0].wants
 
-    def can_predict(self, key: Any) -> bool:
-        """Whether the class with the nearest known sizes has a template."""
-        classes = self._classes.get(open_key(key), [])
-        if not classes:
+    def can_predict(self, found: Sequence[LengthClass]) -> bool:
+        """Whether the first candidate has a template."""
+        if not found or found[0].template is None:
             return False
-        group = _nearest(classes, shapes_of(key))
-        is_known = group.proof is not None and not group.proof.is_hopeless
+        proof = found[0].proof
+        is_known = proof is not None and not proof.is_hopeless
         most = _MOST_FAILURES_OF_KNOWN if is_known else _MOST_FAILURES
-        return group.template is not None and sum(each.failures for each in classes) < most
+        return sum(each.failures for each in found) < most
 
-    def nearest(self, key: Any) -> LengthClass:
-        """The class with the nearest known sizes, for a kind of call of which there is one."""
-        return _nearest(self._classes[open_key(key)], shapes_of(key))
-
-    def why_compared(self, key: Any) -> str | None:
-        """Why the first call of a kind runs for real, and is compared; None: it is replayed."""
-        group, classes = self.nearest(key), self._classes[open_key(key)]
-        if len(classes) >= _MOST:
+    def why_compared(self, key: Any, found: Sequence[LengthClass]) -> str | None:
+        """Why the first call of a kind runs for real, and is compared; None: it is replayed. found: the candidates."""
+        if len(self._classes[open_key(key)]) >= _MOST:
             return "there are too many classes to know which is which"
-        others = [shapes for each in classes if each is not group for shapes in each.known]
-        others += [shapes for each in classes for shapes in each.differing]
-        return group.why_compared(shapes_of(key), others)
-
-    def unseen(self, key: Any) -> Prediction | None:
-        """What is expected of such a call by the class for which `why_compared` has an answer."""
-        return self.nearest(key).predicted(shapes_of(key), is_passed=True)
-
-    def predicted(self, key: Any) -> Prediction | None:
-        """What is expected of such a call; None: nothing is."""
-        if not self.can_predict(key):
-            return None
-        shapes = shapes_of(key)
-        classes = self._classes[open_key(key)]
-        nearest = sorted(classes, key=lambda group: group.distance(shapes))
-        return next((p for each in nearest if (p := each.predicted(shapes)) is not None), None)
-
-
-def _nearest(classes: Sequence[LengthClass], shapes: Shapes) -> LengthClass:
-    """The class with the nearest known sizes; one of a single recording only if there is no other."""
-    several = [each for each in classes if len(each.known) > 1]
-    return min(several or classes, key=lambda group: group.distance(shapes))
+        others = [shapes for each in found[1:] for shapes in each.known]
+        others += [shapes for each in found for shapes in each.differing]
+        return found[0].why_compared(shapes_of(key), others)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from functionalize.analysis.last_write import last_write
 from functionalize.errors import FunctionalizeError
@@ -38,7 +39,8 @@ def rewritten(
     apply: Callable[[Program], Program],
 ) -> Template | str:
     """The template of what `apply` makes of the programs. compared: sizes between which calls are as predicted."""
-    known = frozenset([*template.formulas, *signatures.formulas()])
+    may_be_sizes = compress(template.formulas, leaves_of(template.reference).sizes)
+    known = frozenset([*may_be_sizes, *signatures.formulas()])
     varying = [each for each in known if each.terms]
     constants = {each.constant for each in known if not each.terms}
     chosen = _Generic(signatures, varying, constants).two(list(_candidates(compared)))

@@ -149,6 +149,11 @@ class EarlyGuard:
         """The numbers at capture."""
         return tuple(guard.value for guard in self.program.value_guards)
 
+    @property
+    def readings(self) -> list[tuple[int, str]]:
+        """For each number, which one it is, and the user's line that read it."""
+        return [(i, guard.where) for i, guard in enumerate(self.program.value_guards)]
+
     def numbers(self, leaves: Sequence[Any]) -> list[Any] | str:
         """The numbers of a call, in the order of `values`; text: why its inputs are others."""
         results = self._results(leaves)

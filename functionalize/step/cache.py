@@ -198,6 +198,10 @@ class ProgramCache:
         """Whether there is a program with this key."""
         return key in self._by_key
 
+    def at(self, key: Hashable) -> Sequence[CachedProgram]:
+        """The programs with this key."""
+        return self._by_key.get(key, ())
+
     def calls_before_passes(self, key: Hashable, program: Program) -> int:
         """How many calls must find a new program before its passes run.
 

@@ -307,7 +307,7 @@ class CapturedStep(PredictedStep):
                 self._vote = votes | self._vote
             if run.recorder.scalars and not run.recorder.live:
                 self._kinds.record_next()  # ranks find out together whether they must vote
-            self._let_wait(call.key, run.recorder)
+            self._let_wait(call, run.recorder)
 
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         """The program of a recording, after the passes."""

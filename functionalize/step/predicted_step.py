@@ -25,7 +25,7 @@ from functionalize.audit.audited_call import AuditedCall
 from functionalize.audit.verdict import AuditVerdict
 from functionalize.ir.inputs import Call
 from functionalize.lengths.first_call import FirstCall
-from functionalize.lengths.length_classes import LengthClass, LengthClasses, Prediction
+from functionalize.lengths.length_classes import LengthClass, Prediction
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EQUAL
 from functionalize.lengths.references import Reference, open_key, shapes_of
@@ -39,7 +39,7 @@ from functionalize.step.cache import (
 )
 from functionalize.step.replayed_step import ReplayedStep
 from functionalize.step.stages import Invocation
-from functionalize.step.vote import Level
+from functionalize.step.vote import RARE, Level
 
 log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones, which some ten replays return: as many as these,
@@ -70,11 +70,17 @@ class PredictedStep(ReplayedStep):
     def _is_unpredicted(self, call: Invocation) -> bool:
         """Whether the kind of a call without a program is rare; else its program may be predicted."""
         lengths = self._lengths
-        if lengths is None or call.key in self._warmups or not lengths.can_predict(call.key):
+        if lengths is None or call.key in self._warmups:
+            return self._is_rare(call)
+        classes = lengths.candidates(call.key, call.leaves)
+        if not lengths.can_predict(classes):
             return self._is_rare(call)
         if call.key in self._unpredicted:
             return False
-        why, may_be_known = self._why_compared(lengths, call.key)
+        proof, may_be_known = classes[0].proof, False
+        why: str | None = "all first calls are compared"
+        if proof is not None and not proof.is_hopeless:
+            why, may_be_known = lengths.why_compared(call.key, classes), True
         if why is not None:
             if not may_be_known:
                 is_rare = self._is_rare(call)
@@ -84,13 +90,34 @@ class PredictedStep(ReplayedStep):
                 )
             if is_rare:
                 return True
-        found = lengths.unseen(call.key) if why is None else lengths.predicted(call.key)
+        shapes = shapes_of(call.key)
+        expected = (each.predicted(shapes, is_passed=why is None) for each in classes)
+        found = next((each for each in expected if each is not None), None)
         if found is None:
             return self._is_rare(call)
         if not may_be_known:
             self._kinds.recorded(call.key)
         self._take(replace(found, why=why), call)
         return False
+
+    def _try_replay(self, call: Invocation) -> tuple[bool | None, Any]:
+        had_programs = self._cache.has(call.key)
+        is_done, result = super()._try_replay(call)
+        if is_done is not False or not had_programs or not self._is_of_another_class(call):
+            return is_done, result
+        if self._is_unpredicted(call):
+            self.stats.rare += 1
+            self._is_left_eager = True
+            return False, RARE
+        return super()._try_replay(call)
+
+    def _is_of_another_class(self, call: Invocation) -> bool:
+        """Whether a class predicts a call, and the programs with its key are of others: Python read other numbers."""
+        if self._lengths is None or self._vote is not None:
+            return False
+        classes = self._lengths.candidates(call.key, call.leaves)
+        groups = [cached.group for cached in self._cache.at(call.key)]
+        return self._lengths.can_predict(classes) and classes[0] not in groups
 
     def _take(self, found: Prediction, call: Invocation) -> None:
         """The call is replayed by a predicted program, or compared with it."""
@@ -101,13 +128,6 @@ class PredictedStep(ReplayedStep):
             cached.prediction, cached.is_unseen = None, True
             self.stats.instances += 1
         self._cache.add(call.key, cached)
-
-    def _why_compared(self, lengths: LengthClasses, key: Hashable) -> tuple[str | None, bool]:
-        """Why the first call of a kind is compared, None: it is replayed; whether its like may ever be replayed."""
-        group = lengths.nearest(key)
-        if group.proof is None or group.proof.is_hopeless:
-            return "all first calls are compared", False
-        return lengths.why_compared(key), True
 
     def _may_compare(self) -> bool:
         """Whether the time of another comparison has been saved by replays."""
@@ -128,17 +148,17 @@ class PredictedStep(ReplayedStep):
     # -- passes --------------------------------------------------------------------------------
 
     def _before_passes(self, recorded: Program, call: Invocation) -> tuple[int, bool]:
-        if not self._may_share(call.key):
+        if not self._may_share(call):
             return super()._before_passes(recorded, call)
         is_bare = needs_no_copies(recorded)
         return 0 if is_bare else CALLS_BEFORE_PASSES, is_bare
 
-    def _may_share(self, key: Hashable) -> bool:
+    def _may_share(self, call: Invocation) -> bool:
         """Whether the passes of a recorded program may run for all sizes of its class."""
         lengths, options = self._lengths, self._options
         if lengths is None or not options.rewrites or options.compares:
             return False
-        return self._passes_may_follow and lengths.wants(key)
+        return self._passes_may_follow and lengths.wants(call.key, call.leaves)
 
     @property
     def _passes_may_follow(self) -> bool:
@@ -260,10 +280,10 @@ class PredictedStep(ReplayedStep):
 
     def _failed_unseen(self, cached: CachedProgram, call: Invocation, error: Exception) -> None:
         """The first replay of a program that was not compared has failed, with nothing changed."""
-        assert self._lengths is not None
+        assert cached.group is not None
         self._cache.drop(cached)
         shapes, why = shapes_of(call.key), f"{type(error).__name__}: {error}"
-        self._lengths.nearest(call.key).failed(why, shapes, was_known=True)
+        cached.group.failed(why, shapes, was_known=True)
         self._unpredicted.add(call.key)
         self.stats.instances -= 1
         self.stats.mispredictions += 1

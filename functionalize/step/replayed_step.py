@@ -249,28 +249,28 @@ class ReplayedStep:
         None if as many have waited for the recording.
         """
         unkept = self._warmups.get(call.key)
-        if not self._passes_may_wait(call.key) or (unkept is not None and unkept.has_waited):
+        if not self._passes_may_wait(call) or (unkept is not None and unkept.has_waited):
             return 0, False
         return self._cache.calls_before_passes(call.key, recorded), False
 
-    def _passes_may_wait(self, key: Hashable) -> bool:
+    def _passes_may_wait(self, call: Invocation) -> bool:
         """Whether passes may run later: the ranks, a report or a prediction do not compare their result."""
         options = self._options
-        if self._lengths is not None and self._lengths.wants(key):
+        if self._lengths is not None and self._lengths.wants(call.key, call.leaves):
             return False
         compares = options.compares or options.memory
         return self._kinds.defers and options.rewrites and not compares
 
-    def _let_wait(self, key: Hashable, recorder: Recorder) -> None:
+    def _let_wait(self, call: Invocation, recorder: Recorder) -> None:
         """After the first recording of a large step, which is not kept: the next one, and the passes, may wait.
 
         Ranks that vote, or will, record alike: theirs do not wait.
         """
         is_first = self.stats.warmups == 1 and not self._has_settled
-        if not is_first or len(recorder.records) < MANY or not self._passes_may_wait(key):
+        if not is_first or len(recorder.records) < MANY or not self._passes_may_wait(call):
             return
         if self._vote is None and not must_vote(recorder):
-            unkept = self._warmups[key]
+            unkept = self._warmups[call.key]
             unkept.waits, unkept.has_waited = CALLS_BEFORE_SECOND_RECORDING, True
 
     def _note_warm_up(self, summary: RecordingSummary) -> None:
@@ -286,7 +286,7 @@ class ReplayedStep:
     def _is_rare(self, call: Invocation) -> bool:
         """Whether calls of this kind, which was never recorded, came too seldom to be recorded."""
         has_begun = self._has_settled or 0 < self.stats.warmups < MAX_WARMUPS
-        if has_begun and self._lengths is not None and self._lengths.wants(call.key):
+        if has_begun and self._lengths is not None and self._lengths.wants(call.key, call.leaves):
             return False
         known = call.key in self._warmups or self._cache.has(call.key)
         return self._kinds.is_rare(call.key) and not known

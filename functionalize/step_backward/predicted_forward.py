@@ -154,9 +154,7 @@ class PredictedForward(CapturedStep):
         """Whether programs are replayed before the passes, which may run for all sizes."""
         if call.expected is not None:
             return self._options.rewrites and call.expected.group.is_lean
-        return self._may_share(call.key) and all(
-            map(needs_no_copies, (pair.forward, pair.backward))
-        )
+        return self._may_share(call) and all(map(needs_no_copies, (pair.forward, pair.backward)))
 
     @property
     def _passes_may_follow(self) -> bool:

@@ -11,6 +11,7 @@ and `meta`.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from functionalize.program.printer import node_text
 from functionalize.program.program import Program
 
 INTEGER = "an integer"
+# Fields that number inputs, results, arguments and outputs: no size, and compared with none.
+_NUMBERS = frozenset({"input", "slot", "other", "leaf", "output"})
 _MOST_CONTENTS = 4096  # elements of a constant that are compared
 # The fields of a program that are read after its nodes, and what one part of each is called.
 PARTS = {
@@ -41,13 +44,14 @@ PARTS = {
 class Leaves:
     """The leaves of a program. owners: for each token, the node or the text of the part that holds it.
 
-    at: the index in `tokens` of each integer.
+    at: the index in `tokens` of each integer. sizes: for each integer, whether it may be a size.
     """
 
     tokens: list[Any] = field(default_factory=list)
     owners: list[Any] = field(default_factory=list)
     integers: list[int] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
+    sizes: list[bool] = field(default_factory=list)
 
     def place(self, token: int) -> str:
         """The part of the program that holds a token."""
@@ -71,18 +75,20 @@ class _Reader:
         self.order: Sequence[fx.Node] = ()
         self._numbers: dict[fx.Node, int] = {}
         self._owner: Any = "the program"
+        self._is_size = True
 
     def read_program(self, program: Executable) -> None:
         """Read every part; `_copied` replaces the integers in the same order."""
         nodes, self.order = self.order or program.graph.nodes, ()
         self._numbers |= {node: i for i, node in enumerate(nodes)}
-        self._read([program.stage, list(program.writes), str(program.out_spec)])
+        self._read_numbers([program.stage, list(program.writes), str(program.out_spec)])
         for node in nodes:
             self._owner = node
             self._token((node.op, node.target if node.op == "call_function" else None))
             if node.op == "get_attr":
                 self._token(_contents(program.constants[str(node.target)]))
-            self._read([node.args, node.kwargs])
+            read = self._read_numbers if node.target is operator.getitem else self._read
+            read([node.args, node.kwargs])
         for name, what in PARTS.items():
             for i, each in enumerate(getattr(program, name)):
                 self._owner = f"the input `{each.name}`" if name == "inputs" else f"{what} {i}"
@@ -92,10 +98,17 @@ class _Reader:
         self.leaves.tokens.append(token)
         self.leaves.owners.append(self._owner)
 
+    def _read_numbers(self, value: Any) -> None:
+        """The same for a value whose integers are no sizes."""
+        before, self._is_size = self._is_size, False
+        self._read(value)
+        self._is_size = before
+
     def _read(self, value: Any) -> None:
         if type(value) is int:
             self.leaves.at.append(len(self.leaves.tokens))
             self.leaves.integers.append(value)
+            self.leaves.sizes.append(self._is_size)
             self._token(INTEGER)
         elif isinstance(value, fx.Node):
             self._token(("node", self._numbers[value]))
@@ -118,7 +131,8 @@ class _Reader:
         elif _is_opened(value, self._owner):
             self._token(type(value))
             for each in dataclasses.fields(value):
-                self._read(getattr(value, each.name))
+                read = self._read_numbers if each.name in _NUMBERS else self._read
+                read(getattr(value, each.name))
         elif isinstance(value, Tensor):
             self._token(_contents(value))
         else:

@@ -248,3 +248,22 @@ def test_integers_that_a_pass_computes_are_not_taken_for_constants(
     for rows in [*EACH, 40, 41, 25]:
         assert torch.equal(captured(torch.ones(rows)), torch.full((rows,), 2.0))
     assert "a pass has computed an integer" in group_of(captured).apart
+
+
+def test_the_numbers_of_inputs_and_results_are_no_sizes(runs: list[fz.Program]) -> None:
+    """A step of many parameters, at lengths below their number and that of a table's rows."""
+    torch.manual_seed(0)
+    table, weights = torch.randn(64, 2), [torch.randn(2, requires_grad=True) for _ in range(70)]
+    optimizer = torch.optim.SGD(weights, 0.1, momentum=0.9, foreach=False)
+
+    def step(x: Tensor) -> Tensor:
+        loss = sum(((x * w + table[: len(x)]).square().mean() for w in weights), torch.zeros(()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    captured = fz.capture(step, dynamic=True, audit=False, passes="reinplace")
+    for rows in (9, 20, 33, 50, *EACH, 21, 27, 35):
+        captured(torch.randn(rows, 2))
+    assert group_of(captured).apart is None and len(runs) == 2

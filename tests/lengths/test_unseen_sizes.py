@@ -287,3 +287,22 @@ def test_what_is_said_of_sizes_that_were_replayed_unseen() -> None:
     text = captured.program.print_readable(print_output=False)
     assert text.startswith("# s0 = 16: size 0 of `x`\nprogram(\n    x: float32[s0, 2],\n")
     assert "float32[16, 2]" in str(captured.program.inputs[0].geometry)
+
+
+def test_what_python_reads_of_the_arguments_tells_classes_apart() -> None:
+    """Two programs for each length: with padding and without. Both are predicted, also at a length that one has."""
+
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        return x.sin() if mask.all() else x.cos() * mask[:, None]
+
+    captured = fz.capture(step, dynamic=True, audit=False, max_programs=99)
+    draw, unseen = random.Random(0), []
+    for i, rows in enumerate([8, 40, 12, 36, 20, 28, *draw.sample(range(9, 40), 31)] * 2):
+        for is_padded in (False, True) if i % 2 else (True, False):
+            x, mask = torch.randn(rows, 2), torch.arange(rows) < rows - is_padded
+            before = captured.stats.instances
+            assert torch.equal(captured(x, mask), step(x, mask)), (rows, is_padded)
+            unseen.append((is_padded, captured.stats.instances - before))
+    assert captured.stats.captures <= 8 and captured.stats.mispredictions == 0
+    for is_padded in (False, True):
+        assert sum(n for padded, n in unseen if padded is is_padded) >= 15
