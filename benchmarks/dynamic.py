@@ -8,12 +8,13 @@ Hugging Face models with random weights under FSDP2, built once for each way; th
 same tokens. Each rank draws its own lengths. The streams: `new` (no length returns), `long` (drawn from 96), `few`
 (drawn from 4). Losses, parameters and optimizer states are compared with eager bit by bit after every call.
 Total seconds of all calls, first ones included, and of the last third; ratios to eager. `known`: the time of calls of
-six lengths that return, after the passes of their class, to that of programs recorded at each of them.
+six lengths that return, after the passes of their class and a garbage collection, to that of programs recorded at each.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -45,7 +46,7 @@ STREAMS: dict[str, Callable[[int, torch.Generator], int]] = {
 MODELS = ["llama", "gpt2", "bert", "mixtral", "t5"]
 WAYS = ["recorded at once", "defaults", "dynamic"]
 _KNOWN = 6
-_BEFORE_STEADY, _STEADY = 150, 120  # calls; the passes of a class run after 256 replays
+_BEFORE_STEADY, _STEADY = 480, 120  # calls; passes run after 256 replays, or 64 of one length
 Row = dict[str, Any]
 
 
@@ -160,6 +161,8 @@ def steady(
     known = [n for n, count in Counter(lengths).items() if count > 1][:_KNOWN]
     seconds: dict[Any, list[float]] = {dynamic: [], fixed: []}
     for i in range(_BEFORE_STEADY + _STEADY):
+        if i == _BEFORE_STEADY:
+            gc.collect()  # else that of the recordings and passes falls on one of the two
         tokens = torch.zeros(options.batch, known[i % _KNOWN], dtype=torch.int64)
         for step, found in seconds.items():
             dist.barrier()
