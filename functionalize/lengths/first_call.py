@@ -7,7 +7,7 @@ An audit of a recorded program compares ops, results and gradients: the program 
 its guards are those of this path through the code. Of a predicted program this is not known, so compared are, too:
 numbers that the code learned, calls that a replay makes again, FSDP2's state, and what every audit compares. Where
 Python is known to take a compared path (`proofs.py`), as for a program that is replayed at once, its state is not read:
-that takes half of the time of a comparison.
+that takes a third of the time of a comparison.
 Invariant: it reads, and changes nothing.
 """
 

@@ -89,7 +89,7 @@ class ForwardEnd:
         exit = ExitState.now(entry, result, changed, effects)
         if exit.changed is None:
             entry.observed.leave_unread(entry.leaves)
-        else:  # no program is made: nobody else may find live numbers
+        else:  # no program is made: the caller keeps no live number
             replace_escaped(log)
         return ForwardEnd(
             entry,

@@ -45,7 +45,7 @@ _NOT_PREDICTED = (
     "not predicted any more"
 )
 _MOVED = (SlotGuard, FSDPStateGuard, ModeGuard, ModuleGuard)  # what a training loop moves
-_MOST = 8  # states that are told apart
+_MOST = 8  # states that have a number each
 
 
 class EntryStates:
