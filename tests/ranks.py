@@ -81,7 +81,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(TimeoutError):
-    """Some rank did not return in time. in_collective: whether all these ranks waited in a collective of torch."""
+    """Some rank did not return in time. in_collective: whether all these ranks waited in a collective."""
 
     in_collective = False
 
@@ -314,9 +314,13 @@ class RankPool:
 
 
 def _waits_in_collective(stack: str) -> bool:
-    """Whether the innermost frames of a rank are of `torch.distributed`, or of the recorder around them."""
+    """Whether the innermost frames of a rank are of `torch.distributed`, or the recorder around them, or a replay.
+
+    The code of a replay calls the ops of collectives without a frame of torch.
+    """
     frames = [line for line in stack.splitlines() if line.lstrip().startswith("File ")][:6]
-    return any("/torch/distributed/" in frame for frame in frames)
+    replays = any('"<functionalize boxed program>"' in frame for frame in frames[:1])
+    return replays or any("/torch/distributed/" in frame for frame in frames)
 
 
 _pools: dict[int, RankPool] = {}  # by world size; processes outlive a call, hence a global
@@ -375,7 +379,7 @@ def run_on_ranks(
         return _run(world, name, message, timeout)
     except RankTimeout as error:
         # Between processes of one machine gloo now and then loses a message, on every torch from 2.11 to 2.15 and with
-        # no code of this library: one rank has returned from an all-gather, the other one waits in it for ever. Ranks
+        # no code of this library: one rank has returned from a collective, the other one waits in it for ever. Ranks
         # that wait for each other in earnest do so on new processes, too.
         if not error.in_collective:
             raise

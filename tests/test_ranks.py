@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
 
+import functionalize as fz
 from tests import ranks
 from tests.ranks import (
     HungCollectiveWarning,
@@ -182,14 +185,22 @@ def test_function_must_be_importable() -> None:
         run_on_ranks(lambda: None)
 
 
+def mean_over_ranks(x: Tensor) -> Tensor:
+    return funcol.all_reduce(x, "avg", dist.group.WORLD) + 1
+
+
 def wait_for_each_other(file: str, times: int) -> int:
-    """In its first `times` runs each rank waits for a message that the other one does not send."""
+    """In its first `times` runs rank 0 waits in a replay, rank 1 for a message; the other one sends nothing."""
+    step = fz.capture(mean_over_ranks)
+    for _ in range(4):
+        step(torch.ones(2))
+    assert step.stats.replays
     with open(file, "a") as runs:
         runs.write("x")
     dist.barrier()
     with open(file) as runs:
         if len(runs.read()) <= 2 * times:
-            dist.recv(torch.ones(()), 1 - dist.get_rank())
+            step(torch.ones(2)) if dist.get_rank() == 0 else dist.recv(torch.ones(()), 0)
     return dist.get_rank()
 
 
