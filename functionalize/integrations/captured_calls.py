@@ -82,8 +82,12 @@ class CapturedCall:
         self.module, self.group = module, group
         self._run = call_of(module)
         named = functools.partial(self._run)
-        named.__name__ = type(module).__name__  # type: ignore[attr-defined]
+        name = named.__name__ = type(module).__name__  # type: ignore[attr-defined]
         self.step: CapturedForward = capture(named, **options)
+        self.step.boundary = (
+            f"calls of `{name}`, forward with hooks, and their backward; what is around them (loss, "
+            "clipping, optimizer, scheduler) runs eagerly"
+        )
         self._observed = 0
         self._last: Callable[[], _Backward | None] = _nothing  # of the forward before
         self._is_eager = False
@@ -121,13 +125,9 @@ class CapturedCall:
 
     def explain(self) -> str:
         """What is captured, and what became of it."""
-        name = type(self.module).__name__
         if self._is_eager:
-            return f"calls of `{name}` run eagerly: {_SEVERAL_FORWARDS}"
-        return (
-            f"boundary: calls of `{name}`, forward with hooks, and their backward; what is around them (loss, "
-            f"clipping, optimizer, scheduler) runs eagerly\n{self.step.explain()}"
-        )
+            return f"calls of `{type(self.module).__name__}` run eagerly: {_SEVERAL_FORWARDS}"
+        return self.step.explain()
 
 
 _SEVERAL_FORWARDS = (

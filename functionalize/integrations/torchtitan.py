@@ -38,5 +38,9 @@ def capture(trainer: Any, **options: Any) -> CapturedStep:
         )
     options = {"on_uncapturable": "eager", **options}
     step: CapturedStep = entry.capture(trainer.fwd_bwd_fn, **options)
+    step.boundary = (
+        "`trainer.fwd_bwd_fn`, forward, loss and backward of a microbatch; what is around it (data, clipping, "
+        "optimizer, schedulers, validation, metrics, checkpoints) runs eagerly"
+    )
     trainer.fwd_bwd_fn = step
     return step

@@ -1,4 +1,4 @@
-"""torchtitan's Trainer: a Llama of two layers, accumulation, clipping, its schedule.
+"""torchtitan's Trainer: a Llama of two layers, accumulation, clipping, its schedule, its validator and checkpoints.
 
 torchtitan runs on accelerators only. The shim for CPUs: its device module has no device, triton is a stub while it is
 imported, attention is SDPA (FlexAttention cannot be captured), FSDP2 sums before it divides (gloo has no PREMUL_SUM).
@@ -23,6 +23,8 @@ import functionalize as fz
 from tests.integrations.loops import (
     EPOCHS,
     LAYERS,
+    SAVED,
+    WARM,
     Checkpoint,
     Counter,
     Training,
@@ -30,8 +32,10 @@ from tests.integrations.loops import (
     world_size,
 )
 
-STEPS, WARM_STEPS, SAVED_STEPS, VOCABULARY = max(30, 2 * EPOCHS), 10, 15, 2048
+ROWS, BATCH, EPOCH_STEPS, VOCABULARY = 11, 2, 3, 2048  # of a rank; the sixth batch is short
+VALIDATION_ROWS = 3  # a batch, and a short one
 LENGTH = 16  # of a sequence: torchtitan's loss takes it in eight chunks
+CLOCKS = ("throughput", "tflops", "mfu", "time_metrics")  # what metrics of a time contain
 
 
 def without_accelerator() -> Any:
@@ -93,18 +97,20 @@ def config_of(torchtitan: Any, checkpoint: Checkpoint | None) -> Any:
     class Tokens(BaseDataLoader):
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
-            pass
+            rows: int = ROWS
+            infinite: bool = True  # the validator sets it
 
-        def __init__(
-            self, config: Any, *, dp_rank: int, seq_len: int, local_batch_size: int, **kwargs: Any
-        ) -> None:
-            self.rank, self.shape, self.at = dp_rank, (local_batch_size, seq_len + 1), 0
+        def __init__(self, config: Any, *, dp_rank: int, seq_len: int, **kwargs: Any) -> None:
+            self.rank, self.length, self.at = dp_rank, seq_len + 1, 0
+            self.rows, self.infinite = config.rows, config.infinite
 
         def __iter__(self) -> Any:
-            while True:
+            batches = -(-self.rows // BATCH)
+            while self.infinite or self.at < batches:
                 generator = torch.Generator().manual_seed(1000 * self.at + self.rank)
+                shape = min(BATCH, self.rows - self.at % batches * BATCH), self.length
                 self.at += 1
-                tokens = torch.randint(0, VOCABULARY, self.shape, generator=generator)
+                tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
                 yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
 
         def state_dict(self) -> dict[str, Any]:
@@ -119,17 +125,19 @@ def config_of(torchtitan: Any, checkpoint: Checkpoint | None) -> Any:
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.tokenizer, config.dataloader = Tokenizer.Config(), Tokens.Config()
-    config.training.local_batch_size, config.training.global_batch_size = 2, 4 * world_size()
-    config.training.seq_len, config.training.steps = LENGTH, STEPS
+    config.training.local_batch_size, config.training.global_batch_size = BATCH, 4 * world_size()
+    config.training.seq_len, config.training.steps = LENGTH, EPOCHS * EPOCH_STEPS
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
-    config.validator.enable = False
+    config.validator.enable, config.validator.freq = True, EPOCH_STEPS
+    config.validator.steps = -1
+    config.validator.dataloader = Tokens.Config(rows=VALIDATION_ROWS)
     config.checkpoint.enable = checkpoint is not None
-    config.checkpoint.interval = SAVED_STEPS
+    config.checkpoint.interval = SAVED * EPOCH_STEPS
     folder = tempfile.mkdtemp()
     if checkpoint is not None:
         folder = str(checkpoint.folder)
-        config.checkpoint.load_step = SAVED_STEPS if checkpoint.resumes else -1
+        config.checkpoint.load_step = SAVED * EPOCH_STEPS if checkpoint.resumes else -1
     config.dump_folder, config.debug.seed = folder, 3
     config.parallelism.data_parallel_shard_degree = world_size()
     config.parallelism.spmd_backend = "partial_dtensor"
@@ -156,12 +164,14 @@ def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
     step = fz.integrations.torchtitan.capture(trainer) if captured else None
     counter, numbers = Counter(step), list[Any]()
 
-    def log(at: int, *losses: float, **extra: Any) -> None:
-        numbers.append((at, *losses, extra["extra_metrics"]["n_tokens_seen"]))
-        if at >= WARM_STEPS:
-            counter.call(STEPS, 0 if at == WARM_STEPS else trainer.gradient_accumulation_steps)
+    def log(metrics: dict[str, Any], at: int) -> None:
+        is_validation = "validation_metrics/loss" in metrics
+        numbers.append((at, {k: v for k, v in metrics.items() if not any(c in k for c in CLOCKS)}))
+        if not is_validation and at >= WARM * EPOCH_STEPS:  # it logs after its calls
+            first = at == WARM * EPOCH_STEPS
+            counter.call(at // EPOCH_STEPS, 0 if first else trainer.gradient_accumulation_steps)
 
-    trainer.metrics_processor.log = log
+    trainer.metrics_processor.logger.log = log
     trainer.train()
     return Training(
         numbers,
