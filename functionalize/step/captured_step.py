@@ -82,8 +82,6 @@ log = logging.getLogger("functionalize")
 class CapturedStep(PredictedStep):
     """A training step that is recorded in its steady state and replayed after."""
 
-    boundary = ""  # what of a framework's loop it is, for `explain`
-
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(train_step, options)
         functools.update_wrapper(self, train_step)
@@ -118,8 +116,8 @@ class CapturedStep(PredictedStep):
     def explain(self) -> str:
         """Why each program exists, which guards missed, where each input comes from, what was refused."""
         waits = max((unkept.waits for unkept in self._warmups.values()), default=0)
-        text = explanation(self._name, self.stats, self._cache, self._refused.values(), waits)
-        return f"boundary: {self.boundary}\n{text}" if self.boundary else text
+        refused = self._refused.values()
+        return explanation(self._name, self.boundary, self.stats, self._cache, refused, waits)
 
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""

@@ -29,7 +29,12 @@ from functionalize.walk.parts import Held
 
 
 def explanation(
-    name: str, stats: Stats, programs: ProgramCache, refused: Iterable[Exception], waits: int
+    name: str,
+    boundary: str,
+    stats: Stats,
+    programs: ProgramCache,
+    refused: Iterable[Exception],
+    waits: int,
 ) -> str:
     """The text of `CapturedStep.explain`. waits: the number of calls before the next recording."""
     counts = [
@@ -54,7 +59,8 @@ def explanation(
         counts.append(f"{stats.rare} of them of kinds that came too seldom to be recorded")
     if stats.waiting:
         counts.append(f"{stats.waiting} of them while a program waited for its passes")
-    lines = [f"{name}: {', '.join(counts)}"]
+    lines = [f"boundary: {boundary}"] if boundary else []
+    lines.append(f"{name}: {', '.join(counts)}")
     if waits:
         lines.append(
             f"the next recording, and its passes, wait: {counted(waits, 'more call')} must come first"

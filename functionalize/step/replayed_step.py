@@ -63,6 +63,8 @@ class ReplayedStep:
 
     _hooks_run_outside = False  # whether autograd runs the hooks of plain parameters after a replay
 
+    boundary = ""  # what of a framework's loop it is, for `explain`
+
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         self.stats = Stats()
         self._fn, self._options = train_step, options
