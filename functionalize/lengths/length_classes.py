@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import not_
 from typing import Any
 
 from functionalize.audit.results import is_comparable
@@ -178,7 +179,9 @@ class LengthClass:
         if isinstance(templates, Mismatch):
             return templates
         (found, *rest), sizes, signatures = templates.programs, templates.sizes, templates.whole
-        alone = {f for f in found.formulas if f.terms}.difference(signatures.formulas())
+        guarded = leaves_of(found.reference).guarded
+        unguarded = compress(found.formulas, map(not_, guarded))
+        alone = {f for f in unguarded if f.terms}.difference(signatures.formulas())
         # A first call with a program of its backward is compared with both programs.
         if alone and len(sizes) == FEWEST and not (rest or is_comparable(found.reference)):
             return Mismatch(0, "the program", f"{len(alone)} functions of sizes are in no op")

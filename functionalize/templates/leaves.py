@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat.graphs import pytree
-from functionalize.ir.guards import AliasGuard
+from functionalize.ir.guards import AliasGuard, TensorGuard
 from functionalize.ir.inputs import WholeStorage
 from functionalize.program.executable import Executable
 from functionalize.program.printer import node_text
@@ -44,7 +44,8 @@ PARTS = {
 class Leaves:
     """The leaves of a program. owners: for each token, the node or the text of the part that holds it.
 
-    at: the index in `tokens` of each integer. sizes: for each integer, whether it may be a size.
+    at: the index in `tokens` of each integer. sizes: for each integer, whether it may be a size. guarded: whether every
+    replay compares it with its argument before it runs, so that a wrong one refuses the program.
     """
 
     tokens: list[Any] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Leaves:
     integers: list[int] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     sizes: list[bool] = field(default_factory=list)
+    guarded: list[bool] = field(default_factory=list)
 
     def place(self, token: int) -> str:
         """The part of the program that holds a token."""
@@ -75,7 +77,7 @@ class _Reader:
         self.order: Sequence[fx.Node] = ()
         self._numbers: dict[fx.Node, int] = {}
         self._owner: Any = "the program"
-        self._is_size = True
+        self._is_size, self._is_guarded = True, False
 
     def read_program(self, program: Executable) -> None:
         """Read every part; `_copied` replaces the integers in the same order."""
@@ -89,10 +91,15 @@ class _Reader:
                 self._token(_contents(program.constants[str(node.target)]))
             read = self._read_numbers if node.target is operator.getitem else self._read
             read([node.args, node.kwargs])
+        guards = [each for each in program.guards if type(each) is TensorGuard]
+        compared = {id(each.spec) for each in guards if each.spec is program.inputs[each.input]}
+        compared |= set(map(id, guards))
         for name, what in PARTS.items():
             for i, each in enumerate(getattr(program, name)):
                 self._owner = f"the input `{each.name}`" if name == "inputs" else f"{what} {i}"
+                self._is_guarded = id(each) in compared
                 self._read(each)
+                self._is_guarded = False
 
     def _token(self, token: Any) -> None:
         self.leaves.tokens.append(token)
@@ -109,6 +116,7 @@ class _Reader:
             self.leaves.at.append(len(self.leaves.tokens))
             self.leaves.integers.append(value)
             self.leaves.sizes.append(self._is_size)
+            self.leaves.guarded.append(self._is_guarded)
             self._token(INTEGER)
         elif isinstance(value, fx.Node):
             self._token(("node", self._numbers[value]))

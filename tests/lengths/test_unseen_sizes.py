@@ -242,6 +242,20 @@ class _OfTorch:
 OF_TORCH = _OfTorch()
 
 
+def test_three_recordings_are_enough_where_only_guards_know_an_integer() -> None:
+    """The bytes of the argument, `24*s0`, are in no op, and no first call compares results; every replay compares them."""
+    weight = torch.randn(8, 4)
+
+    def step(tokens: Tensor) -> Tensor:
+        return torch.zeros(8, 4).index_add(0, tokens.flatten(), weight[tokens].flatten(0, 1))
+
+    captured = fz.capture(step, dynamic=True)
+    for length in (5, 9, 6, 8, 7, 10):
+        tokens = torch.randint(8, (3, length))
+        assert torch.equal(captured(tokens), step(tokens))
+    assert (captured.stats.captures, captured.stats.predictions) == (3, 2)
+
+
 def test_sizes_between_calls_that_differ_are_compared() -> None:
     """`cdist` takes another op from 26 rows on: between 20 and 33 nothing is replayed that was not compared."""
     captured = fz.capture(lambda x: torch.cdist(x, x + 1) * 2, dynamic=NEVER, audit=False)
