@@ -111,6 +111,7 @@ def measure(
     generator = torch.Generator().manual_seed(dist.get_rank())
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     lengths = []
+    gc.collect()  # else that of what the imports and the models have made falls on one of the ways
     for i in range(calls):
         length = STREAMS[stream](i, generator)
         lengths.append(length)
