@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from functionalize._compat.bindings import without_function_modes
 from functionalize._compat.stacks import stack_here
 from functionalize.audit.comparison import Comparison
 from functionalize.audit.signature import Row, Signature
@@ -40,6 +41,9 @@ _EXACT = frozenset(
     {bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
+# As they are before a step is observed, which replaces them.
+_storage_of, _stride_of, _offset_of = Tensor.untyped_storage, Tensor.stride, Tensor.storage_offset
+_size_of = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 class ComparedRecords(list[OpRecord]):
@@ -128,18 +132,20 @@ class AuditRecorder(WatchedRecorder):
     def _followed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         comparison = self.comparison
         row = comparison.next_row if comparison is not None and not self.suspended else None
-        if (
-            row is None
-            or row.target is not func
-            or not self._is_as_expected(row, types, args, kwargs)
-        ):
+        if row is None or row.target is not func:
             return super().__torch_dispatch__(func, types, args, kwargs)
+        with without_function_modes():  # an observer of the step would see each look at a tensor
+            if self._is_as_expected(row, types, args, kwargs):
+                return self._run_expected(row, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _run_expected(self, row: Row, args: Any, kwargs: Any) -> Any:
         self.suspended += 1
         try:
-            run = self._runs[id(func)]
+            run = self._runs[id(row.target)]
             out = run(*args, **kwargs) if kwargs else run(*args)
         except BaseException as error:
-            self.failed = (error, OpRecord(func, (), {}))
+            self.failed = (error, OpRecord(row.target, (), {}))
             raise
         finally:
             self.suspended -= 1
@@ -210,10 +216,10 @@ class AuditRecorder(WatchedRecorder):
                 serial, (size, stride, offset, dtype, conj, neg) = was
                 address = addresses.get(serial) or self._address_of(serial)
                 if (
-                    now.untyped_storage()._cdata != address
-                    or now.shape != size
-                    or now.stride() != stride
-                    or now.storage_offset() != offset
+                    _storage_of(now)._cdata != address
+                    or _size_of(now) != size
+                    or _stride_of(now) != stride
+                    or _offset_of(now) != offset
                     or now.dtype is not dtype
                     or conj
                     or neg
@@ -249,7 +255,7 @@ class AuditRecorder(WatchedRecorder):
         if type(expected) is TensorRef:
             if not isinstance(out, Tensor):
                 return False
-            storage = out.untyped_storage()
+            storage = _storage_of(out)
             known = self._addresses.get(expected[0]) or self._address_of(expected[0])
             if known is not None:
                 return known == storage._cdata

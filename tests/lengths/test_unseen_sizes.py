@@ -243,7 +243,7 @@ OF_TORCH = _OfTorch()
 
 
 def test_three_recordings_are_enough_where_only_guards_know_an_integer() -> None:
-    """The bytes of the argument, `24*s0`, are in no op, and no first call compares results; every replay compares them."""
+    """The bytes of the argument, `24*s0`, are in no op, and no first call compares results: replays compare them."""
     weight = torch.randn(8, 4)
 
     def step(tokens: Tensor) -> Tensor:
