@@ -104,22 +104,31 @@ class Aliases:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}
-        first: dict[int, fx.Node] = {}
+        self._first: dict[int, fx.Node] = {}  # key of a storage -> the first tensor on it
         for node in graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, Tensor) and (key := storage_key(value)) is not None:
-                self.unite(first.setdefault(key, node), node)
+                first = self._first.setdefault(key, node)
+                if first is not node:
+                    self.unite(first, node)
             if node.op == "call_function" and (is_view(node) or node.target in _RETURNS_ARGUMENT):
                 self.unite(node.all_input_nodes[0], node)
 
     def of(self, node: fx.Node) -> fx.Node:
         """The representative node of the group of `node`."""
-        root = node
-        while (above := self._parent.get(root, root)) is not root:
+        root = self._parent.get(node)
+        if root is None:
+            return node
+        while (above := self._parent.get(root)) is not None:
             root = above
         while node is not root:
             self._parent[node], node = root, self._parent[node]
         return root
+
+    def on(self, key: int | None) -> fx.Node | None:
+        """The representative of the nodes whose tensor is on the storage of a key; None if there is none."""
+        first = self._first.get(key) if key is not None else None
+        return None if first is None else self.of(first)
 
     def unite(self, kept: fx.Node, joins: fx.Node) -> None:
         """Merge two groups; the representative of `kept` becomes that of both."""

@@ -156,6 +156,7 @@ class Fakes:
     def __init__(self) -> None:
         self.mode = fake_mode(allow_non_fake_inputs=True)
         self._cache = FakeResultCache(self.mode)
+        self._lists: dict[int, bool] = {}  # address of an op -> whether it acts on lists by index
 
     def like(self, geometry: Geometry, nbytes: int, device: torch.device) -> Any:
         """A fake tensor of `geometry` on a new storage; that is empty if `nbytes` is 0."""
@@ -186,23 +187,20 @@ class Fakes:
                     return _grouped_mm(*args, **kwargs)
                 return target(*args, **kwargs)
 
-        found = self._by_index(target, args, kwargs)
+        on_lists = self._lists.get(address(target))
+        if on_lists is None:
+            on_lists = self._lists[address(target)] = _acts_by_index(target)
+        found = self._by_index(target, args, kwargs) if on_lists else None
         return self._cache.run(target, args, kwargs, op) if found is None else found
 
     def _by_index(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of a fused or foreach op, which acts on each index of its lists alone: run once for those alike.
 
-        None: it is no such op, its lists are not all of tensors and of one length, or no two indices are alike.
+        None: its lists are not all of tensors and of one length, or no two indices are alike.
         """
-        if not isinstance(target, _OVERLOAD) or not target._schema.name.startswith(_BY_INDEX):
-            return None
         lists = {i: arg for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and arg}
         one_length = len({len(each) for each in lists.values()}) == 1
-        if (
-            target._schema.is_mutable
-            or not one_length
-            or any(isinstance(each, (list, tuple)) for each in kwargs.values())
-        ):
+        if not one_length or any(isinstance(each, (list, tuple)) for each in kwargs.values()):
             return None
         if not all(isinstance(each, Tensor) for arg in lists.values() for each in arg):
             return None
@@ -225,7 +223,11 @@ class Fakes:
         return self._cache.made(recipe, [])
 
 
-_BY_INDEX = ("aten::_foreach_", "aten::_fused_")
+def _acts_by_index(target: Any) -> bool:
+    """Whether a target is a functional fused or foreach op."""
+    if not isinstance(target, _OVERLOAD) or target._schema.is_mutable:
+        return False
+    return bool(target._schema.name.startswith(("aten::_foreach_", "aten::_fused_")))
 
 
 def _at(recipe: Any, at: list[int], count: int) -> Any:

@@ -36,6 +36,7 @@ from torch import Tensor, fx
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fsdp import fsdp_role
 from functionalize._compat.graphs import TensorMetadata
+from functionalize._compat.references import address
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes
 from functionalize.ir.inputs import InputSpec
@@ -118,7 +119,7 @@ class _Tape:
         noted = [record for record in records if record.tape is not None]
         self._notes: TapeNotes | None = noted[0].tape if noted else None
         self._ownership = ownership_of(self._notes) if self._notes is not None else None
-        emitted = set(map(id, noted))
+        emitted = set(map(address, noted))
         self._readers = self._ownership.readers(emitted) if self._ownership is not None else {}
         own = self._ownership
         self.stacks = own.stacks if own else StackTexts(record.traceback for record in records)

@@ -25,6 +25,7 @@ from traceback import FrameSummary
 from typing import Any, NamedTuple
 
 from functionalize._compat.autograd import SEES_FUNCTIONS, is_engine_frame, is_function_frame
+from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.ops import OpRecord, TensorRef, refs_in
 from functionalize.tape.backwards import BackwardCall
@@ -61,7 +62,7 @@ class Ownership:
 
     def __init__(self, notes: TapeNotes) -> None:
         self._notes = notes
-        self._places = {id(record): at for at, record in enumerate(notes.records)}
+        self._places = {address(record): at for at, record in enumerate(notes.records)}
         self._marks = _module_marks(notes)
         self._mark_places = list(map(_first, self._marks))
         self._label_places = list(map(_first, notes.labels))
@@ -79,7 +80,7 @@ class Ownership:
         for record in notes.records:
             if record.seq_nr is not None and record.autograd_node is not None:
                 key = _thread_of_node(record), record.seq_nr
-                self._ran_in[id(record)] = key
+                self._ran_in[address(record)] = key
                 self._names.setdefault(key, record.autograd_node)
         for function in notes.functions:
             self._makers[function.thread, function.number] = function
@@ -91,7 +92,7 @@ class Ownership:
             self._drop_functions()
         self._add_leaves()
         for record in notes.records:
-            for found in (self._ran_in.get(id(record)), self._made.get(id(record))):
+            for found in (self._ran_in.get(address(record)), self._made.get(address(record))):
                 if found is not None:
                     self._numbers.setdefault(found, len(self._numbers))
 
@@ -130,12 +131,12 @@ class Ownership:
 
     def of(self, record: OpRecord) -> Position:
         """The nodes of an op."""
-        ran_in, made = self._ran_in.get(id(record)), self._made.get(id(record))
+        ran_in, made = self._ran_in.get(address(record)), self._made.get(address(record))
         return Position(ran_in and self._numbers[ran_in], made and self._numbers[made])
 
     def maker(self, record: OpRecord) -> Maker | None:
         """What made the node in which an op ran. For a leaf's node: the first op that used the leaf."""
-        key = self._ran_in.get(id(record))
+        key = self._ran_in.get(address(record))
         return None if key is None else self._makers.get(key)
 
     def module(self, record: OpRecord) -> str:
@@ -159,17 +160,19 @@ class Ownership:
 
     def _mark(self, record: OpRecord) -> tuple[int, bool]:
         """The place of the mark for the module of an op, -1 if there is none; whether it is that of its forward."""
-        at = bisect_right(self._mark_places, self._places[id(record)]) - 1
+        at = bisect_right(self._mark_places, self._places[address(record)]) - 1
         if record.phase is None or (at >= 0 and self._marks[at].inside):
             return at, False
         maker = self.maker(record)
         if isinstance(maker, FunctionCall):
             return maker.marks - 1, True
-        return (bisect_right(self._mark_places, self._places[id(maker)]) - 1 if maker else -1), True
+        return (
+            bisect_right(self._mark_places, self._places[address(maker)]) - 1 if maker else -1
+        ), True
 
     def label(self, record: OpRecord) -> str:
         """The label under which FSDP2 ran an op, or ""."""
-        at = bisect_right(self._label_places, self._places[id(record)]) - 1
+        at = bisect_right(self._label_places, self._places[address(record)]) - 1
         return self._notes.labels[at][1] if at >= 0 else ""
 
     def ranges(self, record: OpRecord) -> tuple[tuple[str, int, int | None], ...]:
@@ -178,7 +181,7 @@ class Ownership:
         number: of the entry. modules: how many modules of `module_stack` were being called when it was entered; None if
         there was none and no backward.
         """
-        at = bisect_right(self._range_places, self._places[id(record)]) - 1
+        at = bisect_right(self._range_places, self._places[address(record)]) - 1
         entered = self._notes.ranges[at][1] if at >= 0 else ()
         counts = [len(self._stack_at(each.marks - 1)) for each in entered]
         return tuple(
@@ -217,24 +220,25 @@ class Ownership:
     def readers(self, emitted: Container[int]) -> dict[int, int]:
         """For makers that no node of a graph stands for (most views): the first op that reads what they made.
 
-        emitted: ids of the records that have nodes. Returns numbers of nodes: of such a maker -> made by that op.
+        emitted: addresses of the records that have nodes. Returns numbers of nodes: of such a maker -> made by that op.
         A call of a `Function` without ops has the next op that made a node.
         """
         found: dict[int, int] = {}
         reader: dict[TensorRef, int] = {}
         calls, following = list(self._notes.functions), None
-        stands = {self.of(r).made for r in self._notes.records if id(r) in emitted}
+        numbers = {record: self._numbers[key] for record, key in self._made.items()}
+        stands = {number for record, number in numbers.items() if record in emitted}
         for at in range(len(self._notes.records) - 1, -1, -1):
             record = self._notes.records[at]
-            made, target = self.of(record).made, None
-            if id(record) in emitted:
+            made, target = numbers.get(address(record)), None
+            if address(record) in emitted:
                 target = following = made if made is not None else following
             elif made is not None:
                 target = next((reader[r] for r in refs_in([record.outputs]) if r in reader), None)
                 if target is not None and made not in stands:
                     found.setdefault(made, target)
             if target is not None and made is not None:
-                reader.update((ref, target) for ref in refs_in([record.args, record.kwargs]))
+                reader.update(dict.fromkeys(refs_in([record.args, record.kwargs]), target))
             while calls and calls[-1].at >= at:
                 call = calls.pop()
                 number = self._numbers.get((call.thread, call.number))
@@ -258,7 +262,7 @@ class Ownership:
             else:
                 self._later.append((thread, number))
         if own is not None:
-            self._made[id(record)] = thread, own
+            self._made[address(record)] = thread, own
             self._own.setdefault(thread, []).append((own, record))
 
     def _own_number(self, record: OpRecord, numbers: range) -> int | None:
@@ -302,7 +306,7 @@ class Ownership:
     def _order_of(self, maker: Maker) -> tuple[int, bool]:
         """A key by which makers are in their order: a call of a `Function` is before the op that follows it."""
         if isinstance(maker, OpRecord):
-            return self._places[id(maker)], True
+            return self._places[address(maker)], True
         return maker.at, False
 
     def _add_inner_ops(self, notes: TapeNotes) -> None:
@@ -318,8 +322,8 @@ class Ownership:
             if not running or record.autograd_node is not None:
                 continue
             del running[_depth(record.traceback) :]
-            if running and id(record) not in self._made:
-                self._made[id(record)] = running[-1].thread, running[-1].number
+            if running and address(record) not in self._made:
+                self._made[address(record)] = running[-1].thread, running[-1].number
 
 
 def ownership_of(notes: TapeNotes) -> Ownership:

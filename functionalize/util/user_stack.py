@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback, symbolized
 from functionalize.errors import FunctionalizeError
 
@@ -69,22 +70,22 @@ class StackTexts:
         self._traces: dict[tuple[_Frame, ...], str | None] = {(): None}
         self._lines: dict[tuple[_Frame, ...], str] = {(): ""}
         self._after: dict[tuple[int, Any], str] = {}
-        self._learn(list({id(each): each for each in stacks if each is not None}.values()))
+        self._learn(list({address(each): each for each in stacks if each is not None}.values()))
 
     def _learn(self, stacks: list[CapturedTraceback]) -> None:
         found = symbolized(stacks)
         read: dict[tuple[int, ...], _Read] = {}
         for stack, frames in zip(stacks, found, strict=True):
-            key = tuple(map(id, frames))  # equal frames are one object
+            key = tuple(map(address, frames))  # equal frames are one object
             if key not in read:
                 self._count += 1
                 read[key] = _read(frames, self._count)
-            self._known[id(stack)] = stack, read[key]
+            self._known[address(stack)] = stack, read[key]
 
     def _of(self, stack: CapturedTraceback) -> _Read:
-        if id(stack) not in self._known:
+        if address(stack) not in self._known:
             self._learn([stack])
-        return self._known[id(stack)][1]
+        return self._known[address(stack)][1]
 
     def trace_and_update(self, stack: CapturedTraceback | None) -> tuple[str | None, bool]:
         """`trace_and_update` of one of the stacks."""

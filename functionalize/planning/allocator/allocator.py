@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from functionalize._compat.references import address
 from functionalize.errors import PlannedOutOfMemoryError
 from functionalize.planning.allocator.alloc_conf import MIB, Settings
 from functionalize.planning.allocator.blocks import Action, Block, Piece, Segment
@@ -136,9 +137,9 @@ def _replay(
             block = machine.malloc(allocation.nbytes, stream_of(allocation), allocation)
             if block is None:
                 raise _out_of_memory(timeline, machine, stream_of(allocation))
-            blocks[id(allocation)] = block
+            blocks[address(allocation)] = block
         elif allocation.nbytes:
-            machine.free(blocks.pop(id(allocation)))
+            machine.free(blocks.pop(address(allocation)))
         reserved.append(machine.reserved)
         allocated.append(machine.allocated)
     return machine, reserved, allocated

@@ -105,10 +105,18 @@ class _Keys:
         if found is None:
             tensors: list[Tensor] = []
             made_of = _made_of(node.meta.get("val"), tensors)
-            found = [(self._number(made_of), None)]
-            found += [(self._number(_look(each)), storage_key(each)) for each in tensors]
+            found = [(self._number(made_of), None), *map(self._tensor, tensors)]
             self._values[node] = found
         return found
+
+    def _tensor(self, tensor: Tensor) -> tuple[int, Any]:
+        """A number for all that costs read of a tensor, and a key of its storage."""
+        if tensor.layout != torch.strided:
+            sparse = tensor.layout, tensor.shape, tensor.dtype, tensor.device
+            return self._number(sparse), storage_key(tensor)
+        storage = tensor.untyped_storage()
+        look = geometry_fields(tensor), tensor.device, storage.nbytes()
+        return self._number(look), storage._cdata
 
     def _number(self, look: Any) -> int:
         return self._numbers.setdefault(look, len(self._numbers))
@@ -122,13 +130,6 @@ def _made_of(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple([_made_of(each, tensors) for each in value])
     return _key(value, {})
-
-
-def _look(tensor: Tensor) -> Any:
-    """All that costs read of a tensor."""
-    if tensor.layout != torch.strided:
-        return tensor.layout, tensor.shape, tensor.dtype, tensor.device
-    return geometry_fields(tensor), tensor.device, tensor.untyped_storage().nbytes()
 
 
 def _key(arg: Any, places: Mapping[fx.Node, int]) -> Any:

@@ -43,6 +43,7 @@ import torch
 from torch import fx
 
 from functionalize._compat.autograd import BACKWARD
+from functionalize._compat.references import address
 from functionalize.errors import PassError
 from functionalize.ir.phases import OPTIMIZER, in_backward, phase_of
 from functionalize.ir.waits import WAIT
@@ -181,10 +182,10 @@ class _SerialSchedule:
     def compute(self, stream: str, node: fx.Node, at: float) -> float:
         """Schedule an op on a stream, no earlier than `at`; return its end."""
         cost = self.costs[node]
-        known = self._seconds.get(id(cost))
+        known = self._seconds.get(address(cost))
         if known is None:
             known = op_seconds(node, self.machine, cost.flops, cost.moved), self._ideal(cost)
-            self._seconds[id(cost)] = known
+            self._seconds[address(cost)] = known
         seconds, ideal = known
         return self._add(stream, node, at, seconds, stream != COMPUTE, cost.flops, 0, ideal)
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
+from functionalize._compat.references import address
 from functionalize.analysis.aliases import Aliases, storage_key
 from functionalize.program.metadata import tensors_of
 
@@ -63,26 +64,24 @@ class Liveness:
 
     def _find(self, aliases: Aliases) -> None:
         """A storage per group of aliases, and per storage of a list's items that no node aliases."""
-        group: dict[int, Any] = {}  # fake storage -> the group of the values on it
-        for node in self.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, Tensor):
-                group.setdefault(storage_key(value) or 0, aliases.of(node))
         of_key: dict[Any, Storage | None] = {}
         for place, node in enumerate(self.nodes):
             of_caller = node.op in ("placeholder", "get_attr")
+            value = node.meta.get("val")
             found: dict[int, Storage] = {}
-            for value in tensors_of(node.meta.get("val")):
-                fake = storage_key(value)
-                key = aliases.of(node) if value is node.meta["val"] else group.get(fake or 0, fake)
-                nbytes = int(value.untyped_storage().nbytes())
+            for each in tensors_of(value):
+                key: Any = aliases.of(node)
+                if each is not value:  # an item of a list
+                    fake = storage_key(each)
+                    key = aliases.on(fake) or fake
                 if key not in of_key:
+                    nbytes = int(each.untyped_storage().nbytes())
                     of_key[key] = None if of_caller else Storage(nbytes, place, place)
                     if not of_caller:
                         self.storages.append(of_key[key])  # type: ignore[arg-type]
                 storage = of_key[key]
-                if storage is not None and id(storage) not in found:
-                    found[id(storage)] = storage
+                if storage is not None and address(storage) not in found:
+                    found[address(storage)] = storage
                     storage.nodes.append(node)
             self.of[node] = tuple(found.values())
         self._use()

@@ -39,8 +39,9 @@ class Padding:
                     root, end = aliases.of(read), geometry_of(value).end
                     self._read[root] = max(end, self._read.get(root, 0))
 
+        self._seen: dict[Storage, tuple[str, int]] = {}
         named = (s for s in categories.names if s not in categories.new)
-        pairs = ((_look(storage, categories), seen(storage)[1]) for storage in named)
+        pairs = ((_look(storage, categories), self.seen(storage)[1]) for storage in named)
         # (name, size) of an unsharded parameter -> the end of the part that one of its uses reads
         self._like = {look: end for look, end in pairs if end}
 
@@ -52,7 +53,9 @@ class Padding:
         """The padding of a storage that the graph makes."""
         found, category = self._categories, self._categories.of(storage)
         if category == Category.UNSHARDED_PARAMETERS:
-            seen_end = seen(storage)[1] or self._like.get(_look(storage, found), storage.nbytes)
+            seen_end = self.seen(storage)[1] or self._like.get(
+                _look(storage, found), storage.nbytes
+            )
             return storage.nbytes - min(seen_end, storage.nbytes)
         if category == Category.ALL_GATHER_BUFFERS:
             if storage in found.pieces:
@@ -75,15 +78,22 @@ class Padding:
         unused = self.of_shard(shard, value.untyped_storage().nbytes())
         return unused // value.element_size() * like.element_size()
 
+    def seen(self, storage: Storage) -> tuple[str, int]:
+        """(the geometry in which the model reads an unsharded parameter, the bytes up to its end): 0 if unread."""
+        found = self._seen.get(storage)
+        if found is None:
+            found = self._seen[storage] = _seen(storage)
+        return found
 
-def seen(storage: Storage) -> tuple[str, int]:
-    """(the geometry in which the model reads an unsharded parameter, the bytes up to its end); 0 bytes if unread."""
+
+def _seen(storage: Storage) -> tuple[str, int]:
     views = [n for n in storage.nodes if isinstance(n.meta["val"], Tensor)]
-    read = [n for n in views if not n.users or any(not is_view(u) for u in n.users)]
-    end = max((geometry_of(n.meta["val"]).end for n in read), default=0)
-    looks = [geometry_of(n.meta["val"]) for n in reversed(views) if n.meta["val"].is_contiguous()]
-    whole = next((look for look in looks if look.nbytes == end), None)
-    return str(whole or (looks[-1] if looks else "")), end
+    looks = [geometry_of(n.meta["val"]) for n in views]
+    read = [not n.users or not all(map(is_view, n.users)) for n in views]
+    end = max((look.end for look, is_read in zip(looks, read, strict=True) if is_read), default=0)
+    whole = [look for look in reversed(looks) if look.is_contiguous]
+    best = next((look for look in whole if look.nbytes == end), whole[-1] if whole else "")
+    return str(best), end
 
 
 def _look(storage: Storage, categories: Categories) -> tuple[str | None, int]:

@@ -36,7 +36,7 @@ from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.ir.phases import phase_of
 from functionalize.planning.timeline.categories import Categories, is_part
 from functionalize.planning.timeline.liveness import Liveness, Storage
-from functionalize.planning.timeline.padding import Padding, seen
+from functionalize.planning.timeline.padding import Padding
 from functionalize.planning.timeline.timeline import (
     BEFORE,
     Allocation,
@@ -195,7 +195,7 @@ class _ReplayMemory:
         category, value = self.categories.of(storage), first.meta["val"]
         shape = str(geometry_of(value)) if isinstance(value, Tensor) else ""
         if category == Category.UNSHARDED_PARAMETERS:
-            shape = seen(storage)[0]
+            shape = self.padding.seen(storage)[0]
         padding = self.padding.of(storage)
         last = max(self.uses[node] for node in storage.nodes)
         made = storage.first
