@@ -34,7 +34,7 @@ def capture(
     audit: AuditOption = "auto",
     record_after: int = 2,
     max_program_bytes: float = MAX_PROGRAM_BYTES,
-    dynamic: Dynamic = False,
+    dynamic: Dynamic = "auto",
 ) -> Any:
     """Record `train_step` (any callable) and replay it in later calls; also a decorator.
 
@@ -74,6 +74,7 @@ def capture(
         record_after,
         max_program_bytes,
         dynamic,
+        backward,
     )
     if train_step is None:
         return functools.partial(

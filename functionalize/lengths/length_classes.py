@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from operator import not_
 from typing import Any
 
@@ -29,7 +29,14 @@ from functionalize.lengths.data_sizes import agreeing, early_guards
 from functionalize.lengths.instances import Instances
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EVERY, Proof
-from functionalize.lengths.references import Reference, Templates, open_key, shapes_of, tokens_of
+from functionalize.lengths.references import (
+    RecordedKinds,
+    Reference,
+    Templates,
+    open_key,
+    shapes_of,
+    tokens_of,
+)
 from functionalize.lengths.shared_passes import needs_no_copies, rewritten
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.program.early_guard import EarlyGuard
@@ -221,14 +228,8 @@ class LengthClass:
 
     def distance(self, shapes: Shapes) -> int:
         """How far a call is from the nearest one that is known."""
-        return min(
-            sum(
-                abs(a - b)
-                for one, other in zip(shapes, known, strict=True)
-                for a, b in zip(one, other, strict=True)
-            )
-            for known in self.known
-        )
+        own, known = [*chain(*shapes)], [chain(*each) for each in self.known]
+        return min(sum(abs(a - b) for a, b in zip(own, k, strict=True)) for k in known)
 
     def why_compared(self, shapes: Shapes, others: Sequence[Shapes]) -> str | None:
         """Why the first call with these shapes runs for real, and is compared; None: it is replayed.
@@ -322,13 +323,10 @@ class LengthClass:
 
 
 class LengthClasses:
-    """The classes of a step, by the kind of their calls. every: each so many new sizes are compared; 1: all.
-
-    is_auto: whether a kind is predicted only when two recordings of it, made for other reasons, differ in sizes.
-    """
+    """The classes of a step, by the kind of their calls. every: each so many new sizes are compared; 1: all."""
 
     def __init__(self, every: int = EVERY, is_auto: bool = False) -> None:
-        self._every, self._is_auto = every, is_auto
+        self._every, self.recorded = every, RecordedKinds(is_auto)
         self._classes: dict[Hashable, list[LengthClass]] = {}
 
     def __iter__(self) -> Iterator[LengthClass]:
@@ -353,7 +351,8 @@ class LengthClasses:
         for group in groups:
             assert group.proof is not None
             group.every = group.proof.every = group.proof.gap = self._every
-            classes = self._classes.setdefault(open_key(group.references[-1].key), [])
+            self.recorded.compare(key := group.references[-1].key)
+            classes = self._classes.setdefault(open_key(key), [])
             alike = [each for each in classes if each.tokens == group.tokens]
             if all(each.template is None for each in alike):
                 classes[:] = [group, *(each for each in classes if each not in alike)]
@@ -376,9 +375,8 @@ class LengthClasses:
         """Whether a recording of such a call may lead to a template."""
         found = self.candidates(key, leaves) or self._classes.get(open_key(key), [])[:1]
         if not found:
-            return bool(shapes_of(key)) and not self._is_auto
-        if self._is_auto and all(shapes == found[0].known[0] for shapes in found[0].known):
-            return False
+            may_follow = bool(shapes_of(key)) and self.recorded.are_compared(key)
+            return may_follow and self.recorded.count(key) < _MOST_OF_A_KIND
         return sum(each.recorded for each in found) < _MOST_OF_A_KIND and found[0].wants
 
     def can_predict(self, found: Sequence[LengthClass]) -> bool:

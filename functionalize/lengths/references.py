@@ -1,6 +1,7 @@
 """Recorded calls of a step, as programs for other sizes are made from them, and the kinds of calls.
 
 open_key(key)            the key of a call in the cache, without its sizes
+RecordedKinds(is_auto)   the kinds of calls that were recorded, and of which programs for other sizes may be made
 Reference.of(...)        a recorded call: its sizes, its program before the passes, its op stream
 
 A forward that was recorded with its backward has two programs: its own, and that of the backward. Its op stream is that
@@ -24,6 +25,7 @@ from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.leaves import identity, leaves_of
 from functionalize.templates.symbols import Shapes, Symbols
 from functionalize.templates.template import FEWEST, MADE, Mismatch, Template, first_difference
+from functionalize.util.text import counted
 
 
 def open_key(key: Any) -> Hashable:
@@ -34,6 +36,56 @@ def open_key(key: Any) -> Hashable:
 def shapes_of(key: Any) -> Shapes:
     """The sizes of the tensors among the arguments of a call, from its key in the cache."""
     return [part[0] for part in key if _is_tensors(part)]
+
+
+@dataclass(slots=True)
+class _Recordings:
+    """Those of one kind of call, kept or not. sizes: of the first. differ: whether others had other sizes."""
+
+    sizes: Shapes
+    count: int = 0
+    differ: bool = False
+
+
+class RecordedKinds:
+    """The kinds of calls that were recorded, by their open key. is_auto: compare those that differ in sizes only."""
+
+    def __init__(self, is_auto: bool) -> None:
+        self._is_auto = is_auto
+        self._found: dict[Hashable, _Recordings] = {}
+
+    def note(self, key: Any) -> None:
+        """A call is recorded, or a program is kept. key: of it in the cache."""
+        sizes = shapes_of(key)
+        found = self._found.setdefault(open_key(key), _Recordings(sizes))
+        found.count += 1
+        found.differ |= found.sizes != sizes
+
+    def compare(self, key: Any) -> None:
+        """Programs for other sizes are known of this kind of call."""
+        self._found.setdefault(open_key(key), _Recordings(shapes_of(key))).differ = True
+
+    def are_compared(self, key: Any) -> bool:
+        """Whether a recording of such a call is made ready to be compared with others."""
+        if not self._is_auto:
+            return True
+        found = self._found.get(open_key(key))
+        return found is not None and found.differ
+
+    def count(self, key: Any) -> int:
+        """How many calls of this kind were recorded."""
+        found = self._found.get(open_key(key))
+        return 0 if found is None else found.count
+
+    @property
+    def text(self) -> str:
+        """Of how many kinds of calls recordings are compared, and why of others they are not."""
+        if not self._is_auto:
+            return "of every kind of call"
+        differ = sum(found.differ for found in self._found.values())
+        if not differ:
+            return 'of no kind of call yet: no two recordings of one kind differ in sizes (dynamic="auto")'
+        return f"of {differ} of {counted(len(self._found), 'kind')} of calls, whose recordings differ in sizes"
 
 
 def _is_tensors(part: Any) -> bool:
@@ -74,6 +126,15 @@ class Reference:
     def token(self) -> Any:
         """What else must be equal in all recordings of a class."""
         return identity(self.rest.replayed_alike)
+
+    def like(self, key: Any, cached: Any) -> Reference | None:
+        """The reference of an earlier `CachedProgram` of this kind, if no pass has rewritten it. key: of it."""
+        is_other = cached is self.rest or type(cached) is not type(self.rest)
+        if is_other or self.backward is not None or cached.program.history:
+            return None
+        if open_key(key) != open_key(self.key) or cached.signature is None:
+            return None
+        return Reference(key, self.names, cached.program, cached.signature, cached)
 
     def replayed_by(self, found: Any) -> None:
         """The prediction of an equal program, for which nothing is compiled: it is replayed, unless passes ran."""

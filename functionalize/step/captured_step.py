@@ -38,7 +38,6 @@ from functionalize.audit.signature import Signature
 from functionalize.errors import FunctionalizeError, UncapturableError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
-from functionalize.lengths.references import Reference
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.program.collective_order import fingerprints
@@ -54,7 +53,7 @@ from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
 from functionalize.step.predicted_step import PredictedStep
-from functionalize.step.recording import RecordingSummary, StepRecording
+from functionalize.step.recording import StepRecording
 from functionalize.step.replayed_step import EVERY_CALL, WAITS
 from functionalize.step.stages import (
     MAX_WARMUPS,
@@ -116,8 +115,8 @@ class CapturedStep(PredictedStep):
     def explain(self) -> str:
         """Why each program exists, which guards missed, where each input comes from, what was refused."""
         waits = max((unkept.waits for unkept in self._warmups.values()), default=0)
-        refused = self._refused.values()
-        return explanation(self._name, self.boundary, self.stats, self._cache, refused, waits)
+        sizes, refused, name = self._sizes_text, self._refused.values(), self._name
+        return explanation(name, self.boundary, self.stats, self._cache, refused, waits, sizes)
 
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
@@ -236,7 +235,7 @@ class CapturedStep(PredictedStep):
         return self._run_unrecordable(run, call)
 
     def _recorder(self, call: Invocation) -> Recorder:
-        self._kinds.recorded(call.key)
+        self._begin_recording(call.key)
         # Numbers are live only from the second recording on: the first one shows which state the step moves. Of all
         # kinds of calls, so that the ranks, whose kinds may differ, know at the second call whether they must vote.
         live = bool(self.stats.warmups or self.stats.captures or len(self._cache))
@@ -269,9 +268,6 @@ class CapturedStep(PredictedStep):
         if isinstance(run, RecordedRun) and looks_at_frames(run.entry.python_state.state.names):
             self._arguments.read_all()
         return run
-
-    def _previous(self, key: Hashable) -> RecordingSummary | None:
-        return self._warmups[key].summary if key in self._warmups else self._last_summary
 
     def _places(self, call: Invocation, live: bool) -> LivePlaces:
         """The places in Python that may be live in this recording: earlier ones, or code outside, have moved them."""
@@ -315,7 +311,7 @@ class CapturedStep(PredictedStep):
         recorded = recording.program(call.spec)
         waits, is_bare = self._before_passes(recorded, call)
         program = recorded if waits or is_bare else self._rewritten(recorded)
-        signature = self._signature(recording)
+        signature = self._signature(recording, call.key)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
         exit, reads = recording.exit, bool(program.value_guards)
         cached = CachedProgram(
@@ -332,15 +328,13 @@ class CapturedStep(PredictedStep):
             dropped=recording.dropped(program),
             is_bare=is_bare,
         )
-        reference = None
-        if self._lengths is not None:
-            key, names = self._key_with_sizes(call.key, recorded), recording.entry.roots.arguments
-            reference = Reference.of(key, names, call.leaves, recorded, cached)
+        names = recording.entry.roots.arguments
+        reference = self._reference_of(call, names, recorded, cached)
         return Built(cached, recording.summary, counts, reference)
 
-    def _signature(self, recording: StepRecording) -> Callable[[], Signature] | None:
+    def _signature(self, recording: StepRecording, key: Hashable) -> Callable[[], Signature] | None:
         """What makes that with which audited calls are compared; None if none is audited."""
-        is_unused = self._options.audit.every == 0 and self._lengths is None
+        is_unused = self._options.audit.every == 0 and not self._compares_sizes(key)
         if is_unused or not recording.recorder.ignore_fake:
             return None  # a fake world, whose mode is off here, replays nothing
         return recording.signature()
@@ -352,16 +346,19 @@ class CapturedStep(PredictedStep):
             self._end_warm_ups(key)
             key = self._key_with_sizes(key, outcome.cached.program)
             self._add(key, outcome.cached)
+            if self._lengths is not None:
+                self._lengths.recorded.note(key)
             if outcome.reference is not None and self._lengths is not None:
                 outcome.cached.group = self._learn(key, outcome.reference, call)
             self._last_summary = outcome.summary
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):
             log.info("warming up %s: %s", self._name, outcome.reason)
-            unkept = self._warmups.setdefault(key, Unkept(outcome.summary))
+            unkept = self._warmups.pop(key, None) or Unkept(outcome.summary)
             unkept.summary = outcome.summary
             unkept.reasons[without_numbers(outcome.reason)] += 1
-            self._note_warm_up(outcome.summary)
+            self._warmups[key] = unkept  # the last one at the end
+            self.stats.warmups += 1
         else:
             self._refuse(EVERY_CALL if outcome.everywhere else key, outcome.error)
             self.stats.warmups += 1

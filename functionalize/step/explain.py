@@ -35,8 +35,9 @@ def explanation(
     programs: ProgramCache,
     refused: Iterable[Exception],
     waits: int,
+    sizes: str,
 ) -> str:
-    """The text of `CapturedStep.explain`. waits: the number of calls before the next recording."""
+    """The text of `CapturedStep.explain`. waits: the number of calls before the next recording. sizes: text."""
     counts = [
         counted(len(programs), "program"),
         counted(stats.replays, "replay"),
@@ -60,7 +61,7 @@ def explanation(
     if stats.waiting:
         counts.append(f"{stats.waiting} of them while a program waited for its passes")
     lines = [f"boundary: {boundary}"] if boundary else []
-    lines.append(f"{name}: {', '.join(counts)}")
+    lines += [f"{name}: {', '.join(counts)}", sizes]
     if waits:
         lines.append(
             f"the next recording, and its passes, wait: {counted(waits, 'more call')} must come first"

@@ -30,7 +30,7 @@ class CaptureOptions:
     max_programs: the size of the cache. memory: whether lifetimes of storages and modules of ops are recorded.
     audit: which calls are audited. record_after: the number of calls of a kind after which it is recorded.
     max_program_bytes: the memory of the cache. dynamic: whether programs are predicted for sizes that were not
-    recorded.
+    recorded; False if "auto" does not go with the other options. why_static: why they are not; empty if they are.
     """
 
     passes: tuple[Any, ...]
@@ -43,6 +43,7 @@ class CaptureOptions:
     record_after: int = 2
     max_program_bytes: float = MAX_PROGRAM_BYTES
     dynamic: Dynamic = False
+    why_static: str = "dynamic=False"
 
     @staticmethod
     def of(
@@ -55,8 +56,11 @@ class CaptureOptions:
         record_after: int = 2,
         max_program_bytes: float = MAX_PROGRAM_BYTES,
         dynamic: Dynamic = False,
+        backward: bool = False,
     ) -> CaptureOptions:
-        """Raises `ValueError` for an unknown mode or schedule, `PassError` for a text that cannot be parsed."""
+        """backward: of a forward with its backward.
+
+        Raises `ValueError` for an unknown mode or schedule, `PassError` for a text that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
             raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
         if max_programs < 1:
@@ -69,9 +73,14 @@ class CaptureOptions:
                 "dynamic is True, False, 'auto', or a number n >= 1 (every n-th new size is compared), not "
                 f"{dynamic!r}"
             )
-        if dynamic and (compile is not None or memory):
-            other = "memory=True" if memory else f"compile={compile!r}"
+        other = "memory=True" if memory else f"compile={compile!r}" if compile is not None else ""
+        if dynamic == "auto":
+            why_static = other or ("backward=True, without dynamic=True" if backward else "")
+            dynamic = False if why_static else dynamic
+        elif dynamic and other:
             raise ValueError(f"dynamic=True predicts programs that run op by op: not with {other}")
+        else:
+            why_static = "" if dynamic else "dynamic=False"
         passes = _parsed(pipeline)
         compares = any(each.changes_collectives for each in passes)
         raises = on_uncapturable == "raise"
@@ -88,6 +97,7 @@ class CaptureOptions:
             record_after,
             max_program_bytes,
             dynamic,
+            why_static,
         )
 
     def lengths(self) -> LengthClasses | None:

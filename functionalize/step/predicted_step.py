@@ -14,7 +14,7 @@ would be. The passes change which bytes and how much time a replay takes, never 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from functionalize.step.cache import (
     LARGE,
     CachedProgram,
 )
+from functionalize.step.recording import RecordingSummary
 from functionalize.step.replayed_step import ReplayedStep
 from functionalize.step.stages import Invocation
 from functionalize.step.vote import RARE, Level
@@ -134,14 +135,56 @@ class PredictedStep(ReplayedStep):
         """Whether the time of another comparison has been saved by replays."""
         return self.stats.audits < _FIRST_COMPARISONS + self.stats.replays // _REPLAYS
 
+    # -- recordings ----------------------------------------------------------------------------
+
+    def _begin_recording(self, key: Hashable) -> None:
+        self._kinds.recorded(key)
+        if self._lengths is not None:
+            self._lengths.recorded.note(key)
+
+    def _previous(self, key: Hashable) -> RecordingSummary | None:
+        """The summary with which a recording is compared: one of its kind, of any sizes until the step has settled."""
+        unkept = self._warmups.get(key)
+        if unkept is None and not self._has_settled and self._compares_sizes(key):
+            unkept = next(reversed(self._warmups.values()), None)
+        return unkept.summary if unkept is not None else self._last_summary
+
+    def _reference_of(
+        self, call: Invocation, names: Sequence[str], recorded: Program, cached: CachedProgram
+    ) -> Reference | None:
+        """What programs for other sizes are made from. names: of the arguments. recorded: before the passes."""
+        if not self._compares_sizes(call.key):
+            return None
+        key = self._key_with_sizes(call.key, recorded)
+        return Reference.of(key, names, call.leaves, recorded, cached)
+
     def _learn(self, key: Hashable, reference: Reference, call: Invocation) -> LengthClass | None:
         """The class of a recorded call that is kept. key: of its program."""
-        assert self._lengths is not None
-        return self._lengths.learn(key, reference)
+        lengths = self._lengths
+        assert lengths is not None
+        if not lengths.candidates(
+            key, call.leaves
+        ):  # earlier recordings of one size only were not made ready for it
+            for other, cached in list(self._cache.items()):
+                if (earlier := reference.like(other, cached)) is not None:
+                    cached.group = lengths.learn(other, earlier)
+        return lengths.learn(key, reference)
+
+    @property
+    def _sizes_text(self) -> str:
+        """Whether programs for other sizes are predicted, and why they are not."""
+        why = self._options.why_static
+        if self._vote is not None:
+            why = "the ranks vote on each call"
+        elif self._lengths is None:
+            why = why or "autograd has asked for other gradients"
+        else:
+            return f"programs for other sizes are predicted {self._lengths.recorded.text}"
+        return f"programs for other sizes are not predicted: {why}"
 
     def _end_warm_ups(self, key: Hashable) -> None:
         """A recording is kept: those before it that were not were the step's first ones, whatever their sizes."""
-        if self._lengths is not None and not self._has_settled:
+        if not self._has_settled and self._compares_sizes(key):
             kind = open_key(key)
             self._warmups = {k: v for k, v in self._warmups.items() if open_key(k) != kind}
         self._warmups.pop(key, None)
@@ -156,10 +199,10 @@ class PredictedStep(ReplayedStep):
 
     def _may_share(self, call: Invocation) -> bool:
         """Whether the passes of a recorded program may run for all sizes of its class."""
-        lengths, options = self._lengths, self._options
-        if lengths is None or not options.rewrites or options.compares:
+        options = self._options
+        if not options.rewrites or options.compares or not self._passes_may_follow:
             return False
-        return self._passes_may_follow and lengths.wants(call.key, call.leaves)
+        return self._wants_sizes(call)
 
     @property
     def _passes_may_follow(self) -> bool:

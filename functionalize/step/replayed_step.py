@@ -258,7 +258,7 @@ class ReplayedStep:
     def _passes_may_wait(self, call: Invocation) -> bool:
         """Whether passes may run later: the ranks, a report or a prediction do not compare their result."""
         options = self._options
-        if self._lengths is not None and self._lengths.wants(call.key, call.leaves):
+        if self._wants_sizes(call):
             return False
         compares = options.compares or options.memory
         return self._kinds.defers and options.rewrites and not compares
@@ -275,11 +275,15 @@ class ReplayedStep:
             unkept = self._warmups[call.key]
             unkept.waits, unkept.has_waited = CALLS_BEFORE_SECOND_RECORDING, True
 
-    def _note_warm_up(self, summary: RecordingSummary) -> None:
-        """After a recording that is not kept. The next one may be of other sizes, of which programs are predicted."""
-        self.stats.warmups += 1
-        if self._lengths is not None and not self._has_settled:
-            self._last_summary = summary
+    def _compares_sizes(self, key: Hashable) -> bool:
+        """Whether programs for other sizes may be made from recordings of this kind of call."""
+        lengths = self._lengths
+        return lengths is not None and self._vote is None and lengths.recorded.are_compared(key)
+
+    def _wants_sizes(self, call: Invocation) -> bool:
+        """Whether they may be made once this call is recorded, too."""
+        lengths = self._lengths
+        return lengths is not None and self._vote is None and lengths.wants(call.key, call.leaves)
 
     @property
     def _has_settled(self) -> bool:
@@ -288,7 +292,7 @@ class ReplayedStep:
     def _is_rare(self, call: Invocation) -> bool:
         """Whether calls of this kind, which was never recorded, came too seldom to be recorded."""
         has_begun = self._has_settled or 0 < self.stats.warmups < MAX_WARMUPS
-        if has_begun and self._lengths is not None and self._lengths.wants(call.key, call.leaves):
+        if has_begun and self._wants_sizes(call):
             return False
         known = call.key in self._warmups or self._cache.has(call.key)
         return self._kinds.is_rare(call.key) and not known

@@ -310,7 +310,7 @@ class CapturedForward(PredictedForward):
         forward, backward = apply(pair.forward), apply(pair.backward)
         nodes = pair.forward.nodes() + pair.backward.nodes()
         counts = ProgramCounts.of(run.recorder, nodes, forward)
-        signature = self._signature(recording)
+        signature = self._signature(recording, call.key)
         whole = recording.whole_signature() if signature is not None else None
         cached = ForwardProgram(
             forward,

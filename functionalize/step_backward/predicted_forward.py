@@ -112,7 +112,7 @@ class PredictedForward(CapturedStep):
         whole: Signature,
     ) -> Reference | None:
         """What programs for other sizes are made from. names: of the arguments. whole: the op stream of both."""
-        if self._lengths is None:
+        if not self._compares_sizes(call.key):
             return None
         key, backward = self._key_with_sizes(call.key, pair.forward), (pair.backward, whole)
         return Reference.of(key, names, call.leaves, pair.forward, cached, backward)

@@ -322,8 +322,11 @@ def test_what_a_file_cannot_name_leaves_a_class_out(
 
 
 def test_auto_leaves_a_step_of_one_length_as_it_is() -> None:
-    stats = trained(plain_loss, [(2, 8)] * 6, dynamic="auto", passes="default").stats
+    step = trained(plain_loss, [(2, 8)] * 6, dynamic="auto", passes="default")
+    stats, (cached,) = step.stats, step._cache
     assert (stats.warmups, stats.captures, stats.replays, stats.eager) == (1, 1, 4, 0)
+    assert not list(step._lengths) and cached.op_stream is None  # nothing is kept for a template
+    assert "are predicted of no kind of call yet: no two recordings" in step.explain()
 
 
 def test_auto_leaves_lengths_that_never_return_eager() -> None:
@@ -333,10 +336,14 @@ def test_auto_leaves_lengths_that_never_return_eager() -> None:
     assert stats.rare >= 38
 
 
-def test_auto_begins_when_two_recordings_differ_in_sizes() -> None:
-    repeated = [(2, 8)] * 4 + [(2, 12)] * 4
-    step = trained(plain_loss, [*repeated, (2, 20), *lengths(37, 16, 30)], dynamic="auto")
+@pytest.mark.parametrize("recorded, passes", [(3, ()), (4, "default")])
+def test_auto_begins_when_two_recordings_differ_in_sizes(recorded: int, passes: Any) -> None:
+    """A first recording that passes have rewritten is in no class: one more is needed."""
+    new = [(2, length) for length in (20, 24)[: recorded - 2]]  # recorded at their first call
+    sizes = [*[(2, 8)] * 4, *[(2, 12)] * 4, *new, *lengths(37, 16, 30)]
+    step = trained(plain_loss, sizes, dynamic="auto", audit="auto", passes=passes)
     stats = step.stats
-    assert stats.captures == 3  # the third length at its first call
+    assert stats.captures == recorded
     assert stats.predictions + stats.instances == 3
     assert stats.mispredictions == 0
+    assert "are predicted of 1 of 1 kind of calls" in step.explain()
