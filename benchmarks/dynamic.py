@@ -1,14 +1,19 @@
 """Lengths that change from call to call, on two gloo ranks: eager, every kind recorded at once, the defaults, and
-predicted programs (`dynamic=True`).
+programs predicted from the first recordings on (`dynamic=True`).
 
     python -m benchmarks.dynamic [--calls 60] [--layers 2] [--hidden 32] [--passes default] [--stream new] [--json]
     python -m benchmarks.dynamic --calls 200 --stream long --model llama gpt2 bert mixtral t5 --way dynamic
+    python -m benchmarks.dynamic --one-length 40      what the default costs a step of one length
 
 Hugging Face models with random weights under FSDP2, built once for each way; the ways take turns at each call, on the
 same tokens. Each rank draws its own lengths. The streams: `new` (no length returns), `long` (drawn from 96), `few`
 (drawn from 4). Losses, parameters and optimizer states are compared with eager bit by bit after every call.
 Total seconds of all calls, first ones included, and of the last third; ratios to eager. `known`: the time of calls of
 six lengths that return, after the passes of their class and a garbage collection, to that of programs recorded at each.
+
+`--one-length`: a step of `benchmarks.capture` in one process, captured with the default and with `dynamic=False` in
+turn; which of a pair comes first alternates. CPU time of the call that is kept, and of 20 replays: the median of the
+ratios of the pairs, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import gc
 import json
 import logging
 import os
+import statistics
 import tempfile
 import time
 import warnings
@@ -34,7 +40,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
+from benchmarks.capture import Subject
 from benchmarks.machine import machine
+from benchmarks.provenance import interval
 from examples import demo
 
 LONGEST = 128
@@ -98,7 +106,7 @@ def measure(
     ways: dict[str, Callable[[Any], Any]] = {
         "eager": lambda step: step,
         "recorded at once": lambda step: fz.capture(
-            step, passes=passes, record_after=1, on_uncapturable="eager"
+            step, passes=passes, record_after=1, on_uncapturable="eager", dynamic=False
         ),
         "defaults": lambda step: fz.capture(step, passes=passes),
         "dynamic": lambda step: fz.capture(step, passes=passes, dynamic=True, max_programs=128),
@@ -158,7 +166,8 @@ def steady(
 
     dynamic: a step that has had `lengths`.
     """
-    fixed = fz.capture(demo.training_step(*build(model, options)), passes=passes, record_after=1)
+    eager = demo.training_step(*build(model, options))
+    fixed = fz.capture(eager, passes=passes, record_after=1, dynamic=False)
     known = [n for n, count in Counter(lengths).items() if count > 1][:_KNOWN]
     seconds: dict[Any, list[float]] = {dynamic: [], fixed: []}
     for i in range(_BEFORE_STEADY + _STEADY):
@@ -173,6 +182,36 @@ def steady(
             found.append(time.perf_counter() - start)
     ours, theirs = (sum(found[-_STEADY:]) for found in seconds.values())
     return ours / theirs
+
+
+def of_one_length(pairs: int, passes: str) -> None:
+    """Print what the default costs a step whose length never changes."""
+    subject = Subject(2)
+    ratios: list[list[float]] = [[], []]
+    for pair in range(pairs + 2):
+        found = {}
+        for dynamic in ("auto", False) if pair % 2 else (False, "auto"):
+            step = fz.capture(subject.step, passes=passes, dynamic=dynamic)
+            step(subject.tokens)
+            found[dynamic] = [_seconds(step, subject, 1), _seconds(step, subject, 20)]
+            assert (step.stats.captures, step.stats.warmups) == (1, 1)
+        if pair >= 2:
+            for several, mine, other in zip(ratios, found["auto"], found[False], strict=True):
+                several.append(mine / other)
+    for what, several in zip(("recorded and kept", "20 replays"), ratios, strict=True):
+        low, high = interval(several)
+        print(f"{what}: {statistics.median(several):.3f} ({low:.3f} to {high:.3f}), {pairs} pairs")
+
+
+def _seconds(step: Any, subject: Subject, calls: int) -> float:
+    gc.collect()
+    gc.disable()
+    began = time.thread_time()
+    for _ in range(calls):
+        step(subject.tokens)
+    seconds = time.thread_time() - began
+    gc.enable()
+    return seconds
 
 
 def run(rank: int, folder: str, options: demo.Options, args: argparse.Namespace) -> None:
@@ -207,9 +246,15 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama"])
     parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one-length", type=int, metavar="PAIRS", default=0)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = demo.Options(layers=args.layers, hidden=args.hidden, sequence=LONGEST)
+    if args.one_length:
+        torch.set_num_threads(1)
+        print(machine())
+        of_one_length(args.one_length, args.passes)
+        return
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (folder, options, args), nprocs=2)
         rows = json.loads(Path(folder, "rows.json").read_text())

@@ -57,10 +57,11 @@ def capture(
     max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
     dynamic: once three calls that differ in sizes only were recorded, predict the programs for other sizes. The first
     call of new sizes is replayed where it is known that nothing decides by them otherwise, else it runs for real and is
-    compared with its program. With a number n one in n is compared in any case (True: 8; 1: all); with "auto" only from
-    two recordings that differ in sizes on. See `docs/capture.md`.
+    compared with its program. With a number n one in n is compared in any case (True: 8; 1: all). With "auto" this
+    begins at the second recorded size of a kind of call, and never with `memory`, `compile` or `backward`. False: each
+    size has a program of its own. See `docs/capture.md`.
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, for `memory` with `backward`,
-    and for `dynamic` with `memory` or `compile`.
+    and for `dynamic=True` or a number with `memory` or `compile`.
     """
     if backward:
         record_after = 1  # a forward that runs again on one rank runs again on all of them

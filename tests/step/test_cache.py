@@ -61,7 +61,7 @@ def test_train_and_eval_and_lengths_side_by_side() -> None:
 
 def test_a_program_is_found_without_trying_the_others() -> None:
     """Thirty lengths: what a call costs does not depend on how many programs there are."""
-    step = fz.capture(lambda x: x.sin() + 1, max_programs=64, record_after=1)
+    step = fz.capture(lambda x: x.sin() + 1, max_programs=64, record_after=1, dynamic=False)
     tried: list[int] = []
     for rows in [*range(1, 31)] * 2:
         step(torch.ones(rows))
@@ -254,7 +254,7 @@ def test_explain_counts_one_of_a_thing() -> None:
         step(torch.ones(2))
     lines = step.explain().splitlines()
     assert lines[0] == "<lambda>: 1 program, 1 replay, 1 capture, 0 warm-ups"
-    assert lines[2].startswith("  1 replay; ") and " 1 input, 0 actions after" in lines[2]
+    assert lines[3].startswith("  1 replay; ") and " 1 input, 0 actions after" in lines[3]
 
 
 def test_explain() -> None:

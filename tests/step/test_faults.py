@@ -325,7 +325,7 @@ def test_a_bug_in_the_eager_mode(
     monkeypatch: pytest.MonkeyPatch, break_it: Callable[..., None]
 ) -> None:
     """A later call runs eagerly, also after another fault."""
-    twins = Twins(passes="default", on_uncapturable="eager")
+    twins = Twins(passes="default", on_uncapturable="eager", dynamic=False)
     assert twins.call(0) is None
     with monkeypatch.context() as patched:
         break_it(patched, RuntimeError("a bug"))

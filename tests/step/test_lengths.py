@@ -19,7 +19,8 @@ from tests.steps import make_step
 
 
 def trained_on(lengths: list[int], **options: Any) -> Any:
-    """A captured step after these lengths; it equals its eager twin after every call."""
+    """A captured step after these lengths, with programs side by side; it equals its eager twin after every call."""
+    options = {"dynamic": False} | options
     (model, optimizer), (twin, twin_optimizer) = twins()
     captured = fz.capture(make_step(model, optimizer), audit=False, **options)
     eager = make_step(twin, twin_optimizer)
@@ -33,7 +34,7 @@ def trained_on(lengths: list[int], **options: Any) -> Any:
 
 
 def test_lengths_that_never_return_record_one_of_them() -> None:
-    stats = trained_on(list(range(2, 42))).stats
+    stats = trained_on(list(range(2, 42)), dynamic="auto").stats
     assert (stats.warmups, stats.captures, stats.replays) == (1, 0, 0)
     assert stats.eager == stats.rare == 39
 
@@ -122,7 +123,8 @@ def test_kinds_are_forgotten() -> None:
 
 def test_passes_wait_until_a_kind_has_returned_except_for_the_first_program() -> None:
     (model, optimizer), (twin, twin_optimizer) = twins()
-    captured = fz.capture(make_step(model, optimizer), passes="default", audit=False)
+    options = {"passes": "default", "audit": False, "dynamic": False}
+    captured = fz.capture(make_step(model, optimizer), **options)
     eager = make_step(twin, twin_optimizer)
 
     def call(rows: int) -> Program:
@@ -154,7 +156,8 @@ def test_passes_wait_until_a_kind_has_returned_except_for_the_first_program() ->
 
 
 def test_a_program_that_was_found_while_it_waited_was_of_use() -> None:
-    step = fz.capture(lambda x: x.sin(), passes="elide_copies", max_programs=2, audit=False)
+    options = {"max_programs": 2, "audit": False, "dynamic": False}
+    step = fz.capture(lambda x: x.sin(), passes="elide_copies", **options)
     for rows in range(3, 12):
         for _ in range(4):
             assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
