@@ -1,5 +1,5 @@
-"""Lengths that change from call to call, on two gloo ranks: eager, every kind recorded at once, the defaults, and
-programs predicted from the first recordings on (`dynamic=True`).
+"""Lengths that change from call to call, on two gloo ranks: eager, every kind recorded at once, lengths that return
+(`dynamic=False`), the defaults, and programs predicted from the first recordings on (`dynamic=True`).
 
     python -m benchmarks.dynamic [--calls 60] [--layers 2] [--hidden 32] [--passes default] [--stream new] [--json]
     python -m benchmarks.dynamic --calls 200 --stream long --model llama gpt2 bert mixtral t5 --way dynamic
@@ -52,7 +52,7 @@ STREAMS: dict[str, Callable[[int, torch.Generator], int]] = {
     "few": lambda _, g: 8 * (1 + int(torch.randint(4, (1,), generator=g))),
 }
 MODELS = ["llama", "gpt2", "bert", "mixtral", "t5"]
-WAYS = ["recorded at once", "defaults", "dynamic"]
+WAYS = ["recorded at once", "side by side", "defaults", "dynamic"]
 _KNOWN = 6
 _BEFORE_STEADY, _STEADY = 480, 120  # calls; passes run after 256 replays, or 64 of one length
 Row = dict[str, Any]
@@ -108,6 +108,7 @@ def measure(
         "recorded at once": lambda step: fz.capture(
             step, passes=passes, record_after=1, on_uncapturable="eager", dynamic=False
         ),
+        "side by side": lambda step: fz.capture(step, passes=passes, dynamic=False),
         "defaults": lambda step: fz.capture(step, passes=passes),
         "dynamic": lambda step: fz.capture(step, passes=passes, dynamic=True, max_programs=128),
     }
