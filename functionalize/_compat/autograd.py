@@ -188,10 +188,18 @@ HOOKS_OF_TENSORS = (
 )  # the attributes that hold them, or None
 
 
+class OwnHook(functools.partial[Any]):
+    """A hook of this library, which is not counted among those of a tensor."""
+
+
 def hooks_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The numbers of a tensor's hooks: on its gradient, and after the gradient was accumulated."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return len(tensor._backward_hooks or ()), len(after or ())
+    return len(tensor._backward_hooks or ()), len(_of_others(after)) if after else 0
+
+
+def _of_others(table: dict[Any, Any]) -> list[Any]:
+    return [hook for hook in table.values() if type(hook) is not OwnHook]
 
 
 def hook_tables(tensor: torch.Tensor) -> list[dict[Any, Any]]:
@@ -240,7 +248,7 @@ def graph_is_kept() -> bool:
 def hook_functions(tensor: torch.Tensor) -> list[Any]:
     """The hooks of a tensor: on its gradient, then after the gradient was accumulated."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
+    return [*(tensor._backward_hooks or {}).values(), *_of_others(after or {})]
 
 
 def saved_hooks_entry() -> tuple[Any, str]:

@@ -16,7 +16,7 @@ FSDP2 model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.autograd import (
+    OwnHook,
     accumulator_of,
     below_autograd,
     graph_is_kept,
@@ -38,6 +39,10 @@ from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.tape.grad_access import GradAccess
 
 aten = torch.ops.aten
+_BEYOND_ARGUMENTS = (
+    "runs a backward that goes on beyond an argument, into the graph of the caller: pass the argument detached, or "
+    "run that backward outside"
+)
 
 
 class DetachedLeaves(list[Any]):
@@ -51,6 +56,34 @@ class DetachedLeaves(list[Any]):
         super().__init__(_detached(leaf) if records_graph else leaf for leaf in originals)
         self.originals = originals
         self.detached = [i for i, leaf in enumerate(originals) if leaf is not self[i]]
+
+    def connect(self, refusing: Sequence[Callable[[str], None]]) -> None:
+        """Let a gradient that a backward accumulates into a detached leaf go on into the graph of its original.
+
+        The backward of the boundary's node returns such gradients instead. Other backwards reach a detached leaf inside
+        the callable, or later through what an attribute holds. refusing: called with the reason at each such gradient.
+        """
+        for i in self.detached:
+            hook = OwnHook(_pass_on, self.originals[i], refusing)
+            self[i].register_post_accumulate_grad_hook(hook)
+
+    def with_originals(self, result: Any) -> Any:
+        """A result without an autograd history of its own, with the caller's tensors instead of the detached ones."""
+        if not self.detached:
+            return result
+        flat, spec = flatten_result(result)
+        own = {id(self[i]): self.originals[i] for i in self.detached}
+        return unflatten_result([own.get(id(leaf), leaf) for leaf in flat], spec)
+
+
+def _pass_on(original: Tensor, refusing: Sequence[Callable[[str], None]], leaf: Tensor) -> None:
+    gradient, leaf.grad = leaf.grad, None
+    for refuse in refusing:
+        refuse(_BEYOND_ARGUMENTS)
+    # The running backward may need the graph of the original once more.
+    torch.autograd.backward(
+        original, gradient, retain_graph=True, create_graph=torch.is_grad_enabled()
+    )
 
 
 def _detached(leaf: Any) -> Any:

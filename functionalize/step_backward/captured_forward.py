@@ -64,7 +64,12 @@ from functionalize.step.stats import ProgramCounts
 from functionalize.step.vote import RankVote
 from functionalize.step_backward.audited_forward import AuditedForward
 from functionalize.step_backward.backward_of import ReplayedForward
-from functionalize.step_backward.boundary import DetachedLeaves, is_output, with_backward
+from functionalize.step_backward.boundary import (
+    DetachedLeaves,
+    RequestedGradients,
+    is_output,
+    with_backward,
+)
 from functionalize.step_backward.joint_recording import ForwardEnd, JointRecording, JointRun
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram, is_same_forward
 from functionalize.step_backward.predicted_forward import PredictedForward
@@ -94,6 +99,8 @@ class CapturedForward(PredictedForward):
             )
         # key of a call -> the number of recorded forwards in a row without a backward
         self._without_backward: dict[Hashable, int] = {}
+        # number of a call -> its forward, which left its own graph, until its backward
+        self._awaited: dict[int, JointRun] = {}
         self._calls = 0
         self._nodes: WeakSet[Any] = WeakSet()
 
@@ -181,7 +188,8 @@ class CapturedForward(PredictedForward):
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         if not isinstance(cached, ForwardProgram):
-            return super()._replay(cached, call)
+            assert isinstance(call.leaves, DetachedLeaves)
+            return call.leaves.with_originals(super()._replay(cached, call))
         replayed = ReplayedForward(self, cached, call)
         values = cached.program.replay(call, self._vote)
         replayed.hold(values[cached.results :])
@@ -266,6 +274,8 @@ class CapturedForward(PredictedForward):
         if call.leaves.detached:
             args, kwargs = unflatten_result(call.leaves, call.spec)
             detached = replace(call, args=args, kwargs=kwargs)
+        while_inside = [recorder.checks.refuse_here]
+        call.leaves.connect(while_inside)
         with only_young_collections():
             try:
                 run = self._record(detached, recorder)
@@ -273,6 +283,7 @@ class CapturedForward(PredictedForward):
                 if audit is not None:
                     self.audit_raised(audit, recorder, error)
                 raise
+            while_inside.clear()
             if isinstance(run, RecordedRun):
                 self._is_sharded = bool(run.entry.fsdp.places)
                 has_history = any(map(is_output, flatten_result(run.result)[0]))
@@ -282,14 +293,39 @@ class CapturedForward(PredictedForward):
                 if audit is not None:
                     verdict = judged(lambda: audit.after_forward(recorder, end))
                     self._end_audit(verdict, audit.cached)
+                if has_history and rerun_of is None and audit is None and end.has_escaped(self._fn):
+                    return self._with_own_graph(run, end, detached)
                 if has_history:
                     return RecordedForward(self, run, end, detached, rerun_of, audit)
-                if audit is not None:
-                    return plain_tree(run.result)
-                self._without_backward.pop(call.key, None)
-                self._finish(run, detached)
-                return plain_tree(run.result)
+                if audit is None:
+                    self._without_backward.pop(call.key, None)
+                    self._finish(run, detached)
+                return call.leaves.with_originals(plain_tree(run.result))
         return self._run_unrecordable(run, call)
+
+    def _with_own_graph(self, run: RecordedRun, end: ForwardEnd, call: Invocation) -> Any:
+        """The result with the graph that the callable made, which a backward reaches elsewhere, too.
+
+        The stages run when autograd has run its backward, as they do on ranks that record theirs.
+        """
+        self.stats.eager += 1
+        result = plain_tree(run.result)
+        requested = RequestedGradients(False, ())
+        joint = JointRun(run.recorder, end, end.entry, (), None, requested, (), None)
+        awaited, number = self._awaited, self._calls
+        awaited[number] = joint  # a hook that held it would hold its own graph
+        while len(awaited) > _PATIENCE:
+            del awaited[next(iter(awaited))]
+
+        def before_backward(_: Any) -> None:
+            if (run := awaited.pop(number, None)) is not None:
+                at_end_of_backward(lambda: self.finish_backward(run, call))
+
+        nodes = {leaf.grad_fn for leaf in flatten_result(result)[0] if is_output(leaf)}
+        for node in nodes:
+            node.register_prehook(before_backward)
+        assert isinstance(call.leaves, DetachedLeaves)
+        return call.leaves.with_originals(result)
 
     def finish_backward(self, run: JointRun, call: Invocation) -> None:
         """The stages after the backward of a recorded forward."""

@@ -46,7 +46,7 @@ from functionalize.recorder.storage_table import External
 from functionalize.scalars.escaped_numbers import outliving, replace_escaped
 from functionalize.scalars.live_scalars import plain_keys
 from functionalize.state.python_effects import check_leaves
-from functionalize.state.sources import Slot
+from functionalize.state.sources import Slot, plain_attributes
 from functionalize.state.step_guards import SlotGuard
 from functionalize.step.recording import StepRecording
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
@@ -54,6 +54,7 @@ from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.pair import ForwardProgram
 from functionalize.step_backward.pair_builder import Half, PairBuilder, SavedValue
 from functionalize.util.tensor_wrappers import plain_tensors
+from functionalize.walk.discovery import walked
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,14 @@ class ForwardEnd:
             len(log.facts) if log is not None else 0,
             len(recorder.calls.facts),
         )
+
+    def has_escaped(self, fn: Callable[..., Any]) -> bool:
+        """Whether the forward, of which no program is made, left a part of its graph in an attribute or a variable."""
+        if self.exit.changed is None:
+            return False
+        roots, leaves = walked(fn).roots, {id(leaf) for leaf in self.entry.leaves}
+        held = (t for _, _, t in (*plain_attributes(roots), *roots.tensors) if t.requires_grad)
+        return any(t.grad_fn is not None or id(t) in leaves for t in held)
 
     def signature(self, recorder: Recorder) -> Signature:
         """What the forward alone is compared with."""

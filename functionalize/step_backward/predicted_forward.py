@@ -62,7 +62,7 @@ class EntryStates:
         """The number of the state now; of one that is not known, the next number."""
         call, known = Call(leaves, []), self._known
         for number in dict.fromkeys((self._last, *range(len(known)))):
-            if number < len(known) and all(g.failure(call) is None for g in known[number]):
+            if number < len(known) and _hold(known[number], call):
                 self._last = number
                 return number
         return len(known)
@@ -71,6 +71,13 @@ class EntryStates:
         """Take note of the state in which a recorded call began. number: what `of` gave."""
         if number == len(self._known) < _MOST:
             self._known.append([each for each in facts if isinstance(each, _MOVED)])
+
+
+def _hold(guards: Sequence[Guard], call: Call) -> bool:
+    try:
+        return all(guard.failure(call) is None for guard in guards)
+    except (LookupError, AttributeError):  # what they compare is not there any more
+        return False
 
 
 class PredictedForward(CapturedStep):

@@ -149,6 +149,20 @@ def test_another_backward_ends_predictions() -> None:
     assert all(not cached.is_unseen for cached in captured._cache)
 
 
+def test_a_parameter_that_is_replaced_by_a_parametrization() -> None:
+    models = [linear(), linear()]
+    captured = fz.capture(lambda x: plain_loss(models[0], x), backward=True, dynamic=True)
+    for i, size in enumerate(LEARNED):
+        found = []
+        for fn, model in zip((captured, lambda x: plain_loss(models[1], x)), models, strict=True):
+            torch.manual_seed(i)
+            if i == 3:
+                nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Tanh())
+            fn(torch.full((2, size, 8), 0.5)).backward()
+            found.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *found)), (i, size)
+
+
 def fails(*args: Any) -> Any:
     raise RuntimeError("broken")
 

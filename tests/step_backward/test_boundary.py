@@ -331,6 +331,61 @@ def test_an_argument_that_is_returned_is_the_callers_own() -> None:
     assert captured.stats.backwards >= 1
 
 
+def escaping(name: str) -> Callable[[nn.Module], Loss]:
+    """Forwards from which a gradient reaches the graph of their argument in other ways than through an output."""
+
+    def make(model: nn.Module) -> Loss:
+        model.kept = None
+
+        def forward(x: Tensor) -> Any:
+            if name == "returns it":
+                return x.to(model.a.weight.dtype)
+            if name == "keeps it":
+                model.kept = x
+                return model(x).detach()
+            hidden = model(x)
+            if name == "keeps a part of its graph":
+                model.kept = hidden.square().mean()
+                return hidden
+            hidden.mean().backward()
+            return hidden.detach()
+
+        return forward
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "name, calls, reason",
+    [
+        ("returns it", 6, None),
+        ("keeps it", 3, r"assigns another tensor to `model\.kept`"),
+        ("keeps a part of its graph", 3, r"assigns another tensor to `model\.kept`"),
+        ("goes backward itself", 1, "runs a backward that goes on beyond an argument"),
+    ],
+)
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_gradients_reach_the_graph_of_an_argument(
+    name: str, calls: int, reason: str | None, is_leaf: bool
+) -> None:
+    def use(model: Any, forward: Loss, i: int) -> Any:
+        model.zero_grad()
+        weight = batch(i).requires_grad_()
+        out = forward(weight if is_leaf else weight.exp())
+        if isinstance(model.kept, Tensor):
+            out = out + model.kept.sum()
+        if out.requires_grad:
+            out.sum().backward()
+        return weight.grad
+
+    captured = compare(use, escaping(name), calls)
+    if reason is None:
+        assert captured.stats.replays >= 3
+    else:
+        with pytest.raises(UncapturableError, match=reason):
+            captured(batch(0).requires_grad_())
+
+
 def test_parameters_and_buffers_are_returned_themselves() -> None:
     (a, b) = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
     b.load_state_dict(a.state_dict())
