@@ -34,6 +34,7 @@ from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state import arguments
 from functionalize.state.hyperparameters import lifted
 from functionalize.state.moving_state import MovingPlaces, MovingState
+from functionalize.state.python_effects import in_order
 from functionalize.state.sources import changed_slots
 from functionalize.walk.live_places import NO_PLACES
 
@@ -151,7 +152,7 @@ class AuditedCall:
             gradients.append(gradient)
         moving.finish()
         changed = changed or moving.refusal or moving.unexplained
-        effects = [*comparison.recorder.python_effects, *moving.effects]
+        effects = in_order(comparison.recorder.python_effects, moving.effects)
         values = [value for _, value in effects]
         leaves, spec = arguments.flatten_result((result, [*gradients, *values]))
         comparison.recorder.checks.check_generators(lambda: "after its last random op")

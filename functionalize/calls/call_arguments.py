@@ -6,7 +6,7 @@
     taken.form.filled(values)        (("loss", 0.125), {"flush": True}): for the call in a replay
 
 A tensor is copied by an op of the step, so a replay has the contents that it has at the call.
-Refusals, as text: tensors that require a gradient, whose text says so; objects.
+Refusals, as text: tensors that require a gradient, whose text says so; objects, unless the caller knows what it reads of them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,23 @@ class LateLeaf:
         return late_value(self.expression)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectLeaf:
+    """An object that every call of the step finds again."""
+
+    found: Any
+
+    def __eq__(self, other: object) -> bool:  # the object may compute by `==`
+        return isinstance(other, ObjectLeaf) and other.found is self.found
+
+    def __hash__(self) -> int:
+        return id(self.found)
+
+    def filled(self, value: Any) -> Any:
+        """The object."""
+        return self.found
+
+
 @dataclass(frozen=True, slots=True)
 class TextLeaf:
     """A text that is put together when the call is repeated. parts: constants, and how numbers become text."""
@@ -77,7 +94,12 @@ class ArgumentForm:
     """The structure of the arguments of a call. leaves: how each leaf is made from its value; None: it is its value."""
 
     spec: pytree.TreeSpec
-    leaves: tuple[LateLeaf | TextLeaf | None, ...]
+    leaves: tuple[LateLeaf | ObjectLeaf | TextLeaf | None, ...]
+
+    @property
+    def objects(self) -> list[Any]:
+        """The objects among the arguments."""
+        return [leaf.found for leaf in self.leaves if isinstance(leaf, ObjectLeaf)]
 
     def filled(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with the numbers and tensors of a replay. values: one for each leaf."""
@@ -102,10 +124,11 @@ class CallArguments:
         args: Sequence[Any],
         keywords: dict[str, Any],
         first: int = 0,
+        objects: tuple[type, ...] = (),
     ) -> CallArguments | str:
         """The arguments of the call that `frame` makes; a text that says which of them cannot be repeated.
 
-        first: the position of the first of `args` in that call.
+        first: the position of the first of `args` in that call. objects: types of objects that may be passed.
         """
         log = recording.scalar_log
         templates: dict[int | str, Template] = {}
@@ -115,7 +138,7 @@ class CallArguments:
         pairs, spec = pytree.tree_flatten_with_path(tree)
         values: list[Any] = []
         plain: list[Any] = []
-        leaves: list[LateLeaf | TextLeaf | None] = []
+        leaves: list[LateLeaf | ObjectLeaf | TextLeaf | None] = []
         for path, leaf in pairs:
             template = templates.get(_place(path, first))
             leaves.append(None)
@@ -139,6 +162,9 @@ class CallArguments:
                     return refused
                 with torch.no_grad():
                     values.append(leaf.detach().clone())
+            elif isinstance(leaf, objects):
+                leaves[-1] = ObjectLeaf(leaf)
+                values.append(None)
             else:
                 return with_article(type(leaf).__name__)
         return CallArguments(

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple, Protocol
 
 from functionalize.calls.own_generators import OwnGenerators
 from functionalize.ir.guards import Guard
 from functionalize.scalars.scalar_log import ScalarLog
 
 
+class Target(NamedTuple):
+    """An object that a call reads or changes. what: for messages. is_still: whether what the call read is there now."""
+
+    found: Any
+    what: str
+    is_still: Callable[[], bool] | None = None
+
+
 class CallLog:
     """The calls of one recording.
 
-    facts: guards of the calls. targets: the objects that they read or change, with texts: the search must find them.
+    facts: guards of the calls. targets: the objects that they read or change: the search must find them.
     stepped: ids of those that are schedulers and were stepped. quiet_ops: how many ops were not recorded.
     communicates: whether one of the calls communicates with other ranks.
     assigned: numbers that the step has assigned to schedulers, by id of the scheduler and name.
@@ -40,7 +49,7 @@ class CallLog:
 
     def __init__(self) -> None:
         self.facts: list[Guard] = []
-        self.targets: list[tuple[Any, str]] = []
+        self.targets: list[Target] = []
         self.stepped: set[int] = set()
         self.assigned: dict[tuple[int, str], Any] = {}
         self.quiet_ops = 0
@@ -49,6 +58,18 @@ class CallLog:
         self.own_generators = OwnGenerators()
         self.hyperparameters: Any = None
         self.streams = (sys.stdout, sys.stderr)
+
+    def refusal(self, known: Container[int]) -> str | None:
+        """Why a call at the end of a replay would not do what it does in eager, or None.
+
+        known: ids of the objects that the search has found. The step is over.
+        """
+        for target in self.targets:
+            if id(target.found) not in known:
+                return f"{target.what} that the search for the objects of the step does not find: pass it as an argument"
+            if target.is_still is not None and not target.is_still():
+                return f"{target.what}, whose value the step changes after that: do it at its end"
+        return None
 
     def guard(self, fact: Guard) -> None:
         """Add a guard, if an equal one is not there yet."""

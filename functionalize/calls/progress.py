@@ -3,11 +3,12 @@
     bar.set_postfix(loss=loss.item())        bar.update(1)        bar.set_description(f"loss {loss.item():.3f}")
     writer.add_scalar("loss", loss.item(), 3)
     self.log("loss", loss)                   of a LightningModule, which detaches the tensor
+    self.log("accuracy", self.accuracy)      a metric of torchmetrics: Lightning keeps it, and reads its last value
 
 The state of a bar, and of what Lightning logs, is no guarded state: it changes by itself, and between calls. While a
 step is recorded, their attributes that code outside of such calls reads or sets are noted: the step is refused by name.
-Refusals: a bar or a writer that the search does not find; arguments that a replay cannot have again; a result that the
-step uses.
+Refusals: a bar, a writer or a metric that the search does not find; a metric whose value the step changes after it has
+logged it; arguments that a replay cannot have again; a result that the step uses.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
-from functionalize.calls.call_log import CallRecorder
+from functionalize.calls.call_log import CallRecorder, Target
 from functionalize.calls.doors import Repeated
 from functionalize.ir.inputs import Call
 from functionalize.scalars.call_sites import drops_result
@@ -50,6 +52,11 @@ class MethodCalled:
     original: Callable[..., Any]
     form: ArgumentForm
 
+    @property
+    def reads_objects(self) -> bool:
+        """Whether it is made when the step has assigned all that it assigns."""
+        return bool(self.form.objects)
+
     def repeat(self, call: Call, value: Any) -> None:
         """Call it with the numbers and tensors of a replay."""
         args, keywords = self.form.filled(value[1])
@@ -71,10 +78,14 @@ class MethodDoor:
         if self.detaches and not keywords.get("enable_graph"):
             args = tuple(map(_detached, args))
             keywords = {key: _detached(value) for key, value in keywords.items()}
-        found = CallArguments.of(recording, frame, args[1:], keywords)
+        objects = _metric_classes() if self.detaches else ()
+        found = CallArguments.of(recording, frame, args[1:], keywords, objects=objects)
         if isinstance(found, str):
             return f"{self.what} with {found}"
-        recording.calls.targets.append((args[0], self.what))
+        recording.calls.targets.append(Target(args[0], self.what))
+        for each in found.form.objects:
+            what = f"{self.what} with {with_article(type(each).__name__)}"
+            recording.calls.targets.append(Target(each, what, _is_still(each)))
         plain, others = found.plain
         effect = MethodCalled(self.what, args[0], original, found.form)
         return Repeated(
@@ -84,6 +95,21 @@ class MethodDoor:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _metric_classes() -> tuple[type, ...]:
+    """The class of metrics that Lightning logs as objects, if it was imported."""
+    kind = getattr(sys.modules.get("torchmetrics.metric"), "Metric", None)
+    return () if kind is None else (kind,)
+
+
+def _is_still(metric: Any) -> Callable[[], bool]:
+    """Tells whether a metric has the last value that it has now, all that Lightning reads when it logs the metric."""
+    value = metric._forward_cache
+    if not isinstance(value, Tensor):
+        return lambda: value is None and metric._forward_cache is None
+    was, version = ref(value), value._version
+    return lambda: metric._forward_cache is was() and was()._version == version
 
 
 def _log_classes() -> Iterator[Any]:

@@ -69,9 +69,12 @@ from functionalize.walk.walker import PythonState
 
 
 class Moves(NamedTuple):
-    """How a recording moved state: places and expressions, their constants, and the facts learned of numbers."""
+    """How a recording moved state: places and expressions, their constants, and the facts learned of numbers.
 
-    shape: Hashable
+    shape: what the first effect does, and so on.
+    """
+
+    shape: tuple[Hashable, ...]
     constants: Hashable
     facts: Hashable
 

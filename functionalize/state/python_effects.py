@@ -8,7 +8,7 @@ The value of an effect is a tree of tensors, live numbers and constants. It is a
 tensor is that of this replay, a live number arrives as a plain `int` or `float` of the type that it has in eager.
 
 Invariant: effects are repeated in the order of the recording, once per replay, after the epilogue, the gradients and
-FSDP2's state. If one raises, the effects before it have happened, it and those after it have not, and everything else
+FSDP2's state: calls, then what the step assigns, then calls that read objects to which it assigns (`is_last`). If one raises, the effects before it have happened, it and those after it have not, and everything else
 is as the step leaves it; the exception propagates and the step does not run again.
 Refusals: a tensor with an autograd history, or that requires a gradient, among the values, unless every replay finds
 the same object; effects in the backward of a captured forward (`backward=True`).
@@ -38,6 +38,19 @@ class PythonEffect(Protocol):
     def repeat(self, call: Call, value: Any) -> None:
         """Do it again, with the value of this replay."""
         ...
+
+
+def is_last(effect: PythonEffect) -> bool:
+    """Whether a call reads objects, with what the step has assigned to them."""
+    return getattr(effect, "reads_objects", False)
+
+
+def in_order(
+    calls: Sequence[tuple[PythonEffect, Any]], moves: Sequence[tuple[PythonEffect, Any]]
+) -> list[tuple[PythonEffect, Any]]:
+    """The effects of a step, with their values. moves: what it assigns. No two calls change places."""
+    first = next((i for i, (effect, _) in enumerate(calls) if is_last(effect)), len(calls))
+    return [*calls[:first], *moves, *calls[first:]]
 
 
 def repeat(effects: Sequence[PythonEffect], call: Call, values: Sequence[Any]) -> None:

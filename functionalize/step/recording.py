@@ -187,16 +187,13 @@ class StepRecording:
         return "; ".join(filter(None, dict.fromkeys(reasons))) or self.entry.python_state.refusal
 
     def _unknown_target(self) -> str | None:
-        """Why a repeated call would find another object than eager, or None: the search has not found its object."""
+        """Why a repeated call would not do what it does in eager, or None."""
         if not self.recorder.calls.targets:
             return None
         facts = self.entry.python_state.state.facts
         known = {id(fact.value) for fact in facts if type(fact) is Is}
         known |= {id(module) for _, module in self.entry.roots.walk()}
-        for target, what in self.recorder.calls.targets:
-            if id(target) not in known:
-                return f"{what} that the search for the objects of the step does not find: pass it as an argument"
-        return None
+        return self.recorder.calls.refusal(known)
 
     def _clock(self) -> str | None:
         """What the step reads that changes by itself, in the recording before and in this (if that is seen)."""
@@ -211,8 +208,7 @@ class StepRecording:
             return self.exit.changed
         seen, moves = previous.seen if previous is not None else (), self._moves
         if moves is not None and not any(map(moves.is_as, seen)):
-            what = self.exit.python_effects[-1].what
-            return f"{what}, as no recording before did: recorded once more, to see that it does it alike"
+            return f"{moves.shape[0]}, as no recording before did: recorded once more, to see that it does it alike"
         if (recorder := self.recorder).checks.once:
             return f"{recorder.checks.once[0]}, in a cached function: at one call only"
         if recorder.checks.own_clock is not None and (previous is None or previous.clock is None):

@@ -42,6 +42,7 @@ from functionalize.state import arguments
 from functionalize.state.arguments import flatten_result, leaf_names
 from functionalize.state.hyperparameters import Key, lifted
 from functionalize.state.moving_state import MovingState
+from functionalize.state.python_effects import in_order
 from functionalize.step.outcome import (
     Agreed,
     Built,
@@ -126,7 +127,7 @@ class RecordedRun:
         self.moving.finish()
         key = self.moving.key
         changed = self.changed or self.moving.refusal or self.moving.unexplained
-        effects = [*self.recorder.python_effects, *self.moving.effects]
+        effects = in_order(self.recorder.python_effects, self.moving.effects)
         plain_keys([value for _, value in effects])
         if self.recorder.scalar_log is not None:
             values = [value for _, value in effects]

@@ -134,9 +134,15 @@ import torch
 class LightningModule(torch.nn.Module):
     def log(self, name, value, prog_bar=False): self.results.log(name, value)
 """
+METRIC = """
+import torch
+class Metric(torch.nn.Module):
+    def __init__(self): super().__init__(); self._forward_cache = torch.zeros(())
+    def detach(self): return self._forward_cache
+"""
 
 
-class Metric:
+class Other:
     def detach(self) -> Tensor:
         return torch.ones(())
 
@@ -145,13 +151,27 @@ def fake_lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A `LightningModule` that logs as Lightning's does: into state that changes in the step and between calls."""
     package = "pytorch_lightning"
     names = [f"{package}.trainer.connectors.logger_connector.result", f"{package}.core.module"]
-    for name, source in zip(names, (RESULTS, MODULE), strict=True):
+    names.append("torchmetrics.metric")
+    for name, source in zip(names, (RESULTS, MODULE, METRIC), strict=True):
         module = types.ModuleType(name)
         module.__file__ = f"/venv/lib/site-packages/{name.replace('.', '/')}.py"
         exec(compile(source, module.__file__, "exec"), vars(module))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    return sys.modules[names[1]].LightningModule, sys.modules[names[0]]._ResultCollection
+    result, module, metric = map(sys.modules.__getitem__, names)
+    return module.LightningModule, result._ResultCollection, metric.Metric
+
+
+def logs_a_metric(own: Any) -> int:
+    own.metric._forward_cache = own.twin.model.weight.detach().sum()
+    own.log("again", own.metric)
+    return 1
+
+
+def changes_a_metric_after(own: Any) -> int:
+    logs_a_metric(own)
+    own.metric._forward_cache.add_(1)
+    return 1
 
 
 @pytest.mark.parametrize(
@@ -160,16 +180,20 @@ def fake_lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
         (lambda own: 1, None),
         (lambda own: own.results.batch_size or 1, "reads `batch_size` of a _ResultCollection"),
         (lambda own: vars(own.results)["batch_size"] or 1, "reads `__dict__` of a _ResultCol"),
-        (lambda own: own.log("again", Metric()) or 1, "logs to Lightning with a Metric"),
+        (lambda own: own.log("again", Other()) or 1, "logs to Lightning with an Other"),
+        (logs_a_metric, None),
+        (changes_a_metric_after, "logs to Lightning with a Metric, whose value the step changes"),
+        (lambda own: own.log("again", type(own.metric)()) or 1, "Metric that the search for"),
     ],
 )
 def test_replays_log_to_lightning(monkeypatch: pytest.MonkeyPatch, adds: Any, refused: Any) -> None:
-    base, results = fake_lightning(monkeypatch)
+    base, results, metric = fake_lightning(monkeypatch)
 
     class Own(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
             self.twin, self.results = Twin(lambda loss, twin: None), results()
+            self.metric = metric()
 
         def step(self, x: Tensor) -> Tensor:
             model, optimizer = self.twin.model, self.twin.optimizer

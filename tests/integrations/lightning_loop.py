@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
 
 import functionalize as fz
 from tests.integrations.loops import (
@@ -36,6 +37,7 @@ class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net: Any = None
+        self.accuracy = MulticlassAccuracy(4)
 
     def configure_model(self) -> None:
         if self.net is not None:
@@ -62,7 +64,11 @@ class Module(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", loss_of(self.net, *batch), sync_dist=world_size() > 1)
+        found = self.net(batch[0])
+        self.accuracy(found, batch[1])
+        self.log("val_accuracy", self.accuracy)
+        loss = torch.nn.functional.cross_entropy(found, batch[1])
+        self.log("val_loss", loss, sync_dist=world_size() > 1)
 
 
 class Observer(lightning.Callback):

@@ -32,6 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     cases = [f"{loop}.{world}" for loop in INSTALLED for world in WORLDS]
     cases += [f"{case}.resumed" for case in cases]
+    cases += ["metrics.1"] * ("lightning" in INSTALLED)
     environment = {"GLOO_SOCKET_IFNAME": "lo"}
     done = run_module("tests.integrations.loops", str(folder), *cases, environment=environment)
     (folder / "log").write_text(done.stdout + done.stderr)
@@ -68,6 +69,15 @@ def test_a_framework_trains_as_in_eager(loop: str, world: int, trained: Path):
         assert not found["differ"] and found["tensors"] > 20, found
         assert found["calls"] and found["replays"] >= 0.9 * found["calls"], found
         assert "boundary: " in found["text"], found["text"]
+
+
+def test_a_step_logs_metrics_as_objects(trained: Path):
+    (found,) = answers(trained, "lightning", "metrics.1", 1)
+    assert found["same_numbers"] and found["numbers"] >= 60, found
+    assert not found["differ"] and found["tensors"] > 20, found
+    assert found["replays"] >= 0.8 * found["calls"] > 0, (
+        found
+    )  # `reset` ends each epoch: its first call is eager
 
 
 def modules() -> None:
