@@ -6,7 +6,8 @@
     taken.form.filled(values)        (("loss", 0.125), {"flush": True}): for the call in a replay
 
 A tensor is copied by an op of the step, so a replay has the contents that it has at the call.
-Refusals, as text: tensors that require a gradient, whose text says so; objects, unless the caller knows what it reads of them.
+Refusals, as text: tensors that require a gradient, whose text says so; objects, unless the caller knows what
+the call reads of them.
 """
 
 from __future__ import annotations

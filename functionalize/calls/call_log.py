@@ -66,7 +66,10 @@ class CallLog:
         """
         for target in self.targets:
             if id(target.found) not in known:
-                return f"{target.what} that the search for the objects of the step does not find: pass it as an argument"
+                return (
+                    f"{target.what} that the search for the objects of the step does not find: pass it as an "
+                    "argument"
+                )
             if target.is_still is not None and not target.is_still():
                 return f"{target.what}, whose value the step changes after that: do it at its end"
         return None

@@ -8,8 +8,9 @@ The value of an effect is a tree of tensors, live numbers and constants. It is a
 tensor is that of this replay, a live number arrives as a plain `int` or `float` of the type that it has in eager.
 
 Invariant: effects are repeated in the order of the recording, once per replay, after the epilogue, the gradients and
-FSDP2's state: calls, then what the step assigns, then calls that read objects to which it assigns (`is_last`). If one raises, the effects before it have happened, it and those after it have not, and everything else
-is as the step leaves it; the exception propagates and the step does not run again.
+FSDP2's state: calls, then what the step assigns, then calls that read objects to which it assigns (`is_last`). If one
+raises, the effects before it have happened, it and those after it have not, and everything else is as the step leaves
+it; the exception propagates and the step does not run again.
 Refusals: a tensor with an autograd history, or that requires a gradient, among the values, unless every replay finds
 the same object; effects in the backward of a captured forward (`backward=True`).
 """

@@ -1,4 +1,4 @@
-"""A whole `training_step` of Lightning (manual optimization), captured, that logs metrics of torchmetrics as objects."""
+"""A whole `training_step` of Lightning (manual optimization), captured, that logs metrics as objects."""
 
 from __future__ import annotations
 
