@@ -105,11 +105,17 @@ def _metric_classes() -> tuple[type, ...]:
 
 def _is_still(metric: Any) -> Callable[[], bool]:
     """Tells whether a metric has the last value that it has now, all that Lightning reads when it logs the metric."""
+
     value = metric._forward_cache
     if not isinstance(value, Tensor):
         return lambda: value is None and metric._forward_cache is None
     was, version = ref(value), value._version
-    return lambda: metric._forward_cache is was() and was()._version == version
+
+    def holds() -> bool:
+        now = metric._forward_cache
+        return isinstance(now, Tensor) and now is was() and now._version == version
+
+    return holds
 
 
 def _log_classes() -> Iterator[Any]:
