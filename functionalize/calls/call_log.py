@@ -11,7 +11,7 @@ from functionalize.ir.guards import Guard
 from functionalize.scalars.scalar_log import ScalarLog
 
 
-class Target(NamedTuple):
+class CallTarget(NamedTuple):
     """An object that a call reads or changes. what: for messages. is_still: whether what the call read is there now."""
 
     found: Any
@@ -49,7 +49,7 @@ class CallLog:
 
     def __init__(self) -> None:
         self.facts: list[Guard] = []
-        self.targets: list[Target] = []
+        self.targets: list[CallTarget] = []
         self.stepped: set[int] = set()
         self.assigned: dict[tuple[int, str], Any] = {}
         self.quiet_ops = 0

@@ -24,7 +24,7 @@ from weakref import ref
 from torch import Tensor
 
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
-from functionalize.calls.call_log import CallRecorder, Target
+from functionalize.calls.call_log import CallRecorder, CallTarget
 from functionalize.calls.doors import Repeated
 from functionalize.ir.inputs import Call
 from functionalize.scalars.call_sites import drops_result
@@ -82,10 +82,10 @@ class MethodDoor:
         found = CallArguments.of(recording, frame, args[1:], keywords, objects=objects)
         if isinstance(found, str):
             return f"{self.what} with {found}"
-        recording.calls.targets.append(Target(args[0], self.what))
+        recording.calls.targets.append(CallTarget(args[0], self.what))
         for each in found.form.objects:
             what = f"{self.what} with {with_article(type(each).__name__)}"
-            recording.calls.targets.append(Target(each, what, _is_still(each)))
+            recording.calls.targets.append(CallTarget(each, what, _is_still(each)))
         plain, others = found.plain
         effect = MethodCalled(self.what, args[0], original, found.form)
         return Repeated(

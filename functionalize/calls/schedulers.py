@@ -25,7 +25,7 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
-from functionalize.calls.call_log import CallRecorder, Target
+from functionalize.calls.call_log import CallRecorder, CallTarget
 from functionalize.calls.doors import Repeated
 from functionalize.calls.late_numbers import LateNumber
 from functionalize.ir.inputs import Call
@@ -99,7 +99,7 @@ class SchedulerDoor:
         )
         if refused is not None:
             return f"{what} {refused}"
-        recording.calls.targets.append(Target(scheduler, what))
+        recording.calls.targets.append(CallTarget(scheduler, what))
         recording.calls.quiet_ops = 0
         effect = SchedulerStepped(scheduler, original, found.form)
         plain, others = found.plain
@@ -235,7 +235,7 @@ def _assign(recording: CallRecorder, scheduler: LRScheduler, name: str, value: A
     ):
         recording.checks.refuse_here(f"{effect.what}, which a replay would not:")
         return
-    recording.calls.targets.append(Target(scheduler, effect.what))
+    recording.calls.targets.append(CallTarget(scheduler, effect.what))
     recording.calls.assigned[id(scheduler), name] = value
     if log is not None and not is_live(value):  # it may be another number at every call
         recording.checks.refuse_here(
@@ -248,7 +248,7 @@ def _read(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any
     """The value of an attribute for the code that reads it."""
     log, is_stepped = recording.scalar_log, id(scheduler) in recording.calls.stepped
     kind = with_article(_get(scheduler, "__class__").__name__)
-    recording.calls.targets.append(Target(scheduler, f"reads `{name}` of {kind}"))
+    recording.calls.targets.append(CallTarget(scheduler, f"reads `{name}` of {kind}"))
 
     def live(number: Any, index: int | None) -> Any:
         source: Any = SchedulerNumber(scheduler, name, index, type(number))
