@@ -132,10 +132,10 @@ _REGISTRIES = (
 def _changed(now: dict[str, Any], was: dict[str, Any]) -> str:
     for key in (*was, *now):
         if now.get(key) != was.get(key):
-            new, old = now.get(key), was.get(key)
             if key == "children":
                 return "other children than it had"
-            return f"{key} = {new!r}, had {old!r}"
+            new, old = (repr(of[key]) if key in of else "no constant" for of in (now, was))
+            return f"{key} = {new}, had {old}"
     return "changed"
 
 

@@ -78,6 +78,8 @@ def brief(fact: Any) -> str:
             else f"the {kind.__name__} {rest[0]}"
         )
     if isinstance(fact, tuple) and len(fact) > 1 and fact[0] in ("kind", "object"):
+        if issubclass(fact[1], (torch.SymFloat, torch.SymInt)):
+            return "a number that the step reads from a tensor"
         return with_article(fact[1].__name__)
     text = repr(fact)
     return text if len(text) < 80 else f"{text[:77]}..."

@@ -92,7 +92,11 @@ def shown(twin: Twin, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         (in_backward, "prints, which its backward does not repeat (`backward=True`)"),
         (lambda loss, twin: twin.scheduler.step(), "steps a scheduler, which it does not repeat"),
         (decays, "sets `optimizer` group 0: lr, which a replay would not"),
-        (keeps, "changes Python state, which a replay would not: "),
+        (keeps, "last` is a number that the step reads from a tensor, was"),
+        (
+            lambda loss, twin: setattr(twin.model, "last", loss.item()),
+            "has last = no constant, had",
+        ),
         (hides, "keeps a number that it reads from a tensor"),
     ],
 )
