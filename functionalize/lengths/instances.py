@@ -20,13 +20,13 @@ from functionalize.ir.generators import is_random
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputRole
-from functionalize.lengths.makers import Maker, PlacedInteger, maker
+from functionalize.lengths.makers import Maker, maker
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.program import Program
 from functionalize.run.boxed import BoxedTemplate, CodeWithRanges, boxed
 from functionalize.run.windows import NO_WINDOWS, ViewForm, Windows, windows
 from functionalize.templates.fitting import Formula, Sizes, evaluator
-from functionalize.templates.leaves import PARTS, leaves_of, replaced, with_integers
+from functionalize.templates.leaves import PARTS, with_integers
 from functionalize.templates.template import SymbolicInt, Template, Unfitted, fitted
 
 _MOST_FACTS = 8  # as many recordings of a kind are made
@@ -135,15 +135,15 @@ class _Varying:
 class Instances:
     """The programs of one template. code: None if its graph cannot be compiled for all sizes at once."""
 
-    def __init__(self, template: Template, code: BoxedTemplate | None) -> None:
-        self.template, self._code = template, code
+    def __init__(
+        self, template: Template, code: BoxedTemplate | None, parts: Sequence[_Varying]
+    ) -> None:
+        self.template, self._code, self._parts = template, code, parts
         reference = template.reference
         self.reference = reference
-        self._formulas = _varying(template)
-        self._evaluate = evaluator(self._formulas, len(template.symbols.names))
+        self._evaluate = evaluator(_varying(template), len(template.symbols.names))
         self._random = any(is_random(node) for node in reference.graph.nodes)
         self._count = reference.nodes()
-        self._parts = list(_parts(template, self._formulas)) if code is not None else []
         self._shared = SharedInputs()
 
     @staticmethod
@@ -152,10 +152,18 @@ class Instances:
     ) -> Instances:
         """sizes: those of the recordings. programs: for these sizes; else the template makes them."""
         programs = programs or list(map(template.at, sizes))
+        numbers = {f: number for number, f in enumerate(_varying(template))}
+        names = {f: f"i{number}" for f, number in numbers.items()}
+        pairs = zip(template.formulas, template.predicted(sizes[0]), strict=True)
+        integers = [SymbolicInt(v, names[f], numbers[f]) if f.terms else v for f, v in pairs]
         try:
-            return Instances(template, _compiled(template, sizes, programs))
+            program = with_integers(template.reference, integers)
+            parts = list(_parts(template.reference, program))
+            views = _windows(programs, sizes, program, names)
+            code = BoxedTemplate.of(program, [*names.values()], views)
         except TypeError:  # a size in an object of which no code can be made
-            return Instances(template, None)
+            return Instances(template, None, ())
+        return Instances(template, code, parts)
 
     def at(self, sizes: Sizes) -> Program:
         """The program for these sizes."""
@@ -182,6 +190,20 @@ class Instances:
         return made
 
 
+def programs_at(several: Sequence[Instances], sizes: Sizes) -> list[Program] | None:
+    """The programs; None if an argument is the whole of its storage at these sizes only, or not at them."""
+    programs = [each.at(sizes) for each in several]
+    for program, each in zip(programs, several, strict=True):
+        for spec, was in zip(program.inputs, each.reference.inputs, strict=True):
+            if spec is not was and _is_whole(spec) != _is_whole(was):
+                return None
+    return programs
+
+
+def _is_whole(spec: InputSpec) -> bool:
+    return spec.geometry.end == spec.nbytes
+
+
 # What an instance shares with the reference; the rest is made for it, or at its first replay.
 _FIELDS = tuple(
     each.name
@@ -199,49 +221,14 @@ def _varying(template: Template) -> list[Formula]:
     return list(dict.fromkeys(f for f in template.formulas if f.terms))
 
 
-def _parts(template: Template, varying: Sequence[Formula]) -> Iterator[_Varying]:
-    """The parts of a program beside its graph in which an integer varies. varying: the functions that do."""
-    reference, numbers = template.reference, {f: i for i, f in enumerate(varying)}
-    values = _Taken(
-        [
-            PlacedInteger(value, numbers[f]) if f.terms else value
-            for value, f in zip(leaves_of(reference).integers, template.formulas, strict=True)
-        ]
-    )
-    replaced(list(reference.writes), values)
-    for node in reference.graph.nodes:
-        replaced([node.args, node.kwargs], values)
+def _parts(reference: Program, program: Program) -> Iterator[_Varying]:
+    """The parts of a program beside its graph in which an integer varies. program: the same with symbols."""
     for name in PARTS:
-        for index, part in enumerate(getattr(reference, name)):
-            start = values.taken
-            new = replaced(part, values)
-            if any(f.terms for f in template.formulas[start : values.taken]):
-                make = maker(new, part)
-                assert make is not None
+        pairs = zip(getattr(program, name), getattr(reference, name), strict=True)
+        for index, (new, was) in enumerate(pairs):
+            make = maker(new, was)
+            if make is not None:
                 yield _Varying(name, index, make)
-    assert values.taken == len(template.formulas)
-
-
-class _Taken(Iterator[int]):
-    """Integers, and how many of them were taken."""
-
-    def __init__(self, values: Sequence[int]) -> None:
-        self._values, self.taken = values, 0
-
-    def __next__(self) -> int:
-        self.taken += 1
-        return self._values[self.taken - 1]
-
-
-def _compiled(
-    template: Template, sizes: Sequence[Sizes], programs: Sequence[Program]
-) -> BoxedTemplate:
-    names = {f: f"i{number}" for number, f in enumerate(_varying(template))}
-    pairs = zip(template.formulas, template.predicted(sizes[0]), strict=True)
-    program = with_integers(
-        template.reference, [SymbolicInt(v, names[f]) if f.terms else v for f, v in pairs]
-    )
-    return BoxedTemplate.of(program, [*names.values()], _windows(programs, sizes, program, names))
 
 
 def _windows(

@@ -26,7 +26,7 @@ from typing import Any
 from functionalize.audit.results import is_comparable
 from functionalize.audit.signature import Signature
 from functionalize.lengths.data_sizes import agreeing, early_guards
-from functionalize.lengths.instances import Instances
+from functionalize.lengths.instances import Instances, programs_at
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EVERY, Proof
 from functionalize.lengths.references import (
@@ -35,15 +35,13 @@ from functionalize.lengths.references import (
     Templates,
     open_key,
     shapes_of,
-    tokens_of,
 )
 from functionalize.lengths.shared_passes import needs_no_copies, rewritten
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Sizes
-from functionalize.templates.leaves import leaves_of
-from functionalize.templates.symbols import Shapes, Symbols
+from functionalize.templates.symbols import Shapes
 from functionalize.templates.template import FEWEST, Mismatch, Template
 
 _MOST = 6  # recordings of one class
@@ -112,18 +110,16 @@ class Prediction:
 class LengthClass:
     """Recordings with equal graphs. known: shapes of recordings, and of predictions that were right.
 
-    templates: the template, and that of backwards. forwards: the op streams of forwards alone.
-    backward, passed_backward: the programs of backwards.
-    differing: shapes of predictions that were wrong. proof, instances: there is a template.
+    templates: of its programs, and of those of backwards; empty: there are none yet. instances, passed: the programs of
+    each before the passes and after, empty until they are used. signatures: of the op streams, forwards: of forwards
+    alone. differing: shapes of predictions that were wrong. proof: there is a template.
     is_lean: see `needs_no_copies`. compares_results: whether first calls do.
-    passed: the programs after the passes. apart: why these run for each size. replays: of programs without passes.
+    apart: why passes run for each size. replays: of programs without passes.
     """
 
     tokens: int
     references: list[Reference] = field(default_factory=list)
     known: list[Shapes] = field(default_factory=list)
-    symbols: Symbols | None = None
-    template: Template | None = None
     templates: list[Template] = field(default_factory=list)
     signatures: SignatureTemplate | None = None
     why: Mismatch | None = None
@@ -134,13 +130,16 @@ class LengthClass:
     proof: Proof | None = None
     is_lean: bool = True
     compares_results: bool = True
-    instances: Instances | None = None
-    passed: Instances | None = None
+    instances: list[Instances] = field(default_factory=list)
+    passed: list[Instances] = field(default_factory=list)
     forwards: SignatureTemplate | None = None
-    backward: Instances | None = None
-    passed_backward: Instances | None = None
     apart: str | None = None
     replays: int = 0
+
+    @property
+    def template(self) -> Template | None:
+        """Of the program, or of the forward; None: there is none yet."""
+        return self.templates[0] if self.templates else None
 
     def add(self, reference: Reference) -> bool:
         """Add a recording, unless the template makes another program at its sizes; whether it was added."""
@@ -157,6 +156,9 @@ class LengthClass:
             self.references.append(reference)
             if len(self.references) >= FEWEST:
                 self.why = self._make()
+        if not self.wants:
+            for each in self.references:
+                each.forget()
         return True
 
     def _is_other(self, reference: Reference) -> bool:
@@ -164,13 +166,13 @@ class LengthClass:
         sizes = self.sizes_of(reference.shapes)
         if isinstance(sizes, str):
             return False
-        pairs = zip(reference.programs, self.templates, strict=True)
-        return any(leaves_of(p).integers != leaves_of(t.at(sizes)).integers for p, t in pairs)
+        pairs = zip(reference.leaves, self.templates, strict=True)
+        return any(tuple(own.integers) != t.predicted(sizes) for own, t in pairs)
 
     def compared(self, shapes: Shapes, why: str | None = None) -> None:
         """A call with these shapes was recorded, or was as predicted. why: it was compared."""
         self.known.append(shapes)
-        sizes = self.symbols.sizes_of(shapes) if self.symbols is not None else ""
+        sizes = self.sizes_of(shapes)
         if self.proof is not None and not isinstance(sizes, str):
             self.proof.was_compared(sizes, why)
 
@@ -186,8 +188,7 @@ class LengthClass:
         if isinstance(templates, Mismatch):
             return templates
         (found, *rest), sizes, signatures = templates.programs, templates.sizes, templates.whole
-        guarded = leaves_of(found.reference).guarded
-        unguarded = compress(found.formulas, map(not_, guarded))
+        unguarded = compress(found.formulas, map(not_, self.references[0].leaves[0].guarded))
         alone = {f for f in unguarded if f.terms}.difference(signatures.formulas())
         # A first call with a program of its backward is compared with both programs.
         if alone and len(sizes) == FEWEST and not (rest or is_comparable(found.reference)):
@@ -195,25 +196,21 @@ class LengthClass:
         on_cpu = all(spec.device.type == "cpu" for spec in found.reference.inputs)
         proof = Proof.of(self.every, templates.formulas, signatures.lengths(), on_cpu)
         proof.compared += sizes
-        self.takes(found, signatures, proof)
-        self.templates = templates.programs
-        programs = list(zip(*(each.programs for each in self.references), strict=True))
-        self.instances, self.forwards = Instances.of(found, sizes, programs[0]), templates.forwards
-        if rest:
-            self.backward = Instances.of(rest[0], sizes, programs[1])
-            self.is_lean &= needs_no_copies(rest[0].reference)
+        self.takes(templates.programs, signatures, proof)
+        programs = zip(*(each.programs for each in self.references), strict=True)
+        self.instances = [Instances.of(t, sizes, next(programs)) for t in self.templates]
+        self.forwards = templates.forwards
         for each in self.references:
             each.replayed_by(self.predicted(each.shapes))
         del self.references[:-1]  # the template holds what it needs of the others
         return None
 
-    def takes(self, template: Template, signatures: SignatureTemplate, proof: Proof) -> None:
+    def takes(self, templates: list[Template], signatures: SignatureTemplate, proof: Proof) -> None:
         """From now on it has a template."""
-        self.symbols, self.template, self.signatures = template.symbols, template, signatures
-        self.templates = [template]
-        self.proof, self.is_lean = proof, needs_no_copies(template.reference)
+        self.templates, self.signatures, self.proof = templates, signatures, proof
+        self.is_lean = all(needs_no_copies(each.reference) for each in templates)
         # The first call of a prediction compares results only where its graph can run beside the step.
-        self.compares_results = is_comparable(template.reference)
+        self.compares_results = is_comparable(templates[0].reference)
 
     def makes_again(self, cached: Any) -> bool:
         """Whether a `CachedProgram` of this class need not be kept: its like is replayed at its next call."""
@@ -237,14 +234,15 @@ class LengthClass:
         others: the shapes of calls that are in other classes.
         """
         sizes = self.sizes_of(shapes)
-        if self.symbols is None or isinstance(sizes, str) or self.proof is None:
+        if self.template is None or isinstance(sizes, str) or self.proof is None:
             return str(sizes)
-        return self.proof.why_compared(sizes, list(map(self.symbols.values_in, others)))
+        values_in = self.template.symbols.values_in
+        return self.proof.why_compared(sizes, list(map(values_in, others)))
 
     def predicted(self, shapes: Shapes, is_passed: bool = False) -> Prediction | None:
         """What is expected of a call with these shapes. is_passed: by the program after the passes, if there is one."""
         sizes = self.sizes_of(shapes)
-        if self.template is None or self.signatures is None or isinstance(sizes, str):
+        if self.signatures is None or isinstance(sizes, str):
             return None
         op_stream = self.signatures.at(sizes)
         if isinstance(op_stream, str):
@@ -252,11 +250,9 @@ class LengthClass:
         programs = self.passed_at(sizes) if is_passed else None
         has_passed, latest = programs is not None, self.references[-1]
         if programs is None:
-            if self.instances is None:  # the template was loaded
-                self.instances = self.instances_of(self.template)
-            bare = (self.instances, self.backward)
-            programs = [p for i in bare if i is not None and (p := self._at(i, sizes)) is not None]
-        if len(programs) < len(latest.programs):
+            self.instances = self.instances or self._instances_of(self.templates)
+            programs = programs_at(self.instances, sizes)
+        if programs is None or len(programs) < len(latest.programs):
             return None
         for program, recorded in zip(programs, latest.programs, strict=True):
             program.facts = recorded.facts  # on the state as it is now
@@ -271,39 +267,33 @@ class LengthClass:
         program = self.references[-1].program if expected is None else expected.programs[0]
         return early_guards(program.guards), expected is not None
 
-    def instances_of(self, template: Template) -> Instances:
-        """The programs of a template of this class, before its passes or after."""
+    def _instances_of(self, templates: Sequence[Template]) -> list[Instances]:
+        """The programs of templates of this class that were loaded, or are those after the passes."""
         known = [sizes for sizes in map(self.sizes_of, self.known) if not isinstance(sizes, str)]
-        return Instances.of(template, known[: FEWEST + 1])  # as many as a template is made of
-
-    def _at(self, instances: Instances, sizes: Sizes) -> Program | None:
-        """A program; None if an argument is the whole of its storage at these sizes only, or not at them."""
-        program = instances.at(sizes)
-        for spec, was in zip(program.inputs, instances.reference.inputs, strict=True):
-            if spec is was:
-                continue
-            whole = (each.geometry.end == each.nbytes for each in (spec, was))
-            if len(set(whole)) > 1:
-                return None
-        return program
+        # Of as many sizes as a template is made of.
+        return [Instances.of(each, known[: FEWEST + 1]) for each in templates]
 
     # -- passes ----------------------------------------------------------------------------------
 
     def run_passes(self, apply: Callable[[Program], Program]) -> None:
         """Run the passes for all sizes, once."""
-        if self.passed is not None or self.apart is not None:
+        if self.passed or self.apart is not None:
             return
-        assert self.template is not None and self.signatures is not None and self.proof is not None
+        assert self.signatures is not None and self.proof is not None
         known = self.proof.compared
         found = [rewritten(each, self.signatures, known, apply) for each in self.templates]
         self.apart = next((each for each in found if isinstance(each, str)), None)
-        passed = [self.instances_of(each) for each in found if not isinstance(each, str)]
         if self.apart is None:
-            self.passed, self.passed_backward = passed[0], passed[-1] if passed[1:] else None
+            self.takes_passed([each for each in found if not isinstance(each, str)])
+
+    def takes_passed(self, templates: Sequence[Template]) -> None:
+        """From now on it has templates of the programs after the passes."""
+        self.passed = self._instances_of(templates)
 
     def sizes_of(self, shapes: Shapes) -> Sizes | str:
         """The value of each symbol in a call; text: it has none."""
-        return self.symbols.sizes_of(shapes) if self.symbols is not None else "there is no template"
+        found = self.template
+        return found.symbols.sizes_of(shapes) if found is not None else "there is no template"
 
     def shares_passes(self, sizes: Sizes | str) -> bool:
         """Whether what passes decide for all sizes holds at these: sizes of tensors are not equal by chance."""
@@ -314,12 +304,9 @@ class LengthClass:
 
     def passed_at(self, sizes: Sizes) -> list[Program] | None:
         """The program after the passes, and that of the backward; None if these run for each size, or have not run."""
-        if self.passed is None or not self.shares_passes(sizes):
-            return None
-        passed = (self.passed, self.passed_backward)
-        found = [self._at(each, sizes) for each in passed if each is not None]
-        programs = [each for each in found if each is not None]
-        return programs if len(programs) == len(found) else None
+        return (
+            programs_at(self.passed, sizes) if self.passed and self.shares_passes(sizes) else None
+        )
 
 
 class LengthClasses:
@@ -337,7 +324,7 @@ class LengthClasses:
         if any(0 in shape for shape in reference.shapes) or not reference.shapes:
             return None
         classes = self._classes.setdefault(open_key(key), [])
-        tokens = tokens_of(reference)
+        tokens = reference.tokens
         found = next((each for each in classes if each.tokens == tokens), None)
         if found is None:
             if len(classes) >= _MOST:

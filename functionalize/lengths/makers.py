@@ -1,6 +1,6 @@
 """Values in which some integers vary, made anew from these integers: what does not vary is shared.
 
-    place = PlacedInteger(37, number=4)                      an integer that varies, the fifth of those of a program
+    place = SymbolicInt(37, "s0", number=4)                  an integer that varies, the fifth of those of a program
     make = maker(InputSpec("x", (2, place), ...), InputSpec("x", (2, 37), ...))
     make(numbers)                                    InputSpec("x", (2, numbers[4]), ...)
 
@@ -14,18 +14,9 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
+from functionalize.templates.template import SymbolicInt
+
 Maker = Callable[[Sequence[Any]], Any]
-
-
-class PlacedInteger(int):
-    """An integer that varies. number: among those of a program."""
-
-    number: int
-
-    def __new__(cls, value: int, number: int) -> PlacedInteger:
-        made = super().__new__(cls, value)
-        made.number = number
-        return made
 
 
 def maker(new: Any, was: Any) -> Maker | None:
@@ -34,7 +25,7 @@ def maker(new: Any, was: Any) -> Maker | None:
     new: the same with places in the place of integers. Raises `TypeError` for a value of another type than lists,
     tuples, dictionaries, slices and dataclasses that their fields make.
     """
-    if type(new) is PlacedInteger:
+    if type(new) is SymbolicInt:
         return itemgetter(new.number)
     if new is was:
         return None

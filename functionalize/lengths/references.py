@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor
 
 from functionalize.audit.signature import Signature
 from functionalize.lengths.data_sizes import has_sizes
-from functionalize.lengths.signature_template import SignatureTemplate, relations_in
+from functionalize.lengths.signature_template import Forms, SignatureTemplate
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Formula, Sizes
-from functionalize.templates.leaves import identity, leaves_of
+from functionalize.templates.leaves import Leaves, identity, leaves_of
 from functionalize.templates.symbols import Shapes, Symbols
 from functionalize.templates.template import FEWEST, MADE, Mismatch, Template, first_difference
 from functionalize.util.text import counted
@@ -96,7 +97,7 @@ def _opened(part: Any) -> Any:
     return (tuple([min(size, 2) for size in part[0]]), *part[1:])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Reference:
     """One recorded call. key: in the cache. names: of its tensors. program: as recorded, before the passes.
 
@@ -126,6 +127,27 @@ class Reference:
     def token(self) -> Any:
         """What else must be equal in all recordings of a class."""
         return identity(self.rest.replayed_alike)
+
+    @cached_property
+    def leaves(self) -> list[Leaves]:
+        """Those of each of its programs."""
+        return list(map(leaves_of, self.programs))
+
+    @cached_property
+    def forms(self) -> Forms:
+        """Its op stream, as it is compared with others."""
+        return Forms(self.signature)
+
+    @property
+    def tokens(self) -> int:
+        """What all recordings of a class have in common."""
+        tokens = tuple([tuple(each.tokens) for each in self.leaves])
+        return hash((tokens, self.token, self.forms.relations()))
+
+    def forget(self) -> None:
+        """Drop what comparisons have read: it is as large as the programs."""
+        for name in ("leaves", "forms"):
+            vars(self).pop(name, None)
 
     def like(self, key: Any, cached: Any) -> Reference | None:
         """The reference of an earlier `CachedProgram` of this kind, if no pass has rewritten it. key: of it."""
@@ -167,12 +189,6 @@ class Reference:
         return Reference(key, tensors, program, backward[1], cached, backward[0], own)
 
 
-def tokens_of(reference: Reference) -> int:
-    """What all recordings of a class have in common."""
-    tokens = tuple([tuple(leaves_of(each).tokens) for each in reference.programs])
-    return hash((tokens, reference.token, relations_in(reference.signature)))
-
-
 @dataclass(frozen=True, slots=True)
 class Templates:
     """Recordings as one. sizes: the symbols of each. programs: its template, and that of its backward.
@@ -201,15 +217,16 @@ class Templates:
         if len(sizes) < len(calls):
             return Mismatch(0, "the arguments", "a size is 0 or 1, and greater elsewhere")
         programs = []
+        leaves = zip(*(each.leaves for each in references), strict=True)
         for several in zip(*(each.programs for each in references), strict=True):
-            found = Template.of(several, calls, names)
+            found = Template.of(several, calls, names, next(leaves))
             if isinstance(found, Mismatch):
                 return found
             programs.append(found)
-        whole = SignatureTemplate.of([each.signature for each in references], sizes)
+        whole = SignatureTemplate.of([each.forms for each in references], sizes)
         if isinstance(whole, Mismatch):
             return whole
-        alone = [each.forward for each in references if each.forward is not None]
+        alone = [Forms(each.forward) for each in references if each.forward is not None]
         forwards = SignatureTemplate.of(alone, sizes) if alone else None
         if isinstance(forwards, Mismatch):
             return forwards
@@ -220,8 +237,8 @@ def difference(recorded: Reference, programs: Sequence[Program], rest: Any) -> s
     """Where a recorded call is not as predicted. programs, rest: those of the prediction."""
     if len(programs) != len(recorded.programs):
         return "the call goes backward, and others do not, or the other way round"
-    for mine, expected in zip(recorded.programs, programs, strict=True):
-        one, other = leaves_of(expected), leaves_of(mine)
+    for other, expected in zip(recorded.leaves, programs, strict=True):
+        one = leaves_of(expected)
         found = first_difference(one, other)
         if found is not None:
             return ": ".join(found)

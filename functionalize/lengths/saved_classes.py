@@ -20,7 +20,7 @@ from typing import Any
 from functionalize.errors import LoadError
 from functionalize.lengths.length_classes import LengthClass
 from functionalize.lengths.proofs import KnownPath, Proof
-from functionalize.lengths.references import Reference, tokens_of
+from functionalize.lengths.references import Reference
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts
 from functionalize.program.json_codec import Form, Json, is_target, plain_form
@@ -60,7 +60,7 @@ def write_class(writer: Writer, group: LengthClass, label: str) -> Json:
     """A class with a template; raises `SaveError`."""
     value, latest = writer.encoder.value, group.references[-1]
     assert group.template is not None
-    passed = None if group.passed is None else group.passed.template
+    passed = group.passed[0].template if group.passed else None
     return {
         "template": _write_template(writer, group.template, label),
         "passed": passed and _write_template(writer, passed, f"{label} after passes"),
@@ -92,15 +92,16 @@ def read_class(reader: Reader[Program], code: Json, key: Hashable, cached: Any) 
     reference = Reference(key, value(code["names"]), program, signatures.reference, cached)
     known, differing = map(value, code["shapes"])
     group = LengthClass(
-        tokens_of(reference),
+        reference.tokens,
         [reference],
         known,
         differing=differing,
         **dict(zip(_COUNTS, map(value, code["counts"]), strict=True)),
     )
-    group.takes(template, signatures, value(code["proof"]))
+    reference.forget()
+    group.takes([template], signatures, value(code["proof"]))
     if code["passed"] is not None:
-        group.passed = group.instances_of(_read_template(reader, code["passed"]))
+        group.takes_passed([_read_template(reader, code["passed"])])
     return group
 
 

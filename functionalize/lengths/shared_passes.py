@@ -26,7 +26,7 @@ from functionalize.ir.epilogue import Copy
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Formula, Sizes
-from functionalize.templates.leaves import leaves_of
+from functionalize.templates.leaves import leaves_of, no_copy
 from functionalize.templates.template import Template, first_difference
 
 _MOST_TRIED = 256
@@ -61,6 +61,8 @@ def rewritten(
         formula = Formula(values[0]) if values[0] == values[1] else functions.get(values)
         if formula is None:
             return f"a pass has computed an integer, in {one.place(one.at[at])}"
+        if formula.terms and at in one.fixed:
+            return no_copy(one.fixed[at])
         formulas.append(formula)
     return Template(first, template.symbols, tuple(formulas))
 

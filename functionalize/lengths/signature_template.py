@@ -1,6 +1,6 @@
 """The signatures of several recordings as one, whose sizes are functions of the sizes of arguments.
 
-    template = SignatureTemplate.of(signatures, sizes)     or a `Mismatch`: at which op they part
+    template = SignatureTemplate.of([Forms(signature), ...], sizes)     or a `Mismatch`: at which op they part
     template.at((37,))                                     the op stream that is expected for 37 tokens, or text
 
 Invariant: `at` for sizes of which one was recorded equals it. For others it returns text, and no signature, where the
@@ -31,13 +31,14 @@ from functionalize.templates.template import Mismatch, Unfitted, fitted
 Leaf = int | Geometry
 
 
-class _Forms:
+class Forms:
     """One signature as tokens and leaves. ends: for each row, how many leaves there are up to it.
 
     windows: for each storage, by its number in the order of first uses, the indices of the leaves on it.
     """
 
     def __init__(self, signature: Signature) -> None:
+        self.signature = signature
         self.leaves: list[Leaf] = []
         self.ends: list[int] = []
         self.windows: dict[int, list[int]] = {}
@@ -117,12 +118,10 @@ class _Forms:
                 self._computed.append(("read", self._reads.get(part)))
         return done[expression]
 
-
-def relations_in(signature: Signature) -> tuple[Any, ...]:
-    """How the windows of each storage relate to each other, in the order of first uses."""
-    forms = _Forms(signature)
-    several: Any = ([forms.leaves[at] for at in places] for places in forms.windows.values())
-    return tuple([relations(list(dict.fromkeys(windows))) for windows in several])
+    def relations(self) -> tuple[Any, ...]:
+        """How the windows of each storage relate to each other, in the order of first uses."""
+        several: Any = ([self.leaves[at] for at in places] for places in self.windows.values())
+        return tuple([relations(list(dict.fromkeys(windows))) for windows in several])
 
 
 def _places(signature: Signature) -> Any:
@@ -136,7 +135,7 @@ def _places(signature: Signature) -> Any:
 class SignatureTemplate:
     """reference: the first signature. columns: for each of its leaves, the number of its function.
 
-    functions: a formula, or a geometry with one for each of its integers. ends: see `_Forms`.
+    functions: a formula, or a geometry with one for each of its integers. ends: see `Forms`.
     storages: the leaves on each storage with windows that vary. related: their relations in all recordings.
     symbols: how many there are.
     """
@@ -150,9 +149,8 @@ class SignatureTemplate:
     symbols: int
 
     @staticmethod
-    def of(signatures: Sequence[Signature], sizes: Sequence[Sizes]) -> SignatureTemplate | Mismatch:
-        """The template of the signatures of one step, at different sizes."""
-        forms = [_Forms(signature) for signature in signatures]
+    def of(forms: Sequence[Forms], sizes: Sequence[Sizes]) -> SignatureTemplate | Mismatch:
+        """The template of the signatures of one step, at different sizes. forms: of these."""
         first = forms[0]
         for number, other in enumerate(forms[1:], 1):
             pairs = enumerate(zip_longest(first.rows, other.rows))
@@ -180,7 +178,7 @@ class SignatureTemplate:
         }
         storages = tuple(sorted(each for each in windows if varying.intersection(each)))
         template = SignatureTemplate(
-            signatures[0],
+            first.signature,
             tuple(columns),
             tuple(functions),
             tuple(first.ends),
@@ -335,7 +333,7 @@ def _row_maker(row: Row, numbers: Iterator[int | None]) -> Maker | None:
 
 
 def _maker(value: Any, numbers: Iterator[int | None]) -> Maker | None:
-    """The same for a part of a signature, whose leaves are in the order of `_Forms`."""
+    """The same for a part of a signature, whose leaves are in the order of `Forms`."""
     kind = type(value)
     if kind is TensorRef or kind is int:
         number = next(numbers)

@@ -230,7 +230,7 @@ class PredictedStep(ReplayedStep):
                 CALLS_BEFORE_FIRST_PASSES if is_large else CALLS_BEFORE_PASSES
             )
         group.replays += 1
-        return group.passed is not None or group.replays >= _REPLAYS_BEFORE_PASSES
+        return bool(group.passed) or group.replays >= _REPLAYS_BEFORE_PASSES
 
     def _waits(self, cached: CachedProgram) -> bool:
         group = cached.group
@@ -308,7 +308,7 @@ class PredictedStep(ReplayedStep):
             )  # made again at the next audit: it is as large as the program
             self.stats.predictions += 1
             self._cache.add(call.key, cached)
-            if prediction.group.passed is not None:
+            if prediction.group.passed:
                 self._share_passes(call.key, cached)
         elif verdict is None or verdict.missed is None:
             why = "the comparison failed" if verdict is None else str(verdict.difference)

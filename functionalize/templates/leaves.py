@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,8 @@ class Leaves:
     """The leaves of a program. owners: for each token, the node or the text of the part that holds it.
 
     at: the index in `tokens` of each integer. sizes: for each integer, whether it may be a size. guarded: whether every
-    replay compares it with its argument before it runs, so that a wrong one refuses the program.
+    replay compares it with its argument before it runs, so that a wrong one refuses the program. fixed: the type of
+    object that holds the integer of this number, if no copy with another one can be made.
     """
 
     tokens: list[Any] = field(default_factory=list)
@@ -54,6 +55,7 @@ class Leaves:
     at: list[int] = field(default_factory=list)
     sizes: list[bool] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
+    fixed: dict[int, str] = field(default_factory=dict)
 
     def place(self, token: int) -> str:
         """The part of the program that holds a token."""
@@ -122,12 +124,10 @@ class _Reader:
             self._token(("node", self._numbers[value]))
         elif isinstance(value, (list, tuple)):  # `Geometry`, too
             self._token((type(value) is list, len(value)))
-            for each in value:
-                self._read(each)
+            self._read_parts(value, value)
         elif isinstance(value, dict):
             self._token(("keys", tuple(value)))
-            for each in value.values():
-                self._read(each)
+            self._read_parts(value, value.values())
         elif isinstance(value, slice):
             self._read([value.start, value.stop, value.step])
         elif isinstance(value, AliasGuard):  # the numbers of storages in a recording
@@ -138,13 +138,27 @@ class _Reader:
             self._token(identity(value))
         elif _is_opened(value, self._owner):
             self._token(type(value))
+            start = len(self.leaves.integers)
             for each in dataclasses.fields(value):
                 read = self._read_numbers if each.name in _NUMBERS else self._read
                 read(getattr(value, each.name))
+            self._note_fixed(value, start)
         elif isinstance(value, Tensor):
             self._token(_contents(value))
         else:
             self._token(constant_token(value))
+
+    def _read_parts(self, value: Any, parts: Iterable[Any]) -> None:
+        start = len(self.leaves.integers)
+        for each in parts:
+            self._read(each)
+        if type(value) not in (tuple, list) and not hasattr(value, "_fields"):
+            self._note_fixed(value, start)
+
+    def _note_fixed(self, value: Any, start: int) -> None:
+        if not _is_copied(value):
+            for number in range(start, len(self.leaves.integers)):
+                self.leaves.fixed.setdefault(number, type(value).__name__)
 
 
 def is_source(value: Any) -> bool:
@@ -202,7 +216,9 @@ def _contents(value: Any) -> Any:
 
 def with_integers(program: Program, values: Sequence[Any]) -> Program:
     """A copy with these integers, in the order of `leaves_of`. Its `meta` is that of `program`."""
-    copied: Program = _copied(program, iter(values))
+    rest = iter(values)
+    copied: Program = _copied(program, rest)
+    assert next(rest, None) is None
     return copied
 
 
@@ -261,15 +277,26 @@ def replaced(value: Any, rest: Iterator[Any]) -> Any:
     items = [replaced(each, rest) for each in was]
     if all(map(_is_same, items, was)):
         return value
-    if not type(value).__module__.startswith("functionalize."):
-        _check_plain(value)
+    _check_plain(value)
     return dataclasses.replace(value, **dict(zip(names, items, strict=True)))
 
 
 def _check_plain(value: Any) -> None:
-    """Raise `TypeError` if a copy of a value would be of another type, or run code of the user's."""
-    if type(value).__name__ not in _PLAIN:
-        raise TypeError(f"a {type(value).__name__} holds sizes, of which no copy can be made")
+    if not _is_copied(value):
+        raise TypeError(no_copy(type(value).__name__))
+
+
+def no_copy(kind: str) -> str:
+    """Why a program with other integers cannot be made. kind: the type of what holds one."""
+    return f"a {kind} holds sizes, of which no copy can be made"
+
+
+def _is_copied(value: Any) -> bool:
+    """Whether a copy of a value is of its type, and runs no code of the user's."""
+    is_ours = dataclasses.is_dataclass(value) and type(value).__module__.startswith(
+        "functionalize."
+    )
+    return type(value).__name__ in _PLAIN or is_ours
 
 
 _PLAIN = frozenset({"list", "tuple", "dict", "Size", "immutable_list", "immutable_dict"})

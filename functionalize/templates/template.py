@@ -29,7 +29,7 @@ from functionalize.ir.ops import MASKS, is_sized_by_data
 from functionalize.program.printer import node_text, program_text
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Formula, Sizes, fit
-from functionalize.templates.leaves import INTEGER, Leaves, leaves_of, with_integers
+from functionalize.templates.leaves import INTEGER, Leaves, leaves_of, no_copy, with_integers
 from functionalize.templates.symbols import Shapes, Symbols
 
 FEWEST = 3
@@ -58,17 +58,21 @@ class Template:
 
     @staticmethod
     def of(
-        programs: Sequence[Program], calls: Sequence[Shapes] = (), names: Sequence[str] = ()
+        programs: Sequence[Program],
+        calls: Sequence[Shapes] = (),
+        names: Sequence[str] = (),
+        leaves: Sequence[Leaves] = (),
     ) -> Template | Mismatch:
         """The template of programs of one step, at different sizes.
 
         calls: for each program, the shapes of the tensors among its arguments, and their names; else those that the
-        program reads.
+        program reads. leaves: those of each, in one order of nodes.
         """
         if len(programs) < FEWEST:
             return Mismatch(0, "the programs", f"{len(programs)} of at least {FEWEST}")
-        order = [node.name for node in programs[0].graph.nodes]
-        leaves = [leaves_of(program, order) for program in programs]
+        if not leaves:
+            order = [node.name for node in programs[0].graph.nodes]
+            leaves = [leaves_of(program, order) for program in programs]
         for number, other in enumerate(leaves[1:], 1):
             difference = first_difference(leaves[0], other)
             if difference is not None:
@@ -91,13 +95,10 @@ class Template:
         if isinstance(found, Unfitted):
             place = leaves[0].place(leaves[0].at[found.at])
             return Mismatch(1, place, str(found))
-        template = Template(programs[0], symbols, found)
-        try:
-            made = leaves_of(template.at(sizes[-1]))
-        except TypeError as error:
-            return Mismatch(0, "the program", str(error))
-        assert (made.tokens, made.integers) == (leaves[-1].tokens, leaves[-1].integers)
-        return template
+        fixed = next((kind for at, kind in leaves[0].fixed.items() if found[at].terms), None)
+        if fixed is not None:
+            return Mismatch(0, "the program", no_copy(fixed))
+        return Template(programs[0], symbols, found)
 
     @property
     def varying(self) -> int:
@@ -128,13 +129,14 @@ class Template:
 
 
 class SymbolicInt(int):
-    """An integer that is printed as a formula."""
+    """An integer that is printed as a formula. number: among the formulas of a program that vary."""
 
+    number: int
     _text: str
 
-    def __new__(cls, value: int, text: str) -> SymbolicInt:
+    def __new__(cls, value: int, text: str, number: int = -1) -> SymbolicInt:
         made = super().__new__(cls, value)
-        made._text = text
+        made._text, made.number = text, number
         return made
 
     def __repr__(self) -> str:
