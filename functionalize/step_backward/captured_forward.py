@@ -73,7 +73,7 @@ from functionalize.step_backward.boundary import (
 from functionalize.step_backward.joint_recording import ForwardEnd, JointRecording, JointRun
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram, is_same_forward
 from functionalize.step_backward.predicted_forward import PredictedForward
-from functionalize.step_backward.recorded_forward import RecordedForward
+from functionalize.step_backward.recorded_forward import RecordedForward, note_hooks_inside
 from functionalize.util.gc_pause import only_young_collections
 
 log = logging.getLogger("functionalize")
@@ -286,6 +286,7 @@ class CapturedForward(PredictedForward):
             while_inside.clear()
             if isinstance(run, RecordedRun):
                 self._is_sharded = bool(run.entry.fsdp.places)
+                note_hooks_inside(run)
                 has_history = any(map(is_output, flatten_result(run.result)[0]))
                 if has_history or audit is not None:
                     changed = run.changed or unrepeated(run.moving.effects)

@@ -18,6 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from functionalize._compat.autograd import BACKWARD, hook_functions
 from functionalize.audit.audited_call import log_bug, observed
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.fsdp.objects import FSDPTensor
@@ -98,6 +99,21 @@ class Owner(Protocol):
     def audit_raised(self, audit: AuditedForward, recorder: Recorder, error: Exception) -> None:
         """The backward of an audited forward has raised `error`."""
         ...
+
+
+def note_hooks_inside(run: RecordedRun) -> None:
+    """Refuse a forward that goes backward itself over a plain parameter with hooks: guards do not look at these."""
+    if not any(record.phase == BACKWARD for record in run.recorder.records):
+        return
+    call = Call(run.entry.leaves, [])
+    for name, slot in run.entry.slots:
+        leaf = slot.of.resolve(call) if isinstance(slot, Gradient) else None
+        if leaf is not None and hook_functions(leaf) and not hasattr(leaf, "device_mesh"):
+            run.recorder.checks.note(
+                f"goes backward itself, where the hooks of `{name.removesuffix('.grad')}` run, and is captured "
+                "with its backward (`backward=True`), where they run outside: capture it as a whole step"
+            )
+            return
 
 
 class RecordedForward:

@@ -386,6 +386,26 @@ def test_gradients_reach_the_graph_of_an_argument(
             captured(batch(0).requires_grad_())
 
 
+def test_hooks_that_run_in_a_backward_inside_are_refused() -> None:
+    """Guards of a captured forward do not look at what hooks of parameters read, since they run outside."""
+    factor = [1.0]
+
+    def inside(model: nn.Module) -> Loss:
+        model.a.weight.register_hook(lambda gradient: gradient * factor[0])
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    captured = twins(inside)[1][1]
+    captured(batch(0))
+    with pytest.raises(UncapturableError, match=r"hooks of `.*weight.*` run.*whole step"):
+        captured(batch(1))
+
+
 def test_parameters_and_buffers_are_returned_themselves() -> None:
     (a, b) = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
     b.load_state_dict(a.state_dict())
