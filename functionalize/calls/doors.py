@@ -102,9 +102,7 @@ class Doors:
             if len(found) == 1 and not step.once:
                 try:
                     repeated = of.repeated(found[0], frame, original, args, keywords)
-                except (
-                    Exception
-                ) as error:  # the call itself decides what is wrong with its arguments
+                except Exception as error:  # the call itself says what is wrong with them
                     repeated = f"{what} with arguments that cannot be read ({type(error).__name__})"
             if isinstance(repeated, Repeated):
                 call.args, call.keywords = repeated.arguments.plain

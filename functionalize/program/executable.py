@@ -221,9 +221,7 @@ class Executable:
         try:
             with below_autograd(), without_function_modes():
                 results = self.run(call.take_inputs(), check, writes)
-        except (
-            ArithmeticError
-        ) as error:  # raised by Python arithmetic: the user's code may catch it
+        except ArithmeticError as error:  # of Python: the user's code may catch it
             if not self.may_run_again(call):
                 raise
             raise GuardError(f"a number cannot be computed: {error}") from None

@@ -1,0 +1,61 @@
+"""Which new sizes a proof lets a class replay: one example for each of its rules."""
+
+from __future__ import annotations
+
+import torch
+
+from functionalize.lengths.length_classes import LengthClass, LengthClasses
+from functionalize.lengths.proofs import Proof
+from functionalize.lengths.references import open_key
+from functionalize.lengths.size_facts import ComputedSize, SizeFacts
+from functionalize.templates.fitting import Formula, Sizes
+from functionalize.templates.symbols import Symbols
+
+ROWS = Formula(0, ((1, (0,)),))
+NOTHING = SizeFacts((), (), ())
+COMPARED: list[Sizes] = [(8,), (12,), (40,)]
+
+
+def proof(facts: SizeFacts = NOTHING, runs: int = 2, on_cpu: bool = True) -> Proof:
+    """After these calls were compared, and the first ones observed."""
+    made = Proof.of(100, [ROWS], [ROWS], on_cpu)
+    for sizes in COMPARED:
+        made.was_compared(sizes)
+    for sizes in COMPARED[:runs]:
+        made.observed(sizes, facts)
+    return made
+
+
+def test_two_runs_must_have_learned_the_same() -> None:
+    assert "not observed yet" in str(proof(runs=1).why_compared((20,)))
+    assert proof().why_compared((20,)) is None
+
+
+def test_an_integer_for_torch_is_that_of_the_template_in_all_runs() -> None:
+    """`min(rows, 12)` is the number of rows at 10, and was in two of three runs."""
+    least = ComputedSize(min, (("part", 0), ("constant", 12, int)))
+    found = proof(SizeFacts((ROWS, least), (), (1,)), runs=3).why_compared((10,))
+    assert found == "Python computes an integer that is in no op"
+
+
+def test_remainders_are_those_of_compared_sizes() -> None:
+    assert proof().why_compared((15,)) == "no compared size leaves 1 by 2, as 15 does"
+    assert proof(on_cpu=False).why_compared((24,)) is None
+    assert "leaves 4 by 16" in str(proof(on_cpu=False).why_compared((20,)))
+
+
+def test_new_sizes_lie_between_compared_ones() -> None:
+    for outside in (6, 42):
+        assert proof().why_compared((outside,)) == f"({outside},) is not between compared sizes"
+
+
+def test_no_call_of_another_class_lies_between_them() -> None:
+    classes, group, other = LengthClasses(), LengthClass(0), LengthClass(1)
+    group.symbols = Symbols.of([[sizes] for sizes in COMPARED], ["x"])
+    group.proof = proof()
+    key = ("spec", (torch.Size((20,)), torch.float32))
+    classes._classes[open_key(key)] = [group, other]
+    assert classes.why_compared(key, [group, other]) is None
+    for known, differing in ([[(16,)]], []), ([], [[(16,)]]):
+        other.known, other.differing = known, differing
+        assert classes.why_compared(key, [group, other]) == "(20,) is not between compared sizes"
