@@ -10,6 +10,7 @@ from functionalize.lengths.references import open_key
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts
 from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.symbols import Symbols
+from functionalize.templates.template import Template
 
 ROWS = Formula(0, ((1, (0,)),))
 NOTHING = SizeFacts((), (), ())
@@ -51,7 +52,8 @@ def test_new_sizes_lie_between_compared_ones() -> None:
 
 def test_no_call_of_another_class_lies_between_them() -> None:
     classes, group, other = LengthClasses(), LengthClass(0), LengthClass(1)
-    group.symbols = Symbols.of([[sizes] for sizes in COMPARED], ["x"])
+    symbols = Symbols.of([[sizes] for sizes in COMPARED], ["x"])
+    group.templates = [Template(None, symbols, [])]  # of no program: its symbols are read alone
     group.proof = proof()
     key = ("spec", (torch.Size((20,)), torch.float32))
     classes._classes[open_key(key)] = [group, other]
