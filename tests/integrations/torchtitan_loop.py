@@ -24,6 +24,7 @@ from tests.integrations.loops import (
     EPOCHS,
     LAYERS,
     SAVED,
+    TOKENS,
     WARM,
     Checkpoint,
     Counter,
@@ -34,7 +35,7 @@ from tests.integrations.loops import (
 
 ROWS, BATCH, EPOCH_STEPS, VOCABULARY = 11, 2, 3, 2048  # of a rank; the sixth batch is short
 VALIDATION_ROWS = 3  # a batch, and a short one
-LENGTH = 16  # of a sequence: torchtitan's loss takes it in eight chunks
+LENGTH = -(-TOKENS // 8) * 8  # of a sequence: torchtitan's loss takes it in eight chunks
 CLOCKS = ("throughput", "tflops", "mfu", "time_metrics")  # what metrics of a time contain
 
 
