@@ -44,7 +44,7 @@ from functionalize.step.vote import RARE, Level
 
 log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones, which some ten replays return: as many as these,
-# then one for so many replays.
+# then one for so many replays, and at each size that has come as many times.
 _FIRST_COMPARISONS, _REPLAYS = 8, 16
 # One at a length that equals a width is of use for this length alone: it is compared at as many calls.
 _EQUAL_RETURNS = 8
@@ -86,9 +86,9 @@ class PredictedStep(ReplayedStep):
             if not may_be_known:
                 is_rare = self._is_rare(call)
             else:
-                is_rare = not self._may_compare() or (
-                    why == EQUAL and not self._kinds.returns(call.key, _EQUAL_RETURNS)
-                )
+                seldom = _EQUAL_RETURNS if why == EQUAL else 1
+                enough = seldom if self._may_compare() else _REPLAYS
+                is_rare = not self._kinds.returns(call.key, enough)
             if is_rare:
                 return True
         shapes = shapes_of(call.key)

@@ -272,6 +272,15 @@ def test_a_step_that_raises_at_a_new_length() -> None:
     assert captured.stats.predictions == 1
 
 
+def test_a_length_that_stays_is_compared_before_replays_have_paid_for_it() -> None:
+    """Each of these lengths is beyond all compared ones; eight comparisons are allowed without a replay."""
+    captured = fz.capture(lambda x: x.sin(), dynamic=True, audit=False)
+    for rows in (8, 12, 20, *range(21, 41), *[99] * 18):
+        assert torch.equal(captured(torch.ones(rows)), torch.ones(rows).sin())
+    stats = captured.stats
+    assert (stats.captures, stats.predictions, stats.replays) == (3, 9, 2)
+
+
 # -- options ---------------------------------------------------------------------------------------
 
 
