@@ -80,7 +80,7 @@ class FakeResultCache:
     """The results of ops in one fake mode, made again without running the op for calls with the same key."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        self._make = FakeMaker(mode).make
+        self.make = FakeMaker(mode).make
         self._recipes: dict[Any, Any] = {}  # of calls that write: which arguments they return
         # By the address of an op, as hashing one calls Python: the op, and whether it writes; None: not cached.
         self._ops: dict[int, tuple[Any, bool | None]] = {}
@@ -142,7 +142,7 @@ class FakeResultCache:
                 meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
                 if base is not None:
                     meta.set_(tensors[base].untyped_storage(), offset, size, stride)
-            return self._make(meta, device)
+            return self.make(meta, device)
         if kind is _Arguments:
             return recipe.of(tensors)
         if kind is tuple or kind is list:
@@ -167,7 +167,7 @@ class Fakes:
             meta.untyped_storage().resize_(0)
         value = aten._conj.default(value) if geometry.conj else value
         value = aten._neg_view.default(value) if geometry.neg else value
-        return FakeTensor(self.mode, value, device)
+        return self._cache.make(value, device)
 
     def sized(self, made: Any) -> Any:
         """A result of which the size depends on data. made: (geometry, device), or a list of them, as recorded."""

@@ -124,7 +124,8 @@ def _no_cost_key(*given: Any) -> Any:
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no two calls, and no two stacks, be alike."""
     monkeypatch.setattr(fakes, "_key", _no_key)
-    monkeypatch.setattr(call_costs._Keys, "of", _no_cost_key)
+    for name in ("of", "is_plain_view"):
+        monkeypatch.setattr(call_costs._Keys, name, _no_cost_key)
     numbers = itertools.count()
 
     def read(self: user_stack.StackTexts, stack: Any) -> user_stack._Read:

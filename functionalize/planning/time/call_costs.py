@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from functionalize.analysis.aliases import storage_key
+from functionalize.analysis.aliases import is_view, storage_key
 from functionalize.ir.ops import geometry_fields
 from functionalize.planning.time.costs import dtype_of, flops, is_free, moved
 
@@ -45,18 +45,17 @@ Costs = Mapping[fx.Node, Cost]
 def call_costs(graph: fx.Graph) -> Costs:
     """The costs of the calls of a graph whose nodes have their `val`."""
     keys = _Keys()
-    alike: dict[Any, Cost] = {}
+    alike: dict[Any, Cost] = {_FREE: _FREE}
     found: dict[fx.Node, Cost] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if (
-            node.target is operator.getitem
-        ):  # a key would list the whole list: thousands of an optimizer's results
+        # The key of a `getitem` would list the whole list: thousands of an optimizer's results.
+        if node.target is operator.getitem:
             found[node] = _FREE
             continue
         try:
-            key = keys.of(node)
+            key = _FREE if keys.is_plain_view(node) else keys.of(node)
         except _HasNoKey:
             found[node] = _cost(node)
             continue
@@ -91,13 +90,19 @@ class _Keys:
         inputs = node.all_input_nodes
         places = {each: at for at, each in enumerate(inputs)}
         storages: dict[Any, int] = {}
-        looks = tuple(
-            (look, storages.setdefault(storage, len(storages)))
-            for each in (*inputs, node)
-            for look, storage in self._value(each)
-        )
+        looks: list[int] = []
+        for each in (*inputs, node):
+            for look, storage in self._value(each):
+                looks += look, storages.setdefault(storage, len(storages))
         kwargs = _key(tuple(node.kwargs.items()), places) if node.kwargs else None
-        return node.target, _key(node.args, places), kwargs, looks
+        return node.target, _key(node.args, places), kwargs, tuple(looks)
+
+    def is_plain_view(self, node: fx.Node) -> bool:
+        """Whether a call is that of a view, and its one tensor is on the storage of its first argument."""
+        if not is_view(node):
+            return False
+        made, read = self._value(node), self._value(node.all_input_nodes[0])
+        return len(made) == len(read) == 2 and made[1][1] == read[1][1]
 
     def _value(self, node: fx.Node) -> list[tuple[int, Any]]:
         """Of a node's value: what it is made of, without a storage; then each tensor in it, with its storage."""

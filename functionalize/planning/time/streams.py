@@ -154,7 +154,7 @@ class _SerialSchedule:
 
     def run(self) -> list[ScheduledSpan]:
         for node in self.graph.nodes:
-            at = max((self.ready[n] for n in node.all_input_nodes), default=0.0)
+            at = max(map(self.ready.__getitem__, node.all_input_nodes), default=0.0)
             if self.host is not None and node.op == "call_function":
                 self.host.note(node)
             if node.op != "call_function":

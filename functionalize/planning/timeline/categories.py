@@ -117,6 +117,9 @@ class Categories:
         whole: dict[fx.Node, None] = {}
         casts: list[fx.Node] = []
         for node in self.live.nodes:
+            inputs = node.all_input_nodes
+            if shards.isdisjoint(inputs) and whole.keys().isdisjoint(inputs):
+                continue
             read = _tensors_read(node)
             if node.op != "call_function" or not read:
                 continue
@@ -215,7 +218,7 @@ class Categories:
         after: set[fx.Node] = set()
         found: set[fx.Node] = set()
         for node in self.live.nodes:
-            read = any(n in after for n in node.all_input_nodes)
+            read = not after.isdisjoint(node.all_input_nodes)
             if is_communication(node) or (read and _is_transfer(node)):
                 after.add(node)
             elif read and packet(node) in ("sum", "mean"):
