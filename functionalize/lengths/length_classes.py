@@ -360,7 +360,10 @@ class LengthClasses:
 
     def wants(self, key: Any, leaves: Sequence[Any]) -> bool:
         """Whether a recording of such a call may lead to a template."""
-        found = self.candidates(key, leaves) or self._classes.get(open_key(key), [])[:1]
+        classes = self._classes.get(open_key(key), [])
+        if len(classes) >= _MOST:
+            return False
+        found = self.candidates(key, leaves) or classes[:1]
         if not found:
             may_follow = bool(shapes_of(key)) and self.recorded.are_compared(key)
             return may_follow and self.recorded.count(key) < _MOST_OF_A_KIND

@@ -155,7 +155,8 @@ def _same_numbers(a: CachedProgram, b: CachedProgram) -> bool:
 class ProgramCache:
     """At most `limit` programs of one step, called `name` in messages, of at most `most_bytes` unless one has more.
 
-    evicted: called with the key of a program that is dropped because another one needs its place.
+    evicted: called with the key of a program that is dropped because another one needs its place; whether its kind
+    waits for a replay.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class ProgramCache:
         name: str,
         limit: int,
         most_bytes: float = float("inf"),
-        evicted: Callable[[Hashable], None] = lambda key: None,
+        evicted: Callable[[Hashable], bool] = lambda key: True,
     ) -> None:
         self._name, self._limit, self._most_bytes = name, limit, most_bytes
         self._evicted = evicted
@@ -259,9 +260,9 @@ class ProgramCache:
         while self._is_full(cached):
             oldest, its_key = next(iter(self._used.items()))
             self.drop(oldest)
-            self._evicted(its_key)
+            waited = self._evicted(its_key)
             first = self._unused_in_a_row == 0
-            unused = oldest.replays == oldest.audits == oldest.found == 0
+            unused = waited and oldest.replays == oldest.audits == oldest.found == 0
             self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
             if self.thrashing or (first and self._unused_in_a_row):
                 self._warn()
@@ -353,12 +354,18 @@ class Kinds:
         """Record the next call, of any kind."""
         self._records_next = True
 
-    def recorded(self, key: Hashable) -> None:
-        """A call of this kind is recorded."""
+    def recorded(self, key: Hashable, is_compared: bool = False) -> None:
+        """A call of this kind is recorded. is_compared: for programs of other sizes, so it need not return."""
         self._records_next = False
         kind = self._of(key)
-        self._unreplayed += not kind.unreplayed
-        kind.unreplayed = True
+        self._unreplayed += not (kind.unreplayed or is_compared)
+        kind.unreplayed |= not is_compared
+
+    def renamed(self, key: Hashable, other: Hashable) -> None:
+        """A recorded call is of another kind than it seemed to be."""
+        if self._of(key).unreplayed:
+            self.replayed(key)
+            self.recorded(other)
 
     def replayed(self, key: Hashable) -> None:
         """A program of this kind was replayed or audited."""
@@ -367,10 +374,11 @@ class Kinds:
             kind.unreplayed = False
             self._unreplayed -= 1
 
-    def evicted(self, key: Hashable) -> None:
-        """The program of this kind was dropped because another one needs its place."""
+    def evicted(self, key: Hashable) -> bool:
+        """The program of this kind was dropped because another one needs its place; whether it waits for a replay."""
         kind = self._of(key)
         kind.calls, kind.evictions = 0, kind.evictions + 1
+        return kind.unreplayed
 
     def _of(self, key: Hashable) -> KindOfCall:
         kind = self._kinds.setdefault(hash(key), KindOfCall())

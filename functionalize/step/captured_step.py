@@ -235,7 +235,7 @@ class CapturedStep(PredictedStep):
         return self._run_unrecordable(run, call)
 
     def _recorder(self, call: Invocation) -> Recorder:
-        self._begin_recording(call.key)
+        self._begin_recording(call)
         # Numbers are live only from the second recording on: the first one shows which state the step moves. Of all
         # kinds of calls, so that the ranks, whose kinds may differ, know at the second call whether they must vote.
         live = bool(self.stats.warmups or self.stats.captures or len(self._cache))

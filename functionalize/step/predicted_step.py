@@ -137,10 +137,10 @@ class PredictedStep(ReplayedStep):
 
     # -- recordings ----------------------------------------------------------------------------
 
-    def _begin_recording(self, key: Hashable) -> None:
-        self._kinds.recorded(key)
+    def _begin_recording(self, call: Invocation) -> None:
+        self._kinds.recorded(call.key, self._wants_sizes(call))
         if self._lengths is not None:
-            self._lengths.recorded.note(key)
+            self._lengths.recorded.note(call.key)
 
     def _previous(self, key: Hashable) -> RecordingSummary | None:
         """The summary with which a recording is compared: one of its kind, of any sizes until the step has settled."""

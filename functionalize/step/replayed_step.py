@@ -105,8 +105,7 @@ class ReplayedStep:
         """The key of a program that is kept, with the sizes that its ops make of arguments. key: of its call."""
         found: Hashable = self._sizes.learned(key, program.guards)
         if found != key:
-            self._kinds.replayed(key)  # it is of another kind than its call was
-            self._kinds.recorded(found)
+            self._kinds.renamed(key, found)
         return found
 
     def _note_miss(self, reason: str) -> None:

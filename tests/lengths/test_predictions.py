@@ -281,6 +281,15 @@ def test_a_length_that_stays_is_compared_before_replays_have_paid_for_it() -> No
     assert (stats.captures, stats.predictions, stats.replays) == (3, 9, 2)
 
 
+def test_recordings_for_a_template_that_never_comes_delay_no_other() -> None:
+    """Each length is a constant of its program. More are recorded than may be kept; then one length stays."""
+    captured = fz.capture(lambda x: x * (1 / len(x)), dynamic=True, audit=False, max_programs=4)
+    for rows in (*range(2, 14), *[99] * 6):
+        assert torch.equal(captured(torch.ones(rows)), torch.ones(rows) * (1 / rows))
+    stats = captured.stats
+    assert (stats.captures, stats.predictions, stats.replays) == (8, 0, 4)
+
+
 # -- options ---------------------------------------------------------------------------------------
 
 
