@@ -77,23 +77,27 @@ class BackwardCall(NamedTuple):
 def walked(
     outputs: Iterable[Any],
     inputs: Iterable[Any],
-    number_of_leaf: Callable[[Any], int],
+    numbers_of: Callable[[list[Any]], Iterable[int]],
     thread: int,
     traceback: CapturedTraceback,
-) -> tuple[BackwardCall, dict[Any, tuple[int, str]]]:
-    """The graph that a backward of `outputs` can reach, and its nodes, each with its number and its name.
+) -> tuple[BackwardCall, dict[Any, int]]:
+    """The graph that a backward of `outputs` can reach, and the place of each node in it.
 
-    inputs: tensors or gradient edges, if the backward is of these alone.
+    inputs: tensors or gradient edges, if the backward is of these alone. numbers_of: returns the numbers of the nodes
+    of leaves.
     """
     outputs, inputs = list(outputs), list(inputs)
-    found = list(dict.fromkeys(n for each in outputs if (n := gradient_node(each)) is not None))
+    roots = [gradient_node(each) for each in outputs]
+    found = list(dict.fromkeys(node for node in roots if node is not None))
     places = {node: place for place, node in enumerate(found)}
     numbers: list[int] = []
     edges: list[Sequence[int]] = []
+    ends: list[int] = []  # the places of the nodes of leaves
     size, find, place_of = len(found), found.append, places.setdefault
     for node in found:  # which grows
         if type(node) is ACCUMULATES:
-            numbers.append(number_of_leaf(node.variable))
+            ends.append(len(numbers))
+            numbers.append(0)
             edges.append(())
             continue
         numbers.append(node._sequence_nr())
@@ -113,27 +117,30 @@ def walked(
         names = [
             node.name() if n == OTHER_CLASS else n for n, node in zip(names, found, strict=True)
         ]
-    positions = dict(zip(found, zip(numbers, names, strict=True), strict=True))
-    known = [*outputs, *inputs]
-    leaves = {}  # address of a leaf -> the place of its node
-    if None in map(gradient_node, known):
-        accumulate = (each for each in found if type(each) is ACCUMULATES)
-        leaves = {address(each.variable): places[each] for each in accumulate}
-    for each in outputs:
-        if gradient_node(each) is None and address(each) not in leaves:
+    tensors = [found[place].variable for place in ends]
+    bare = [each for each, node in zip(outputs, roots, strict=True) if node is None]
+    leaves: dict[int, int] = {}  # address -> the place of the node, if one is asked for
+    if bare or any(gradient_node(each) is None for each in inputs):
+        leaves = dict(zip(map(address, tensors), ends, strict=True))
+    for each in bare:
+        if address(each) not in leaves:
             leaves[address(each)] = len(names)
+            ends.append(len(names))
+            tensors.append(each)
             names.append(ACCUMULATES.__name__)
-            numbers.append(number_of_leaf(each))
+            numbers.append(0)
             edges.append(())
+    for place, of_leaf in zip(ends, numbers_of(tensors), strict=True):
+        numbers[place] = of_leaf
 
     def places_of(tensors: list[Any]) -> list[int]:
         ofs = ((each, gradient_node(each)) for each in tensors)
         some = (leaves.get(address(t)) if node is None else places.get(node) for t, node in ofs)
         return [place for place in some if place is not None]
 
-    ends = places_of(inputs) if inputs else None
-    call = BackwardCall(names, numbers, edges, places_of(outputs), ends, thread, traceback)
-    return call, positions
+    needed = places_of(inputs) if inputs else None
+    call = BackwardCall(names, numbers, edges, places_of(outputs), needed, thread, traceback)
+    return call, places
 
 
 class _Heap:

@@ -95,7 +95,9 @@ def listed(roots: Sequence[Tensor], gradients: Sequence[Any]) -> TapeListing:
         if not is_plain(tensor):
             raise Unlisted(f"a {type(tensor).__name__} in the graph")
     places = {address(leaf): -1 - i for i, leaf in enumerate(leaves)}
-    call, _ = walked(roots, (), lambda leaf: places[address(leaf)], 0, stack_here())
+    call, _ = walked(
+        roots, (), lambda found: [places[address(each)] for each in found], 0, stack_here()
+    )
     found: list[_Compiler] = []
     listing: Any = None
 

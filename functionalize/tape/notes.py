@@ -110,17 +110,17 @@ class TapeNotes:
         self.name_of: Callable[[int], str] = _nothing
         self.class_of: Callable[[str], str] = _nothing
         self.is_off = False
-        # Of each leaf, by its address.
-        self._leaf_numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # Of each leaf, by its address: the number of its node.
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.resolved: Any = None  # see `ownership.ownership_of`
         self.names = NodeNames()
         self.made = 0
         self._main = 0
         self.stacks = Stacks()
         self._made: dict[int, int] = {}  # thread -> the same number, of other threads
-        # Node of the innermost running backward -> its number and its name; the same of those around it.
-        self._nodes: dict[Any, tuple[int, str]] = {}
-        self._running: list[dict[Any, tuple[int, str]]] = []
+        # Of the innermost running backward: the place of each node, and by place its number and its name.
+        self._nodes: tuple[dict[Any, int], list[int], list[str]] = ({}, [], [])
+        self._running: list[Any] = []  # the same of those around it
 
     def start(self) -> None:
         """The recording begins, or goes on, in this thread."""
@@ -136,10 +136,11 @@ class TapeNotes:
         """A backward of `outputs` begins. inputs: if it is of these alone."""
         if self.is_off:
             return
-        call, nodes = walked(outputs, inputs, self._leaf_number, self.thread(), stack_here())
+        thread, stack = self.thread(), stack_here()
+        call, places = walked(outputs, inputs, self._leaf_numbers, thread, stack)
         self.backwards.append(call)
         self._running.append(self._nodes)
-        self._nodes = nodes
+        self._nodes = places, call.numbers, call.names
 
     def backward_ended(self) -> None:
         """The innermost backward has ended, or raises."""
@@ -164,11 +165,12 @@ class TapeNotes:
             if self.is_off:
                 return OpRecord(func, (), {}, None, (), stack)
             # The walk has made the Python objects of these nodes; they are asked for nothing.
-            found = self._nodes.get(running_node())
-            if found is None or stack is not stacks.shared:
+            places, numbers, names = self._nodes
+            place = places.get(running_node())
+            if place is None or stack is not stacks.shared:
                 record = self._in_python(func, stack, running_node())
             else:
-                number, name = found
+                number, name = numbers[place], names[place]
                 record = OpRecord(func, (), {}, None, (), stack, number, name, BACKWARD, None, self)
                 if number < 0:
                     record.meta["accumulates"] = True
@@ -189,7 +191,7 @@ class TapeNotes:
             number, name = node._sequence_nr(), self.names.of(node)
             if number >= FIRST_OF_LEAVES:  # nodes that accumulate gradients share their numbers
                 leaf = leaf_of(node)
-                number = None if leaf is None else self._leaf_number(leaf)
+                number = None if leaf is None else self._leaf_numbers([leaf])[0]
         record = OpRecord(func, (), {}, None, (), stack, number, name, BACKWARD, None, self)
         if stack is not self.stacks.shared:
             self._note_hook(record)
@@ -269,12 +271,23 @@ class TapeNotes:
             at, marks = len(self.records), len(self.marks)
             self.functions.append(FunctionCall(number, thread, at, stack_here(), marks))
 
-    def _leaf_number(self, leaf: Tensor) -> int:
-        at = address(leaf)
-        found = self._leaf_numbers.get(at)
+    def _leaf_numbers(self, leaves: list[Tensor]) -> list[int]:
+        """The numbers of the nodes of leaves."""
+        places = list(map(address, leaves))
+        if not self.leaves and len(set(places)) == len(places):  # of the first backward: at once
+            self.leaves = places
+            numbers = list(range(-1, -1 - len(places), -1))
+            self._known = dict(
+                zip(places, zip(map(weakref.ref, leaves), numbers, strict=True), strict=True)
+            )
+            return numbers
+        return [self._leaf_number(*each) for each in zip(leaves, places, strict=True)]
+
+    def _leaf_number(self, leaf: Tensor, at: int) -> int:
+        found = self._known.get(at)
         if found is None or found[0]() is not leaf:
             self.leaves.append(at)
-            found = self._leaf_numbers[at] = weakref.ref(leaf), -len(self.leaves)
+            found = self._known[at] = weakref.ref(leaf), -len(self.leaves)
         return found[1]
 
     def place(self, number: int) -> tuple[str, str]:

@@ -98,14 +98,14 @@ def test_a_root_that_another_root_reaches_runs_once() -> None:
 def leaf_ids(recorder: Recorder) -> dict[int, int]:
     """The id of each leaf by the number of its node, filled while the recorder records."""
     found: dict[int, int] = {}
-    number_of = recorder.tape._leaf_number
+    numbers_of = recorder.tape._leaf_numbers
 
-    def noting(leaf: Tensor) -> int:
-        number = number_of(leaf)
-        found[number] = id(leaf)
-        return number
+    def noting(leaves: list[Tensor]) -> list[int]:
+        numbers = numbers_of(leaves)
+        found.update(zip(numbers, map(id, leaves), strict=True))
+        return numbers
 
-    recorder.tape._leaf_number = noting  # type: ignore[method-assign]
+    recorder.tape._leaf_numbers = noting  # type: ignore[method-assign]
     return found
 
 
