@@ -60,7 +60,8 @@ class Stacks:
     While a backward runs, the Python function that called autograd's engine does not advance: the ops of C++ nodes all
     have the same Python stack.
     handlers: how many handlers of modes of this package call one another for each op.
-    shared: the stack of the ops of the running backward that its nodes in C++ ran, and no hook. thread: that runs them.
+    shared: the stack of the ops of the running backward that its nodes in C++ ran, and no hook.
+    main: the thread of the recording. away: the thread that runs these nodes, if it is another one; else 0.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class Stacks:
         self._task = -1
         self._engine = 0  # where the frame of the engine's caller is, as long as the task runs
         self.shared: CapturedTraceback | None = None
-        self.thread = 0
+        self.main = self.away = 0
 
     def here(self) -> CapturedTraceback:
         """The stack of the op that is being dispatched, for a function that a mode's handler calls."""
@@ -83,5 +84,6 @@ class Stacks:
             return stack_here()
         if self.shared is None or task != self._task:
             self._task, self.shared, self._engine = task, stack_here(), address(frame)
-            self.thread = threading.get_ident()
+            thread = threading.get_ident()
+            self.away = 0 if thread == self.main else thread
         return self.shared

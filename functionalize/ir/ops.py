@@ -260,10 +260,10 @@ class OpRecord:
     target, args, kwargs, outputs: the call, with a `TensorRef` for every tensor.
     resized: (serial, bytes) of storages that the op resized as a side effect (`out=`, `aten.resize_`).
     traceback: the Python stack of the call.
+    tape: the notes of the recording about autograd, see `tape/notes.py`. thread: that ran it; 0 is the recording's.
     seq_nr, autograd_node: the sequence number and the name of the autograd node that ran the op; None outside of one.
     phase: "backward" or "recompute" for an op that ran inside a backward, else None.
     makes: the autograd nodes that were made between the op before and this one.
-    tape: the notes of the recording about autograd, see `tape/notes.py`. thread: that ran it; 0 is the recording's.
     meta: "born": {serial: (bytes, device)} of the storages that the op made; further entries of single rules.
     live: whether an argument may be a `LiveNumber` (see `scalars.py`).
     """
@@ -274,12 +274,12 @@ class OpRecord:
     outputs: Any = None
     resized: tuple[tuple[int, int], ...] = ()
     traceback: CapturedTraceback | None = None
+    tape: Any = None
+    thread: int = 0
     seq_nr: int | None = None
     autograd_node: str | None = None
     phase: str | None = None
     makes: Made | None = None
-    tape: Any = None
-    thread: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     live: bool = False
 

@@ -352,7 +352,9 @@ def _op_record(
     refs = arguments, {k: _refs(v) for k, v in kwargs.items()}, _refs(result)
     node = "" if seq_nr is not None else None
     traceback = cast(CapturedTraceback, UserLine(*line)) if line is not None else None
-    return OpRecord(func, *refs, (), traceback, seq_nr, node, phase, meta={"module": module})
+    return OpRecord(
+        func, *refs, (), traceback, None, 0, seq_nr, node, phase, meta={"module": module}
+    )
 
 
 def _refs(value: Any) -> Any:

@@ -51,27 +51,41 @@ class ModuleCalls:
         self.running = ""  # the innermost module that is being called
         self._watched_modules: dict[int, nn.Module] = {}  # by address: hashes may change
         self._named: list[tuple[str, nn.Module]] = []
-        # The address of a parameter -> the name of its module, its own name.
-        self._leaves: dict[int, tuple[str, str]] = {}
+        # The name of a module, the names of parameters of it, and their addresses.
+        self._parameters: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = []
         self._running: list[tuple[str, bool]] = []  # name, whether it was called inside a backward
         # Nodes from `_numbers[i]` up to the next number were created by module `_modules[i]`.
         self._numbers, self._modules = [0], [""]
         self._tape: TapeNotes | None = None
+        self.only_notes: TapeNotes | None = None  # the same, if nothing else is observed
 
     def register(self, roots: Roots) -> None:
         """Register the modules that a step can reach, and the module of each of their parameters."""
-        self._named += roots.walk()
-        put = self._leaves.setdefault
-        for name, module in roots.walk():
-            for own, parameter in module._parameters.items():
-                if parameter is not None:
-                    put(address(parameter), (name, own))
-        self._watched_modules.update((address(module), module) for _, module in roots.walk())
+        named = roots.walk()
+        self._named += named
+        self._parameters += [
+            (name, tuple(table.keys()), tuple(map(address, table.values())))
+            for name, module in named
+            if (table := module._parameters)
+        ]
+        self._watched_modules.update({address(module): module for _, module in named})
         for states in roots.states().values():
             for owner, own, managed in fsdp_registered(states):
                 name = self._names.get(address(owner), "")
                 for attribute in ("sharded_param", "_unsharded_param"):
-                    put(address(getattr(managed, attribute, None)), (name, own))
+                    at = address(getattr(managed, attribute, None))
+                    self._parameters.append((name, (own,), (at,)))
+
+    @cached_property
+    def _leaves(self) -> dict[int, tuple[str, str]]:
+        """The address of a parameter -> the name of its first module, its own name."""
+        found = {
+            at: (module, own)
+            for module, names, places in reversed(self._parameters)
+            for own, at in reversed([*zip(names, places, strict=True)])
+        }
+        found.pop(address(None), None)
+        return found
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -87,6 +101,7 @@ class ModuleCalls:
     def observing(self, recorder: Recorder) -> Iterator[None]:
         """A context: calls are noted for the program of a recording."""
         self._tape, recorder.tape.place_of = recorder.tape, self._place_of
+        self.only_notes = None if self._numbered else recorder.tape
         recorder.tape.name_of, recorder.tape.class_of = self._name_of, self._class_of
         before, recorder.module_calls = recorder.module_calls, self
         self.watch()
@@ -94,7 +109,8 @@ class ModuleCalls:
             yield
         finally:
             self.unwatch()
-            self._tape, recorder.module_calls = None, before
+            self._tape = self.only_notes = None
+            recorder.module_calls = before
 
     def watch(self) -> None:
         """Start to observe calls of the registered modules."""
@@ -195,14 +211,19 @@ class _WatchedModules:
 def _reporting_call(
     module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    found = []
-    for mode in current_modes():
-        calls = getattr(mode, "module_calls", None)
-        if calls is not None:
-            calls.enter(module)
-            found.append(calls)
+    call = own or module._call_impl
+    found = [c for m in current_modes() if (c := getattr(m, "module_calls", None)) is not None]
+    if len(found) == 1 and (tape := found[0].only_notes) is not None:  # nearly always
+        marks, records = tape.marks, tape.records
+        marks.append((len(records), address(module), graph_task() != -1))
+        try:
+            return call(*args, **kwargs)
+        finally:
+            marks.append((len(records), None, False))
+    for calls in found:
+        calls.enter(module)
     try:
-        return (own or module._call_impl)(*args, **kwargs)
+        return call(*args, **kwargs)
     finally:
         for calls in found:
             calls.leave()

@@ -112,7 +112,7 @@ def walked(
         edges.append(after)
     kinds = list(map(type, found))
     texts = {kind: kind.__name__ for kind in set(kinds)}
-    names = [texts[kind] for kind in kinds]
+    names = list(map(texts.__getitem__, kinds))
     if OTHER_CLASS in texts.values():
         names = [
             node.name() if n == OTHER_CLASS else n for n, node in zip(names, found, strict=True)

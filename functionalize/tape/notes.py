@@ -115,7 +115,6 @@ class TapeNotes:
         self.resolved: Any = None  # see `ownership.ownership_of`
         self.names = NodeNames()
         self.made = 0
-        self._main = 0
         self.stacks = Stacks()
         self._made: dict[int, int] = {}  # thread -> the same number, of other threads
         # Of the innermost running backward: the place of each node, and by place its number and its name.
@@ -124,13 +123,13 @@ class TapeNotes:
 
     def start(self) -> None:
         """The recording begins, or goes on, in this thread."""
-        self._main, self.made = _thread(), next_node_number()
+        self.stacks.main, self.made = _thread(), next_node_number()
         self.saved_by(*saved_tensor_hooks())
 
     def thread(self) -> int:
         """The running thread; 0 is the thread of the recording."""
         found = _thread()
-        return 0 if found == self._main else found
+        return 0 if found == self.stacks.main else found
 
     def backward_called(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
         """A backward of `outputs` begins. inputs: if it is of these alone."""
@@ -153,12 +152,12 @@ class TapeNotes:
             # Outside of a backward no stack is shared: the calling frame need not be looked up.
             if self.is_off:
                 return OpRecord(func, (), {}, None, (), stack_here())
-            record = OpRecord(func, (), {}, None, (), stack_here(), None, None, None, None, self)
+            record = OpRecord(func, (), {}, None, (), stack_here(), self)
             made = next_node_number()
             if made != self.made:
-                before, self.made = self.made, made
-                if made > before:
-                    record.makes = before, made - 1, gradients_are_on()
+                if made > self.made:
+                    record.makes = self.made, made - 1, gradients_are_on()
+                self.made = made
         else:
             stacks = self.stacks
             stack = stacks.here()
@@ -171,13 +170,12 @@ class TapeNotes:
                 record = self._in_python(func, stack, running_node())
             else:
                 number, name = numbers[place], names[place]
-                record = OpRecord(func, (), {}, None, (), stack, number, name, BACKWARD, None, self)
+                away = stacks.away
+                record = OpRecord(func, (), {}, None, (), stack, self, away, number, name, BACKWARD)
                 if number < 0:
                     record.meta["accumulates"] = True
                 if gradients_are_on():
                     self._graded(record)
-                if stacks.thread != self._main:
-                    record.thread = stacks.thread
         if fx_traceback.current_meta:
             custom = fx_traceback.current_meta.get("custom")
             if custom:  # `annotate` changes its dict
@@ -192,15 +190,14 @@ class TapeNotes:
             if number >= FIRST_OF_LEAVES:  # nodes that accumulate gradients share their numbers
                 leaf = leaf_of(node)
                 number = None if leaf is None else self._leaf_numbers([leaf])[0]
-        record = OpRecord(func, (), {}, None, (), stack, number, name, BACKWARD, None, self)
+        away = self.thread()
+        record = OpRecord(func, (), {}, None, (), stack, self, away, number, name, BACKWARD)
         if stack is not self.stacks.shared:
             self._note_hook(record)
         elif number is not None and number < 0:
             record.meta["accumulates"] = True
         if gradients_are_on():
             self._graded(record)
-        if _thread() != self._main:
-            record.thread = self.thread()
         return record
 
     def _graded(self, record: OpRecord) -> None:
@@ -224,7 +221,7 @@ class TapeNotes:
 
     def _swap(self, thread: int, made: int) -> int:
         """Set the number that the next node of a thread has; returns the one before."""
-        if thread != self._main:
+        if thread != self.stacks.main:
             # Of the first op of another thread, at most the newest node is its own.
             before = self._made.get(thread, made - 1)
             self._made[thread] = made
