@@ -21,6 +21,7 @@ ORDER = [
     "_compat",
     "util",
     "ir",
+    "repeats",
     "tape",
     "discharge",
     "program",

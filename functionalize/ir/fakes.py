@@ -92,8 +92,10 @@ class FakeResultCache:
         """
         known = self._ops.get(address(target))
         if known is None:
-            writes = target._schema.is_mutable if isinstance(target, _OVERLOAD) else None
-            known = self._ops[address(target)] = target, writes
+            known = self._ops[address(target)] = (
+                target,
+                writes(target) if isinstance(target, _OVERLOAD) else None,
+            )
         if known[1] is None:
             return op()
         tensors: list[Tensor] = []
@@ -193,6 +195,22 @@ class Fakes:
         found = self._by_index(target, args, kwargs) if on_lists else None
         return self._cache.run(target, args, kwargs, op) if found is None else found
 
+    def recipe(self, target: Any, out: Any, tensors: list[Tensor]) -> Any:
+        """A description from which `made` makes the result of a call with arguments of the same looks.
+
+        tensors: those of its arguments. None if there is no such description: the op must be run.
+        """
+        if target is not operator.getitem and not isinstance(target, _OVERLOAD):
+            return None
+        try:
+            return _recipe(out, tensors)
+        except _Uncacheable:
+            return None
+
+    def made(self, recipe: Any, tensors: list[Tensor]) -> Any:
+        """The result that a recipe describes. tensors: those of the arguments; of no use if it reads none."""
+        return self._cache.made(recipe, tensors)
+
     def _by_index(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of a fused or foreach op, which acts on each index of its lists alone: run once for those alike.
 
@@ -225,7 +243,7 @@ class Fakes:
 
 def _acts_by_index(target: Any) -> bool:
     """Whether a target is a functional fused or foreach op."""
-    if not isinstance(target, _OVERLOAD) or target._schema.is_mutable:
+    if not isinstance(target, _OVERLOAD) or writes(target):
         return False
     return bool(target._schema.name.startswith(("aten::_foreach_", "aten::_fused_")))
 
@@ -282,6 +300,18 @@ def _key(arg: Any, tensors: list[Tensor]) -> Any:
     if isinstance(arg, (list, tuple)):
         return (kind is list, *[_key(each, tensors) for each in arg])
     raise _Uncacheable
+
+
+def writes(target: Any) -> bool:
+    """Whether an op may change its arguments."""
+    return isinstance(target, _OVERLOAD) and bool(target._schema.is_mutable)
+
+
+def reads(recipe: Any) -> bool:
+    """Whether a result is made from the arguments of the call."""
+    if type(recipe) is _TensorRecipe:
+        return recipe.base is not None
+    return type(recipe) is _Arguments or (type(recipe) in (list, tuple) and any(map(reads, recipe)))
 
 
 def _recipe(out: Any, tensors: list[Tensor]) -> Any:

@@ -32,6 +32,7 @@ from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, vi
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.metadata import annotate, tensors_of
+from functionalize.repeats import Repeats
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import ownership_of
 from functionalize.tape.tape import RecordedBackward
@@ -88,6 +89,7 @@ class Executable:
     _random: bool = field(default=True, repr=False)
     _builder: OutputBuilder | None = field(default=None, init=False, repr=False)
     _rebuild: Callable[[list[Any]], Any] | None = field(default=None, init=False, repr=False)
+    _repeats: Repeats | None = field(default=None, init=False, repr=False)
     _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False)
 
     def __repr__(self) -> str:
@@ -116,6 +118,13 @@ class Executable:
             annotate(self)
             self._described = True
             self.resolve_notes()
+
+    @property
+    def repeats(self) -> Repeats:
+        """The repeating blocks of the graph."""
+        if self._repeats is None or not self._repeats.are_of(self.graph):
+            self._repeats = Repeats(self.graph)
+        return self._repeats
 
     def resolve_notes(self) -> None:
         """Make `backwards` of the notes of the recording, and drop these."""

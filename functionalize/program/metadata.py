@@ -38,7 +38,7 @@ from functionalize._compat.fsdp import fsdp_role
 from functionalize._compat.graphs import TensorMetadata
 from functionalize._compat.references import address
 from functionalize.ir.fake_mode import fake_like
-from functionalize.ir.fakes import Fakes
+from functionalize.ir.fakes import Fakes, reads, writes
 from functionalize.ir.inputs import InputSpec
 from functionalize.ir.ops import (
     Geometry,
@@ -49,6 +49,7 @@ from functionalize.ir.ops import (
     tensor_metadata,
 )
 from functionalize.ir.phases import set_phases
+from functionalize.repeats import Repeats, Section
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import ownership_of
 from functionalize.util.gc_pause import only_young_collections
@@ -63,6 +64,9 @@ class GraphWithInputs(Protocol):
 
     @property
     def inputs(self) -> Sequence[InputSpec]: ...
+
+    @property
+    def repeats(self) -> Repeats: ...
 
     @property
     def constants(self) -> Mapping[str, Any]: ...
@@ -175,33 +179,82 @@ def _recorded(outputs: Any, born: Mapping[int, Any]) -> Any:
 
 
 def propagate(program: GraphWithInputs) -> None:
-    """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes."""
-    fakes = Fakes()
-    specs = iter(program.inputs)
-    env: dict[fx.Node, Any] = {}
-    looks: dict[Geometry, TensorMetadata] = {}  # the values of equal layers share them
+    """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes.
+
+    The values of a block that is like an earlier one are made from descriptions of the values there.
+    """
+    values = _Values(program)
     with disable_current_modes(), torch.no_grad():
-        for node in program.graph.nodes:
-            if node.op == "placeholder":
-                value = fake_input(fakes, next(specs))
-            elif node.op == "get_attr":
-                constant = program.constants[str(node.target)]
-                value = fake_like(fakes.mode, constant)
-            elif node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-                if (value := node.meta.get("hint")) is None:
-                    made = node.meta.get("sized")
-                    run = made is None
-                    value = fakes.run(node.target, args, kwargs) if run else fakes.sized(made)
+        for block, like in program.repeats.likes():
+            if like is None:
+                values.run(block)
             else:
+                values.make(block, like)
+
+
+class _Values:
+    """The values of a graph's nodes, by their places."""
+
+    def __init__(self, program: GraphWithInputs) -> None:
+        self._program, self._repeats = program, program.repeats
+        self._fakes, self._specs = Fakes(), iter(program.inputs)
+        self._env: dict[fx.Node, Any] = {}
+        self._looks: dict[Geometry, TensorMetadata] = {}  # the values of equal layers share them
+        self._recipes: dict[int, list[Any]] = {}  # start of a block -> recipes of its values
+
+    def run(self, block: Section) -> None:
+        """Run the nodes of a block."""
+        for node in self._repeats.nodes[block.start : block.end]:
+            self._run(node)
+
+    def make(self, block: Section, like: Section) -> None:
+        """Make the values of a block that is like another one."""
+        places, nodes = range(like.start, like.end), self._repeats.nodes
+        if like.start not in self._recipes:
+            # A result is described as it is now: after all writes.
+            runs = any(writes(nodes[place].target) for place in places)
+            self._recipes[like.start] = [None if runs else self._recipe(p) for p in places]
+        for place, recipe in enumerate(self._recipes[like.start], block.start):
+            node, there = nodes[place], nodes[place - block.start + like.start]
+            if recipe is None:
+                self._run(node)
                 continue
-            env[node] = value
-            node.meta["val"] = value
-            if isinstance(value, Tensor):
-                geometry = geometry_of(value)
-                if geometry not in looks:
-                    looks[geometry] = tensor_metadata(geometry)
-                node.meta["tensor_meta"] = looks[geometry]
+            value = self._fakes.made(recipe, self._tensors(place) if reads(recipe) else [])
+            self._env[node] = node.meta["val"] = value
+            if "tensor_meta" in there.meta:
+                node.meta["tensor_meta"] = there.meta["tensor_meta"]
+
+    def _recipe(self, place: int) -> Any:
+        """The recipe of a value that a node has; None if it must be run."""
+        node = self._repeats.nodes[place]
+        return self._fakes.recipe(node.target, node.meta["val"], self._tensors(place))
+
+    def _tensors(self, place: int) -> list[Tensor]:
+        """The tensors that a node reads."""
+        nodes = self._repeats.nodes
+        return [t for at in self._repeats.read[place] for t in tensors_of(nodes[at].meta["val"])]
+
+    def _run(self, node: fx.Node) -> None:
+        fakes = self._fakes
+        if node.op == "placeholder":
+            value = fake_input(fakes, next(self._specs))
+        elif node.op == "get_attr":
+            value = fake_like(fakes.mode, self._program.constants[str(node.target)])
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._env.__getitem__)
+            if (value := node.meta.get("hint")) is None:
+                made = node.meta.get("sized")
+                run = made is None
+                target: Any = node.target
+                value = fakes.run(target, args, kwargs) if run else fakes.sized(made)
+        else:
+            return
+        self._env[node] = node.meta["val"] = value
+        if isinstance(value, Tensor):
+            geometry = geometry_of(value)
+            if geometry not in self._looks:
+                self._looks[geometry] = tensor_metadata(geometry)
+            node.meta["tensor_meta"] = self._looks[geometry]
 
 
 def fake_input(fakes: Fakes, spec: InputSpec) -> Any:

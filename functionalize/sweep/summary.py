@@ -109,7 +109,7 @@ class Figures:
 
     @cached_property
     def _costs(self) -> Costs:
-        return call_costs(self.program.graph)
+        return call_costs(self.program.graph, self.program.repeats)
 
     @cached_property
     def work(self) -> list[Work]:

@@ -1,22 +1,28 @@
-"""Calls that are alike are done once: the plan is equal, event for event, to one in which each is done alone."""
+"""Equal layers, and calls that are alike, are done once: a plan is equal, event for event, to that of the long way."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from examples import llama
+from functionalize import repeats
 from functionalize.ir import fakes
-from functionalize.planning.time import call_costs
+from functionalize.ir.ops import geometry_of
+from functionalize.planning.machines.presets import MACHINES
+from functionalize.program.metadata import propagate, tensors_of
 from functionalize.sweep.summary import Figures
 from functionalize.util import user_stack
 from tests.steps import train
@@ -56,15 +62,25 @@ def _squares(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out * out.detach().square().mean()
 
 
-KINDS = ("", "wide", "dropout", "hooked", "recomputed", "experts", "", "wide")
+KINDS = {
+    "two widths": ("", "wide") * 5,
+    "an odd one": ("",) * 6 + ("wide",) + ("",) * 6,
+    "experts in some": ("", "experts") * 4,
+    "recomputed in some": ("", "", "recomputed") * 4,
+    "tied": ("tied", "") * 5,
+    "of all kinds": ("", "wide", "dropout", "hooked", "recomputed", "experts", "", "wide"),
+}
 
 
-def build(kinds: tuple[str, ...]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(kinds: Sequence[str]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(*(Layer(kind) for kind in kinds))
     for layer in model:
         if layer.kind == "hooked":
             layer.register_forward_hook(_squares)
-        fully_shard(layer)
+        if layer.kind == "tied":
+            layer.ups[0].weight = model[0].ups[0].weight
+        if "tied" not in kinds:
+            fully_shard(layer)
     fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -74,13 +90,8 @@ def inputs(batch: int = 8) -> Tensor:
 
 
 def layers_that_differ() -> list[Any]:
-    given = {"world": 4, "kinds": KINDS, "machine": "h100"}
+    given = {"world": 4, "kinds": KINDS["of all kinds"], "machine": "h100"}
     return fz.plan(build, train, grid={"batch": [8, 12]}, inputs=inputs, **given).plans
-
-
-def small_llama() -> list[Any]:
-    given = {"world": 512, "size": "8B", "layers": 3, "length": 256, "accumulate": 2}
-    return fz.plan(llama.build, llama.step, inputs=llama.inputs, **given).plans
 
 
 def everything(figures: Figures) -> Any:
@@ -94,8 +105,18 @@ def everything(figures: Figures) -> Any:
         [str(each).replace(" at 0x", "") for each in timeline.allocations]
         for timeline in memory.timelines.values()
     ]
-    nodes = [(n.name, {k: str(v) for k, v in n.meta.items()}) for n in figures.program.graph.nodes]
+    graph = figures.program.graph
+    nodes = [(n.name, {k: str(v) for k, v in n.meta.items()}) for n in graph.nodes]
+    storages: dict[Any, int] = {}
+    tensors = [t for n in graph.nodes for t in tensors_of(n.meta.get("val"))]
+    values = [
+        (geometry_of(t), t.device, (whole := t.untyped_storage()).nbytes(), whole._cdata)
+        for t in tensors
+    ]
+    shared = [storages.setdefault(at, len(storages)) for *_, at in values]
     return {
+        "values": [each[:-1] for each in values],
+        "shared": shared,
         "row": figures.row,
         "times": figures.times,
         "spans": figures.time.to_json(spans=True),
@@ -117,15 +138,15 @@ def _no_key(*given: Any) -> Any:
     raise fakes._Uncacheable
 
 
-def _no_cost_key(*given: Any) -> Any:
-    raise call_costs._HasNoKey
+def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find no block of a graph that repeats."""
+    monkeypatch.setattr(repeats, "runs", lambda keys: iter(()))
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no two calls, and no two stacks, be alike."""
+    """Let no two layers, no two calls, and no two stacks, be alike."""
+    layer_by_layer(monkeypatch)
     monkeypatch.setattr(fakes, "_key", _no_key)
-    for name in ("of", "is_plain_view"):
-        monkeypatch.setattr(call_costs._Keys, name, _no_cost_key)
     numbers = itertools.count()
 
     def read(self: user_stack.StackTexts, stack: Any) -> user_stack._Read:
@@ -134,16 +155,58 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_stack.StackTexts, "_of", read)
 
 
-@pytest.mark.parametrize("plans", [layers_that_differ, small_llama])
-def test_a_plan_is_equal_to_the_long_way(plans: Callable[[], list[Any]]) -> None:
+def test_a_plan_is_equal_to_the_long_way() -> None:
     found = []
     for patches in (lambda patch: None, one_by_one):
         with pytest.MonkeyPatch.context() as patch:
             patches(patch)
-            found.append([everything(plan.figures) for plan in plans()])
+            found.append([everything(plan.figures) for plan in layers_that_differ()])
     for at_once, alone in zip(*found, strict=True):
-        for key, value in at_once.items():
-            assert value == alone[key], key
+        assert_equal(at_once, alone)
+
+
+def assert_equal(at_once: dict[str, Any], alone: dict[str, Any]) -> None:
+    for key, value in at_once.items():
+        assert value == alone[key], key
+
+
+def check(model: Callable[[], Any], function: Any, *batch: Any, world: int = 4) -> float:
+    """Compare the figures of a step with those of the long way; the share of its nodes that are like others."""
+    with fz.world(world):
+        built = model()
+        step = fz.capture(function, memory=True)
+        while step.program is None:
+            step(*built, *batch)
+        h100 = MACHINES["h100"]
+        spliced = Figures.of(step.program, step.memory, h100)
+        found = everything(spliced)
+        with pytest.MonkeyPatch.context() as patch:
+            layer_by_layer(patch)
+            copy = step.program.copy()
+            propagate(copy)
+            assert_equal(found, everything(Figures.of(copy, step.memory, h100)))
+        assert copy.repeats.blocks == (repeats.Section(0, len(copy.graph.nodes)),)
+    alike = [s.end - s.start for s, like in spliced.program.repeats.likes() if like is not None]
+    return sum(alike) / len(spliced.program.graph.nodes)
+
+
+@pytest.mark.parametrize("kinds", [name for name in KINDS if name != "of all kinds"])
+def test_equal_layers_are_spliced_exactly(kinds: str) -> None:
+    assert check(lambda: build(KINDS[kinds]), train, inputs()) > 0.2
+
+
+def test_a_llama_with_replicas_is_spliced_exactly() -> None:
+    def model() -> Any:
+        mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("replicate", "shard"))
+        return llama.build("8B", layers=4, mesh=mesh)
+
+    assert check(model, llama.step, *llama.inputs(1, 256, accumulate=2), world=64) > 0.3
+
+
+@settings(max_examples=3)
+@given(st.lists(st.sampled_from(["", "wide", "experts"]), min_size=5, max_size=8))
+def test_stacks_at_random_are_spliced_exactly(kinds: list[str]) -> None:
+    check(lambda: build(kinds), train, inputs())
 
 
 def test_equal_layers_are_costed_once() -> None:

@@ -45,7 +45,7 @@ class Work:
 def compute(program: Program, costs: Costs | None = None) -> list[Work]:
     """One row per op, phase and module, in the order of the graph. costs: of the graph, if they are known."""
     program.describe()
-    return summed(_each(costs or call_costs(program.graph)), *Work.KEYS)
+    return summed(_each(costs or call_costs(program.graph, program.repeats)), *Work.KEYS)
 
 
 def _each(costs: Costs) -> Iterator[Work]:

@@ -201,7 +201,10 @@ def time_range(
     """
     if not time.machine.efficiency.ranges:
         return time.seconds, time.seconds
-    known, costs = Groups(program.graph, groups), costs or call_costs(program.graph)
+    known, costs = (
+        Groups(program.graph, groups),
+        costs or call_costs(program.graph, program.repeats),
+    )
     both = (
         schedule(program.graph, time.machine.at(end), known, time.streams, time.replay, costs)
         for end in ("high", "low")

@@ -1,0 +1,229 @@
+"""The blocks of a graph that repeat, as equal layers do, forward and backward: worked out once.
+
+    repeats = Repeats(graph)
+    for block, like in repeats.likes():     spans that cover the graph, in order
+        ...                                 `like` is None: work the block out; else take over what was found for `like`
+
+        x ─▶│ layer 0 │─▶│ layer 1 │─▶│ layer 2 │─▶ loss      │ block │: of one kind, entered with
+             └ w0         └ w1         └ w2                     x and w0, then h0 and w1, then h1 and w2
+
+Two blocks are of one kind if their nodes have, place by place, the same ops and constants (of the same types), and read
+the same places: of the block, or of its borders. The borders are the nodes before the block that it reads, in the order
+of their first uses. Where borders stand does not matter: among the parameters, in the forward, in the layer before.
+A block is `like` an earlier one of its kind if the values of their borders look alike (`Looks`).
+Not in a block: inputs, constants, the result, a node whose value is data (a number that was read, a result whose size
+depends on data), and one with an argument that is neither a node nor a plain constant.
+Invariant: what follows from the ops of a block, their constants and the looks of what enters it is equal for blocks
+that are alike. Blocks are looked for in runs, one after the other; one that is not found is worked out as it stands.
+Linear in nodes and edges.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from functionalize._compat.references import address
+from functionalize.ir.ops import geometry_fields
+
+_PLAIN = frozenset(
+    {bool, int, float, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+_DATA = ("hint", "sized")  # of a node whose value does not follow from its inputs' looks
+_WINDOW = 24  # so many nodes must be alike before a block is looked for
+
+
+class Section(NamedTuple):
+    """The nodes from place `start` to before `end`.
+
+    kind: a number, equal for equal blocks; None if no other is equal. borders: the places before it that it reads.
+    """
+
+    start: int
+    end: int
+    kind: int | None = None
+    borders: tuple[int, ...] = ()
+
+
+class Repeats:
+    """The repeating blocks of a graph.
+
+    nodes: its nodes in their order. read: of each, the places of its keyword and then of its other arguments.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self._calls = _calls(self.nodes)
+        # Of a node: a number that is equal for the same op and constants; the places that it reads, in their order.
+        self._keys: list[int] = []
+        self.read: list[list[int]] = []
+        self._look()
+        self.blocks = tuple(self._blocks())
+        self._keys.clear()
+
+    def likes(self) -> Iterator[tuple[Section, Section | None]]:
+        """Each block, and the first that it is like; None for one that is like none before it.
+
+        The nodes before a block must have their `val` when it is asked for.
+        """
+        looks, first = Looks(), dict[Any, Section]()
+        for block in self.blocks:
+            like = block
+            if block.kind is not None:
+                entered = looks.of(self.nodes[place] for place in block.borders)
+                like = first.setdefault((block.kind, entered), block)
+            yield block, None if like is block else like
+
+    def are_of(self, graph: fx.Graph) -> bool:
+        """Whether the graph has the nodes and arguments that it had."""
+        return self._calls == _calls(graph.nodes)
+
+    def _look(self) -> None:
+        """Fill `_keys` and `read`."""
+        places: dict[fx.Node, int] = {}
+        numbers: dict[Any, int] = {}
+        for place, node in enumerate(self.nodes):
+            read: list[int] = []
+            number = -1 - place
+            if node.op == "call_function" and not any(name in node.meta for name in _DATA):
+                try:
+                    also = _shape(tuple(node.kwargs.items()), places, read) if node.kwargs else None
+                    key = address(node.target), _shape(node.args, places, read), also
+                    number = numbers.setdefault(key, len(numbers))
+                except _IsUnlikeAny:
+                    pass
+            places[node] = place
+            self._keys.append(number)
+            self.read.append(read)
+
+    def _blocks(self) -> Iterator[Section]:
+        """The blocks, with spans of all other nodes between them."""
+        kinds: dict[Any, int] = {}
+        found = []
+        for start, period, count in runs(self._keys):
+            for at in range(start, start + count * period, period):
+                borders, looks = self._borders(at, at + period)
+                kind = kinds.setdefault(looks, len(kinds))
+                found.append(Section(at, at + period, kind, borders))
+        numbers = Counter(block.kind for block in found)
+        repeating = [block for block in found if numbers[block.kind] > 1]
+        ends = [Section(0, 0), *repeating, Section(len(self.nodes), len(self.nodes))]
+        for before, block in pairwise(ends):
+            if before.end < block.start:
+                yield Section(before.end, block.start)
+            if block.start < block.end:
+                yield block
+
+    def _borders(self, start: int, end: int) -> tuple[tuple[int, ...], Any]:
+        """(the borders of a span, what is equal for equal spans)."""
+        borders: dict[int, int] = {}
+        reads = [
+            place - start if place >= start else -1 - borders.setdefault(place, len(borders))
+            for read in self.read[start:end]
+            for place in read
+        ]
+        return tuple(borders), (tuple(self._keys[start:end]), tuple(reads))
+
+
+class Looks:
+    """What the ops of a block can read of the values that enter it, apart from data."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}  # a look -> a number for it
+
+    def of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+        """The structures of values; of each tensor its geometry, device and storage size; which share storages."""
+        storages: dict[Any, int] = {}
+        found: list[int] = []
+        for node in nodes:
+            for look, storage in self._value(node.meta.get("val")):
+                found += look, storages.setdefault(storage, len(storages))
+        return tuple(found)
+
+    def _value(self, value: Any) -> list[tuple[int, Any]]:
+        tensors: list[Tensor] = []
+        structure = _structure(value, tensors)
+        return [(self._number(structure), None), *map(self._tensor, tensors)]
+
+    def _tensor(self, tensor: Tensor) -> tuple[int, Any]:
+        """The look of a tensor, and its storage."""
+        number = getattr(tensor, "constant", None)
+        if tensor.layout != torch.strided or number is not None:
+            return self._number(address(tensor)), address(tensor)
+        storage = tensor.untyped_storage()
+        look = geometry_fields(tensor), tensor.device, storage.nbytes()
+        return self._number(look), storage._cdata
+
+    def _number(self, look: Any) -> int:
+        return self._numbers.setdefault(look, len(self._numbers))
+
+
+def _structure(value: Any, tensors: list[Tensor]) -> Any:
+    """The structure of a value; appends the tensors in it. What is no tensor, number or list is like nothing else."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Tensor
+    if isinstance(value, (list, tuple)):
+        return tuple([_structure(each, tensors) for each in value])
+    kind = type(value)
+    return kind, value if kind in _PLAIN else address(value)
+
+
+def runs(keys: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """The spans of a sequence that repeat what stands before them: (start, period, number of periods), at least two.
+
+    From left to right, each with the shortest period that `_WINDOW` keys show; spans do not overlap.
+    """
+    bytes_ = array("q", keys).tobytes()
+    last: dict[int, int] = {}  # a hash of a window -> where it stood last
+    done, at = 0, 0
+    failed = 0, 0  # a period, and how far it is known to go: less than one period
+    while at + _WINDOW <= len(keys):
+        window = hash(bytes_[8 * at : 8 * (at + _WINDOW)])
+        before = last.get(window, -1)
+        last[window] = at
+        period = at - before
+        if before < done or (period == failed[0] and at < failed[1]):
+            at += 1
+            continue
+        end = at
+        while end < len(keys) and keys[end] == keys[end - period]:
+            end += 1
+        if end - at < period:
+            failed, at = (period, end), at + 1
+            continue
+        count = (end - before) // period
+        yield before, period, count
+        done = at = before + count * period
+
+
+def _calls(nodes: Iterable[fx.Node]) -> list[int]:
+    """The addresses of what says what nodes are; the nodes hold it."""
+    found: list[int] = []
+    for node in nodes:
+        found += address(node), address(node.args), address(node.kwargs)
+    return found
+
+
+class _IsUnlikeAny(Exception):
+    """An argument that is neither a node nor a plain constant."""
+
+
+def _shape(arg: Any, places: dict[fx.Node, int], read: list[int]) -> Any:
+    """An argument without its nodes; appends their places to `read`."""
+    kind = type(arg)
+    if kind is fx.Node:
+        read.append(places[arg])
+        return fx.Node
+    if kind in _PLAIN:
+        return kind, arg
+    if isinstance(arg, (list, tuple)):
+        return tuple([_shape(each, places, read) for each in arg])
+    raise _IsUnlikeAny
