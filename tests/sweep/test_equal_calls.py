@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -207,6 +207,42 @@ def test_a_llama_with_replicas_is_spliced_exactly() -> None:
 @given(st.lists(st.sampled_from(["", "wide", "experts"]), min_size=5, max_size=8))
 def test_stacks_at_random_are_spliced_exactly(kinds: list[str]) -> None:
     check(lambda: build(kinds), train, inputs())
+
+
+def stacked(backs: Sequence[int]) -> fx.Graph:
+    """A layer of 30 additions for each number; the eighth of a layer adds the value so many additions before it."""
+    graph = fx.Graph()
+    values = [graph.placeholder("x"), graph.placeholder("y")]
+    for back in backs:
+        for i in range(30):
+            pair = values[-1], values[-back if i == 7 else -2]
+            values.append(graph.call_function(torch.ops.aten.add.Tensor, pair, {"alpha": i}))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(4)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("backs", "first"),
+    [
+        ((3, 3, 3, 3), [None, 0, 0, 0]),
+        ((3, 4, 3, 4), [None, None, 0, 1]),
+        ((3, 3, 4, 3), [None, 0, None, 0]),
+    ],
+)
+def test_layers_that_read_other_values_are_not_alike(backs: Any, first: list[int | None]) -> None:
+    layers = [(s, like) for s, like in repeats.Repeats(stacked(backs)).likes() if s.end > 2]
+    starts = [span.start for span, _ in layers]
+    assert [like and starts.index(like.start) for _, like in layers] == first
+
+
+def test_values_on_one_storage_do_not_look_like_values_on_two() -> None:
+    graph, x, y = fx.Graph(), torch.empty(4), torch.empty(4)
+    nodes = [graph.placeholder(name) for name in "abcd"]
+    for node, value in zip(nodes, (x, y, y, y.view(4)), strict=True):
+        node.meta["val"] = value
+    looks = repeats.Looks()
+    assert looks.of(nodes[:2]) == looks.of([nodes[0], nodes[3]]) != looks.of(nodes[2:])
 
 
 def test_equal_layers_are_costed_once() -> None:
