@@ -20,6 +20,7 @@ Linear in nodes and edges.
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,8 +83,9 @@ class Repeats:
             yield block, None if like is block else like
 
     def are_of(self, graph: fx.Graph) -> bool:
-        """Whether the graph has the nodes and arguments that it had."""
-        return self._calls == _calls(graph.nodes)
+        """Whether the graph has the nodes that it had, with the same targets and arguments."""
+        now = _calls(graph.nodes)
+        return len(now) == len(self._calls) and all(map(operator.is_, now, self._calls))
 
     def _look(self) -> None:
         """Fill `_keys` and `read`."""
@@ -204,12 +206,9 @@ def runs(keys: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         done = at = before + count * period
 
 
-def _calls(nodes: Iterable[fx.Node]) -> list[int]:
-    """The addresses of what says what nodes are; the nodes hold it."""
-    found: list[int] = []
-    for node in nodes:
-        found += address(node), address(node.args), address(node.kwargs)
-    return found
+def _calls(nodes: Iterable[fx.Node]) -> list[Any]:
+    """The nodes and what they call, held: an address of one that is not may be another's later."""
+    return [each for n in nodes for each in (n, n.target, n.args, n.kwargs)]
 
 
 class _IsUnlikeAny(Exception):

@@ -245,6 +245,19 @@ def test_values_on_one_storage_do_not_look_like_values_on_two() -> None:
     assert looks.of(nodes[:2]) == looks.of([nodes[0], nodes[3]]) != looks.of(nodes[2:])
 
 
+def test_the_blocks_of_a_graph_that_changes_are_found_again() -> None:
+    program = fz.trace(lambda x: x + 1 + 2, torch.ones(3))
+    found = program.repeats
+    assert program.repeats is found
+    node = program.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[-1]
+    for change in ({"args": (node.args[0], 3)}, {"target": torch.ops.aten.mul.Tensor}):
+        for name, value in change.items():
+            setattr(node, name, value)
+        assert program.repeats is not found
+        found = program.repeats
+    assert program.repeats is found
+
+
 def test_equal_layers_are_costed_once() -> None:
     (four,) = fz.plan(build, train, inputs=inputs, world=4, kinds=("",) * 4).plans
     (eight,) = fz.plan(build, train, inputs=inputs, world=4, kinds=("",) * 8).plans
