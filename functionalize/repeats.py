@@ -54,17 +54,14 @@ class Section(NamedTuple):
 
 
 class Repeats:
-    """The repeating blocks of a graph.
-
-    nodes: its nodes in their order. read: of each, the places of its keyword and then of its other arguments.
-    """
+    """The repeating blocks of a graph. nodes: its nodes in their order."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
         self._calls = _calls(self.nodes)
-        # Of a node: a number that is equal for the same op and constants; the places that it reads, in their order.
-        self._keys: list[int] = []
-        self.read: list[list[int]] = []
+        self._keys: list[int] = []  # of a node: equal for the same op and constants
+        self._read = array("l")  # the places that nodes read, one node after the other
+        self._ends = array("l", [0])  # of a node and all before it, in `_read`
         self._look()
         self.blocks = tuple(self._blocks())
         self._keys.clear()
@@ -82,13 +79,17 @@ class Repeats:
                 like = first.setdefault((block.kind, entered), block)
             yield block, None if like is block else like
 
+    def read(self, start: int, end: int) -> Sequence[int]:
+        """The places that nodes from `start` to before `end` read: of each its keyword, then its other arguments."""
+        return self._read[self._ends[start] : self._ends[end]]
+
     def are_of(self, graph: fx.Graph) -> bool:
         """Whether the graph has the nodes that it had, with the same targets and arguments."""
         now = _calls(graph.nodes)
         return len(now) == len(self._calls) and all(map(operator.is_, now, self._calls))
 
     def _look(self) -> None:
-        """Fill `_keys` and `read`."""
+        """Fill `_keys`, `_read` and `_ends`."""
         places: dict[fx.Node, int] = {}
         numbers: dict[Any, int] = {}
         for place, node in enumerate(self.nodes):
@@ -103,7 +104,8 @@ class Repeats:
                     pass
             places[node] = place
             self._keys.append(number)
-            self.read.append(read)
+            self._read.extend(read)
+            self._ends.append(len(self._read))
 
     def _blocks(self) -> Iterator[Section]:
         """The blocks, with spans of all other nodes between them."""
@@ -128,8 +130,7 @@ class Repeats:
         borders: dict[int, int] = {}
         reads = [
             place - start if place >= start else -1 - borders.setdefault(place, len(borders))
-            for read in self.read[start:end]
-            for place in read
+            for place in self.read(start, end)
         ]
         return tuple(borders), (tuple(self._keys[start:end]), tuple(reads))
 

@@ -232,7 +232,11 @@ class _Values:
     def _tensors(self, place: int) -> list[Tensor]:
         """The tensors that a node reads."""
         nodes = self._repeats.nodes
-        return [t for at in self._repeats.read[place] for t in tensors_of(nodes[at].meta["val"])]
+        return [
+            t
+            for at in self._repeats.read(place, place + 1)
+            for t in tensors_of(nodes[at].meta["val"])
+        ]
 
     def _run(self, node: fx.Node) -> None:
         fakes = self._fakes
