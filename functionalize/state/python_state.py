@@ -266,6 +266,8 @@ def _difference(
             moved = _replaced_holder(facts, paths, now, paths_now)
             if moved is not None:
                 return f"`{moved}` is another object"
+            if path in paths and was_path not in paths_now:
+                return f"`{text_of(was_path)}` is gone"
             return f"`{text_of(path)}` is there, was not (`{text_of(was_path)}` was)"
         if new != old:
             return change_text(path, new, old)

@@ -17,6 +17,7 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 # Code that names one of these may read an attribute whose name is data.
@@ -25,6 +26,7 @@ _DYNAMIC = frozenset(
     | {"dir", "__getattribute__", "getmembers", "getmembers_static", "pickle", "__getstate__", "__reduce_ex__"}
     | {"getattr_static"}
 )  # fmt: skip
+_ALL_GLOBALS = frozenset({"globals", "exec"})  # code that names them may read any
 _BY_CONSTANT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _NO_EFFECT = frozenset({"KW_NAMES", "CACHE", "EXTENDED_ARG", "NOP"})
@@ -99,7 +101,10 @@ class NameFilter:
             self.names.add(COPY)
         elif type(name) is str and name in _BY_FUNCTION:
             self.names.add(name)
-            self.is_dynamic |= name in _DYNAMIC | _BY_CONSTANT
+            is_method = "." in getattr(function, "__qualname__", name)  # `nn.Module.eval`
+            self.is_dynamic |= name in _DYNAMIC | _BY_CONSTANT and not (
+                name == "eval" and is_method
+            )
 
     def add_words(self, text: str) -> None:
         """Add all words in a text: names that are data."""
@@ -147,7 +152,7 @@ def names_in(code: types.CodeType) -> CodeNames:
     for each in codes_of(code):
         names.update(each.co_names)
         instructions = list(dis.get_instructions(each))
-        is_dynamic |= not _DYNAMIC.isdisjoint(each.co_names)
+        is_dynamic |= not _DYNAMIC.isdisjoint({*each.co_names} - {"eval"}) or _evaluates(each)
         for i, instruction in enumerate(instructions):
             if instruction.opname == "MATCH_CLASS":  # it reads the attributes in `__match_args__`
                 is_dynamic = True
@@ -170,6 +175,28 @@ def names_in(code: types.CodeType) -> CodeNames:
             if type(constant) is str:
                 names |= names_in_format(constant)
     return CodeNames(frozenset(names), is_dynamic)
+
+
+def reads_any_global(code: types.CodeType) -> bool:
+    """Whether code that finds names by data may find any global of its module."""
+    return _evaluates(code) or not _ALL_GLOBALS.isdisjoint(code.co_names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluates(code: types.CodeType) -> bool:
+    """Whether code may evaluate a text. `model.eval()` does not: it is a method without arguments."""
+    if "eval" not in code.co_names:
+        return False
+    steps = [each for each in dis.get_instructions(code) if each.opname not in _NO_EFFECT]
+    return any(
+        each.argval == "eval"
+        and each.opname != "LOAD_CONST"
+        and not (
+            each.opname in ("LOAD_METHOD", "LOAD_ATTR")
+            and (following.opname, following.arg) == (_CALL, 0)
+        )
+        for each, following in pairwise(steps)
+    )
 
 
 def _constant_name(code: Sequence[dis.Instruction], at: int) -> str | None:

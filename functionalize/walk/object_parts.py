@@ -51,6 +51,7 @@ from functionalize.walk.code_names import (
     codes_of,
     globals_of,
     imports_of,
+    reads_any_global,
 )
 from functionalize.walk.parts import SAME, Held, Is, Part, Parts, attribute, pickled
 
@@ -77,7 +78,6 @@ _GENERATED = {"__repr__": TEXT} | dict.fromkeys(
 
 _OF_DESCRIPTORS = ("__func__", "fget", "fset", "fdel", "func", "args", "keywords")
 _RECORDS = ("pybind11_", "PyCapsule")  # what a function of C++ is bound to
-_ALL_GLOBALS = frozenset({"globals", "eval", "exec"})  # code that names them may read any
 
 # A step uses objects of these classes by calls that a replay makes again: see calls/progress.py.
 _BAR, _WRITER = "tqdm.std.tqdm", "torch.utils.tensorboard.writer.SummaryWriter"
@@ -143,7 +143,7 @@ def _function(fn: types.FunctionType, names: NameFilter) -> Parts:
     of_torch = (fn.__module__ or "").partition(".")[0] in _OURS
     held: list[Part] = []
     if users:
-        every = names.is_dynamic and not _ALL_GLOBALS.isdisjoint(code.co_names)
+        every = names.is_dynamic and reads_any_global(code)
         wanted = (
             [k for k in fn.__globals__ if not k.startswith("__")] if every else globals_of(code)
         )

@@ -360,9 +360,12 @@ def attributes_of_tensor(tensor: Any, table: dict[str, Any], names: NameFilter) 
     return [
         attribute(table, key)
         for key in (names.of(table) if table else ())
-        if is_plain
-        or type(table[key]) in PLAIN
-        or (own and not isinstance(table[key], torch.Tensor))
+        if key != "_is_param"  # torch's mark of wrappers, which a gathered parameter lacks
+        and (
+            is_plain
+            or type(table[key]) in PLAIN
+            or (own and not isinstance(table[key], torch.Tensor))
+        )
     ]
 
 

@@ -101,8 +101,11 @@ def returns_its_tensors() -> tuple[int, list[bool]]:
     return step.stats.replays, [a is b for a, b in found]
 
 
-def modes_change() -> tuple[list[str], int, int]:
-    """`model.train()` in the step, and an evaluation after every second step."""
+def modes_change() -> tuple[list[str], int, int, int]:
+    """`model.train()` in the step, and after every second step an evaluation, which is captured, too.
+
+    An evaluation leaves the parameters of the root gathered.
+    """
     (a, opt_a), (b, opt_b) = build_mlp(), build_mlp()
 
     def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
@@ -114,15 +117,24 @@ def modes_change() -> tuple[list[str], int, int]:
 
         return step
 
+    def evaluating(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        @torch.no_grad()
+        def evaluate(x: Tensor) -> Tensor:
+            assert vars(model)["training"]  # code that may read anything
+            return model.eval()(x)  # type: ignore[no-any-return]
+
+        return evaluate
+
     eager, step, found = training(a, opt_a), fz.capture(training(b, opt_b), audit=False), []
+    evaluate = fz.capture(evaluating(b), audit=False)
     for i, batch in enumerate(pairs(18)):
         found += [] if torch.equal(eager(*batch), step(*batch)) else [f"loss {i}"]
         modes = [[m.training for m in model.modules()] for model in (a, b)]
         found += [] if modes[0] == modes[1] else [f"modes {i}"]
         if i % 2:
-            results = [model.eval()(batch[0]) for model in (a, b)]
+            results = [evaluating(a)(batch[0]), evaluate(batch[0])]
             found += [] if torch.equal(*results) else [f"evaluation {i}"]
-    return found, step.stats.warmups, step.stats.replays
+    return found, step.stats.warmups, step.stats.replays, evaluate.stats.replays
 
 
 def rate_changes() -> tuple[list[str], int]:
@@ -235,9 +247,9 @@ def test_returned_tensors_are_the_objects_of_model_and_optimizer() -> None:
 
 
 def test_modes_that_the_step_sets() -> None:
-    for found, warmups, replays in run_on_ranks(modes_change):
+    for found, warmups, replays, evaluated in run_on_ranks(modes_change):
         assert found == []
-        assert (warmups, replays) == (1, 15)
+        assert (warmups, replays, evaluated) == (1, 15, 8)
 
 
 def test_another_rate_needs_no_other_program() -> None:

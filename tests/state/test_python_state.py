@@ -434,6 +434,28 @@ def test_what_no_code_names_is_no_change() -> None:
     assert twins.step.stats.replays >= 3
 
 
+def test_eval_of_a_model_evaluates_no_text() -> None:
+    """The method has the name of a function that may read anything."""
+
+    class Script:
+        def __init__(self) -> None:
+            self.model, self.epoch = nn.Dropout(), 0
+
+        def evaluate(self, x: Tensor) -> Tensor:
+            self.model.eval()
+            return self.model(x)  # type: ignore[no-any-return]
+
+        def text(self, x: Tensor) -> Tensor:
+            return x * eval("self.epoch")  # type: ignore[no-any-return]
+
+    script = Script()
+    for step, found in ((script.evaluate, None), (script.text, "`self.epoch` is 2, was 0")):
+        script.epoch = 0
+        guard = SurroundingsGuard.of(step, walked(step))
+        script.epoch = 2
+        assert guard.failure(Call((), [])) == found
+
+
 def test_cycles_end() -> None:
     table: dict[str, Any] = {"n": 1}
     table["self"] = [table]
