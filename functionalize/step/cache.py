@@ -140,10 +140,6 @@ def _key_of_leaf(leaf: Any) -> Hashable:
     return ("number", leaf) if isinstance(leaf, NUMBERS) else ("object", type(leaf))
 
 
-def _is_replaced(old: CachedProgram, new: CachedProgram) -> bool:
-    return old.prediction is not None or _same_numbers(old, new)
-
-
 def _same_numbers(a: CachedProgram, b: CachedProgram) -> bool:
     """Whether Python read the same numbers from tensors in two recordings with the same key."""
     if not a.program.value_guards:
@@ -173,6 +169,7 @@ class ProgramCache:
         self._misses: Counter[str] = Counter()
         self._example: dict[str, str] = {}
         self._unused_in_a_row = 0
+        self._other_state: set[CachedProgram] = set()  # programs whose guards failed at this call
         self.reason = ""
 
     def __len__(self) -> int:
@@ -221,12 +218,14 @@ class ProgramCache:
     ) -> Iterator[tuple[CachedProgram, Call]]:
         """The programs whose guards hold, with their inputs, last used first; `reason`: the first failed guard."""
         self.reason = ""
+        self._other_state.clear()
         for cached in list(self._by_key.get(key, ())):
             call = cached.program.resolve(leaves)
             if isinstance(call, Call):
                 yield cached, call
             else:
                 self.missed(call)
+                self._other_state.add(cached)
         if not self.reason:
             self.missed(self._why_none(leaves, spec))
 
@@ -254,9 +253,11 @@ class ProgramCache:
             bucket.insert(0, cached)
 
     def add(self, key: Hashable, cached: CachedProgram) -> None:
-        """Add a program. It replaces one for the same numbers, else, at the limit, the least recently used one."""
-        for same in [k for k in self._by_key.get(key, ()) if _is_replaced(k, cached)]:
-            self.drop(same)
+        """Add a program. It replaces one for the same numbers and state; at the limit, the least recently used."""
+        for old in list(self._by_key.get(key, ())):
+            is_same = old not in self._other_state and _same_numbers(old, cached)
+            if is_same or old.prediction is not None:
+                self.drop(old)
         while self._is_full(cached):
             oldest, its_key = next(iter(self._used.items()))
             self.drop(oldest)

@@ -290,3 +290,17 @@ def test_programs_are_dropped_when_they_take_too_much_memory() -> None:
     for _ in range(3):
         alone(torch.ones(1))
     assert alone.stats.replays == 2
+
+
+def test_programs_for_the_same_numbers_and_other_state_stand_side_by_side() -> None:
+    model, kinds = torch.nn.Linear(3, 3), ["sin"]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = getattr(model(x), kinds[0])()
+        return y + 1 if y.square().sum().item() < 1e9 else y
+
+    captured = fz.capture(step, record_after=1, audit=False)
+    for i in range(12):
+        kinds[0] = ("sin", "exp")[i % 2]
+        assert torch.equal(captured(torch.ones(3)), step(torch.ones(3)))
+    assert captured.stats.captures <= 3
