@@ -41,6 +41,8 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.tape.notes import TapeNotes
 from functionalize.walk.roots import Roots
 
+_thread = threading.get_ident
+
 
 class ModuleCalls:
     """The calls of modules in one recording."""
@@ -114,7 +116,7 @@ class ModuleCalls:
 
     def watch(self) -> None:
         """Start to observe calls of the registered modules."""
-        _WATCHED.add(self._watched_modules)
+        _WATCHED.add(self._watched_modules, self.only_notes)
 
     def unwatch(self) -> None:
         """Stop to observe them."""
@@ -187,39 +189,46 @@ class _WatchedModules:
     `Module.compile` uses it, and copies of the module do not inherit it.
     """
 
+    only: TapeNotes | None = None  # of the one recording that watches, if it wants nothing else
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watches: list[dict[int, nn.Module]] = []  # of each recording, those that it watches
+        # Of each recording, the modules that it watches, and its notes if it wants nothing else.
+        self._watches: list[tuple[dict[int, nn.Module], TapeNotes | None]] = []
 
-    def add(self, modules: dict[int, nn.Module]) -> None:
+    def add(self, modules: dict[int, nn.Module], only_notes: TapeNotes | None) -> None:
         with self._lock:
             report_calls(self._of_no_other(modules), _reporting_call)
-            self._watches.append(modules)
+            self._set([*self._watches, (modules, only_notes)])
 
     def remove(self, modules: dict[int, nn.Module]) -> None:
         with self._lock:
-            self._watches.remove(modules)
+            self._set([each for each in self._watches if each[0] is not modules])
             end_reports(self._of_no_other(modules))
+
+    def _set(self, watches: list[tuple[dict[int, nn.Module], TapeNotes | None]]) -> None:
+        self._watches, self.only = watches, watches[0][1] if len(watches) == 1 else None
 
     def _of_no_other(self, modules: dict[int, nn.Module]) -> Iterable[nn.Module]:
         """Those that no recording watches."""
         if not self._watches:
             return modules.values()
-        return [m for at, m in modules.items() if not any(at in w for w in self._watches)]
+        return [m for at, m in modules.items() if not any(at in w for w, _ in self._watches)]
 
 
 def _reporting_call(
     module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
     call = own or module._call_impl
-    found = [c for m in current_modes() if (c := getattr(m, "module_calls", None)) is not None]
-    if len(found) == 1 and (tape := found[0].only_notes) is not None:  # nearly always
+    tape = _WATCHED.only
+    if tape is not None and tape.stacks.main == _thread():  # nearly always
         marks, records = tape.marks, tape.records
         marks.append((len(records), address(module), graph_task() != -1))
         try:
             return call(*args, **kwargs)
         finally:
             marks.append((len(records), None, False))
+    found = [c for m in current_modes() if (c := getattr(m, "module_calls", None)) is not None]
     for calls in found:
         calls.enter(module)
     try:
