@@ -1,6 +1,6 @@
 """The autograd graph of each backward of a recording: its nodes, their edges, and the order in which they run.
 
-    loss.backward()     ->     BackwardCall(names=["SumBackward0", ...], numbers=[7, ...], edges=[(1,), ...], ...)
+    loss.backward()     ->     BackwardCall(names=["SumBackward0", ...], numbers=[7, ...], readers=[1, ...], ...)
 
 The graph is walked when `torch.autograd` calls its engine, so nodes that run no op are known, too (`AddBackward0`
 passes its gradient on). Of the nodes that have got all their gradients, the engine runs the one with the highest
@@ -10,30 +10,43 @@ Invariant: a call keeps no node and no tensor alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from operator import methodcaller
+from typing import Any
 
 from functionalize._compat.autograd import ACCUMULATES, OTHER_CLASS, gradient_node
 from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback
 
+_NUMBER = methodcaller("_sequence_nr")
 _NUMBER_OF_LEAVES = 2**64 - 1  # autograd's, of every node that accumulates a gradient
 
 
-class BackwardCall(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BackwardCall:
     """One call of the engine. A node is referred to by its place in the lists.
 
-    numbers: in the thread's sequence; below 0 for a leaf's node, see `TapeNotes`. edges: to the nodes that get its
-    gradients. roots: the nodes of the outputs. ends: those of the inputs, if the backward is of these alone.
+    numbers: in the thread's sequence; below 0 for a leaf's node, see `TapeNotes`. readers: the nodes that get gradients
+    of the first node, then those of the next one. stops: of each node, where its readers end. roots: the nodes of the
+    outputs. ends: those of the inputs, if the backward is of these alone.
     """
 
     names: list[str]
     numbers: list[int]
-    edges: list[Sequence[int]]
+    readers: list[int]
+    stops: list[int]
     roots: list[int]
     ends: list[int] | None
     thread: int
     traceback: CapturedTraceback
+
+    @cached_property
+    def edges(self) -> list[list[int]]:
+        """Of each node, the nodes that get its gradients."""
+        starts = [0, *self.stops]
+        return [self.readers[a:b] for a, b in zip(starts, self.stops, strict=False)]
 
     def order(self) -> list[int]:
         """The nodes that run, in their order (`torch._C._current_graph_task_execution_order`)."""
@@ -90,27 +103,21 @@ def walked(
     roots = [gradient_node(each) for each in outputs]
     found = list(dict.fromkeys(node for node in roots if node is not None))
     places = {node: place for place, node in enumerate(found)}
-    numbers: list[int] = []
-    edges: list[Sequence[int]] = []
-    ends: list[int] = []  # the places of the nodes of leaves
-    size, find, place_of = len(found), found.append, places.setdefault
+    readers: list[int] = []
+    stops: list[int] = []
+    size, find, place_of, add = len(found), found.append, places.setdefault, readers.append
     for node in found:  # which grows
-        if type(node) is ACCUMULATES:
-            ends.append(len(numbers))
-            numbers.append(0)
-            edges.append(())
-            continue
-        numbers.append(node._sequence_nr())
-        after = []
         for each, _ in node.next_functions:
             if each is not None:
                 place = place_of(each, size)
                 if place == size:
                     find(each)
                     size += 1
-                after.append(place)
-        edges.append(after)
+                add(place)
+        stops.append(len(readers))
+    numbers: list[int] = list(map(_NUMBER, found))
     kinds = list(map(type, found))
+    ends = [place for place, kind in enumerate(kinds) if kind is ACCUMULATES]
     texts = {kind: kind.__name__ for kind in set(kinds)}
     names = list(map(texts.__getitem__, kinds))
     if OTHER_CLASS in texts.values():
@@ -129,7 +136,7 @@ def walked(
             tensors.append(each)
             names.append(ACCUMULATES.__name__)
             numbers.append(0)
-            edges.append(())
+            stops.append(len(readers))
     for place, of_leaf in zip(ends, numbers_of(tensors), strict=True):
         numbers[place] = of_leaf
 
@@ -139,7 +146,9 @@ def walked(
         return [place for place in some if place is not None]
 
     needed = places_of(inputs) if inputs else None
-    call = BackwardCall(names, numbers, edges, places_of(outputs), needed, thread, traceback)
+    call = BackwardCall(
+        names, numbers, readers, stops, places_of(outputs), needed, thread, traceback
+    )
     return call, places
 
 
