@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
@@ -97,10 +103,7 @@ def layers_that_differ() -> list[Any]:
 def everything(figures: Figures) -> Any:
     """All that a plan knows, as plain values."""
     memory = figures.memory
-    events = [
-        [(event.op, event.made, id_of(timeline)[id(event.allocation)]) for event in timeline.events]
-        for timeline in memory.timelines.values()
-    ]
+    events = [list(events_of(timeline)) for timeline in memory.timelines.values()]
     texts = [
         [str(each).replace(" at 0x", "") for each in timeline.allocations]
         for timeline in memory.timelines.values()
@@ -130,8 +133,10 @@ def everything(figures: Figures) -> Any:
     }
 
 
-def id_of(timeline: Any) -> dict[int, int]:
-    return {id(each): i for i, each in enumerate(timeline.allocations)}
+def events_of(timeline: Any) -> Iterator[Any]:
+    number = {id(each): i for i, each in enumerate(timeline.allocations)}
+    for event in timeline.events:
+        yield event.op, event.made, number[id(event.allocation)]
 
 
 def _no_key(*given: Any) -> Any:
@@ -195,12 +200,30 @@ def test_equal_layers_are_spliced_exactly(kinds: str) -> None:
     assert check(lambda: build(KINDS[kinds]), train, inputs()) > 0.2
 
 
-def test_a_llama_with_replicas_is_spliced_exactly() -> None:
+def test_llama_8b_with_replicas_is_spliced_exactly() -> None:
     def model() -> Any:
         mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("replicate", "shard"))
-        return llama.build("8B", layers=4, mesh=mesh)
+        return llama.build("8B", mesh=mesh)
 
     assert check(model, llama.step, *llama.inputs(1, 256, accumulate=2), world=64) > 0.3
+
+
+def test_a_llama_on_a_mesh_with_tensor_parallelism_is_spliced_exactly() -> None:
+    def model() -> Any:
+        mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("shard", "split"))
+        built = llama.Llama(replace(llama.SHAPES["8B"], layers=6)).bfloat16()
+        ways = dict.fromkeys(
+            [f"attention.{part}" for part in ("query", "key", "value")] + ["gate", "up"],
+            ColwiseParallel(),
+        )
+        ways |= {"attention.out": RowwiseParallel(), "down": RowwiseParallel()}
+        for block in built.blocks:
+            parallelize_module(block, mesh["split"], ways)
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(built, mesh=mesh["shard"])
+        return built, torch.optim.AdamW(built.parameters())
+
+    assert check(model, llama.step, *llama.inputs(1, 256), world=64) > 0.3
 
 
 @settings(max_examples=3)
