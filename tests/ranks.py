@@ -141,11 +141,33 @@ def _join(rank: int, world: int, folder: str) -> None:
     # Without it gloo looks up the host name, which need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     settle_process()
+    _use_one_worker_per_group()
     gc.freeze()  # every full collection would visit the objects of torch
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10)
     )
+
+
+def _use_one_worker_per_group() -> None:
+    """Let gloo's groups have one worker thread each, for as long as the process lives.
+
+    They have two, which write the name of the last collective that has ended into one string of C++, without a lock
+    (`ProcessGroupGloo::runLoop`, torch 2.11 to 2.15). That corrupts the heap, seldom, also of processes that wait for
+    each collective before the next: the worker writes after it has woken those who wait.
+    """
+    gloo = dist.ProcessGroupGloo
+    initialize: Any = gloo.__init__
+
+    def with_one_worker(
+        self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
+        options: Any = gloo._Options()
+        options._devices = [gloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])]
+        options._timeout, options._threads = timeout, 1
+        initialize(self, store, rank, size, options)
+
+    gloo.__init__ = with_one_worker  # type: ignore[method-assign,assignment]
 
 
 def _serve(answers: Connection, rank: int, world: int, folder: str) -> None:

@@ -2,11 +2,15 @@
 
     all_gather; reduce_scatter; wait(all_gather)  ->  all_gather; wait(all_gather); reduce_scatter; wait(all_gather)
 
-Two functional collectives of one gloo group that run at the same time can corrupt the heap of the process. Torch
-alone does it: `all_gather_into_tensor` beside `all_reduce` or `reduce_scatter_tensor` on two ranks crashes within some
-thousand rounds on torch 2.11 to 2.15. Eager FSDP2 on gloo waits for a collective before it starts the next, so a
-replay that overlapped them would break a step that eager can run. Computation still overlaps with the one
-collective in flight. A second wait for the same collective does nothing.
+Two collectives of one gloo group that end at the same time can corrupt the heap of the process. Torch alone does it:
+`all_gather_into_tensor` beside `all_reduce` and `reduce_scatter_tensor` on two ranks crashes within some ten thousand
+rounds on torch 2.11 to 2.15. The two worker threads of a group write the name of the collective that has ended into one
+`std::string` without a lock (`ProcessGroupGloo::runLoop`, `pgStatus_->lastCompletedWorkName`). Eager FSDP2 on gloo
+waits for a collective before it starts the next, so a replay that overlapped them would break a step that eager can
+run. Computation still overlaps with the one collective in flight. A second wait for the same collective does nothing.
+
+What is left is what eager has, too: a worker writes after it has woken those who wait, so the next collective may end
+on the other worker before it has written.
 
 Other backends queue the collectives of a group by themselves: nothing is added.
 
