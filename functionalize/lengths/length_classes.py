@@ -17,7 +17,7 @@ template, or of which `_MOST_FAILURES` predictions were wrong, is left to one pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import not_
@@ -114,7 +114,8 @@ class LengthClass:
     each before the passes and after, empty until they are used. signatures: of the op streams, forwards: of forwards
     alone. differing: shapes of predictions that were wrong. proof: there is a template.
     is_lean: see `needs_no_copies`. compares_results: whether first calls do.
-    apart: why passes run for each size. replays: of programs without passes.
+    apart: why passes run for each size. replays: of programs without passes. issued: the fingerprints of the
+    collectives of all programs after the passes, see `program/collective_order.py`; None: they were not asked for.
     """
 
     tokens: int
@@ -135,6 +136,7 @@ class LengthClass:
     forwards: SignatureTemplate | None = None
     apart: str | None = None
     replays: int = 0
+    issued: Mapping[str, int] | None = None
 
     @property
     def template(self) -> Template | None:

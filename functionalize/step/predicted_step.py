@@ -30,6 +30,7 @@ from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EQUAL
 from functionalize.lengths.references import Reference, open_key, shapes_of
 from functionalize.lengths.shared_passes import needs_no_copies
+from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.step.cache import (
     CALLS_BEFORE_FIRST_PASSES,
@@ -40,7 +41,8 @@ from functionalize.step.cache import (
 from functionalize.step.recording import RecordingSummary
 from functionalize.step.replayed_step import ReplayedStep
 from functionalize.step.stages import Invocation
-from functionalize.step.vote import RARE, Level
+from functionalize.step.vote import RARE, Fingerprints
+from functionalize.templates.symbols import Shapes
 
 log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones, which some ten replays return: as many as these,
@@ -71,7 +73,9 @@ class PredictedStep(ReplayedStep):
     def _is_unpredicted(self, call: Invocation) -> bool:
         """Whether the kind of a call without a program is rare; else its program may be predicted."""
         lengths = self._lengths
-        if lengths is None or call.key in self._warmups:
+        if lengths is None or not self._predicts or call.key in self._warmups:
+            return self._is_rare(call)
+        if self._vote is not None and self._cache.has(call.key):
             return self._is_rare(call)
         classes = lengths.candidates(call.key, call.leaves)
         if not lengths.can_predict(classes):
@@ -93,6 +97,8 @@ class PredictedStep(ReplayedStep):
                 return True
         shapes = shapes_of(call.key)
         proven = classes[:1] if why is None else classes
+        if self._must_issue_alike:
+            proven = [each for each in proven if self._issued(each, shapes) is not None]
         expected = (each.predicted(shapes, is_passed=why is None) for each in proven)
         found = next((each for each in expected if each is not None), None)
         if found is None:
@@ -125,7 +131,11 @@ class PredictedStep(ReplayedStep):
         """The call is replayed by a predicted program, or compared with it."""
         rewrites = self._options.rewrites
         is_bare = rewrites and found.group.is_lean
-        cached = found.cached(CALLS_BEFORE_PASSES if rewrites and not is_bare else 0, is_bare)
+        if self._must_issue_alike:
+            cached = found.cached(0, False)
+            cached.fingerprints = self._issued(found.group, found.shapes)
+        else:
+            cached = found.cached(CALLS_BEFORE_PASSES if rewrites and not is_bare else 0, is_bare)
         if found.why is None:
             cached.prediction, cached.is_unseen = None, True
             self.stats.instances += 1
@@ -174,10 +184,10 @@ class PredictedStep(ReplayedStep):
     def _sizes_text(self) -> str:
         """Whether programs for other sizes are predicted, and why they are not."""
         why = self._options.why_static
-        if self._vote is not None:
-            why = "the ranks vote on each call"
-        elif self._lengths is None:
+        if self._lengths is None:
             why = why or "autograd has asked for other gradients"
+        elif not self._predicts:
+            why = "the ranks vote on each call of a forward"
         else:
             return f"programs for other sizes are predicted {self._lengths.recorded.text}"
         return f"programs for other sizes are not predicted: {why}"
@@ -248,13 +258,7 @@ class PredictedStep(ReplayedStep):
         group = cached.group
         if group is None or group.template is None:
             return False
-        group.apart = group.apart or self._options.why_apart
-        try:
-            with torch.no_grad(), disable_current_modes():
-                group.run_passes(self._options.applied)
-        except Exception as error:  # they run for each size, where an error is reported
-            group.apart = f"the passes fail: {type(error).__name__}: {error}"
-            log.info("the passes of %s do not run for all sizes: %s", self._name, error)
+        self._run_passes(group)
         sizes = group.sizes_of(shapes_of(key))
         programs = None if isinstance(sizes, str) else group.passed_at(sizes)
         if programs is None:
@@ -263,6 +267,43 @@ class PredictedStep(ReplayedStep):
         cached.waits, cached.is_bare = 0, False
         self.stats.nodes = sum(each.nodes() for each in programs)
         return True
+
+    def _run_passes(self, group: LengthClass) -> None:
+        """Run the passes for all sizes of a class, once."""
+        group.apart = group.apart or self._options.why_apart
+        issued: list[Fingerprints] = []
+
+        def apply(program: Program) -> Program:
+            passed = self._options.applied(program)
+            if self._must_issue_alike:
+                issued.append(fingerprints(passed.graph, bool(passed.value_guards)))
+            return passed
+
+        try:
+            with torch.no_grad(), disable_current_modes():
+                group.run_passes(apply)
+        except Exception as error:  # they run for each size, where an error is reported
+            group.apart = f"the passes fail: {type(error).__name__}: {error}"
+            log.info("the passes of %s do not run for all sizes: %s", self._name, error)
+        if issued:
+            group.issued = issued[0]
+            if issued[0] != issued[-1]:
+                group.apart = "what collectives send depends on sizes"
+
+    @property
+    def _must_issue_alike(self) -> bool:
+        """Whether ranks compare the collectives of their programs before each replay."""
+        return self._vote is not None and self._options.compares
+
+    def _issued(self, group: LengthClass, shapes: Shapes) -> Fingerprints | None:
+        """The fingerprints of the program for these shapes after the passes of its class; None: it has none."""
+        sizes = group.sizes_of(shapes)
+        if not group.shares_passes(sizes):
+            return None
+        if group.issued is None:
+            group.passed = []  # of a file
+            self._run_passes(group)
+        return group.issued if group.shares_passes(sizes) and group.passed else None
 
     # -- first calls ---------------------------------------------------------------------------
 
@@ -287,8 +328,7 @@ class PredictedStep(ReplayedStep):
             audited.observer = observer = prediction.observer()
             result = audited.run(self._fn, call.args, call.kwargs, call.spec)
             self._judge_first(audited.verdict, cached, call, observer)
-        if self._vote is not None:  # the other ranks vote after this audit
-            self._vote.worst(Level.KEPT)
+        self._agree_on_audit(None, cached)  # the other ranks vote after this audit
         return result
 
     def _judge_first(

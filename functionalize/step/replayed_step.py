@@ -126,11 +126,14 @@ class ReplayedStep:
         """
         matching = self._cache.matching(call.key, call.leaves, call.spec)
         found = next(matching, None)
-        self._is_left_eager = waits = found is not None and self._waits(found[0])
+        self._is_left_eager = waits = is_rare = found is not None and self._waits(found[0])
+        if found is None and self._vote is not None:
+            is_rare = self._is_unpredicted(call)
+            matching = self._cache.matching(call.key, call.leaves, call.spec)
+            found = next(matching, None)
         is_due = found is not None and self._is_due(found[0])
         if self._vote is not None:
             issued = found[0].fingerprints if found is not None and not waits else None
-            is_rare = waits or (found is None and self._is_rare(call))
             worst = self._vote.before_replay(issued, is_due, is_rare)
             is_due = worst is Level.AUDITED
             self._is_left_eager = worst in (Level.DIFFERENT, Level.RARE)
@@ -185,6 +188,7 @@ class ReplayedStep:
         """The programs of the ranks differ: without the optional passes all make new ones; returns the reason."""
         if (alike := self._options.alike()) is not None:  # of all ranks, whose votes are equal
             self._options, self._cache = alike, self._empty_cache()
+            self._lengths = alike.lengths() if self._lengths is not None else None
             self.stats.missed(CHOSE)
             return CHOSE
         if DIFFER not in self.stats.guard_failures:
@@ -277,12 +281,17 @@ class ReplayedStep:
     def _compares_sizes(self, key: Hashable) -> bool:
         """Whether programs for other sizes may be made from recordings of this kind of call."""
         lengths = self._lengths
-        return lengths is not None and self._vote is None and lengths.recorded.are_compared(key)
+        return lengths is not None and self._predicts and lengths.recorded.are_compared(key)
 
     def _wants_sizes(self, call: Invocation) -> bool:
         """Whether they may be made once this call is recorded, too."""
         lengths = self._lengths
-        return lengths is not None and self._vote is None and lengths.wants(call.key, call.leaves)
+        return lengths is not None and self._predicts and lengths.wants(call.key, call.leaves)
+
+    @property
+    def _predicts(self) -> bool:
+        """Whether programs for other sizes may be made; not where ranks vote on a forward apart from its backward."""
+        return self._vote is None or not self._hooks_run_outside
 
     @property
     def _has_settled(self) -> bool:
@@ -295,6 +304,10 @@ class ReplayedStep:
             return False
         known = call.key in self._warmups or self._cache.has(call.key)
         return self._kinds.is_rare(call.key) and not known
+
+    def _is_unpredicted(self, call: Invocation) -> bool:
+        """Whether the kind of a call without a program is rare; else its program may be predicted: `PredictedStep`."""
+        return self._is_rare(call)
 
     def _run_first(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
         """The first call of a predicted program that is compared: see `PredictedStep`."""
@@ -347,6 +360,12 @@ class ReplayedStep:
     def _settle(self, verdict: AuditVerdict | None, cached: CachedProgram) -> None:
         """Drop a program that differs from eager, on all ranks; raises `AuditError` where that is the option."""
         message = self._note_difference(verdict, cached)
+        self._agree_on_audit(message, cached)
+        if message is not None and self._options.audit.raises:
+            raise AuditError(message)
+
+    def _agree_on_audit(self, message: str | None, cached: CachedProgram) -> None:
+        """Drop a program on all ranks if one of them differs from eager. message: how this one differs."""
         failed = Level.NOT_YET if self.stats.audit_failures < _MOST_FAILURES else Level.REFUSED
         level = Level.KEPT if message is None else failed
         worst = self._vote.worst(level) if self._vote is not None else level
@@ -355,8 +374,6 @@ class ReplayedStep:
         if worst is Level.REFUSED:
             why = f"replays differ from eager again and again: {message or 'on another rank'}"
             self._refuse(EVERY_CALL, UncapturableError(why))
-        if message is not None and self._options.audit.raises:
-            raise AuditError(message)
 
     def _note_difference(self, verdict: AuditVerdict | None, cached: CachedProgram) -> str | None:
         """Drop a program that differs from eager; returns the message, None if it does not differ."""

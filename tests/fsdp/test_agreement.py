@@ -144,7 +144,7 @@ def test_a_rank_whose_batch_has_another_shape(numbers: bool) -> None:
 
 def lengths_differ(numbers: bool, unique: bool) -> tuple[list[str], Any, bool]:
     """Each rank draws a length of its own for each call, from few or from ever new ones."""
-    both = Pair(numbers)
+    both = Pair(numbers, dynamic=False)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for i in range(40):
         drawn = int(torch.randint(4, (1,), generator=generator))
@@ -176,7 +176,7 @@ def test_ranks_with_ever_new_lengths_run_eagerly(numbers: bool) -> None:
 def rare_and_refused() -> tuple[list[str], Any]:
     """A kind that cannot be recorded on rank 1 comes again while rank 0 has ever new lengths."""
     second = dist.get_rank() == 1
-    both = Pair(on_uncapturable="eager")
+    both = Pair(on_uncapturable="eager", dynamic=False)
     for i in range(20):
         if i == 5 and second:
             key = next(iter(both.captured._cache.items()))[0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
@@ -26,20 +27,37 @@ def build() -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 
-def trained(calls: int, passes: str) -> tuple[list[str], Any]:
-    """Twins, one of them captured, on random lengths that differ between ranks."""
+def trained(
+    calls: int, passes: str, lengths: range = range(2, 12), reader: int | None = None
+) -> tuple[list[str], Any]:
+    """Twins, one of them captured, on random lengths that differ between ranks.
+
+    reader: the rank on which Python decides by a number in the step; -1: all ranks.
+    """
     (model, optimizer), (twin, twin_optimizer) = build(), build()
+    reads = reader in (-1, dist.get_rank())
+    read: dict[str, list[float]] = {"captured": [], "eager": []}
+
+    def loss_of(model: nn.Module, of: str) -> Callable[[Tensor], Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            found = model(x).square().mean()
+            if reads and (number := found.item()) < 1e6:
+                read[of].append(number)
+            return found
+
+        return loss
+
     captured = fz.capture(
-        make_loss_step(lambda x: model(x).square().mean(), optimizer),
+        make_loss_step(loss_of(model, "captured"), optimizer),
         dynamic=True,
         passes=passes,
         max_programs=64,
     )
-    eager = make_loss_step(lambda x: twin(x).square().mean(), twin_optimizer)
+    eager = make_loss_step(loss_of(twin, "eager"), twin_optimizer)
     generator = torch.Generator().manual_seed(dist.get_rank())
     found: list[str] = []
     for i in range(calls):
-        length = int(torch.randint(2, 12, (1,), generator=generator))
+        length = int(torch.randint(lengths.start, lengths.stop, (1,), generator=generator))
         x = torch.randn(2, length, 8, generator=generator)
         losses = []
         for step in (captured, eager):
@@ -47,6 +65,8 @@ def trained(calls: int, passes: str) -> tuple[list[str], Any]:
             losses.append(step(x))
         found += differences(i, {"loss": losses[0]}, {"loss": losses[1]})
         found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
+    if read["captured"] != read["eager"]:
+        found.append("other numbers were read")
     return found, captured.stats
 
 
@@ -60,3 +80,27 @@ def test_random_lengths_of_each_rank(passes: str) -> None:
         assert stats.mispredictions == stats.audit_failures == 0
         assert stats.predictions >= 2
         assert stats.replays >= 15
+
+
+# At these lengths no two sizes of the model are equal by chance, so the passes hold for all of them.
+APART = range(33, 48)
+
+
+def test_ranks_that_vote_as_passes_change_collectives() -> None:
+    for found, stats in run_on_ranks(trained, 50, "fast", APART, world=2):
+        assert found == []
+        assert stats.captures <= 6
+        assert stats.mispredictions == stats.audit_failures == 0
+        assert stats.predictions >= 2 and stats.instances >= 2
+        assert stats.replays >= 30
+        assert stats.collectives["all_gather_into_tensor"] == 2  # they are kept for the backward
+
+
+@pytest.mark.parametrize("reader", [-1, 0])
+def test_ranks_that_vote_on_a_number(reader: int) -> None:
+    for found, stats in run_on_ranks(trained, 50, "default", APART, reader, world=2):
+        assert found == []
+        assert stats.captures <= 6
+        assert stats.mispredictions == stats.audit_failures == 0
+        assert stats.predictions >= 2 and stats.instances >= 2
+        assert stats.replays >= 30
