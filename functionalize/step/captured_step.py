@@ -40,7 +40,6 @@ from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.lifetimes.step_memory import StepMemory
-from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
@@ -313,14 +312,14 @@ class CapturedStep(PredictedStep):
         program = recorded if waits or is_bare else self._rewritten(recorded)
         signature = self._signature(recording, call.key)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
-        exit, reads = recording.exit, bool(program.value_guards)
+        exit = recording.exit
         cached = CachedProgram(
             program,
             exit.assigned,
             exit.effects,
             exit.has_grad_fn,
             call.reason,
-            fingerprints=fingerprints(program.graph, reads) if self._options.compares else {},
+            fingerprints={} if program is recorded else self._options.issued(program),
             memory=StepMemory.of(recording, recorded, program),
             op_stream=signature,
             python_effects=exit.python_effects,

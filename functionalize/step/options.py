@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from functionalize.audit.schedule import AuditOption, AuditSchedule
 from functionalize.lengths.length_classes import LengthClasses
 from functionalize.lengths.proofs import EVERY
+from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
@@ -129,6 +130,12 @@ class CaptureOptions:
         if len(kept) == len(self.passes):
             return None
         return replace(self, passes=kept)  # `compares` stays: the ranks vote as before
+
+    def issued(self, program: Program) -> Mapping[str, int]:
+        """The fingerprints of what a program after the passes issues, by process group; empty if no pass changes it."""
+        if not self.compares:
+            return {}
+        return fingerprints(program.graph, bool(program.value_guards))
 
     def applied(self, program: Program) -> Program:
         """The program, or a copy of it after the passes, ready to run."""

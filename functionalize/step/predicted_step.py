@@ -30,7 +30,6 @@ from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EQUAL
 from functionalize.lengths.references import Reference, open_key, shapes_of
 from functionalize.lengths.shared_passes import needs_no_copies
-from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.step.cache import (
     CALLS_BEFORE_FIRST_PASSES,
@@ -41,7 +40,7 @@ from functionalize.step.cache import (
 from functionalize.step.recording import RecordingSummary
 from functionalize.step.replayed_step import ReplayedStep
 from functionalize.step.stages import Invocation
-from functionalize.step.vote import RARE, Fingerprints
+from functionalize.step.vote import RARE, Fingerprints, collectives
 from functionalize.templates.symbols import Shapes
 
 log = logging.getLogger("functionalize")
@@ -99,6 +98,8 @@ class PredictedStep(ReplayedStep):
         proven = classes[:1] if why is None else classes
         if self._must_issue_alike:
             proven = [each for each in proven if self._issued(each, shapes) is not None]
+            if not proven:
+                return not self._kinds.returns(call.key, _REPLAYS)
         expected = (each.predicted(shapes, is_passed=why is None) for each in proven)
         found = next((each for each in expected if each is not None), None)
         if found is None:
@@ -143,7 +144,8 @@ class PredictedStep(ReplayedStep):
 
     def _may_compare(self) -> bool:
         """Whether the time of another comparison has been saved by replays."""
-        return self.stats.audits < _FIRST_COMPARISONS + self.stats.replays // _REPLAYS
+        compared = self.stats.predictions + self.stats.mispredictions
+        return compared < _FIRST_COMPARISONS + self.stats.replays // _REPLAYS
 
     # -- recordings ----------------------------------------------------------------------------
 
@@ -204,13 +206,14 @@ class PredictedStep(ReplayedStep):
     def _before_passes(self, recorded: Program, call: Invocation) -> tuple[int, bool]:
         if not self._may_share(call):
             return super()._before_passes(recorded, call)
-        is_bare = needs_no_copies(recorded)
+        must_pass = self._options.compares and bool(collectives(recorded))
+        is_bare = needs_no_copies(recorded) and not must_pass
         return 0 if is_bare else CALLS_BEFORE_PASSES, is_bare
 
     def _may_share(self, call: Invocation) -> bool:
         """Whether the passes of a recorded program may run for all sizes of its class."""
         options = self._options
-        if not options.rewrites or options.compares or not self._passes_may_follow:
+        if not options.rewrites or not self._passes_may_follow:
             return False
         return self._wants_sizes(call)
 
@@ -245,6 +248,8 @@ class PredictedStep(ReplayedStep):
     def _waits(self, cached: CachedProgram) -> bool:
         group = cached.group
         if cached.waits and group is not None and group.template is not None:
+            if self._share_passes(self._cache.key_of(cached), cached):
+                return False
             cached.waits = 1  # this call is the last one
         return super()._waits(cached)
 
@@ -265,6 +270,7 @@ class PredictedStep(ReplayedStep):
             return False
         cached.takes(programs)
         cached.waits, cached.is_bare = 0, False
+        cached.fingerprints = group.issued or {}
         self.stats.nodes = sum(each.nodes() for each in programs)
         return True
 
@@ -272,11 +278,12 @@ class PredictedStep(ReplayedStep):
         """Run the passes for all sizes of a class, once."""
         group.apart = group.apart or self._options.why_apart
         issued: list[Fingerprints] = []
+        if self._must_issue_alike and group.issued is None:
+            group.passed = []  # of a file
 
         def apply(program: Program) -> Program:
             passed = self._options.applied(program)
-            if self._must_issue_alike:
-                issued.append(fingerprints(passed.graph, bool(passed.value_guards)))
+            issued.append(self._options.issued(passed))
             return passed
 
         try:
@@ -297,13 +304,10 @@ class PredictedStep(ReplayedStep):
 
     def _issued(self, group: LengthClass, shapes: Shapes) -> Fingerprints | None:
         """The fingerprints of the program for these shapes after the passes of its class; None: it has none."""
-        sizes = group.sizes_of(shapes)
-        if not group.shares_passes(sizes):
+        if not group.shares_passes(group.sizes_of(shapes)):
             return None
-        if group.issued is None:
-            group.passed = []  # of a file
-            self._run_passes(group)
-        return group.issued if group.shares_passes(sizes) and group.passed else None
+        self._run_passes(group)
+        return group.issued if group.apart is None else None
 
     # -- first calls ---------------------------------------------------------------------------
 
@@ -328,7 +332,8 @@ class PredictedStep(ReplayedStep):
             audited.observer = observer = prediction.observer()
             result = audited.run(self._fn, call.args, call.kwargs, call.spec)
             self._judge_first(audited.verdict, cached, call, observer)
-        self._agree_on_audit(None, cached)  # the other ranks vote after this audit
+        if not self._is_left_eager:  # the other ranks vote after this audit
+            self._agree_on_audit(None, cached)
         return result
 
     def _judge_first(

@@ -82,10 +82,8 @@ class ReplayedStep:
         self._is_left_eager = False  # whether this call is not recorded either
 
     def __repr__(self) -> str:
-        programs, replays = len(self._cache), self.stats.replays
-        return (
-            f"<captured {self._name}: {counted(programs, 'program')}, {counted(replays, 'replay')}>"
-        )
+        counts = counted(len(self._cache), "program"), counted(self.stats.replays, "replay")
+        return f"<captured {self._name}: {', '.join(counts)}>"
 
     @property
     def asks_nobody(self) -> bool:
@@ -135,14 +133,15 @@ class ReplayedStep:
         if self._vote is not None:
             issued = found[0].fingerprints if found is not None and not waits else None
             worst = self._vote.before_replay(issued, is_due, is_rare)
-            is_due = worst is Level.AUDITED
             self._is_left_eager = worst in (Level.DIFFERENT, Level.RARE)
-            if worst is Level.RARE:
+            is_first = found is not None and found[0].prediction is not None
+            is_due = worst is Level.AUDITED or (worst is Level.RARE and is_first)
+            if worst is Level.RARE and not is_first:
                 self.stats.rare += 1
                 return False, RARE
             if worst is Level.DIFFERENT:
                 return False, self._note_different()
-            if worst not in (Level.KEPT, Level.AUDITED):
+            if worst in (Level.NOT_YET, Level.REFUSED):
                 return False, self._cache.reason or "a guard failed on another rank"
         if waits:
             self.stats.waiting += 1
@@ -243,6 +242,7 @@ class ReplayedStep:
 
     def _rewrite(self, cached: CachedProgram) -> None:
         cached.program = self._rewritten(cached.program)
+        cached.fingerprints = self._options.issued(cached.program)
 
     def _rewritten(self, recorded: Program) -> Program:
         """The program of a recording after the passes."""

@@ -93,7 +93,6 @@ def test_ranks_that_vote_as_passes_change_collectives() -> None:
         assert stats.mispredictions == stats.audit_failures == 0
         assert stats.predictions >= 2 and stats.instances >= 2
         assert stats.replays >= 30
-        assert stats.collectives["all_gather_into_tensor"] == 2  # they are kept for the backward
 
 
 @pytest.mark.parametrize("reader", [-1, 0])
