@@ -24,6 +24,7 @@ from operator import not_
 from typing import Any
 
 from functionalize.audit.results import is_comparable
+from functionalize.audit.shared_sizes import SharedSizes
 from functionalize.audit.signature import Signature
 from functionalize.lengths.data_sizes import agreeing, early_guards
 from functionalize.lengths.instances import Instances, programs_at
@@ -116,6 +117,7 @@ class LengthClass:
     is_lean: see `needs_no_copies`. compares_results: whether first calls do.
     apart: why passes run for each size. replays: of programs without passes. issued: the fingerprints of the
     collectives of all programs after the passes, see `program/collective_order.py`; None: they were not asked for.
+    shared: what ranks share of their comparisons; None until the first one.
     """
 
     tokens: int
@@ -137,6 +139,16 @@ class LengthClass:
     apart: str | None = None
     replays: int = 0
     issued: Mapping[str, int] | None = None
+    shared: SharedSizes | None = None
+
+    @property
+    def sharing(self) -> SharedSizes:
+        """What ranks share of their comparisons; there is a template."""
+        if self.shared is None:
+            assert self.signatures is not None and self.proof is not None
+            found = self.templates[0].reference, self.signatures.digest
+            self.shared = SharedSizes.of(*found, self.proof)
+        return self.shared
 
     @property
     def template(self) -> Template | None:
@@ -306,9 +318,8 @@ class LengthClass:
 
     def passed_at(self, sizes: Sizes) -> list[Program] | None:
         """The program after the passes, and that of the backward; None if these run for each size, or have not run."""
-        return (
-            programs_at(self.passed, sizes) if self.passed and self.shares_passes(sizes) else None
-        )
+        is_known = bool(self.passed) and self.shares_passes(sizes)
+        return programs_at(self.passed, sizes) if is_known else None
 
 
 class LengthClasses:

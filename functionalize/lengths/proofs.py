@@ -98,6 +98,7 @@ class Proof:
     formulas: of all integers of the op stream and the program.
     modulus: by which remainders must be those of compared sizes. lengths: the functions that are sizes of tensors.
     compared: the sizes of calls that were recorded, or compared and as predicted. new: since the last comparison.
+    elsewhere: sizes that other ranks have compared, which says what torch does (`audit/shared_sizes.py`).
     """
 
     every: int
@@ -108,6 +109,7 @@ class Proof:
     gap: int
     new: int = 0
     lost: str | None = None
+    elsewhere: list[Sizes] = field(default_factory=list)
     _paths: list[KnownPath] = field(default_factory=list)
     _tried: int = 0
 
@@ -197,8 +199,9 @@ class Proof:
         self, sizes: Sizes, others: Sequence[Sizes], known: Sequence[KnownPath]
     ) -> str | None:
         others = [each for each in others if _first_of(known, each) is None]
-        below = [each for each in self.compared if _is_below(each, sizes)]
-        above = [each for each in self.compared if _is_below(sizes, each)]
+        compared = [*self.compared, *self.elsewhere]
+        below = [each for each in compared if _is_below(each, sizes)]
+        above = [each for each in compared if _is_below(sizes, each)]
         if not any(
             all(not (_is_below(low, other) and _is_below(other, high)) for other in others)
             for low in below
@@ -207,7 +210,7 @@ class Proof:
             return f"{sizes} is not between compared sizes"
         for at, size in enumerate(sizes):
             rest = size % self.modulus
-            if all(c[at] % self.modulus != rest for c in self.compared):
+            if all(c[at] % self.modulus != rest for c in compared):
                 return f"no compared size leaves {rest} by {self.modulus}, as {size} does"
         values = [each.value(sizes) for each in self.lengths]
         if len(set(values)) < len(values):

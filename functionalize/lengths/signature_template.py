@@ -11,12 +11,15 @@ Refusals: other ops, constants, sources, facts on numbers, or moved places; inte
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
+
+import torch
 
 from functionalize.audit.signature import GroupName, Row, Signature
 from functionalize.ir.ops import Geometry, TensorRef
@@ -233,6 +236,22 @@ class SignatureTemplate:
         for function in self.functions:
             yield from [function] if isinstance(function, Formula) else function[1]
 
+    @cached_property
+    def digest(self) -> str:
+        """Equal in processes whose torch runs the same ops on tensors of the same sizes, on the same kind of processor.
+
+        Numbers that do not vary are left out, as are such offsets: they may be a rank.
+        """
+        texts = [_text_of(function) for function in self.functions]
+        rows = Forms(self.reference).rows
+        machine = (
+            torch.__version__,
+            torch.backends.cpu.get_cpu_capability(),
+            torch.get_num_threads(),
+        )
+        whole = repr((machine, rows, [texts[number] for number in self.columns]))
+        return hashlib.sha256(whole.encode()).hexdigest()
+
     def lengths(self) -> frozenset[Formula]:
         """The functions that are sizes of tensors."""
         pairs = [each for each in self.functions if not isinstance(each, Formula)]
@@ -296,6 +315,14 @@ def _function(column: Sequence[Leaf], sizes: Sequence[Sizes]) -> Any:
 def _varies(function: Any) -> bool:
     formulas = [function] if isinstance(function, Formula) else function[1]
     return any(formula.terms for formula in formulas)
+
+
+def _text_of(function: Any) -> str:
+    """The functions of a leaf, without numbers that may be a rank."""
+    if isinstance(function, Formula):
+        return str(function) if function.terms else ""
+    geometry, (*formulas, offset) = function
+    return repr((list(map(str, formulas)), _text_of(offset), geometry[3:]))
 
 
 def _value(function: Any, sizes: Sizes) -> Leaf:

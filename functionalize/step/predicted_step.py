@@ -85,6 +85,8 @@ class PredictedStep(ReplayedStep):
         why: str | None = "all first calls are compared"
         if proof is not None and not proof.is_hopeless:
             why, may_be_known = lengths.why_compared(call.key, classes), True
+            if why is not None and self._learns_of_others(classes[0], call, why):
+                why = lengths.why_compared(call.key, classes)
         if why is not None:
             if not may_be_known:
                 is_rare = self._is_rare(call)
@@ -141,6 +143,13 @@ class PredictedStep(ReplayedStep):
             cached.prediction, cached.is_unseen = None, True
             self.stats.instances += 1
         self._cache.add(call.key, cached)
+
+    def _learns_of_others(self, group: LengthClass, call: Invocation, why: str) -> bool:
+        """Whether other ranks have compared sizes that this one has not, where only torch may do otherwise at these."""
+        sizes, proof = group.sizes_of(shapes_of(call.key)), group.proof
+        if proof is None or isinstance(sizes, str) or why == EQUAL:
+            return False
+        return proof.knows_python(sizes, why) and group.sharing.teach(proof)
 
     def _may_compare(self) -> bool:
         """Whether the time of another comparison has been saved by replays."""
@@ -347,6 +356,7 @@ class PredictedStep(ReplayedStep):
         assert prediction is not None
         if verdict == AuditVerdict():
             prediction.found_right(observer)
+            prediction.group.sharing.publish(prediction.sizes)
             cached.prediction, cached.audits = None, 1
             cached.op_stream = (
                 prediction.op_stream
@@ -361,6 +371,9 @@ class PredictedStep(ReplayedStep):
 
     def _mispredicted(self, prediction: Prediction, key: Hashable, why: str) -> None:
         prediction.found_wrong(why)
+        proof = prediction.group.proof
+        if proof is not None and proof.lost is not None:
+            prediction.group.sharing.publish(None)
         self.stats.mispredictions += 1
         self._unpredicted.add(key)
         text = f"a call of {self._name} is not as predicted from calls of other sizes: {why}"

@@ -28,9 +28,13 @@ def build() -> tuple[Any, Any]:
 
 
 def trained(
-    calls: int, passes: str, lengths: range = range(2, 12), reader: int | None = None
+    calls: int,
+    passes: str,
+    lengths: range = range(2, 12),
+    reader: int | None = None,
+    draw: Callable[[int], int] | None = None,
 ) -> tuple[list[str], Any]:
-    """Twins, one of them captured, on random lengths that differ between ranks.
+    """Twins, one of them captured, on lengths that differ between ranks, at random or of `draw`.
 
     reader: the rank on which Python decides by a number in the step; -1: all ranks.
     """
@@ -58,6 +62,7 @@ def trained(
     found: list[str] = []
     for i in range(calls):
         length = int(torch.randint(lengths.start, lengths.stop, (1,), generator=generator))
+        length = length if draw is None else draw(i)
         x = torch.randn(2, length, 8, generator=generator)
         losses = []
         for step in (captured, eager):
@@ -103,3 +108,20 @@ def test_ranks_that_vote_on_a_number(reader: int) -> None:
         assert stats.mispredictions == stats.audit_failures == 0
         assert stats.predictions >= 2 and stats.instances >= 2
         assert stats.replays >= 30
+
+
+def wider_on_one_rank() -> tuple[list[str], Any]:
+    """Rank 0 has all lengths from the beginning, rank 1 few ones; then it has those that rank 0 has compared."""
+    few, all_, then = [38, 42, 39, 41, 40], [*APART], [34, 46, 35, 45, 33, 47]
+    own = [few[i % len(few)] for i in range(40)] + then
+    if dist.get_rank() == 0:
+        own = [all_[7 * i % len(all_)] for i in range(40)] + [40] * len(then)
+    return trained(len(own), "", draw=own.__getitem__)
+
+
+def test_a_rank_does_not_compare_what_another_one_has_compared() -> None:
+    first, second = run_on_ranks(wider_on_one_rank, world=2)
+    for found, stats in (first, second):
+        assert found == []
+        assert stats.mispredictions == 0
+    assert second[1].predictions <= 3 and second[1].instances >= 5

@@ -1,0 +1,98 @@
+"""The sizes at which ranks have compared calls with predictions, in the store of a process group.
+
+    shared = SharedSizes.of(program, digest, proof)    digest: of the op stream for all sizes, equal on ranks that share
+    shared.publish((37,))                              on this rank a call of these sizes was as predicted
+    shared.teach(proof)                                adds the sizes that other ranks have published
+
+Where ranks have lengths of their own, all others wait for a rank that compares. What torch does at a size is the same
+on all ranks that run the same ops on the same kind of machine, so one comparison is enough for all of them. What Python
+does is not taken over from others.
+Nothing waits for another rank: what a rank reads depends on when it reads, and so does whether it compares; the bits of
+a result do not. If the store fails, nothing is shared any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from functionalize._compat.distributed import group_of_name, store_of_group
+from functionalize.program.collective_order import groups_of
+from functionalize.program.executable import Executable
+
+Sizes = tuple[int, ...]
+_LOST = "lost"
+_MOST_READ = 256  # of what thousands of ranks have published at once
+
+
+class Known(Protocol):
+    """What one rank knows: `Proof`."""
+
+    compared: list[Sizes]
+    elsewhere: list[Sizes]
+    lost: str | None
+
+
+class SharedSizes:
+    """The published sizes of one class of calls."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+        self._read = 0
+
+    @staticmethod
+    def of(program: Executable, digest: str, proof: Known) -> SharedSizes:
+        """What the ranks share with which a program communicates. proof: of this rank, which is published."""
+        nodes = program.graph.nodes
+        names = dict.fromkeys(name for node in nodes for name in groups_of(node.target, node.args))
+        groups = (group_of_name(name) for name in names)
+        stores = (store_of_group(group) for group in groups if group.size() > 1)
+        shared = SharedSizes(next(stores, None), f"functionalize/compared/{digest}")
+        for sizes in proof.compared:
+            shared.publish(sizes)
+        return shared
+
+    def publish(self, sizes: Sizes | None) -> None:
+        """Let other ranks know that a call of these sizes was as predicted; None: that one was not."""
+        text = _LOST if sizes is None else ",".join(map(str, sizes))
+        if self._store is None:
+            return
+        with self._failing():
+            self._store.set(f"{self._key}/{self._count(1)}", text)
+
+    def teach(self, proof: Known) -> bool:
+        """Add what was published since the last call; whether it was new."""
+        found = self._news()
+        known = {None, *proof.compared, *proof.elsewhere}
+        news = [each for each in found if each is not None and each not in known]
+        proof.elsewhere += news
+        if None in found:
+            proof.lost = proof.lost or "a call was not as predicted on another rank"
+        return bool(news) or None in found
+
+    def _news(self) -> list[Sizes | None]:
+        found: list[Sizes | None] = []
+        if self._store is None:
+            return found
+        with self._failing():
+            count = self._count(0)
+            for number in range(max(self._read, count - _MOST_READ) + 1, count + 1):
+                key = f"{self._key}/{number}"
+                if not self._store.check([key]):  # it is published at this moment
+                    break
+                text = self._store.get(key).decode()
+                found.append(None if text == _LOST else tuple(map(int, text.split(","))))
+                self._read = number
+        return found
+
+    def _count(self, by: int) -> int:
+        return int(self._store.add(f"{self._key}/count", by))
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """In it the store may fail."""
+        try:
+            yield
+        except RuntimeError:
+            self._store = None
