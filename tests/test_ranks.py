@@ -91,11 +91,16 @@ def leave_patched() -> None:
 
 
 def run_out(patch: pytest.MonkeyPatch, file: Path, *entered: int) -> None:
-    """Time for a call runs out as soon as `file` has one of these lengths: as soon as the ranks have begun to wait."""
+    """Time for a call runs out as soon as `file` has one of these lengths: as soon as the ranks have begun to wait.
+
+    Once for each length: when the call is repeated, the file has it until the ranks have come as far again.
+    """
+    left = {*entered}
 
     def waits(pipes: list[Any], seconds: float) -> list[Any]:
         while not (ready := connection.wait(pipes, 0.02)):
-            if file.exists() and file.stat().st_size in entered:
+            if file.exists() and (size := file.stat().st_size) in left:
+                left.remove(size)
                 return connection.wait(pipes, 0.5)
         return ready
 
