@@ -160,12 +160,14 @@ def _use_one_worker_per_group() -> None:
     initialize: Any = gloo.__init__
 
     def with_one_worker(
-        self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta
+        self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: Any
     ) -> None:
+        if any(others.values()):  # `enable_reconfigure` (torch 2.15) does not go with options
+            return initialize(self, store, rank, size, timeout, **others)
         options: Any = gloo._Options()
         options._devices = [gloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])]
         options._timeout, options._threads = timeout, 1
-        initialize(self, store, rank, size, options)
+        return initialize(self, store, rank, size, options)
 
     gloo.__init__ = with_one_worker  # type: ignore[method-assign,assignment]
 
