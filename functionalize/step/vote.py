@@ -15,6 +15,9 @@ collectives: they vote in the same way, and before a replay each sends the finge
 If two differ (other shapes, other budgets), all ranks run the step eagerly; if an optional pass may be the reason,
 they record it again without that pass.
 
+A program that is predicted for other sizes counts as a rank's own, and its first call, if it is compared, as an audit.
+It is compared, too, if all ranks run the call eagerly because it is rare on another one.
+
 Note [Who records]
 A number may be read on one rank alone (`if rank == 0: print(loss.item())`), so a rank cannot know from its own
 recording whether the others vote. Ranks without a vote learn it from those that record the same call, without waiting
