@@ -7,8 +7,8 @@
 Where ranks have lengths of their own, all others wait for a rank that compares. What torch does at a size is the same
 on all ranks that run the same ops on the same kind of machine, so one comparison is enough for all of them. What Python
 does is not taken over from others.
-Nothing waits for another rank: what a rank reads depends on when it reads, and so does whether it compares; the bits of
-a result do not. If the store fails, nothing is shared any more.
+Invariant: nothing waits for another rank. What a rank reads depends on when it reads, and so does whether it compares;
+the bits of a result do not. If the store fails, nothing is shared any more.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from functionalize._compat.distributed import group_of_name, store_of_group
 from functionalize.program.collective_order import groups_of
 from functionalize.program.executable import Executable
+from functionalize.templates.fitting import Sizes
 
-Sizes = tuple[int, ...]
 _LOST = "lost"
 _MOST_READ = 256  # of what thousands of ranks have published at once
 

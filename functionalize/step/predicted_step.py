@@ -136,7 +136,7 @@ class PredictedStep(ReplayedStep):
         is_bare = rewrites and found.group.is_lean
         if self._must_issue_alike:
             cached = found.cached(0, False)
-            cached.fingerprints = self._issued(found.group, found.shapes)
+            cached.fingerprints = found.group.issued or {}
         else:
             cached = found.cached(CALLS_BEFORE_PASSES if rewrites and not is_bare else 0, is_bare)
         if found.why is None:

@@ -128,7 +128,7 @@ class ReplayedStep:
         if found is None and self._vote is not None:
             is_rare = self._is_unpredicted(call)
             matching = self._cache.matching(call.key, call.leaves, call.spec)
-            found = next(matching, None)
+            found = None if is_rare else next(matching, None)
         is_due = found is not None and self._is_due(found[0])
         if self._vote is not None:
             issued = found[0].fingerprints if found is not None and not waits else None
