@@ -171,6 +171,8 @@ class ObservedSizes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._inside += 1
         try:
+            if not kwargs and _NEVER_LIVE.issuperset(map(type, args)):  # most calls
+                return func(*args)
             return func(
                 *[self._plain(a) for a in args],
                 **{k: self._plain(a) for k, a in (kwargs or {}).items()},
@@ -214,6 +216,9 @@ class ObservedSizes(TorchFunctionMode):
         if is_expression(number.expression) and not isinstance(number.expression, ScalarInput):
             self._uses[number.expression] = number.hint
         return number.hint
+
+
+_NEVER_LIVE = frozenset({Tensor, Parameter, bool, int, float, str, type(None), torch.dtype})
 
 
 class _Again(TorchFunctionMode):

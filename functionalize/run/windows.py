@@ -221,10 +221,10 @@ class _ViewForms:
 
     def _run(self, node: fx.Node) -> list[Tensor] | None:
         """The results of an op on tensors without data; None: an argument is unknown."""
-        if not node.all_input_nodes or not all(n in self.forms for n in node.all_input_nodes):
+        read = node.all_input_nodes  # a property that makes a list
+        if not read or not all(n in self.forms for n in read):
             return None
-        forms = [self.forms[n] for n in node.all_input_nodes]
-        read = node.all_input_nodes
+        forms = [self.forms[n] for n in read]
         others = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{read.index(n)}")
         key = node.target, repr(others), *(form[1:3] + form[4:] for form in forms)
         if key not in self._known:

@@ -114,7 +114,10 @@ class _Reader:
         self._is_size = before
 
     def _read(self, value: Any) -> None:
-        if type(value) is int:
+        kind = type(value)
+        if kind in _CONSTANTS:  # most values: before the other tests
+            self._token((kind, repr(value)))
+        elif kind is int:
             self.leaves.at.append(len(self.leaves.tokens))
             self.leaves.integers.append(value)
             self.leaves.sizes.append(self._is_size)
@@ -172,6 +175,9 @@ def _is_opened(value: Any, owner: Any) -> bool:
         and not isinstance(value, type)
         and not isinstance(owner, fx.Node)
     )
+
+
+_CONSTANTS = frozenset({bool, float, str, type(None)})
 
 
 def constant_token(value: Any) -> Any:
@@ -250,6 +256,8 @@ def replaced(value: Any, rest: Iterator[Any]) -> Any:
     """
     if type(value) is int:
         return next(rest)
+    if type(value) in _CONSTANTS or isinstance(value, fx.Node):  # most values
+        return value
     if isinstance(value, slice):
         return slice(*replaced([value.start, value.stop, value.step], rest))
     if isinstance(value, dict):
