@@ -55,14 +55,9 @@ def recorded_sequences(records: Iterable[OpRecord]) -> dict[str, Texts]:
     return {group: tuple(texts) for group, texts in found.items()}
 
 
-def fingerprints(graph: fx.Graph, reads_numbers: bool) -> dict[str, int]:
-    """A 56-bit number per group: equal if the collectives are equal, and both or neither program reads numbers.
-
-    reads_numbers: whether a program of this graph guards values that the graph computes.
-    """
-    reads = ("reads numbers",) if reads_numbers else ()
-    found = sequences(graph)
-    return {group: _fingerprint((*texts, *reads)) for group, texts in found.items()}
+def fingerprints(graph: fx.Graph) -> dict[str, int]:
+    """A 56-bit number per group: equal if the collectives are equal."""
+    return {group: _fingerprint(texts) for group, texts in sequences(graph).items()}
 
 
 def _fingerprint(texts: Sequence[str]) -> int:

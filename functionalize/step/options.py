@@ -135,7 +135,7 @@ class CaptureOptions:
         """The fingerprints of what a program after the passes issues, by process group; empty if no pass changes it."""
         if not self.compares:
             return {}
-        return fingerprints(program.graph, bool(program.value_guards))
+        return fingerprints(program.graph)
 
     def applied(self, program: Program) -> Program:
         """The program, or a copy of it after the passes, ready to run."""

@@ -80,6 +80,7 @@ class ReplayedStep:
         self._vote: RankVote | None = None
         self._unpredicted: set[Hashable] = set()  # keys of calls that were not as predicted
         self._is_left_eager = False  # whether this call is not recorded either
+        self._votes_again = False  # whether the ranks also vote after the graph
 
     def __repr__(self) -> str:
         counts = counted(len(self._cache), "program"), counted(self.stats.replays, "replay")
@@ -131,8 +132,9 @@ class ReplayedStep:
             found = None if is_rare else next(matching, None)
         is_due = found is not None and self._is_due(found[0])
         if self._vote is not None:
-            issued = found[0].fingerprints if found is not None and not waits else None
-            worst = self._vote.before_replay(issued, is_due, is_rare)
+            mine = found[0] if found is not None and not waits else None
+            worst = self._vote.before_replay(mine, is_due, is_rare)
+            self._votes_again = worst is Level.READS
             self._is_left_eager = worst in (Level.DIFFERENT, Level.RARE)
             is_first = found is not None and found[0].prediction is not None
             is_due = worst is Level.AUDITED or (worst is Level.RARE and is_first)
@@ -195,9 +197,7 @@ class ReplayedStep:
         return DIFFER
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
-        vote = self._vote
-        if vote is not None and vote.compares and not cached.program.value_guards:
-            vote = None  # the equal fingerprints say that no rank's program has value guards
+        vote = self._vote if self._votes_again else None
         drop(call, cached.dropped)
         result, left = cached.program.replay(call, vote)
         count = len(cached.slots)

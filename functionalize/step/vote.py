@@ -13,7 +13,8 @@ must replay, or none.
 A pass may merge, split or drop collectives. Ranks can then communicate only if all replay programs with equal
 collectives: they vote in the same way, and before a replay each sends the fingerprint of the collectives in its graph.
 If two differ (other shapes, other budgets), all ranks run the step eagerly; if an optional pass may be the reason,
-they record it again without that pass.
+they record it again without that pass. That a program reads numbers is part of this vote: if none does, no rank votes
+after the graph.
 
 A program that is predicted for other sizes counts as a rank's own, and its first call, if it is compared, as an audit.
 It is compared, too, if all ranks run the call eagerly because it is rare on another one.
@@ -36,7 +37,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,7 @@ class Level(enum.IntEnum):
     """The vote of one rank. All ranks act on the worst one, which has the greatest value.
 
     KEPT: the rank keeps its recording, or has a program whose guards hold.
+    READS: such a program also has guards on numbers that its graph computes: all vote again when it has run.
     AUDITED: such a program is due for an audit, in which all ranks run eagerly.
     DIFFERENT: all ranks have such a program, but their programs issue different collectives.
     NOT_YET: the rank warms up, or a guard failed.
@@ -93,11 +95,19 @@ class Level(enum.IntEnum):
     """
 
     KEPT = 0
-    AUDITED = 1
-    DIFFERENT = 2
-    NOT_YET = 3
-    RARE = 4
-    REFUSED = 5
+    READS = 1
+    AUDITED = 2
+    DIFFERENT = 3
+    NOT_YET = 4
+    RARE = 5
+    REFUSED = 6
+
+
+class Votable(Protocol):
+    """What a rank votes on before a replay: `CachedProgram`."""
+
+    program: Any
+    fingerprints: Fingerprints
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,22 +162,25 @@ class RankVote:
         return Level(int(flag))
 
     def before_replay(
-        self, fingerprints: Fingerprints | None, is_due: bool = False, is_rare: bool = False
+        self, found: Votable | None, is_due: bool = False, is_rare: bool = False
     ) -> Level:
-        """The decision of all ranks on this call. fingerprints: those of this rank's program; None: it has no program.
+        """The decision of all ranks on this call. found: this rank's program; None: it has none.
 
         is_due: whether this rank's program is due for an audit. is_rare: whether this rank would not record the call.
-        `KEPT`: replay. `AUDITED`: audit. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they issue
-        different collectives. `DIFFERENT`, `RARE`: run eagerly.
+        `KEPT`, `READS`: replay. `AUDITED`: audit. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they
+        issue different collectives. `DIFFERENT`, `RARE`: run eagerly.
         """
-        mine = Level.AUDITED if is_due else Level.KEPT
-        if fingerprints is None:
+        if found is None:
             mine = Level.RARE if is_rare else Level.NOT_YET
+        elif is_due:
+            mine = Level.AUDITED
+        else:
+            mine = Level.READS if found.program.value_guards or not self.compares else Level.KEPT
         if not self.compares:
             return self.worst(mine)
         for name in self.groups:
             # The maximum of -f is -min(f): the fingerprints f of all ranks are equal if max(f) == min(f).
-            sent = (fingerprints or {}).get(name, 0)
+            sent = found.fingerprints.get(name, 0) if found is not None else 0
             flag = torch.tensor([int(mine), sent, -sent], device=self.device)
             _all_reduce_max(flag, name)
             level, high, low = flag.tolist()

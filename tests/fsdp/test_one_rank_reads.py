@@ -118,7 +118,9 @@ def impatient() -> Iterator[None]:
         agreement._PATIENCE = patience
 
 
-def on_a_rank(kind: str, mesh: tuple[int, ...] = ()) -> tuple[list[str], Any, bool, str]:
+def on_a_rank(
+    kind: str, mesh: tuple[int, ...] = (), passes: str = "default"
+) -> tuple[list[str], Any, bool, str]:
     """How a captured script differs from its eager twin; its counts; whether its ranks vote."""
     eager, ours = Trainer(kind, mesh), Trainer(kind, mesh)
     bars = [io.StringIO(), io.StringIO()]
@@ -129,7 +131,7 @@ def on_a_rank(kind: str, mesh: tuple[int, ...] = ()) -> tuple[list[str], Any, bo
             each.bar = tqdm(
                 file=text, position=0, mininterval=0, miniters=1, bar_format="{n_fmt}{postfix}"
             )
-    captured = fz.capture(ours.step)
+    captured = fz.capture(ours.step, passes=passes)
     found: list[str] = []
     kept, out = Kept(), io.StringIO()
     log.addHandler(kept)
@@ -181,6 +183,18 @@ def test_with_replicated_shards(kind: str) -> None:
         assert found == []
         assert stats.replays >= 6, (stats, why)
         assert has_vote is (kind == "keeps_the_best")
+
+
+@pytest.mark.parametrize("kind", ["prints", "logs_stored", "keeps_the_best"])
+@pytest.mark.parametrize("mesh", [(), (2, 2)])
+def test_with_passes_that_change_collectives(kind: str, mesh: tuple[int, ...]) -> None:
+    """The ranks compare their collectives before a replay, and only one of them has a guard on a number."""
+    for found, stats, has_vote, why in run_on_ranks(
+        on_a_rank, kind, mesh, "fast", world=4 if mesh else 2
+    ):
+        assert found == []
+        assert stats.replays >= 5, (stats, why)
+        assert has_vote
 
 
 def captured_on_one_rank(numbers: bool) -> tuple[list[str], Any]:

@@ -100,9 +100,11 @@ def test_ranks_that_vote_as_passes_change_collectives() -> None:
         assert stats.replays >= 30
 
 
-@pytest.mark.parametrize("reader", [-1, 0])
-def test_ranks_that_vote_on_a_number(reader: int) -> None:
-    for found, stats in run_on_ranks(trained, 50, "default", APART, reader, world=2):
+@pytest.mark.parametrize(
+    ("reader", "passes"), [(-1, "default"), (0, "default"), (-1, "fast"), (0, "fast")]
+)
+def test_ranks_that_vote_on_a_number(reader: int, passes: str) -> None:
+    for found, stats in run_on_ranks(trained, 50, passes, APART, reader, world=2):
         assert found == []
         assert stats.captures <= 6
         assert stats.mispredictions == stats.audit_failures == 0

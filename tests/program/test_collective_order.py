@@ -26,7 +26,7 @@ def texts(length: int, dims: int = 1) -> tuple[dict[str, tuple[str, ...]], dict[
         step(torch.ones([length] * dims))
     program = step.program
     program.describe()
-    return sequences(program.graph), fingerprints(program.graph, bool(program.value_guards))
+    return sequences(program.graph), fingerprints(program.graph)
 
 
 def test_texts_have_sizes_and_reductions_and_no_ranks() -> None:
