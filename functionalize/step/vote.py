@@ -174,7 +174,7 @@ class RankVote:
             mine = Level.RARE if is_rare else Level.NOT_YET
         elif is_due:
             mine = Level.AUDITED
-        else:
+        else:  # ranks that compare no collectives always vote again
             mine = Level.READS if found.program.value_guards or not self.compares else Level.KEPT
         if not self.compares:
             return self.worst(mine)

@@ -114,10 +114,9 @@ class _Reader:
         self._is_size = before
 
     def _read(self, value: Any) -> None:
-        kind = type(value)
-        if kind in _CONSTANTS:  # most values: before the other tests
-            self._token((kind, repr(value)))
-        elif kind is int:
+        if type(value) in _CONSTANTS:  # most values: before the other tests
+            self._token(constant_token(value))
+        elif type(value) is int:
             self.leaves.at.append(len(self.leaves.tokens))
             self.leaves.integers.append(value)
             self.leaves.sizes.append(self._is_size)
