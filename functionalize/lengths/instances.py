@@ -20,13 +20,13 @@ from functionalize.ir.generators import is_random
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputRole
-from functionalize.lengths.makers import Maker, maker
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.program import Program
 from functionalize.run.boxed import BoxedTemplate, CodeWithRanges, boxed
-from functionalize.run.windows import NO_WINDOWS, ViewForm, Windows, windows
+from functionalize.run.windows import NO_WINDOWS, KnownResults, ViewForm, Windows, windows
 from functionalize.templates.fitting import Formula, Sizes, evaluator
-from functionalize.templates.leaves import PARTS, with_integers
+from functionalize.templates.leaves import PARTS, ReplacedParts
+from functionalize.templates.makers import Maker, maker
 from functionalize.templates.template import SymbolicInt, Template, Unfitted, fitted
 
 _MOST_FACTS = 8  # as many recordings of a kind are made
@@ -157,10 +157,10 @@ class Instances:
         pairs = zip(template.formulas, template.predicted(sizes[0]), strict=True)
         integers = [SymbolicInt(v, names[f], numbers[f]) if f.terms else v for f, v in pairs]
         try:
-            program = with_integers(template.reference, integers)
-            parts = list(_parts(template.reference, program))
-            views = _windows(programs, sizes, program, names)
-            code = BoxedTemplate.of(program, [*names.values()], views)
+            found = ReplacedParts.of(template.reference, iter(integers))
+            parts = list(_parts(template.reference, found.parts))
+            views = _windows(programs, sizes, template.reference.graph, names)
+            code = BoxedTemplate.of(template.reference, found.arguments, [*names.values()], views)
         except TypeError:  # a size in an object of which no code can be made
             return Instances(template, None, ())
         return Instances(template, code, parts)
@@ -221,10 +221,10 @@ def _varying(template: Template) -> list[Formula]:
     return list(dict.fromkeys(f for f in template.formulas if f.terms))
 
 
-def _parts(reference: Program, program: Program) -> Iterator[_Varying]:
-    """The parts of a program beside its graph in which an integer varies. program: the same with symbols."""
+def _parts(reference: Program, with_symbols: Mapping[str, Sequence[Any]]) -> Iterator[_Varying]:
+    """The parts of a program beside its graph in which an integer varies. with_symbols: the parts, by name."""
     for name in PARTS:
-        pairs = zip(getattr(program, name), getattr(reference, name), strict=True)
+        pairs = zip(with_symbols[name], getattr(reference, name), strict=True)
         for index, (new, was) in enumerate(pairs):
             make = maker(new, was)
             if make is not None:
@@ -234,11 +234,15 @@ def _parts(reference: Program, program: Program) -> Iterator[_Varying]:
 def _windows(
     programs: Sequence[Program],
     sizes: Sequence[Sizes],
-    program: Program,
+    graph: fx.Graph,
     names: Mapping[Formula, str],
 ) -> Windows:
-    """The windows of the programs for these sizes as one: with symbols; none if an integer in them has no symbol."""
-    found = [_at(program.graph, windows(each), each.graph) for each in programs]
+    """The windows of the programs for these sizes as one: with symbols; none if an integer in them has no symbol.
+
+    graph: whose nodes they are.
+    """
+    known: KnownResults = {}
+    found = [_at(graph, windows(each, known), each.graph) for each in programs]
     made: dict[fx.Node, ViewForm] = {}
     whole: dict[fx.Node, ViewForm] = {}
     for node in found[0].made:

@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from functionalize.audit.results import is_comparable
 from functionalize.audit.signature import Signature
 from functionalize.lengths.data_sizes import has_sizes
 from functionalize.lengths.signature_template import Forms, SignatureTemplate
@@ -25,7 +28,14 @@ from functionalize.program.program import Program
 from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.leaves import Leaves, identity, leaves_of
 from functionalize.templates.symbols import Shapes, Symbols
-from functionalize.templates.template import FEWEST, MADE, Mismatch, Template, first_difference
+from functionalize.templates.template import (
+    EARLY,
+    FEWEST,
+    MADE,
+    Mismatch,
+    Template,
+    first_difference,
+)
 from functionalize.util.text import counted
 
 
@@ -207,19 +217,22 @@ class Templates:
         return [*(f for each in self.programs for f in each.formulas), *self.whole.formulas()]
 
     @staticmethod
-    def of(references: Sequence[Reference]) -> Templates | Mismatch:
-        """The templates of recordings with equal tokens."""
+    def of(references: Sequence[Reference], fewest: int = FEWEST) -> Templates | Mismatch:
+        """The templates of recordings with equal tokens. fewest: the number of sizes; `EARLY`: one size may vary."""
         calls, names = [r.shapes for r in references], references[0].names
-        if len({tuple(map(tuple, shapes)) for shapes in calls}) < FEWEST:
-            return Mismatch(0, "the arguments", f"less than {FEWEST} different sizes")
+        least = fewest if len(calls) == EARLY else FEWEST
+        if len({tuple(map(tuple, shapes)) for shapes in calls}) < least:
+            return Mismatch(0, "the arguments", f"less than {least} different sizes")
         symbols = Symbols.of(calls, names)
+        if len(calls) == EARLY and len(symbols.names) > 1:
+            return Mismatch(0, "the arguments", f"{EARLY} recordings in which several sizes vary")
         sizes = [own for shapes in calls if not isinstance(own := symbols.sizes_of(shapes), str)]
         if len(sizes) < len(calls):
             return Mismatch(0, "the arguments", "a size is 0 or 1, and greater elsewhere")
         programs = []
         leaves = zip(*(each.leaves for each in references), strict=True)
         for several in zip(*(each.programs for each in references), strict=True):
-            found = Template.of(several, calls, names, next(leaves))
+            found = Template.of(several, calls, names, next(leaves), least)
             if isinstance(found, Mismatch):
                 return found
             programs.append(found)
@@ -230,7 +243,20 @@ class Templates:
         forwards = SignatureTemplate.of(alone, sizes) if alone else None
         if isinstance(forwards, Mismatch):
             return forwards
-        return Templates(sizes, programs, whole, forwards)
+        made = Templates(sizes, programs, whole, forwards)
+        return made._unconfirmed(references[0].leaves[0]) or made
+
+    def _unconfirmed(self, leaves: Leaves) -> Mismatch | None:
+        """Functions of the program that first calls do not compare, if too few recordings agree on them."""
+        program = self.programs[0]
+        unguarded = compress(program.formulas, map(not_, leaves.guarded))
+        alone = {f for f in unguarded if f.terms}.difference(self.whole.formulas())
+        if not alone or len(self.sizes) > FEWEST:
+            return None
+        # A first call with a program of its backward is compared with both programs.
+        if len(self.sizes) == FEWEST and (self.programs[1:] or is_comparable(program.reference)):
+            return None
+        return Mismatch(0, "the program", f"{len(alone)} functions of sizes are in no op")
 
 
 def difference(recorded: Reference, programs: Sequence[Program], rest: Any) -> str | None:

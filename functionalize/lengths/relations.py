@@ -13,21 +13,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from functionalize.ir.ops import Geometry
+from functionalize.templates.fitting import Factors, Formula
 
 
-def relations(windows: Sequence[Geometry]) -> Any:
-    """A value that is equal if all these comparisons are."""
+def relations(windows: Sequence[Geometry], layouts: Sequence[Any] = ()) -> Any:
+    """A value that is equal if all these comparisons are. layouts: of each window, if they are known."""
+    layouts = layouts or list(map(layout_of, windows))
     if len(windows) == 1:
-        return _of_one(windows[0])
+        return layouts[0]
     bounds = [bound for window in windows for bound in (window.start, window.end)]
-    return (
-        tuple(map(_of_one, windows)),
-        tuple(map(list(windows).index, windows)),
-        _ranks(bounds),
-    )
+    return tuple(layouts), tuple(map(list(windows).index, windows)), _ranks(bounds)
 
 
-def _of_one(window: Geometry) -> Any:
+def has_one_layout(sizes: Sequence[Formula], strides: Sequence[Formula]) -> bool:
+    """Whether `layout_of` is equal for all sizes of arguments, none of which is 0 or 1: the window is row-major."""
+    expected: tuple[int, Factors] = (1, ())
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        factor = _product(size)
+        if factor is None or factor[0] < 1 or _product(stride) != expected:
+            return False
+        expected = expected[0] * factor[0], tuple(sorted(expected[1] + factor[1]))
+    return True
+
+
+def layout_of(window: Geometry) -> Any:
+    """What is compared of one window."""
     few = tuple([size if size < 2 else 2 for size in window.size])
     layout = (window.is_contiguous, window.is_dense, window.overlaps)
     return few, layout, _ranks(window.stride)
@@ -37,3 +47,10 @@ def _ranks(values: Sequence[int]) -> tuple[int, ...]:
     """For each value, how many different ones are smaller."""
     order = {value: rank for rank, value in enumerate(sorted(set(values)))}
     return tuple([order[value] for value in values])
+
+
+def _product(formula: Formula) -> tuple[int, Factors] | None:
+    """A coefficient and the sizes that it is multiplied by; None: the function is not of that form."""
+    if formula.operator or len(formula.terms) + bool(formula.constant) > 1:
+        return None
+    return formula.terms[0] if formula.terms else (formula.constant, ())

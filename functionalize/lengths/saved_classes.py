@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from functionalize.errors import LoadError
-from functionalize.lengths.length_classes import LengthClass
+from functionalize.lengths.length_class import LengthClass
 from functionalize.lengths.proofs import KnownPath, Proof
 from functionalize.lengths.references import Reference
 from functionalize.lengths.signature_template import SignatureTemplate
@@ -94,7 +94,7 @@ def read_class(reader: Reader[Program], code: Json, key: Hashable, cached: Any) 
     group = LengthClass(
         reference.tokens,
         [reference],
-        known,
+        known=known,
         differing=differing,
         **dict(zip(_COUNTS, map(value, code["counts"]), strict=True)),
     )

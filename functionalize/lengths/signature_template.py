@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,11 +23,11 @@ import torch
 from functionalize.audit.signature import GroupName, Row, Signature
 from functionalize.ir.ops import Geometry, TensorRef
 from functionalize.ir.scalars import Applied, LiveNumber, ScalarInput, bottom_up, is_expression
-from functionalize.lengths.makers import Maker
 from functionalize.lengths.observed_sizes import KnownSizes
-from functionalize.lengths.relations import relations
+from functionalize.lengths.relations import has_one_layout, layout_of, relations
 from functionalize.templates.fitting import Formula, Sizes, evaluator
 from functionalize.templates.leaves import constant_token, identity
+from functionalize.templates.makers import Maker, leaf_maker
 from functionalize.templates.template import Mismatch, Unfitted, fitted
 
 Leaf = int | Geometry
@@ -226,7 +225,7 @@ class SignatureTemplate:
         varying = {i for i, _, _ in self._varying}
         numbers = iter([n if n in varying else None for n in self.columns])
         rows = [_row_maker(row, numbers) for row in self.reference.rows]
-        leaves = _maker(self.reference.leaves, numbers)
+        leaves = leaf_maker(self.reference.leaves, numbers)
         values = [next(numbers) if type(f.value) is int else None for f in self.reference.facts]
         facts = [(at, number) for at, number in enumerate(values) if number is not None]
         return [(at, make) for at, make in enumerate(rows) if make is not None], leaves, facts
@@ -298,7 +297,30 @@ class SignatureTemplate:
         return found
 
     def _relations(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple([relations([values[at] for at in each]) for each in self.storages])
+        layouts = self._layouts.copy()
+        for each in self.storages:
+            for at in each:
+                if at not in layouts:
+                    layouts[at] = layout_of(values[at])
+        return tuple(
+            [
+                relations([values[at] for at in each], [layouts[at] for at in each])
+                for each in self.storages
+            ]
+        )
+
+    @cached_property
+    def _layouts(self) -> dict[int, Any]:
+        """Of windows on these storages that have one layout at all sizes: by the number of the function."""
+        found = {}
+        for at in {at for each in self.storages for at in each}:
+            geometry, formulas = self.functions[at]  # type: ignore[misc]
+            dims = len(geometry.size)
+            if has_one_layout(formulas[:dims], formulas[dims:-1]) or not _varies(
+                self.functions[at]
+            ):
+                found[at] = layout_of(self._constants[at])  # type: ignore[arg-type]
+        return found
 
 
 def _integers(leaf: Leaf) -> Sequence[int]:
@@ -344,7 +366,9 @@ def _row_maker(row: Row, numbers: Iterator[int | None]) -> Maker | None:
     None for those that do not vary.
     """
     resized = [(storage, next(numbers)) for storage, _ in row.resized]
-    makers = {name: _maker(getattr(row, name), numbers) for name in ("args", "kwargs", "outputs")}
+    makers = {
+        name: leaf_maker(getattr(row, name), numbers) for name in ("args", "kwargs", "outputs")
+    }
     parts = {name: make for name, make in makers.items() if make is not None}
     if all(n is None for _, n in resized):
         if not parts:
@@ -355,45 +379,5 @@ def _row_maker(row: Row, numbers: Iterator[int | None]) -> Maker | None:
         pairs = zip(row.resized, resized, strict=True)
         now = tuple([was if n is None else (storage, values[n]) for was, (storage, n) in pairs])
         return row._replace(resized=now, **{name: make(values) for name, make in parts.items()})
-
-    return made
-
-
-def _maker(value: Any, numbers: Iterator[int | None]) -> Maker | None:
-    """The same for a part of a signature, whose leaves are in the order of `Forms`."""
-    kind = type(value)
-    if kind is TensorRef or kind is int:
-        number = next(numbers)
-        if number is None:
-            return None
-        if kind is int:
-            return itemgetter(number)
-        storage = value.storage
-        return lambda values: TensorRef(storage, values[number])
-    if kind is dict:
-        keys = list(value)
-        parts = [_maker(each, numbers) for each in value.values()]
-        return _joined(
-            list(value.values()), parts, lambda found: dict(zip(keys, found, strict=True))
-        )
-    if isinstance(value, (list, tuple)):
-        return _joined(
-            value, [_maker(each, numbers) for each in value], list if kind is list else tuple
-        )
-    return None
-
-
-def _joined(
-    values: Sequence[Any], parts: Sequence[Maker | None], build: Callable[[list[Any]], Any]
-) -> Maker | None:
-    varying = [(at, part) for at, part in enumerate(parts) if part is not None]
-    if not varying:
-        return None
-
-    def made(now: Sequence[Any]) -> Any:
-        found = list(values)
-        for at, part in varying:
-            found[at] = part(now)
-        return build(found)
 
     return made

@@ -20,6 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from functionalize.run.windows import NO_WINDOWS, Foretold, ViewForm, Windows, w
 from functionalize.templates.template import SymbolicInt
 
 Runner = Callable[..., Sequence[Any]]
+Arguments = Mapping[fx.Node, tuple[Any, Any]]  # positional ones, and those by keyword
 _SLICE = torch.ops.aten.slice.Tensor
 _RENAMED = frozenset({"self", "mat1", "mat2"})  # arguments that have another name in a binding
 
@@ -94,12 +96,14 @@ class BoxedTemplate:
     has_last_write: bool
 
     @staticmethod
-    def of(program: Program, names: Sequence[str], views: Windows) -> BoxedTemplate:
-        """names: of the symbols. views: the windows of the program, with symbols.
+    def of(
+        program: Program, arguments: Arguments, names: Sequence[str], views: Windows
+    ) -> BoxedTemplate:
+        """arguments: of the nodes, with symbols. names: of these. views: the windows of the program, with symbols.
 
         Raises `TypeError` if a symbol is in an argument of another type than lists, tuples and slices.
         """
-        make, bases, last = _code(program, False, views, tuple(names))
+        make, bases, last = _code(program, False, views, tuple(names), arguments)
         return BoxedTemplate(make, tuple(names), tuple(bases), last)
 
     def at(self, values: Sequence[int], with_ranges: Any) -> Runner:
@@ -138,9 +142,16 @@ def _compiled(program: Program, has_ranges: bool = False) -> Runner:
 
 
 def _code(
-    program: Program, has_ranges: bool, views: Windows, symbols: Sequence[str] = ()
+    program: Program,
+    has_ranges: bool,
+    views: Windows,
+    symbols: Sequence[str] = (),
+    arguments: Arguments = MappingProxyType({}),
 ) -> tuple[Callable[..., Runner], list[Foretold], bool]:
-    """A function from the values of the symbols to the code, the bases of its windows, whether its last op writes."""
+    """A function from the values of the symbols to the code, the bases of its windows, whether its last op writes.
+
+    arguments: of nodes, with symbols.
+    """
     namespace: dict[str, Any] = {}
     names: dict[fx.Node, str] = {}
     handles: dict[Any, str] = {commit: "commit"}
@@ -183,6 +194,10 @@ def _code(
             handles[target] = _bind(namespace, "op", entry_of(target))
         return handles[target]
 
+    def arguments_of(node: fx.Node) -> list[str]:
+        args, kwargs = arguments.get(node) or (node.args, node.kwargs)
+        return [*map(text, args), *(f"{k}={text(v)}" for k, v in kwargs.items())]
+
     def call_of(node: fx.Node) -> str:
         binding = binding_of(node.target)
         if binding is None or not _fits_binding(node):
@@ -195,15 +210,14 @@ def _code(
         write = _bind(namespace, "op", entry_of(last.target))
         for started in waits.pop(nodes[-1], ()):
             yield from _wait(names[started], started, handle_of(WAIT))
-        arguments = [text(a) for a in last.node.args]
-        arguments += [f"{k}={text(v)}" for k, v in last.node.kwargs.items()]
+        passed = ", ".join(arguments_of(last.node))
         yield "    if commit is None:"
-        yield f"        {names[last.node]} = {handle_of(last.node.target)}({', '.join(arguments)})"
+        yield f"        {names[last.node]} = {handle_of(last.node.target)}({passed})"
         for part in last.parts:
             yield f"        {names[part]} = {names[part.all_input_nodes[0]]}[{part.args[1]}]"
         yield "    else:"
         yield f"        commit({', '.join(map(text, last.guarded))})"
-        yield f"        {write}({', '.join(arguments)})"
+        yield f"        {write}({passed})"
         yield f"        {' = '.join(names[part] for part in last.parts)} = None"
 
     path: Path = ()
@@ -224,8 +238,7 @@ def _code(
             lines.append(f"    {names[node]} = window({_arguments(names, views.made[node])})")
         elif node.op == "call_function":
             handle = call_of(node)
-            parts = [text(a) for a in node.args]
-            parts += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+            parts = arguments_of(node)
             if isinstance(node.target, BoxedCall):
                 ending = [names[n] for n in dying.pop(node, [])]
                 lines += [

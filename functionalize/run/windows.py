@@ -77,9 +77,15 @@ class Windows(NamedTuple):
 NO_WINDOWS = Windows({}, frozenset(), {})
 
 
-def windows(program: Program) -> Windows:
-    """The views of a program that the runner makes as windows. Linear in nodes and edges."""
-    found = _ViewForms(program)
+KnownResults = dict[Any, list[Tensor] | None]  # of ops on tensors without data
+
+
+def windows(program: Program, known: KnownResults | None = None) -> Windows:
+    """The views of a program that the runner makes as windows. Linear in nodes and edges.
+
+    known: results that programs like this one share.
+    """
+    found = _ViewForms(program, {} if known is None else known)
     made: dict[fx.Node, ViewForm] = {}
     for node in program.graph.nodes:
         form = found.add(node) if node.op == "call_function" else None
@@ -129,10 +135,10 @@ def _comparing(window: Callable[..., Tensor], bases: Sequence[Foretold]) -> Call
 class _ViewForms:
     """The geometry of the values of a program, by running ops on tensors without data; equal ones once."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, known: KnownResults) -> None:
         self.forms: dict[fx.Node, ViewForm] = {}
         self._sizes: dict[fx.Node, tuple[int, ...]] = {}  # of views of unknown tensors
-        self._known: dict[Any, list[Tensor] | None] = {}
+        self._known = known
         (self._output,) = program.graph.find_nodes(op="output")
         if not all(spec.device.type in ("cpu", "cuda") for spec in program.inputs):
             return
@@ -171,9 +177,23 @@ class _ViewForms:
             return self._shard(node)
         if target not in _VIEWS and target not in _COMPUTED:
             return None
+        if target in _ELEMENTWISE and (form := self._elementwise(node)) is not None:
+            return form
         if (made := self._run(node)) is None:
             return None
         return self._view(first, made[0]) if target in _VIEWS else self._new(node, node, made[0])
+
+    def _elementwise(self, node: fx.Node) -> ViewForm | None:
+        """The result of an op on floats that lie row by row, all of one size: it lies so, too. None: others run."""
+        forms = [self.forms.get(each) for each in node.all_input_nodes]
+        first = forms[0] if forms else None
+        if first is None or not first.is_row_major or not first.dtype.is_floating_point:
+            return None
+        if any(f is None or (f.size, f.stride, f.dtype) != first[1:3] + first[4:] for f in forms):
+            return None
+        if not all(isinstance(each, (fx.Node, int, float, str)) for each in node.args):
+            return None
+        return ViewForm(node, first.size, first.stride, 0, first.dtype)
 
     def _part(self, node: fx.Node, whole: fx.Node) -> ViewForm | None:
         """An element of a list of views, or of copies of them."""
@@ -267,6 +287,11 @@ _COMPUTED = _ops("""
     clone.default cos.default div.Scalar div.Tensor embedding.default exp.default gelu.default gelu_backward.default
     mean.dim mul.Scalar mul.Tensor neg.default pow.Tensor_Scalar rsqrt.default sigmoid.default silu.default
     silu_backward.default sin.default sqrt.default sub.Tensor sum.dim_IntList tanh.default
+""")
+_ELEMENTWISE = _ops("""
+    add.Scalar add.Tensor cos.default div.Scalar div.Tensor exp.default gelu.default gelu_backward.default mul.Scalar
+    mul.Tensor neg.default pow.Tensor_Scalar rsqrt.default sigmoid.default silu.default silu_backward.default
+    sin.default sqrt.default sub.Tensor tanh.default
 """)
 _IN_PLACE = _ops("""
     add_.Scalar add_.Tensor div_.Scalar div_.Tensor mul_.Scalar mul_.Tensor neg_.default pow_.Scalar rsqrt_.default

@@ -23,7 +23,7 @@ from torch import Tensor
 from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Call
-from functionalize.lengths.length_classes import LengthClass, Prediction
+from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect

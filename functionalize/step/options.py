@@ -13,6 +13,7 @@ from functionalize.program.collective_order import fingerprints
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
+from functionalize.templates.template import EARLY, FEWEST
 
 OnUncapturable = Literal["raise", "eager"]
 Compile = Literal["inductor", "cudagraphs"] | None
@@ -107,7 +108,8 @@ class CaptureOptions:
             return None
         is_auto = self.dynamic == "auto"
         every = EVERY if is_auto or self.dynamic is True else int(self.dynamic)
-        return LengthClasses(every, is_auto)
+        # Ranks that compare what programs send replay none before its passes, which an early template does not have.
+        return LengthClasses(every, is_auto, FEWEST if self.compares else EARLY)
 
     @property
     def rewrites(self) -> bool:

@@ -25,7 +25,7 @@ from functionalize.audit.audited_call import AuditedCall
 from functionalize.audit.verdict import AuditVerdict
 from functionalize.ir.inputs import Call
 from functionalize.lengths.first_call import FirstCall
-from functionalize.lengths.length_classes import LengthClass, Prediction
+from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EQUAL
 from functionalize.lengths.references import Reference, open_key, shapes_of
@@ -256,7 +256,7 @@ class PredictedStep(ReplayedStep):
 
     def _waits(self, cached: CachedProgram) -> bool:
         group = cached.group
-        if cached.waits and group is not None and group.template is not None:
+        if cached.waits and group is not None and group.template is not None and not group.is_early:
             if self._share_passes(self._cache.key_of(cached), cached):
                 return False
             cached.waits = 1  # this call is the last one
@@ -270,7 +270,7 @@ class PredictedStep(ReplayedStep):
     def _share_passes(self, key: Hashable, cached: CachedProgram) -> bool:
         """Give a program the passes of its class; whether these run for all sizes."""
         group = cached.group
-        if group is None or group.template is None:
+        if group is None or group.template is None or group.is_early:
             return False
         self._run_passes(group)
         sizes = group.sizes_of(shapes_of(key))
@@ -370,11 +370,11 @@ class PredictedStep(ReplayedStep):
             self._mispredicted(prediction, call.key, why)
 
     def _mispredicted(self, prediction: Prediction, key: Hashable, why: str) -> None:
+        self.stats.mispredictions += not prediction.group.is_early
         prediction.found_wrong(why)
         proof = prediction.group.proof
         if proof is not None and proof.lost is not None:
             prediction.group.sharing.publish(None)
-        self.stats.mispredictions += 1
         self._unpredicted.add(key)
         text = f"a call of {self._name} is not as predicted from calls of other sizes: {why}"
         log.info("%s", text)

@@ -32,7 +32,7 @@ from functionalize._compat.graphs import pytree
 from functionalize.audit.audited_call import Observer, observed
 from functionalize.audit.collective_check import collective_mismatch
 from functionalize.errors import UncapturableError
-from functionalize.lengths.length_classes import Prediction
+from functionalize.lengths.length_class import Prediction
 from functionalize.lifetimes.module_calls import ModuleCalls
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.recorder.recorder import Recorder

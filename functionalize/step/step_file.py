@@ -30,7 +30,8 @@ import torch.distributed as dist
 from functionalize.audit import signature
 from functionalize.errors import CompileError, LoadError, SaveError
 from functionalize.fsdp.objects import SetUp, fsdp_set_up, set_up_fsdp
-from functionalize.lengths.length_classes import LengthClass, LengthClasses
+from functionalize.lengths.length_class import LengthClass
+from functionalize.lengths.length_classes import LengthClasses
 from functionalize.lengths.saved_classes import FORMS as FORMS_OF_CLASSES
 from functionalize.lengths.saved_classes import read_class, write_class
 from functionalize.program import archive
@@ -76,6 +77,7 @@ class SavedStep:
     ) -> SavedStep:
         """What to write of a step: for each class with a template its last recording, not what it makes again."""
         classes = [each for each in lengths or () if each.template is not None]
+        classes = [each for each in classes if not each.is_early]
         latest = [each.references[-1] for each in classes]
         programs = [
             (key, cached)

@@ -17,7 +17,7 @@ from typing import Any
 from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Source, WholeStorage
-from functionalize.lengths.length_classes import Prediction
+from functionalize.lengths.length_class import Prediction
 from functionalize.program.program import Program
 from functionalize.state.sources import ModuleTensor, Slot
 from functionalize.step.cache import CachedProgram

@@ -26,7 +26,7 @@ from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
 from functionalize.lengths.data_sizes import has_sizes
-from functionalize.lengths.length_classes import LengthClass, Prediction
+from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.lengths.references import Reference, difference
 from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.state.mode_guard import ModeGuard

@@ -6,8 +6,9 @@
 
 Tried in this order: a constant, a multiple of a size or of a product of two, the same with a summand, two of them with
 a summand, then `//` and `%` by small numbers.
-Invariants: arithmetic is exact. A function is returned only if the recordings determine it, that is if no other
-function of its form fits them all, and if at least one recording more than it has unknowns agrees.
+Invariants: arithmetic is exact. `fit` returns a function only if the recordings determine it, that is if no other
+function of its form fits them all, and if at least one recording more than it has unknowns agrees. `line` returns one
+that a further recording or comparison must confirm.
 """
 
 from __future__ import annotations
@@ -78,6 +79,19 @@ def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
             return found[0] if len(found) == 1 else None
     found = list(dict.fromkeys([*_floors(products, values), *_remainders(products, values)]))
     return found[0] if len(found) == 1 else None
+
+
+def line(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
+    """The function of one size that has these values in two recordings, as far as two can tell; None: there is none.
+
+    A multiple of the size, or of its square; else the line through both values, which nothing confirms yet.
+    """
+    (low,), (high,) = sizes
+    found = fit(sizes, values)
+    if found is not None or low == high:
+        return found
+    slope, rest = divmod(values[1] - values[0], high - low)
+    return None if rest else Formula(values[0] - slope * low, ((slope, (0,)),))
 
 
 def _product(sizes: Sizes, factors: Factors) -> int:

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -40,27 +43,49 @@ PARTS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass
 class Leaves:
-    """The leaves of a program. owners: for each token, the node or the text of the part that holds it.
+    """The leaves of a program. owners: the node or the text of each part, with the number of tokens before it.
 
-    at: the index in `tokens` of each integer. sizes: for each integer, whether it may be a size. guarded: whether every
-    replay compares it with its argument before it runs, so that a wrong one refuses the program. fixed: the type of
-    object that holds the integer of this number, if no copy with another one can be made.
+    fixed: the type of object that holds the integer of this number, if no copy with another one can be made.
+    numbers: the integers, from one number to before another, that are no sizes. compared: those of guards on arguments.
     """
 
     tokens: list[Any] = field(default_factory=list)
-    owners: list[Any] = field(default_factory=list)
+    owners: list[tuple[int, Any]] = field(default_factory=list)
     integers: list[int] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)
-    sizes: list[bool] = field(default_factory=list)
-    guarded: list[bool] = field(default_factory=list)
     fixed: dict[int, str] = field(default_factory=dict)
+    numbers: list[tuple[int, int]] = field(default_factory=list)
+    compared: list[tuple[int, int]] = field(default_factory=list)
 
     def place(self, token: int) -> str:
         """The part of the program that holds a token."""
-        owner = self.owners[token]
+        owner = self.owners[bisect_right(self.owners, token, key=itemgetter(0)) - 1][1]
         return f"`{node_text(owner)}`" if isinstance(owner, fx.Node) else str(owner)
+
+    @cached_property
+    def at(self) -> list[int]:
+        """The index in `tokens` of each integer."""
+        return [index for index, token in enumerate(self.tokens) if token is INTEGER]
+
+    @cached_property
+    def sizes(self) -> list[bool]:
+        """For each integer, whether it may be a size."""
+        return [not each for each in self._in(self.numbers)]
+
+    @cached_property
+    def guarded(self) -> list[bool]:
+        """For each integer, whether every replay compares it with its argument before it runs.
+
+        Then a wrong one refuses the program.
+        """
+        return self._in(self.compared)
+
+    def _in(self, spans: Sequence[tuple[int, int]]) -> list[bool]:
+        found = [False] * len(self.integers)
+        for start, end in spans:
+            found[start:end] = [True] * (end - start)
+        return found
 
 
 def leaves_of(program: Executable, order: Sequence[str] = ()) -> Leaves:
@@ -77,60 +102,66 @@ class _Reader:
     def __init__(self) -> None:
         self.leaves = Leaves()
         self.order: Sequence[fx.Node] = ()
+        self._token = self.leaves.tokens.append
         self._numbers: dict[fx.Node, int] = {}
-        self._owner: Any = "the program"
-        self._is_size, self._is_guarded = True, False
+        self._in_node = False
 
     def read_program(self, program: Executable) -> None:
         """Read every part; `_copied` replaces the integers in the same order."""
+        leaves, was_in_node = self.leaves, self._in_node
         nodes, self.order = self.order or program.graph.nodes, ()
         self._numbers |= {node: i for i, node in enumerate(nodes)}
+        self._begin("the program")
         self._read_numbers([program.stage, list(program.writes), str(program.out_spec)])
+        self._in_node = True
         for node in nodes:
-            self._owner = node
-            self._token((node.op, node.target if node.op == "call_function" else None))
-            if node.op == "get_attr":
-                self._token(_contents(program.constants[str(node.target)]))
-            read = self._read_numbers if node.target is operator.getitem else self._read
+            self._begin(node)
+            op, target = node.op, node.target
+            # Ops are told apart by id: hashing one calls Python.
+            self._token((op, id(target) if op == "call_function" else None))
+            if op == "get_attr":
+                self._token(_contents(program.constants[str(target)]))
+            read = self._read_numbers if target is operator.getitem else self._read
             read([node.args, node.kwargs])
+        self._in_node = False
         guards = [each for each in program.guards if type(each) is TensorGuard]
         compared = {id(each.spec) for each in guards if each.spec is program.inputs[each.input]}
         compared |= set(map(id, guards))
         for name, what in PARTS.items():
             for i, each in enumerate(getattr(program, name)):
-                self._owner = f"the input `{each.name}`" if name == "inputs" else f"{what} {i}"
-                self._is_guarded = id(each) in compared
+                self._begin(f"the input `{each.name}`" if name == "inputs" else f"{what} {i}")
+                start = len(leaves.integers)
                 self._read(each)
-                self._is_guarded = False
+                if id(each) in compared:
+                    leaves.compared.append((start, len(leaves.integers)))
+        self._in_node = was_in_node
 
-    def _token(self, token: Any) -> None:
-        self.leaves.tokens.append(token)
-        self.leaves.owners.append(self._owner)
+    def _begin(self, owner: Any) -> None:
+        self.leaves.owners.append((len(self.leaves.tokens), owner))
 
     def _read_numbers(self, value: Any) -> None:
         """The same for a value whose integers are no sizes."""
-        before, self._is_size = self._is_size, False
+        start = len(self.leaves.integers)
         self._read(value)
-        self._is_size = before
+        if start < len(self.leaves.integers):
+            self.leaves.numbers.append((start, len(self.leaves.integers)))
 
     def _read(self, value: Any) -> None:
-        if type(value) in _CONSTANTS:  # most values: before the other tests
-            self._token(constant_token(value))
-        elif type(value) is int:
-            self.leaves.at.append(len(self.leaves.tokens))
+        kind: Any = type(value)  # hashable, for mypy
+        if kind in _CONSTANTS:  # most values: before the other tests
+            self._token((kind, value) if kind is not float else constant_token(value))
+        elif kind is int:
             self.leaves.integers.append(value)
-            self.leaves.sizes.append(self._is_size)
-            self.leaves.guarded.append(self._is_guarded)
             self._token(INTEGER)
-        elif isinstance(value, fx.Node):
+        elif kind is fx.Node:
             self._token(("node", self._numbers[value]))
         elif isinstance(value, (list, tuple)):  # `Geometry`, too
-            self._token((type(value) is list, len(value)))
+            self._token((kind is list, len(value)))
             self._read_parts(value, value)
         elif isinstance(value, dict):
             self._token(("keys", tuple(value)))
             self._read_parts(value, value.values())
-        elif isinstance(value, slice):
+        elif kind is slice:
             self._read([value.start, value.stop, value.step])
         elif isinstance(value, AliasGuard):  # the numbers of storages in a recording
             self._token(tuple(map(value.groups.index, value.groups)))
@@ -138,12 +169,12 @@ class _Reader:
             self.read_program(value)
         elif is_source(value):
             self._token(identity(value))
-        elif _is_opened(value, self._owner):
-            self._token(type(value))
+        elif not self._in_node and (names := _fields_of(kind)) is not None:
+            self._token(kind)
             start = len(self.leaves.integers)
-            for each in dataclasses.fields(value):
-                read = self._read_numbers if each.name in _NUMBERS else self._read
-                read(getattr(value, each.name))
+            for name in names:
+                read = self._read_numbers if name in _NUMBERS else self._read
+                read(getattr(value, name))
             self._note_fixed(value, start)
         elif isinstance(value, Tensor):
             self._token(_contents(value))
@@ -151,15 +182,16 @@ class _Reader:
             self._token(constant_token(value))
 
     def _read_parts(self, value: Any, parts: Iterable[Any]) -> None:
-        start = len(self.leaves.integers)
+        start, read = len(self.leaves.integers), self._read
         for each in parts:
-            self._read(each)
+            read(each)
         if type(value) not in (tuple, list) and not hasattr(value, "_fields"):
             self._note_fixed(value, start)
 
     def _note_fixed(self, value: Any, start: int) -> None:
-        if not _is_copied(value):
-            for number in range(start, len(self.leaves.integers)):
+        end = len(self.leaves.integers)
+        if start < end and not _is_copied(value):
+            for number in range(start, end):
                 self.leaves.fixed.setdefault(number, type(value).__name__)
 
 
@@ -168,15 +200,16 @@ def is_source(value: Any) -> bool:
     return hasattr(type(value), "resolve") and not isinstance(value, (WholeStorage, Executable))
 
 
-def _is_opened(value: Any, owner: Any) -> bool:
-    return (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and not isinstance(owner, fx.Node)
-    )
+@lru_cache(maxsize=1024)
+def _fields_of(kind: Any) -> tuple[str, ...] | None:
+    """The names of the fields of a dataclass; None for another type."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple([each.name for each in dataclasses.fields(kind)])
 
 
 _CONSTANTS = frozenset({bool, float, str, type(None)})
+_NAMES = frozenset({int, str, type(None)})
 
 
 def constant_token(value: Any) -> Any:
@@ -199,14 +232,17 @@ def _is_constant(value: Any) -> bool:
 
 def identity(source: Any) -> Any:
     """A token of a source, or of an effect: equal for two that look at, or change, the same place alike."""
+    kind: Any = type(source)
+    if kind in _NAMES:
+        return kind, source
     if isinstance(source, pytree.TreeSpec):
         return str(source)
-    if dataclasses.is_dataclass(source) and not isinstance(source, type):
-        parts = (getattr(source, each.name) for each in dataclasses.fields(source))
-        return (type(source), *map(identity, parts))
+    names = _fields_of(kind)
+    if names is not None:
+        return (kind, *[identity(getattr(source, name)) for name in names])
     if isinstance(source, tuple):
         return tuple(map(identity, source))
-    return (type(source), source) if isinstance(source, (int, str, type(None))) else id(source)
+    return (kind, source) if isinstance(source, (int, str)) else id(source)
 
 
 def _contents(value: Any) -> Any:
@@ -227,24 +263,46 @@ def with_integers(program: Program, values: Sequence[Any]) -> Program:
     return copied
 
 
+@dataclass(frozen=True, slots=True)
+class ReplacedParts:
+    """What a program consists of, with other integers.
+
+    arguments: of each node, positional ones and those by keyword, with nodes of the program itself.
+    """
+
+    writes: tuple[int, ...]
+    arguments: dict[fx.Node, tuple[Any, Any]]
+    parts: dict[str, tuple[Any, ...]]
+
+    @staticmethod
+    def of(program: Any, rest: Iterator[Any]) -> ReplacedParts:
+        """rest: the integers, in the order of `leaves_of`."""
+        writes = tuple(replaced(list(program.writes), rest))
+        arguments = {
+            node: (replaced(node.args, rest), replaced(node.kwargs, rest))
+            for node in program.graph.nodes
+        }
+        parts = {
+            name: tuple([replaced(each, rest) for each in getattr(program, name)]) for name in PARTS
+        }
+        return ReplacedParts(writes, arguments, parts)
+
+
 def _copied(program: Any, rest: Iterator[Any]) -> Any:
-    writes = tuple(replaced(list(program.writes), rest))
+    found = ReplacedParts.of(program, rest)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in program.graph.nodes:
-        copied = copies[node] = graph.node_copy(node, copies.__getitem__)
-        args, kwargs = replaced([copied.args, copied.kwargs], rest)
-        copied.args, copied.kwargs = tuple(args), kwargs
-    parts = {
-        name: tuple([replaced(each, rest) for each in getattr(program, name)]) for name in PARTS
-    }
+    for node, arguments in found.arguments.items():
+        args, kwargs = fx.node.map_arg(arguments, copies.__getitem__)
+        made = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        made.meta, copies[node] = node.meta.copy(), made
     return dataclasses.replace(
         program,
         graph=graph,
         constants=dict(program.constants),
-        writes=writes,
+        writes=found.writes,
         _module=None,
         _run=None,
-        **parts,
+        **found.parts,
     )
 
 
@@ -277,9 +335,10 @@ def replaced(value: Any, rest: Iterator[Any]) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, Executable):
         return _copied(value, rest)
-    if is_source(value) or isinstance(value, AliasGuard) or not _is_opened(value, None):
+    kind: Any = type(value)
+    names = _fields_of(kind)
+    if is_source(value) or isinstance(value, AliasGuard) or names is None:
         return value
-    names = [each.name for each in dataclasses.fields(value)]
     was = [getattr(value, name) for name in names]
     items = [replaced(each, rest) for each in was]
     if all(map(_is_same, items, was)):

@@ -28,11 +28,12 @@ from functionalize.ir.inputs import Argument
 from functionalize.ir.ops import MASKS, is_sized_by_data
 from functionalize.program.printer import node_text, program_text
 from functionalize.program.program import Program
-from functionalize.templates.fitting import Formula, Sizes, fit
+from functionalize.templates.fitting import Formula, Sizes, fit, line
 from functionalize.templates.leaves import INTEGER, Leaves, leaves_of, no_copy, with_integers
 from functionalize.templates.symbols import Shapes, Symbols
 
 FEWEST = 3
+EARLY = 2  # programs of which a template can be made that the next call must confirm
 MADE = "results of ops"  # stands for a tensor whose shape are the sizes that ops make of arguments
 
 
@@ -62,14 +63,15 @@ class Template:
         calls: Sequence[Shapes] = (),
         names: Sequence[str] = (),
         leaves: Sequence[Leaves] = (),
+        fewest: int = FEWEST,
     ) -> Template | Mismatch:
         """The template of programs of one step, at different sizes.
 
         calls: for each program, the shapes of the tensors among its arguments, and their names; else those that the
-        program reads. leaves: those of each, in one order of nodes.
+        program reads. leaves: those of each, in one order of nodes. fewest: programs; of `EARLY` see `fitting.line`.
         """
-        if len(programs) < FEWEST:
-            return Mismatch(0, "the programs", f"{len(programs)} of at least {FEWEST}")
+        if len(programs) < fewest:
+            return Mismatch(0, "the programs", f"{len(programs)} of at least {fewest}")
         if not leaves:
             order = [node.name for node in programs[0].graph.nodes]
             leaves = [leaves_of(program, order) for program in programs]
@@ -195,12 +197,13 @@ class Unfitted:
 def fitted(
     sizes: Sequence[Sizes], integers: Sequence[Sequence[int]]
 ) -> tuple[Formula, ...] | Unfitted:
-    """The function of each integer. integers: those of each recording."""
+    """The function of each integer. integers: those of each recording; of `EARLY` see `fitting.line`."""
     formulas: dict[tuple[int, ...], Formula | None] = {}
+    find = line if len(sizes) == EARLY and len(sizes[0]) == 1 else fit
     found = []
     for at, column in enumerate(zip(*integers, strict=True)):
         if column not in formulas:
-            formulas[column] = fit(sizes, column)
+            formulas[column] = find(sizes, column)
         formula = formulas[column]
         if formula is None:
             return Unfitted(at, tuple(sizes), column)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from functionalize.lengths.length_classes import LengthClass, LengthClasses
+from functionalize.lengths.length_class import LengthClass
+from functionalize.lengths.length_classes import LengthClasses
 from functionalize.lengths.proofs import Proof
 from functionalize.lengths.references import open_key
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts

@@ -108,7 +108,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "a storage": (by_storage, False),
     "text": (as_text, False),
     "a module": (Widening(), True),
-    "multiples of four": (lambda x: x[: x.shape[0] // 4 * 4] * 2, False),
+    "multiples of four": (lambda x: x[: x.shape[0] // 4 * 4] * 2, True),
     "the rest by three": (lambda x: x[x.shape[0] % 3 :] * 2, True),
     "halves": (lambda x: x[: x.shape[0] // 2] * 2, False),
     "a limit in torch": (lambda x: x[:41] * 2, True),
@@ -166,7 +166,7 @@ def test_a_transformer_replays_lengths_that_it_never_had(passes: str) -> None:
     new = [(2, n) for n in range(9, 64) if n not in (12, 20, 33)]
     sizes = [(2, n) for n in (10, 8, 12, 20, 33, 64)]
     stats = trained(plain_loss, [*sizes, *new], block, passes=passes, dynamic=True).stats
-    assert (stats.warmups, stats.captures, stats.mispredictions) == (1, 3, 0)
+    assert (stats.warmups, stats.captures, stats.mispredictions) == (1, 2, 0)
     assert (
         stats.instances >= 42
     )  # of 52; few are compared, and those that equal a width run eagerly
@@ -193,7 +193,7 @@ def test_fewer_new_sizes_are_compared_after_those_that_agreed() -> None:
     new = [n for n in range(9, 64) if n not in LEARNED]
     stats = compare(lambda x: x.sin() * 2, [*LEARNED, *new], dynamic=2)
     due = 5  # the 2nd of 52, the 4th after it, then the 8th, the 16th and once more the 16th
-    assert (stats.predictions, stats.instances) == (2 + due, len(new) - due)
+    assert (stats.predictions, stats.instances) == (3 + due, len(new) - due)
 
 
 def test_a_size_that_equals_a_width_is_compared_when_it_returns() -> None:
@@ -203,7 +203,7 @@ def test_a_size_that_equals_a_width_is_compared_when_it_returns() -> None:
     for rows in (*LEARNED, *[16] * 9):
         captured(torch.ones(rows, 2))
         found.append((captured.stats.eager, captured.stats.predictions, captured.stats.replays))
-    assert found[-9:] == [*((n, 2, 0) for n in range(1, 8)), (7, 3, 0), (7, 3, 1)]
+    assert found[-9:] == [*((n, 3, 0) for n in range(1, 8)), (7, 4, 0), (7, 4, 1)]
 
 
 def test_the_state_of_python_is_not_read_where_only_torch_may_differ(
@@ -221,12 +221,12 @@ def test_the_state_of_python_is_not_read_where_only_torch_may_differ(
     for rows in (*LEARNED, 66, 80):
         x = torch.randn(rows, 2)
         assert torch.equal(captured(x), x[:70] * 2)
-    assert (captured.stats.predictions, captured.stats.mispredictions) == (3, 1)
+    assert (captured.stats.predictions, captured.stats.mispredictions) == (4, 1)
     assert len(read) == 2  # in the observed calls
     captured = fz.capture(lambda x: x.sin() * 2, dynamic=4, audit=False)
     for rows in (*LEARNED, 10, 14, 18, 22):
         captured(torch.randn(rows, 2))
-    assert (captured.stats.predictions, len(read)) == (3, 5)  # all of one new size in four
+    assert (captured.stats.predictions, len(read)) == (4, 5)  # all of one new size in four
 
 
 class _OfTorch:
@@ -242,7 +242,7 @@ class _OfTorch:
 OF_TORCH = _OfTorch()
 
 
-def test_three_recordings_are_enough_where_only_guards_know_an_integer() -> None:
+def test_two_recordings_are_enough_where_only_guards_know_an_integer() -> None:
     """The bytes of the argument, `24*s0`, are in no op, and no first call compares results: replays compare them."""
     weight = torch.randn(8, 4)
 
@@ -253,7 +253,7 @@ def test_three_recordings_are_enough_where_only_guards_know_an_integer() -> None
     for length in (5, 9, 6, 8, 7, 10):
         tokens = torch.randint(8, (3, length))
         assert torch.equal(captured(tokens), step(tokens))
-    assert (captured.stats.captures, captured.stats.predictions) == (3, 2)
+    assert (captured.stats.captures, captured.stats.predictions) == (2, 3)
 
 
 def test_sizes_between_calls_that_differ_are_compared() -> None:

@@ -10,10 +10,11 @@ Invariant: made for the integers of the recording, a value equals that of the re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
+from functionalize.ir.ops import TensorRef
 from functionalize.templates.template import SymbolicInt
 
 Maker = Callable[[Sequence[Any]], Any]
@@ -49,15 +50,49 @@ def maker(new: Any, was: Any) -> Maker | None:
 
 
 def _made_of(pairs: Sequence[tuple[Any, Any]], build: Callable[..., Any]) -> Maker | None:
-    found = [(at, make) for at, pair in enumerate(pairs) if (make := maker(*pair)) is not None]
-    if not found:
-        return None
-    constants = [was for _, was in pairs]
+    return _joined(
+        [was for _, was in pairs], [maker(*pair) for pair in pairs], lambda found: build(*found)
+    )
 
-    def made(numbers: Sequence[Any]) -> Any:
-        values = constants.copy()
-        for at, part in found:
-            values[at] = part(numbers)
-        return build(*values)
+
+def leaf_maker(value: Any, numbers: Iterator[int | None]) -> Maker | None:
+    """What makes a part of an op stream of the values of functions; None: nothing in it varies.
+
+    numbers: of the function of each integer and geometry, in their order; None for those that do not vary.
+    """
+    kind = type(value)
+    if kind is TensorRef or kind is int:
+        number = next(numbers)
+        if number is None:
+            return None
+        if kind is int:
+            return itemgetter(number)
+        storage = value.storage
+        return lambda values: TensorRef(storage, values[number])
+    if kind is dict:
+        keys = list(value)
+        parts = [leaf_maker(each, numbers) for each in value.values()]
+        return _joined(
+            list(value.values()), parts, lambda found: dict(zip(keys, found, strict=True))
+        )
+    if isinstance(value, (list, tuple)):
+        return _joined(
+            value, [leaf_maker(each, numbers) for each in value], list if kind is list else tuple
+        )
+    return None
+
+
+def _joined(
+    values: Sequence[Any], parts: Sequence[Maker | None], build: Callable[[list[Any]], Any]
+) -> Maker | None:
+    varying = [(at, part) for at, part in enumerate(parts) if part is not None]
+    if not varying:
+        return None
+
+    def made(now: Sequence[Any]) -> Any:
+        found = list(values)
+        for at, part in varying:
+            found[at] = part(now)
+        return build(found)
 
     return made
