@@ -28,14 +28,11 @@ storage (not in `emptied`) is unchanged; a forward that reads an input after wri
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from functorch.compile import (  # type: ignore[import-untyped]
-    default_partition,
-    min_cut_rematerialization_partition,
-)
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -47,7 +44,7 @@ from passes.graph_modules import program_of
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
-_BASES = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}
+_BASES = {"min_cut": "min_cut_rematerialization_partition", "default": "default_partition"}
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 _FORWARD_TAGS = ("is_forward", "must_be_in_forward")
 
@@ -95,14 +92,14 @@ def partition(
     joint_inputs: Any,
     *,
     num_fwd_outputs: int,
-    base: Partitioner = min_cut_rematerialization_partition,
+    base: Partitioner | None = None,
     emptied: Collection[str | int] | None = None,
     **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward of a joint graph as `base` splits it, but no view of an input is saved.
 
-    A `partition_fn` for `functorch.compile.aot_function`. emptied: names or indices of the
-    placeholders that may be empty in between; by default all. Other arguments are passed to `base`.
+    A `partition_fn` for `functorch.compile.aot_function`. base: None is torch's min-cut. emptied: names or indices
+    of the placeholders that may be empty in between; by default all. Other arguments are passed to `base`.
     Raises `PassError` if the forward reads an input after writing it.
     """
     graph = joint_module.graph
@@ -110,7 +107,8 @@ def partition(
     effects = SideEffects(joint_module, num_fwd_outputs)
     forward_outputs = num_fwd_outputs + len(effects.operands)
     recompute(graph, nodes, forward_outputs)
-    if base is not default_partition:
+    base = base or _torch_partitioner("min_cut")
+    if base is not _torch_partitioner("default"):
         # Min-cut merges common subexpressions and saves the cheapest values; the "recompute" mark
         # survives both. The default partitioner splits by position and may call min-cut if it sees a mark.
         for view in views_of(graph, nodes):
@@ -126,7 +124,13 @@ def partitioner(base: str = "min_cut") -> Partitioner:
     """`partition` around torch's `min_cut_rematerialization_partition` or `default_partition`."""
     if base not in _BASES:
         raise PassError(f"no partitioner {base!r}; there are {', '.join(_BASES)}")
-    return functools.partial(partition, base=_BASES[base])
+    return functools.partial(partition, base=_torch_partitioner(base))
+
+
+def _torch_partitioner(name: str) -> Partitioner:
+    """torch's own partitioner; imported here, since it brings in 400 modules that no other pass needs."""
+    found: Partitioner = getattr(importlib.import_module("functorch.compile"), _BASES[name])
+    return found
 
 
 # -- which inputs ----------------------------------------------------------------------------------

@@ -29,9 +29,6 @@ from functionalize.program.executable import Executable
 
 aten = torch.ops.aten
 
-# Ops that return an argument although their schema does not say so.
-_RETURNS_ARGUMENT = frozenset([WAIT] if WAIT is not None else [])
-
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node is a view of its first argument, or a part of a tuple of such views."""
@@ -111,7 +108,8 @@ class Aliases:
                 first = self._first.setdefault(key, node)
                 if first is not node:
                     self.unite(first, node)
-            if node.op == "call_function" and (is_view(node) or node.target in _RETURNS_ARGUMENT):
+            # A wait returns its argument, although its schema does not say so.
+            if node.op == "call_function" and (is_view(node) or node.target is WAIT):
                 self.unite(node.all_input_nodes[0], node)
 
     def of(self, node: fx.Node) -> fx.Node:

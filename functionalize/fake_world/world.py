@@ -166,16 +166,21 @@ class WorldMode(FakeTensorMode):
         except DynamicOutputShapeException:
             raise _needs_data(func, "gives a result whose size depends on data") from None
 
-    def known(self, func: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a call as that of one alike, else by `op`, for a mode that is directly above this one."""
+    def known(self, func: Any, op: Callable[..., Any], args: Any, kwargs: Any, refs: Any) -> Any:
+        """The result of a call as that of one alike, else by `op`, for a mode that is directly above this one.
+
+        refs: the arguments as `FakeResultCache.run` takes them.
+        """
         if torch.is_inference_mode_enabled():
             return op(*args, **kwargs)
-        return self._known(func, args, kwargs, lambda: op(*args, **kwargs))
+        return self._known(func, args, kwargs, functools.partial(op, *args, **kwargs), refs)
 
-    def _known(self, func: Any, args: Any, kwargs: Any, op: Callable[[], Any]) -> Any:
+    def _known(
+        self, func: Any, args: Any, kwargs: Any, op: Callable[[], Any], refs: Any = None
+    ) -> Any:
         if address(func) in _COLLECTIVES and all(type(each) is FakeTensor for each in args[:2]):
             return self._fake_collective(args)
-        out = self._fake_results.run(func, args, kwargs, op)
+        out = self._fake_results.run(func, args, kwargs, op, refs)
         assumed = _ASSUMED_AT.get(address(func))
         if assumed is not None and type(out) is FakeTensor and out.numel() == 1:
             out.assumed = assumed(*args)  # type: ignore[attr-defined]

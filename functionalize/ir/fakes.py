@@ -29,6 +29,7 @@ from functionalize.ir.ops import Geometry, geometry_fields, geometry_of
 
 aten = torch.ops.aten
 _OVERLOAD = type(aten.mm.default)
+_META = torch.device("meta")
 _NUMBERS = frozenset({int, type(None)})  # as sizes of an attention's arguments, among its results
 _CONSTANTS = frozenset(
     {
@@ -85,10 +86,13 @@ class FakeResultCache:
         # By the address of an op, as hashing one calls Python: the op, and whether it writes; None: not cached.
         self._ops: dict[int, tuple[Any, bool | None]] = {}
 
-    def run(self, target: Any, args: Any, kwargs: Any, op: Callable[[], Any]) -> Any:
+    def run(
+        self, target: Any, args: Any, kwargs: Any, op: Callable[[], Any], refs: Any = None
+    ) -> Any:
         """The result of `target` for these arguments: from the cache, or by calling `op`.
 
         Autograd must not see the call: gradients are off, or the caller is below autograd.
+        refs: `args` with a `TensorRef` in place of each tensor, if their geometries have been read.
         """
         known = self._ops.get(address(target))
         if known is None:
@@ -101,7 +105,7 @@ class FakeResultCache:
         tensors: list[Tensor] = []
         try:
             also = _key(tuple(kwargs.items()), tensors) if kwargs else None
-            key = address(target), _key(args, tensors), also, torch.get_default_dtype()
+            key = address(target), _key(args, tensors, refs), also, torch.get_default_dtype()
         except _Uncacheable:
             return op()
         recipe = self._recipes.get(key)
@@ -141,7 +145,7 @@ class FakeResultCache:
         if kind is _TensorRecipe:
             (size, stride, offset, dtype, _, _), device, base = recipe
             with no_dispatch():
-                meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+                meta = torch.empty_strided(size, stride, dtype=dtype, device=_META)
                 if base is not None:
                     meta.set_(tensors[base].untyped_storage(), offset, size, stride)
             return self.make(meta, device)
@@ -223,7 +227,9 @@ class Fakes:
         if not all(isinstance(each, Tensor) for arg in lists.values() for each in arg):
             return None
         try:
-            looks = zip(*([_key(each, []) for each in arg] for arg in lists.values()), strict=True)
+            looks = zip(
+                *([_key((each,), []) for each in arg] for arg in lists.values()), strict=True
+            )
             first: dict[Any, int] = {}
             at = [first.setdefault(look, len(first)) for look in looks]
             if len(first) == len(at):
@@ -284,22 +290,29 @@ def _grouped_mm(
     return torch.empty_strided(size, strides, dtype=dtype, device=a.device)
 
 
-def _key(arg: Any, tensors: list[Tensor]) -> Any:
-    """A key of `arg`, equal for arguments with the same result; appends the tensors in it to `tensors`.
+def _key(args: Any, tensors: list[Tensor], refs: Any = None) -> Any:
+    """A key of a list of arguments, equal for those with the same result; appends the tensors in it to `tensors`.
 
-    The default dtype, which factory functions read, is no argument.
+    Of a tensor, its geometry, device and storage size; of any other value, its type first. refs: see
+    `FakeResultCache.run`. The default dtype, which factory functions read, is no argument.
     """
-    kind = type(arg)
-    if kind is FakeTensor:
-        if arg.constant is not None:
+    found: list[Any] = []
+    for i, arg in enumerate(args):
+        kind = type(arg)
+        if kind is FakeTensor:
+            if arg.constant is not None:
+                raise _Uncacheable
+            tensors.append(arg)
+            look = geometry_fields(arg) if refs is None else refs[i][1]
+            found += look, arg.fake_device, arg.untyped_storage().nbytes()
+        elif kind in _CONSTANTS:
+            found += kind, arg
+        elif isinstance(arg, (list, tuple)):
+            inside = None if refs is None else refs[i]
+            found += kind is list, _key(arg, tensors, inside)
+        else:
             raise _Uncacheable
-        tensors.append(arg)
-        return geometry_fields(arg), arg.fake_device, arg.untyped_storage().nbytes()
-    if kind in _CONSTANTS:
-        return kind, arg
-    if isinstance(arg, (list, tuple)):
-        return (kind is list, *[_key(each, tensors) for each in arg])
-    raise _Uncacheable
+    return tuple(found)
 
 
 def writes(target: Any) -> bool:

@@ -89,13 +89,7 @@ class Geometry(NamedTuple):
         return not layout.overlaps and layout.end <= nbytes
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        text = f"{dtype}{list(self.size)}"
-        if not self.is_contiguous:
-            text += f" stride {list(self.stride)}"
-        if self.offset:
-            text += f" offset {self.offset}"
-        return text
+        return _text(self)
 
 
 class _Layout(NamedTuple):
@@ -123,6 +117,16 @@ def _layout(geometry: Geometry) -> _Layout:
     overlaps = not contiguous and _overlap(dims, numel, span)
     end = (geometry.offset + span) * geometry.dtype.itemsize
     return _Layout(numel, span, contiguous, overlaps, end)
+
+
+@lru_cache(maxsize=2**16)
+def _text(geometry: Geometry) -> str:
+    text = f"{str(geometry.dtype).removeprefix('torch.')}{list(geometry.size)}"
+    if not geometry.is_contiguous:
+        text += f" stride {list(geometry.stride)}"
+    if geometry.offset:
+        text += f" offset {geometry.offset}"
+    return text
 
 
 def _overlap(dims: list[tuple[int, int]], numel: int, span: int) -> bool:

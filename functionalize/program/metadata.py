@@ -99,8 +99,9 @@ def read_records(graph: fx.Graph) -> None:
     tape.name_gradients(graph)
     set_phases(graph, updates)
     _set_modules_of_groups(graph)
+    # A new dict has no room for what was removed: megabytes, of many nodes.
     for node in graph.nodes:
-        node.meta.pop("record", None)
+        node.meta = {name: each for name, each in node.meta.items() if name != "record"}
 
 
 def _set_modules_of_groups(graph: fx.Graph) -> None:
@@ -132,18 +133,21 @@ class _Tape:
         """Fill what comes from the autograd nodes and the modules of an op."""
         if self._ownership is None:
             return
-        meta = node.meta
-        stack, of_forward = self._ownership.module_stack(record)
-        found = {
-            "module": record.meta.get("module") or self._ownership.module(record),
-            "custom": self._ownership.custom(record),
-            "fwd_nn_module_stack" if of_forward else "nn_module_stack": stack,
-            "hook": self._ownership.hook(record),
-            "ranges": self._ownership.ranges(record),
-            "fsdp": fsdp_role(self._ownership.label(record), record.target, node.target),
-        }
-        meta.update({k: v for k, v in found.items() if v})
-        ran_in, made = self._ownership.of(record)
+        meta, own = node.meta, self._ownership
+        stack, of_forward = own.module_stack(record)
+        label = own.label(record)
+        found = (
+            ("module", record.meta.get("module") or own.module(record)),
+            ("custom", own.custom(record)),
+            ("fwd_nn_module_stack" if of_forward else "nn_module_stack", stack),
+            ("hook", own.hook(record)),
+            ("ranges", own.ranges(record)),
+            ("fsdp", label and fsdp_role(label, record.target, node.target)),
+        )
+        for name, value in found:
+            if value:
+                meta[name] = value
+        ran_in, made = own.of(record)
         if ran_in is None:
             if made is not None:
                 meta["seq_nr"] = made
@@ -153,7 +157,7 @@ class _Tape:
             meta["makes_seq_nr"] = made
         if ran_in in self._readers:
             meta["forward_seq_nr"] = self._readers[ran_in]
-        maker = self._ownership.maker(record)
+        maker = own.maker(record)
         if maker is not None and (trace := self.stacks.trace_and_update(maker.traceback)[0]):
             meta["forward_stack_trace"] = trace
 

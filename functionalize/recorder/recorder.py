@@ -14,7 +14,6 @@ All are raised before the op runs, so that nothing segfaults.
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -186,8 +185,10 @@ class Recorder(Watcher):
             checks.read_sizes(self, record, args, kwargs)
         self.suspended += 1
         try:
-            run = op.run if self._world is None else partial(self._world.known, func, op.run)
-            out = run(*args, **kwargs)
+            if self._world is None:
+                out = op.run(*args, **kwargs)
+            else:
+                out = self._world.known(func, op.run, args, kwargs, record.args)
         except BaseException as error:
             self.failed = (error, record)
             raise

@@ -183,6 +183,8 @@ class Ownership:
         """
         at = bisect_right(self._range_places, self._places[address(record)]) - 1
         entered = self._notes.ranges[at][1] if at >= 0 else ()
+        if not entered:
+            return ()
         counts = [len(self._stack_at(each.marks - 1)) for each in entered]
         return tuple(
             (each.name, each.number, count if count or each.in_backward else None)

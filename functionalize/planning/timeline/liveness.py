@@ -90,8 +90,8 @@ class Liveness:
         """Extend each storage to its last use. Last uses are merged per node first, for lists with many parts."""
         last: dict[fx.Node, int] = {}
         for place, node in enumerate(self.nodes):
-            for used in (node, *node.all_input_nodes):
-                last[used] = max(place, last.get(used, 0))
+            last[node] = place  # no place before it is later
+            last.update(dict.fromkeys(node.all_input_nodes, place))
             for held in held_before(node):
                 last[held] = max(place - 1, last.get(held, 0))
         for node, place in last.items():
