@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor
 import functionalize as fz
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fakes import FakeMaker, FakeTensor, FakeTensorMode
+from functionalize.ir import fakes
 from functionalize.ir.fake_mode import fake_mode
 from functionalize.ir.fakes import Fakes
-from functionalize.ir.ops import geometry_of
+from functionalize.ir.ops import TensorRef, geometry_of
 from functionalize.program.metadata import tensors_of
 from tests.fsdp.features import FEATURES
 from tests.fsdp.twins import run
@@ -191,6 +193,40 @@ def test_a_fast_fake_is_as_the_constructor_makes_it(dtype: torch.dtype, device: 
         with pytest.raises(RuntimeError, match="data"):
             made.data_ptr()
     assert first is not second and vars(first) is not vars(second)
+    sizes = [sys.getsizeof(vars(each)) for each in (wanted, first, second)]
+    assert max(sizes) == sizes[0]  # thousands of fakes are as small as the constructor's
+    first.assumed = 1
+    assert not hasattr(second, "assumed")
+
+
+def test_geometries_that_are_known_give_the_same_key():
+    with disable_current_modes(), torch.no_grad(), fake_mode():
+        x, y = torch.empty(3, 4).t(), torch.empty(6, dtype=torch.int64)[2:]
+    args = (x, [y, 2, x], 3.0, None, "mean", (1, True))
+    refs = tuple(_refs(args))
+    tensors, same = [], []
+    key = fakes._key(args, tensors)
+    assert fakes._key(args, same, refs) == key
+    assert [id(t) for t in tensors] == [id(t) for t in same] == [id(t) for t in (x, y, x)]
+    others = [
+        (y, *args[1:]),
+        (*args[:5], (1, 1)),
+        (*args[:5], [1, True]),
+        (x, *args[1][:2], *args[2:]),
+    ]
+    assert all(fakes._key(other, []) != key for other in others)
+
+
+def _refs(args: Any) -> list[Any]:
+    """The arguments with a reference in place of each tensor, as a recorder has them."""
+    return [
+        TensorRef(0, geometry_of(arg))
+        if isinstance(arg, Tensor)
+        else _refs(arg)
+        if isinstance(arg, (list, tuple))
+        else arg
+        for arg in args
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

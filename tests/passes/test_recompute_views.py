@@ -6,6 +6,10 @@ gradients and storage sizes are those of eager.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from functorch.compile import (
@@ -361,3 +365,14 @@ def test_returned_view_of_what_was_written_comes_after_the_write(base):
     ]
     assert views and min(views) > write
     assert "view" not in graph_text(backward)
+
+
+def test_passes_import_torchs_partitioners_when_one_is_used() -> None:
+    code = """
+        import sys
+        import passes
+        assert "torch._functorch.partitioners" not in sys.modules
+        passes.partitioner()
+        assert "torch._functorch.partitioners" in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
