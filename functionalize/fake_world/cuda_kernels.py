@@ -9,8 +9,9 @@
 The overrides apply to fake CPU tensors in a thread with a target; all other calls run the original kernel. They are
 registered at autograd's key: so they also apply in backward (recomputation), where no `TorchFunctionMode` is on, and
 autograd records the ops that they call. Whether a convolution or a batch norm runs by cuDNN or torch is not modelled:
-no tensor saved for backward depends on it, except the reserve space of cuDNN's batch norm. A recurrent layer runs step
-by step as on the CPU, and is reported so: cuDNN runs it as one op, whose saved tensors are not modelled.
+no tensor saved for backward depends on it, except the reserve space of cuDNN's batch norm. A recurrent layer runs as on
+the CPU (an LSTM as oneDNN's op where there is one, others step by step), and is reported so: cuDNN runs each as one op,
+whose saved tensors are not modelled.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def _recurrent(find: Find, name: str) -> Any:
     def recurrent(*args: Any, **kwargs: Any) -> Any:
         found = find(args[0])
         if found is not None:
-            found[1].note(name, "step by step", "what cuDNN's single op keeps is not modelled")
+            found[1].note(name, "as on a CPU", "what cuDNN's single op keeps is not modelled")
         return composite_kernel(op, *args, **kwargs)
 
     return recurrent
