@@ -107,9 +107,9 @@ class Search:
             try:
                 self._settings += self._settings_on(mesh)
             except FunctionalizeError as error:
-                if len(meshes) == 1:
-                    raise
                 self.failed[mesh] = str(error).splitlines()[0]
+                if len(self.failed) == len(meshes):  # the same for each, as a rule
+                    raise
         self._compose()
 
     def _settings_on(self, mesh: MeshKey | None) -> list[Setting]:

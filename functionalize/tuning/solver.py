@@ -2,12 +2,17 @@
 
     solve(costs, [LinearRow((1, 1), 0, 3)], upper=[1, 1])      integers x, least costs @ x, 0 <= x_0 + x_1 <= 3
 
+HiGHS prints what it does about solutions that are off by rounding, whatever its options say: these lines are dropped.
 Refuses (`TuneError`): no scipy; a solver that fails. A program without a solution gives None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from functionalize.errors import TuneError
@@ -58,15 +63,39 @@ def solve(
     lows = [row.low / scale for row, scale in zip(rows, scales, strict=True)]
     highs = [row.high / scale for row, scale in zip(rows, scales, strict=True)]
     unit = max(map(abs, costs), default=0) or 1.0
-    found = milp(
-        np.asarray(costs, float) / unit,
-        constraints=LinearConstraint(matrix, lows, highs),
-        bounds=Bounds(0, np.asarray(upper, float)),
-        integrality=np.ones(len(costs)),
-        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-6},
-    )
+    with _without_its_lines():
+        found = milp(
+            np.asarray(costs, float) / unit,
+            constraints=LinearConstraint(matrix, lows, highs),
+            bounds=Bounds(0, np.asarray(upper, float)),
+            integrality=np.ones(len(costs)),
+            options={"time_limit": _SECONDS, "mip_rel_gap": 1e-6},
+        )
     if found.status == _INFEASIBLE:
         return None
     if found.x is None:
         raise TuneError(f"the solver found nothing: {found.message}")
     return Solved([round(value) for value in found.x], float(found.mip_gap or 0.0))
+
+
+@contextmanager
+def _without_its_lines() -> Iterator[None]:
+    """Drop the lines that the solver's C++ writes to descriptor 1; those of other threads come after it."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed
+        yield
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+            file.seek(0)
+            rest = [line for line in file if not line.lstrip().startswith(b"Highs")]
+            if rest:
+                os.write(1, b"".join(rest))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections import Counter
 
 import pytest
+import scipy.optimize
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,3 +174,15 @@ def test_a_solver_that_finds_nothing_in_its_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("functionalize.tuning.solver._SECONDS", 0.0)
     with pytest.raises(TuneError, match="the solver found nothing: Time limit reached"):
         solve([-1.0, -2.0, -3.0], [LinearRow([3, 5, 7], 0, 11)], [9, 9, 9])
+
+
+def test_the_solver_prints_nothing(capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS says on descriptor 1 what it does about a solution that is off by rounding."""
+
+    def loud(*_: object, **__: object) -> object:
+        os.write(1, b"HighsMipSolverData::transformNewIntegerFeasibleSolution\nof another thread\n")
+        return scipy.optimize.OptimizeResult(status=0, x=[1.0], mip_gap=0.0)
+
+    monkeypatch.setattr(scipy.optimize, "milp", loud)
+    assert solve([1.0], [LinearRow([1.0], 0, 1)], [1]) is not None
+    assert capfd.readouterr().out == "of another thread\n"

@@ -232,6 +232,8 @@ def test_a_limit_in_which_nothing_fits() -> None:
         TuneError, match="a step of 100 is less than one sample for each of 2 ranks"
     ):
         tuned(batch_tokens=100)
+    with pytest.raises(TuneError, match="less than one sample for each of 4 ranks"):  # on no mesh
+        tuned(batch_tokens=100, world=4)
     space = Space((None,), (True,), True, True, (3, 5), 64, ())
     with pytest.raises(TuneError, match=r"none of the batches \(3, 5\) divides the 32 of a rank"):
         space.settings(None, 1, 2)
