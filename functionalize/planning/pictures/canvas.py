@@ -9,7 +9,7 @@ Refuses: a file name that does not end in `.png`, `.svg` or `.pdf`; matplotlib n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 INK, GREY, RED, PALE = "#1c1c1c", "#6a6a6a", "#c00032", "#f8d3db"
 # Columns of a picture at most: more than a printed page resolves, few enough for a small SVG.
 COLUMNS = 900
+_FAR = 3  # times as high as what is drawn: an axis up to there would flatten the rest
 _SUFFIXES = (".png", ".svg", ".pdf")
 _STYLE: Any = {  # matplotlib types every key of its settings
     "font.family": "sans-serif",
@@ -38,6 +39,11 @@ _STYLE: Any = {  # matplotlib types every key of its settings
     "svg.fonttype": "none",  # text stays text: the file is small and can be searched
     "svg.hashsalt": "functionalize",
 }
+
+
+def upper_end(own: float, others: Iterable[float]) -> float:
+    """How high an axis goes. own: of what is shown by category. others: of lines, which may leave the picture."""
+    return max([own, *(each for each in others if each <= _FAR * own)])
 
 
 class Canvas:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from functionalize.planning.pictures.canvas import GREY, INK, RED
+from functionalize.planning.pictures.canvas import GREY, INK, RED, upper_end
 from functionalize.planning.pictures.page_parts import LAYOUT, Figure, Trace, column, hover_lines
 from functionalize.planning.pictures.pictures import columns
 from functionalize.planning.report.display import (
@@ -61,10 +61,11 @@ def memory_figure(
     held, times: by name of a timeline, the bytes that the device holds after each event, and the event's seconds.
     """
     held = {t.name: held[t.name] for t in timelines if t.name in held}
-    top = max([t.peak for t in timelines] + [max(bytes_, default=0) for bytes_ in held.values()])
-    if limit is not None and limit > 1.5 * top:
+    own = [max([t.peak, *held.get(t.name, ())]) for t in timelines]
+    tops = [upper_end(each, own) for each in own]
+    if limit is not None and limit > 1.5 * tops[0]:
         limit = None  # far above: an axis up to the limit would flatten the rest
-    name = human_bytes(max(top, limit or 0)).split()[1]
+    name = human_bytes(max(tops[0], limit or 0)).split()[1]
     unit = 1024 ** BYTES.index(name)
     traces: list[list[Trace]] = []
     for timeline in timelines:
@@ -74,7 +75,8 @@ def memory_figure(
         traces.append(
             [*drawn.stack(), *others, *drawn.lines(limit), *drawn.peak(), *drawn.phases()]
         )
-    layout = _layout(timelines, traces, name)
+    ends = [1.06 * max(top, limit or 0) / unit for top in tops]
+    layout = _layout(timelines, traces, name, ends)
     layout["meta"] = {"legends": _legends(len(traces[0]), len(asked))}
     for i, some in enumerate(traces):
         for trace in some:
@@ -274,16 +276,22 @@ def _legends(entries: int, asked: int) -> dict[str, dict[str, Any]]:
 
 
 def _layout(
-    timelines: Sequence[Timeline], traces: Sequence[Sequence[Trace]], unit: str
+    timelines: Sequence[Timeline],
+    traces: Sequence[Sequence[Trace]],
+    unit: str,
+    ends: Sequence[float],
 ) -> dict[str, Any]:
-    """Axes, legends, and two buttons per timeline: the whole step, and the events around the peak."""
+    """Axes, legends, and two buttons per timeline: the whole step, and the events around the peak.
+
+    ends: how high the axis goes for each timeline.
+    """
     buttons: list[dict[str, Any]] = []
     for i, timeline in enumerate(timelines):
         visible = [i == j and t.get("visible", True) for j, some in enumerate(traces) for t in some]
         peak, name = timeline.peak_at - first_event(timeline), html.escape(timeline.name)
         whole = [0, len(timeline.events) - first_event(timeline)]
         for label, x in ((name, whole), (f"{name}: the peak", [peak - 60, peak + 60])):
-            args = [{"visible": visible}, {"xaxis.range": x}]
+            args = [{"visible": visible}, {"xaxis.range": x, "yaxis.range": [0, ends[i]]}]
             buttons.append({"label": label, "method": "update", "args": args})
     few = len(timelines) <= 2
     menu = {"type": "buttons", "direction": "right"} if few else {"type": "dropdown"}
@@ -302,7 +310,7 @@ def _layout(
         "yaxis": {
             "title": {"text": unit},
             "domain": [0.06, 1],
-            "rangemode": "tozero",
+            "range": buttons[0]["args"][1]["yaxis.range"],
             "fixedrange": True,
         },
         "yaxis2": {"domain": [0, 0.035], "visible": False, "fixedrange": True},

@@ -52,17 +52,18 @@ FIGURES = """<script>
     const start = base.map(each => at(clock, each));
     return {base: start, x: x.map((each, j) => at(clock, base[j] + each) - start[j])};
   });
-  const menu = memory.layout.updatemenus[0].buttons.map(button => button.args[1]["xaxis.range"]);
+  const menu = memory.layout.updatemenus[0].buttons.map(button => button.args[1]);
   const text = {events: [memory.layout.xaxis.title.text, memory.layout.xaxis.unifiedhovertitle.text],
                 time: ["modelled time, " + meta.unit, "at %{x:.4~g} " + meta.unit]};
   document.querySelectorAll("input[name=axis]").forEach(input => input.addEventListener("change", () => {
     const isTime = input.value === "time", found = isTime ? timed : kept;
     const range = (i, both) => isTime ? both.map(each => at(clocks[i >> 1], each)) : both;
     const shown = memory.data.findIndex(t => t.visible === true), change = {"xaxis.tickformat": isTime ? "" : ",d"};
-    menu.forEach((both, i) => {
-      change["updatemenus[0].buttons[" + i + "].args[1]"] = {"xaxis.range": range(i, both)};
+    const across = i => range(i, menu[i]["xaxis.range"]);
+    menu.forEach((whole, i) => {
+      change["updatemenus[0].buttons[" + i + "].args[1]"] = {...whole, "xaxis.range": across(i)};
     });
-    change["xaxis.range"] = range(2 * meta.of[shown], menu[2 * meta.of[shown]]);
+    change["xaxis.range"] = across(2 * meta.of[shown]);
     [change["xaxis.title.text"], change["xaxis.unifiedhovertitle.text"]] = text[input.value];
     const bases = found.flatMap((each, i) => each.base ? [i] : []);
     Plotly.update(memory, {x: found.map(each => each.x)}, change).then(() =>

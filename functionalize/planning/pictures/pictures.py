@@ -40,6 +40,7 @@ from functionalize.planning.pictures.canvas import (
     shorter,
     swatch,
     tick,
+    upper_end,
 )
 from functionalize.planning.pictures.schedule_picture import schedule_picture
 from functionalize.planning.pictures.tradeoffs import tradeoff_picture
@@ -100,14 +101,18 @@ def memory_picture(
         strip = figure.add_axes((0.068, 0.075, 0.605, 0.04))
         across = _Across.of(main, times.get(main.name))
         _stack(axes, main, across)
-        lines = [_other_line(axes, each, main, times) for each in timelines[1:]]
+        top = upper_end(max([main.peak, *(held or ())]), (t.peak for t in timelines[1:]))
+        lines = []
+        for each in timelines[1:]:
+            _other_line(axes, each, main, times)
+            far = ", far above" if each.peak > top else ""
+            lines.append((f"{each.name}: peak {human_bytes(each.peak)}{far}", "--"))
         if held is not None:
             chosen = across.columns(held)
             heights = [held[i] for i in (*chosen, chosen[-1])]
             lines.append((f"on the device: peak {human_bytes(max(held))}", "-"))
             at = across.places(chosen)
             axes.plot(at, heights, color=GREY, lw=1.1, drawstyle="steps-post")
-        top = max([t.peak for t in timelines] + [max(held or [0])])
         _memory_axes(axes, across, top, limit)
         _phases(strip, main, across)
         _mark_peak(axes, peak, across)
@@ -203,15 +208,14 @@ def _stack(axes: Axes, timeline: Timeline, across: _Across) -> None:
 
 def _other_line(
     axes: Axes, timeline: Timeline, main: Timeline, times: Mapping[str, Sequence[float]]
-) -> tuple[str, str]:
-    """Draw a timeline as a line over the main one; return its legend entry: (label, line style)."""
+) -> None:
+    """Draw a timeline as a line over the main one."""
     across = _Across.of(timeline, times.get(timeline.name))
     chosen = across.columns(timeline.bytes)
     at = [across.at[i] for i in chosen] if times else placed(anchors(timeline, main), chosen)
     heights = [timeline.bytes[i] for i in chosen]
     for width, colour, style in ((2.6, "white", "-"), (1.2, INK, (0, (4, 1.5)))):
         axes.plot(at, heights, color=colour, lw=width, ls=style, drawstyle="steps-post")
-    return f"{timeline.name}: peak {human_bytes(timeline.peak)}", "--"
 
 
 def _memory_axes(axes: Axes, across: _Across, top: int, limit: int | None) -> None:

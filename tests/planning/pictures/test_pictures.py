@@ -12,6 +12,7 @@ import pytest
 from functionalize.errors import PictureError
 from functionalize.planning.allocator.allocator import simulate
 from functionalize.planning.pictures import pictures
+from functionalize.planning.pictures.page_figures import memory_figure
 from functionalize.planning.pictures.pictures import (
     COLUMNS,
     columns,
@@ -21,7 +22,7 @@ from functionalize.planning.pictures.pictures import (
     tradeoff_picture,
 )
 from functionalize.planning.pictures.tradeoffs import Point, frontier, kind_of, points
-from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.planning.report.display import BYTES, human_bytes, human_seconds
 from functionalize.planning.report.event_times import event_times, reached
 from functionalize.planning.report.rows import exposed, merged, rectangles, rows_of, total
 from functionalize.planning.report.spans import Span
@@ -107,6 +108,19 @@ def test_a_limit_far_above_does_not_flatten_the_picture(tmp_path):
     path = tmp_path / "memory.svg"
     memory_picture(step_of(1)[:1], path, limit=80 * GIB)
     assert "limit 80.0 GiB, far above" in texts(path)
+
+
+def test_another_timeline_far_above_does_not_flatten_the_picture(tmp_path):
+    eager, far = step_of(1)[0], step_of(1, scale=1 << 30)[1]
+    memory_picture([eager, far], path := tmp_path / "memory.svg")
+    found = texts(path)
+    assert f"program: peak {human_bytes(far.peak)}, far above" in found
+    assert not any("GiB" in text for text in found if not text.startswith("program"))
+    page = memory_figure([eager, far], {})["layout"]
+    first, second = (page["updatemenus"][0]["buttons"][i]["args"][1]["yaxis.range"] for i in (0, 2))
+    assert page["yaxis"]["range"] == first and second[1] > 100 * first[1]
+    unit = 1024 ** BYTES.index(page["yaxis"]["title"]["text"])
+    assert eager.peak < first[1] * unit < 2 * eager.peak
 
 
 def test_a_step_with_100_000_events_is_a_small_file(tmp_path):
