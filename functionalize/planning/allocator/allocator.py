@@ -162,13 +162,16 @@ def _out_of_memory(
         f"{_size(segment)} more on stream {stream}, and the limit is {_size(_limit(settings))}. "
         f"Reserved are {_size(machine.reserved)}, of which {_size(machine.allocated)} are allocated "
         f"({_size(live)} as requested) and {_size(idle)} are free, but split, on another stream, or too small. "
-        + _advice(settings, machine.allocated, segment)
+        + _advice(settings, max(machine.allocated + segment, timeline.peak))
     )
 
 
-def _advice(settings: Settings, allocated: int, segment: int) -> str:
-    """What to do: expandable segments where fragmentation is the cause, else less memory."""
-    fits = allocated + segment <= _limit(settings)
+def _advice(settings: Settings, needed: int) -> str:
+    """What to do: expandable segments where fragmentation is the cause, else less memory.
+
+    needed: bytes without fragmentation, of this allocation and of the peak, which may come later.
+    """
+    fits = needed <= _limit(settings)
     if fits and not settings.expandable_segments:
         return "It would fit without fragmentation: try expandable_segments:True."
     return "Use a smaller batch, more ranks, checkpointing, or a larger limit."

@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from functionalize.ir.phases import RECOMPUTE
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_figures import MemoryFigures
 from functionalize.planning.time.step_time import StepTime
@@ -24,6 +25,7 @@ _UNIT, _NARROW = (
     "\u00a0",
 )  # no line ends between
 _BATCH = "a smaller batch"
+_EXPANDABLE = "expandable_segments:True"  # as the allocator's error has it, where it is enough
 _FEWER = "more ranks to shard over, or offload"
 _UNITS = "smaller modules under fully_shard"
 _HELP: Mapping[Category, str] = types.MappingProxyType(
@@ -81,6 +83,11 @@ def memory_cards(memory: MemoryFigures, of: str, machine: str, limit: float | No
         cards.append(Card("What holds the memory?", shares[0], ", ".join(shares[1:])))
         helps = _HELP.get(found[0][0])
         if helps is not None:
+            if any(op.phase == RECOMPUTE for op in memory.timeline(of).ops):
+                helps = helps.removeprefix("checkpointing, ")
+            refused = memory.fit(limit, of).refused if limit is not None else None
+            if _EXPANDABLE in (refused or ""):
+                helps = f"{_EXPANDABLE}, {helps}"
             cards.append(Card("What would help?", helps, f"for {found[0][0].value}"))
     return cards
 

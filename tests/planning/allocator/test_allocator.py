@@ -407,6 +407,9 @@ def test_out_of_memory_says_what_when_and_why() -> None:
         "expandable_segments:True."
     )
     assert run(*sizes, conf=Settings(limit=90 * MIB)).peak == 70 * MIB
+    later = (30 * MIB, 3 * MIB, 40 * MIB, -3, 50 * MIB, 20 * MIB)  # a peak of 103 MiB comes later
+    with pytest.raises(PlannedOutOfMemoryError, match=r"op 4, .* Use a smaller batch, more ranks"):
+        run(*later, conf=Settings(limit=90 * MIB))
 
 
 def test_out_of_memory_before_the_step() -> None:

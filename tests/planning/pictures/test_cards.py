@@ -24,12 +24,12 @@ from tests.planning.timelines import real
 GIB = 2**30
 
 
-def held(category: Category, nbytes: int) -> Memory:
-    """A step that holds 1 GiB of parameters and `nbytes` of a category."""
+def held(category: Category, nbytes: int, phase: str = "forward") -> Memory:
+    """A step that holds 1 GiB of parameters and `nbytes` of a category. phase: of its op."""
     kept = Allocation(GIB, Category.SHARDED_PARAMETERS, "weight", BEFORE, None, 0)
     made = Allocation(nbytes, category, "made", 0, None, 0)
     events = [Event(BEFORE, kept, True), Event(0, made, True)]
-    return Memory(Timeline("eager", [Op("aten.mm", "forward")], [kept, made], events))
+    return Memory(Timeline("eager", [Op("aten.mm", phase)], [kept, made], events))
 
 
 def test_a_step_that_fits():
@@ -84,3 +84,22 @@ def test_cards_and_first_tables_come_before_all_else(tmp_path: Path):
     write_page(file, tables=tables, first=first, cards=cards)
     heads = re.findall(r"<h[12]>(.*?)</h[12]>", file.read_text())
     assert heads == ["Plan of a step", "Does it fit?", "Points", "Later"]
+
+
+def test_advice_is_not_what_the_step_does_already():
+    saved = held(Category.SAVED_ACTIVATIONS, 3 * GIB, "recompute")
+    assert memory_cards(saved, "eager", "h100", None)[2].answer == "a smaller batch"
+
+
+def test_fragmentation_has_its_own_advice():
+    sizes = [(30, 0, True), (3, 1, True), (40, 2, True), (40, 2, False), (50, 3, True)]
+    made = [
+        Allocation(n << 20, Category.SAVED_ACTIVATIONS, "made", i, None, i)
+        for i, n in enumerate((30, 3, 40, 50))
+    ]
+    events = [Event(op, made[which], born) for op, (_, which, born) in enumerate(sizes)]
+    memory = Memory(Timeline("eager", [Op("aten.mm", "forward")] * 5, made, events))
+    fits, _, helps = memory_cards(memory, "eager", "h100", 90 << 20)
+    assert fits.is_good is False
+    assert helps.answer == "expandable_segments:True, checkpointing, a smaller batch"
+    assert "expandable" not in memory_cards(memory, "eager", "h100", 80 << 20)[2].answer
