@@ -30,6 +30,7 @@ from functionalize.planning.timeline.timeline import Category
 from functionalize.sweep.columns import COLUMNS, figures_of
 
 _KINDS = {"points": "plan", "timelines": "memory"}
+_OF_TIMELINE = ("levels", "by_category")
 _SHOWN = {name: (head, show) for name, head, show in COLUMNS if name != "planned in"}
 
 
@@ -108,6 +109,8 @@ def side_by_side(out: Out, first: str, second: str, html: str | None = None) -> 
     else:
         found, alone = list(_timelines(one, other)), ([], [])
 
+    if html is not None and not (found or any(alone)):
+        raise UsageError(f"{first} and {second} have no point: there is nothing to write to {html}")
     if html is not None:
         _page(html, files, (one, other), found)
 
@@ -153,7 +156,46 @@ def _read(file: str) -> Mapping[str, Any]:
         raise UsageError(f"{file} is not what `plan --json` or `memory --json` prints")
     if "points" in found and "keys" not in found:
         raise UsageError(f"{file} does not name its keys: write it again with `plan --json`")
+    if not (_is_plan(found) if "points" in found else _is_report(found)):
+        kind = next(name for key, name in _KINDS.items() if key in found)
+        raise UsageError(f"{file} has other fields than what `{kind} --json` prints: write it again")
     return found
+
+
+def _is_plan(found: Mapping[str, Any]) -> bool:
+    """Whether every point has its keys, and numbers for its figures."""
+    keys, rows = found["keys"], found["points"]
+    return (
+        isinstance(keys, list)
+        and isinstance(rows, list)
+        and "script" in found
+        and all(
+            isinstance(row, dict)
+            and {*map(str, keys)} <= row.keys()
+            and _are_numbers({name: row.get(name, 0) for name in _SHOWN})
+            and _are_numbers(row.get("categories", {}))
+            for row in rows
+        )
+    )
+
+
+def _is_report(found: Mapping[str, Any]) -> bool:
+    """Whether every timeline has the bytes of its levels and categories."""
+    timelines = found["timelines"]
+    return (
+        isinstance(timelines, dict)
+        and {"source", "world", "target"} <= found.keys()
+        and all(
+            isinstance(each, dict) and all(map(_are_numbers, map(each.get, _OF_TIMELINE)))
+            for each in timelines.values()
+        )
+    )
+
+
+def _are_numbers(found: Any) -> bool:
+    """Whether it maps names to numbers, or to nothing."""
+    numbers = (int, float, type(None))
+    return isinstance(found, dict) and all(isinstance(each, numbers) for each in found.values())
 
 
 def _stem(file: str) -> str:
@@ -168,6 +210,8 @@ def _points(
 ) -> tuple[list[_Compared], tuple[list[str], list[str]]]:
     """The points in both plans, and the names of those that are in one."""
     firsts, seconds = _by_key(one), _by_key(other)
+    kinds = {_items(one), _items(other)}
+    items = kinds.pop() if len(kinds) == 1 else "items"
     if len(firsts) == len(seconds) == 1:
         pairs = [(*firsts.values(), *seconds.values())]
     else:
@@ -184,7 +228,7 @@ def _points(
         ]
         differing += [f"error: {row['error']}" for row in (a, b) if "error" in row]
         made = [
-            _Pair(head, a.get(name), b.get(name), show)
+            _Pair(head.replace("items", items), a.get(name), b.get(name), show)
             for name, (head, show) in _SHOWN.items()
             if a.get(name) is not None or b.get(name) is not None
         ]
@@ -194,6 +238,11 @@ def _points(
         [key for key, row in rows.items() if id(row) not in paired] for rows in (firsts, seconds)
     ]
     return found, (alone[0], alone[1])
+
+
+def _items(plan: Mapping[str, Any]) -> str:
+    """What a plan's steps train on."""
+    return str(plan.get("items", "items"))
 
 
 def _by_key(plan: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -230,7 +279,7 @@ def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> _Pair:
 _CARDS = (
     ("device", "How much memory?", False),
     ("step (modelled)", "How long is a step?", False),
-    ("items/s/rank", "How fast?", True),
+    ("/s/rank", "How fast?", True),
 )
 _BARS = 24  # of the figure of what holds the memory, at most
 
@@ -268,9 +317,9 @@ def _page(
 
 def _cards(compared: _Compared) -> list[Card]:
     """What changes most for a reader, and which category changes most."""
-    by_name, cards = {pair.name: pair for pair in compared.pairs}, []
+    cards = []
     for name, question, more in _CARDS:
-        pair = by_name.get(name)
+        pair = next((each for each in compared.pairs if each.name.endswith(name)), None)
         change = pair.change if pair is not None else None
         if pair is None or change is None:
             continue
@@ -291,7 +340,7 @@ def _held(file: str, content: Mapping[str, Any]) -> Iterator[_Held]:
             name = ", ".join(f"{key} {row.get(key)}" for key in varying)
             held = row.get("categories") or {}
             more = {f"at the peak: {each}": (n, human_bytes(n)) for each, n in held.items()}
-            figures = {**figures_of(row, "items"), **more}
+            figures = {**figures_of(row, _items(content)), **more}
             yield _Held(f"{file}: {name}" if name else file, figures, _categories(held))
         return
     for name, timeline in content["timelines"].items():

@@ -120,6 +120,7 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
         return {
             "script": job.source,
             "keys": list(sweep.axes),
+            "items": sweep.items,
             "points": json.loads(sweep.to_json()),
             "largest": found if options.largest is not None else None,
             "files": files,

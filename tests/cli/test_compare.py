@@ -83,6 +83,7 @@ def test_what_the_commands_print_can_be_compared(command: Command, tmp_path: Pat
     (both,) = found["compared"]
     assert both["differing"] == ["world: 2 -> 4"]
     assert both["figures"]["sent"]["second"] > both["figures"]["sent"]["first"] > 0
+    assert both["figures"]["samples/s/rank"]["first"] > 0
     found = command("compare", tmp_path / "memory2.json", tmp_path / "memory4.json", "--json").json
     assert [each["what"] for each in found["compared"]] == ["peak of eager", "peak of program"]
     for each in found["compared"]:
@@ -112,6 +113,18 @@ def test_files_that_cannot_be_compared(
     command: Command, written: dict[str, Path], tmp_path: Path
 ) -> None:
     text, other, old = tmp_path / "text.json", tmp_path / "other.json", tmp_path / "old.json"
+    rows = [3, [{"a": 1}], [{"k": 1, "peak": "x"}], [{"k": 1, "categories": [1]}]]
+    plans = [{"points": row, "keys": ["k"], "script": "a"} for row in rows]
+    about = {"source": "a", "world": "b", "target": "c"}
+    reports = [{"timelines": {}}, {"timelines": {"eager": {"levels": {"peak": "x"}}}, **about}]
+    for content, kind in (*((each, "plan") for each in plans), *((r, "memory") for r in reports)):
+        (wrong := tmp_path / "wrong.json").write_text(json.dumps(content))
+        ran = command("compare", wrong, wrong, columns=500)
+        assert ran.code == 2, ran.err
+        assert f"wrong.json has other fields than what `{kind} --json` prints" in ran.words
+    (empty := tmp_path / "empty.json").write_text('{"points": [], "keys": [], "script": "a"}')
+    ran = command("compare", empty, empty, "--html", tmp_path / "no.html", columns=500)
+    assert ran.code == 2 and "have no point: there is nothing to write" in ran.words
     text.write_text("a table")
     other.write_text("[1]")
     old.write_text('{"points": []}')
