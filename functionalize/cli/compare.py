@@ -158,7 +158,9 @@ def _read(file: str) -> Mapping[str, Any]:
         raise UsageError(f"{file} does not name its keys: write it again with `plan --json`")
     if not (_is_plan(found) if "points" in found else _is_report(found)):
         kind = next(name for key, name in _KINDS.items() if key in found)
-        raise UsageError(f"{file} has other fields than what `{kind} --json` prints: write it again")
+        raise UsageError(
+            f"{file} has other fields than what `{kind} --json` prints: write it again"
+        )
     return found
 
 

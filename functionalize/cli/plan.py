@@ -114,6 +114,8 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
             with out.working(f"searching the largest {options.largest}"):
                 largest = sweep.largest(options.largest, options.limit, most=_SEARCH_END)
     files = _write(sweep, job, options)
+    wanted = (options.csv, options.html, options.png, options.trace)
+    missing = [each for each in wanted if each is not None and each not in files]
 
     def data() -> dict[str, Any]:
         found = {"key": options.largest, "value": largest, "limit": options.limit}
@@ -138,10 +140,14 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
             plain(console, f"wrote {file}")
 
     out.emit(data, show)
+    if missing:
+        out.note(f"no point has a time, so {' and '.join(missing)} cannot be drawn: not written")
     failed = sum(each.error is not None for each in sweep.plans)
     if failed:
         out.note(f"{failed} of {len(sweep.plans)} points could not be planned")
-    return int(largest is None and options.limit is not None and not _within(sweep))
+    return int(
+        bool(missing) or largest is None and options.limit is not None and not _within(sweep)
+    )
 
 
 def _within(sweep: Sweep) -> bool:
@@ -229,12 +235,14 @@ def _show_table(console: Console, heads: list[str], rows: list[list[str]]) -> li
 
 
 def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
-    every = (options.csv, options.html, options.png, options.trace)
-    files = [file for file in every if file is not None]
+    """Write the files; return their names. A picture and a trace need a point that has a time."""
+    timed = any(each.figures is not None for each in sweep.plans)
+    drawn = (options.png, options.trace) if timed else ()
+    files = [file for file in (options.csv, options.html, *drawn) if file is not None]
     with writing(*files):
         if options.csv is not None:
             Path(options.csv).write_text(sweep.to_csv(), encoding="utf-8")
-        if options.png is not None:
+        if options.png in files:
             title = f"{job.source}: {len(sweep.plans)} points"
             rate = f"{sweep.items}/s/rank, modelled"
             x = (
@@ -249,7 +257,7 @@ def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
             tradeoff_picture(rows, options.png, x=across, y=up, limit=options.limit, title=title)
         if options.html is not None:
             write_sweep_page(options.html, sweep, f"Plan of {job.source}")
-        if options.trace is not None:
+        if options.trace in files:
             write_trace(options.trace, _runs(sweep))
     return files
 

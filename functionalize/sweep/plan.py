@@ -221,7 +221,10 @@ class Planner:
             noted(*args, **kwargs)
             memory = without_program(noted, machine, Settings.parse(conf), now.world)
             reason = self._reasons.setdefault(without_numbers(why), " ".join(why.split()))
-            remarks = [f"no program was made, so time and traffic are not known: it {reason}"]
+            remarks = [
+                "no program was made, so time and traffic are not known; the step cannot be captured: "
+                + reason
+            ]
             return self._plan(point, now, start, remarks, memory)
         recorded, program, _ = captured
         if point.get("passes"):

@@ -470,6 +470,19 @@ def test_plan(command: Command, tmp_path: Path) -> None:
     assert peaks == [point["peak"] for point in points]
 
 
+def test_what_cannot_be_drawn_without_a_time_is_said_below_the_table(
+    command: Command, tmp_path: Path
+) -> None:
+    picture, table = tmp_path / "plan.png", tmp_path / "plan.csv"
+    files = ("--png", picture, "--csv", table, "--trace", tmp_path / "plan.json")
+    ran = command("plan", TRAINING, "--step", "prints", *files, columns=500)
+    assert ran.code == 1 and table.exists() and not picture.exists()
+    assert "the step cannot be captured: writes to sys.stdout" in ran.out
+    assert f"wrote {table}" in ran.out and f"wrote {picture}" not in ran.out
+    assert f"no point has a time, so {picture} and" in ran.err
+    assert "cannot be drawn: not written" in ran.words
+
+
 def test_columns_that_have_no_room(command: Command) -> None:
     args = ("plan", TRAINING, "--grid", "batch=1,64", "--grid", "world=2,4")
     narrow, wide = command(*args, columns=72), command(*args, columns=200)
