@@ -380,6 +380,9 @@ def tune(
     batches: Annotated[
         str | None, typer.Option(metavar="1,2,4", help="Of a rank and microbatch.")
     ] = None,
+    tp: Annotated[
+        str | None, typer.Option(metavar="2,4,8", help="Sizes of tensor parallelism to try, too.")
+    ] = None,
     passes: Annotated[
         list[str] | None,
         typer.Option(metavar="PIPELINE", help="To run on the best's program; repeatable."),
@@ -393,5 +396,15 @@ def tune(
 
     Example: [bold]functionalize tune train.py --world 64 --limit h100 --batch-tokens 1M --code policy.py[/]
     """
-    given = (_size(limit), batch_tokens, batches, passes, top, machine, alloc_conf or None, code)
+    given = (
+        _size(limit),
+        batch_tokens,
+        batches,
+        passes,
+        top,
+        machine,
+        alloc_conf or None,
+        tp,
+        code,
+    )
     tune_command.tune(out, job, tune_command.TuneOptions(*given))

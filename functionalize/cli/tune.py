@@ -26,7 +26,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 class TuneOptions:
     """The options of the command.
 
-    limit: bytes of a device. tokens: of a step, as text. batches: as text. pipelines: to run on the best's program.
+    limit: bytes of a device. tokens: of a step, as text. batches, tp: lists as text. pipelines: to run on the best's program.
     top: settings that are planned whole. code: a file to write.
     """
 
@@ -37,6 +37,7 @@ class TuneOptions:
     top: int = 1
     machine: str | None = None
     alloc_conf: str | None = None
+    tp: str | None = None
     code: str | None = None
 
     def check(self, job: Job) -> None:
@@ -67,19 +68,18 @@ def count(text: str) -> int:
     return number
 
 
-def batch_list(text: str) -> list[int]:
+def number_list(text: str | None, option: str) -> list[int] | None:
     """Parse `1,2,4`."""
-    parts = text.split(",")
+    parts = text.split(",") if text is not None else []
     if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise UsageError(f"--batches {text!r} cannot be read: write 1,2,4")
-    return [int(part) for part in parts]
+        raise UsageError(f"--{option} {text!r} cannot be read: write 1,2,4")
+    return [int(part) for part in parts] or None
 
 
 def tune(out: Out, job: Job, options: TuneOptions) -> None:
     """Search, print the answer, write its policy."""
     options.check(job)
     tokens = count(options.tokens) if options.tokens is not None else None
-    batches = batch_list(options.batches) if options.batches is not None else None
     fixed: dict[str, Any] = {**job.parameters}
     if options.alloc_conf is not None:
         fixed["alloc_conf"] = options.alloc_conf
@@ -92,7 +92,8 @@ def tune(out: Out, job: Job, options: TuneOptions) -> None:
         "limit": options.limit,
         "batch_tokens": tokens,
         "meshes": [sizes] if sizes else None,
-        "batches": batches,
+        "batches": number_list(options.batches, "batches"),
+        "tp": number_list(options.tp, "tp"),
         "pipelines": ("default",) if options.pipelines is None else options.pipelines,
         "top": options.top,
         "target": job.target,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from functionalize.errors import FunctionalizeError
+from functionalize.errors import FunctionalizeError, TuneError
 from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_figures import EAGER
@@ -23,7 +23,7 @@ from functionalize.sweep.summary import Figures, Items, Plan
 from functionalize.tuning.compose import LayerAssignment, StepNumbers, options, solved
 from functionalize.tuning.policy import EagerPolicy, LayerPolicy
 from functionalize.tuning.short_plans import ShortPlans, unusable
-from functionalize.tuning.space import MeshKey, Setting
+from functionalize.tuning.space import TENSOR_PARALLEL, MeshKey, Setting
 from functionalize.tuning.variants import Variant
 
 _BUDGETS = tuple(1 - i / 20 for i in range(16))  # of what is left: the frontier
@@ -106,8 +106,9 @@ class Search:
         for mesh in meshes:
             try:
                 self._settings += self._settings_on(mesh)
-            except FunctionalizeError as error:
-                self.failed[mesh] = str(error).splitlines()[0]
+            except Exception as error:  # of the script, too, which may not take each mesh
+                kind = "" if isinstance(error, FunctionalizeError) else f"{type(error).__name__}: "
+                self.failed[mesh] = kind + (str(error).splitlines() or [""])[0]
                 if len(self.failed) == len(meshes):  # the same for each, as a rule
                     raise
         self._compose()
@@ -118,6 +119,12 @@ class Search:
         if items is not None:
             each, ranks = items.number, ranks // items.ranks
             self.items = items
+            split = dict(mesh or ()).get(TENSOR_PARALLEL, 1)
+            if items.ranks % split:
+                raise TuneError(
+                    f"`build` shards parameters over the dimension `{TENSOR_PARALLEL}` of its mesh, too, and splits no "
+                    "op over it: give `fully_shard` the other dimensions, and `parallelize_module` this one"
+                )
         found = space.settings(mesh, each, ranks)
         if space.batches is not None or space.tokens is not None:
             return found

@@ -8,7 +8,7 @@
    of all else, between which other batches lie. The same with other reshardings, with accumulation, and recomputed.
 2. For each batch, one layer op by op (`pieces.py`), and its best choices (`choices.py`).
 
-A model that cannot be shortened (its forward needs every layer, or no layers are equal) is planned whole.
+A model that cannot be shortened (its forward needs every layer, or few layers are equal) is planned whole.
 Invariant: every figure here is of a plan, or linear in figures of plans.
 """
 
@@ -92,14 +92,19 @@ class ShortPlans:
             self._seen = True
             self._see(setting, None)
             if all(len(r.names) <= _KEEP + 1 or not r.removable for r in self.runs):
-                self.whole = "no layers are equal" if self.runs else "no layers are wrapped"
+                few = f"no more than {_KEEP + 1} layers that follow each other are equal"
+                self.whole = few if self.runs else "no layers are wrapped"
         try:
             return self._planned(setting, None, None)[1]
         except Exception as error:
-            if self.whole is not None:
+            if self.whole is not None or self._short:
                 raise
             self.whole = f"its forward needs every layer ({type(error).__name__})"
-            return self._planned(setting, None, None)[1]
+            try:
+                return self._planned(setting, None, None)[1]
+            except Exception:  # on this mesh alone, as far as is known
+                self.whole = None
+                raise
 
     # -- numbers -----------------------------------------------------------------------------------
 

@@ -6,9 +6,10 @@
     space.reshards               `reshard_after_forward`: of every layer that `fully_shard` wraps
     space.left_out               why an axis is not searched, in words
 
-A mesh is given to `build` as a `DeviceMesh` with the dimensions `shard`, or `replicate` and `shard`; meshes of your own
-may have others, as `tp`. Batches are those of one rank and microbatch.
-Refuses (`TuneError`): a step that is smaller than one sample per rank; a mesh where `build` has no such parameter.
+A mesh is given to `build` as a `DeviceMesh` with the dimensions `shard`, or `replicate` and `shard`, and after them `tp`
+where sizes of it are asked for; meshes of your own may have others. Batches are those of one rank and microbatch.
+Refuses (`TuneError`): a step that is smaller than one sample per rank; a mesh where `build` has no such parameter; a
+mesh, or a size of tensor parallelism, that the world does not have.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from functionalize.errors import TuneError
 from functionalize.planning.machines.machine import Machine
 from functionalize.tuning.policy import Mesh
 
+TENSOR_PARALLEL = "tp"  # the dimension of a mesh that `build` splits ops over
 _NODES = (1, 2, 4)  # sizes of a group that shards, in nodes
 _DIVISORS = 6  # microbatches that are tried at most
 _DOUBLINGS = 12
@@ -69,14 +71,22 @@ class Space:
         meshes: Sequence[Mesh] | None = None,
         batches: Sequence[int] | None = None,
         tokens: int | None = None,
+        tp: Sequence[int] | None = None,
     ) -> Space:
-        """functions: `build`, `inputs`, `step`."""
+        """functions: `build`, `inputs`, `step`. tp: sizes of tensor parallelism beside none."""
         names = [_parameters(f) for f in functions]
         left_out = []
         has_mesh, has_batch = "mesh" in names[0], any("batch" in found for found in names)
         accumulates = any("accumulate" in found for found in names)
         if meshes is not None and not has_mesh:
             raise TuneError("meshes are given, and `build` has no parameter `mesh` that takes one")
+        if tp is not None and (meshes is not None or not has_mesh):
+            why = (
+                "meshes are given"
+                if has_mesh
+                else "`build` has no parameter `mesh` that takes them"
+            )
+            raise TuneError(f"sizes of tensor parallelism are given, and {why}")
         if batches is not None and not has_batch:
             raise TuneError("batches are given, and no function has a parameter `batch`")
         if tokens is not None and not (has_batch or accumulates):
@@ -85,6 +95,8 @@ class Space:
             )
         if not has_mesh:
             left_out.append("mesh: `build` has no parameter `mesh` (a DeviceMesh)")
+        elif meshes is None and tp is None:
+            left_out.append("tensor parallelism: `tp` names no sizes of it")
         if not has_batch:
             left_out.append("batch: no function has a parameter `batch`")
         if not accumulates:
@@ -94,8 +106,14 @@ class Space:
         for mesh in own:
             if math.prod(size for _, size in mesh) != world:
                 raise TuneError(f"the mesh {dict(mesh)} is not one of {world:,} ranks")
+        for size in tp or ():
+            if world % size:
+                raise TuneError(f"{world:,} ranks have no groups of {size} for tensor parallelism")
+        found = [
+            mesh for size in dict.fromkeys((1, *(tp or ()))) for mesh in _meshes(world, node, size)
+        ]
         return Space(
-            own or (_meshes(world, node) if has_mesh else (None,)),
+            own or (tuple(found) if has_mesh else (None,)),
             (True, False, *([node] if node < world and not world % node else [])),
             has_batch,
             accumulates,
@@ -143,10 +161,12 @@ def _parameters(function: Callable[..., Any] | None) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _meshes(world: int, node: int) -> tuple[MeshKey, ...]:
-    """Sharding over all ranks, and over one, two and four nodes with replicas of each group."""
+def _meshes(world: int, node: int, tp: int = 1) -> tuple[MeshKey, ...]:
+    """Sharding over all ranks, and over one, two and four nodes with replicas of each group. tp: ranks that split ops."""
+    world, node = world // tp, max(node // tp, 1)
+    split = ((TENSOR_PARALLEL, tp),) if tp > 1 else ()
     sizes = [node * n for n in _NODES if node * n < world and not world % (node * n)]
     if world <= node:
         sizes = [n for n in (world // 2,) if n > 1 and not world % n]
     hybrid: list[MeshKey] = [(("replicate", world // n), ("shard", n)) for n in sizes]
-    return ((("shard", world),), *hybrid)
+    return tuple((*mesh, *split) for mesh in ((("shard", world),), *hybrid))

@@ -53,6 +53,7 @@ def tune(
     batch_tokens: int | None = None,
     meshes: Sequence[Mesh] | None = None,
     batches: Sequence[int] | None = None,
+    tp: Sequence[int] | None = None,
     pipelines: Sequence[str] = ("default",),
     top: int = 1,
     progress: Callable[[str], None] | None = None,
@@ -66,6 +67,7 @@ def tune(
     batch_tokens: tokens or samples of a step over all ranks, rounded to whole batches; None: any.
     meshes: dimension -> ranks, for `build`'s parameter `mesh`; None: those that the machine's nodes suggest.
     batches: of a rank and microbatch; None: the divisors of what a rank has in a step.
+    tp: sizes of tensor parallelism to try, too, for a `build` that splits ops over the dimension `tp` of its mesh.
     pipelines: passes that are run on the best's program. top: how many settings are planned as they stand.
     progress: called with a text. fixed: other keys, as those of `fz.plan`.
     Raises `TuneError`, and the errors of `fz.plan`.
@@ -73,7 +75,7 @@ def tune(
     start = time.perf_counter()
     own: dict[str, Any] = {"target": target, "machine": machine, "pipelines": pipelines, "top": top}
     asked = asked_for(
-        (build, inputs, step), world, limit, batch_tokens, meshes, batches, **own, **fixed
+        (build, inputs, step), world, limit, batch_tokens, meshes, batches, tp=tp, **own, **fixed
     )
     constants = sum(each.nbytes for each in declared(asked.machine, 1))
     if asked.limit <= constants:
@@ -111,6 +113,7 @@ def asked_for(
     meshes: Sequence[Mesh] | None,
     batches: Sequence[int] | None,
     *,
+    tp: Sequence[int] | None,
     pipelines: Sequence[str],
     top: int,
     target: str | Target,
@@ -122,12 +125,12 @@ def asked_for(
     build, inputs, step = script
     check_functions(build, step, inputs, None, {}, TuneError)
     bytes_of_device = _limit(limit)
-    _check(build, world, batch_tokens, batches, top, fixed)
+    _check(build, world, batch_tokens, {"batches": batches, "tp": tp}, top, fixed)
     _check_pipelines(pipelines)
     where = machine_of(
         machine, target.name if isinstance(target, Target) else target_named(target).name
     )
-    space = Space.of(script, world, where, meshes, batches, batch_tokens)
+    space = Space.of(script, world, where, meshes, batches, batch_tokens, tp)
     every = {"world": world, "target": target, "machine": machine, **fixed}
     keys = {key: value for key, value in every.items() if value is not None}
     builder = VariantBuilder(build)
@@ -155,7 +158,7 @@ def _answer(search: Search, world: int, start: float) -> Tuned:
             "layers: `build` returns no model with modules that `fully_shard` wraps below a root"
         )
     elif short.whole is not None:
-        left_out.append(f"nothing, but planned whole each time: {short.whole}")
+        left_out.append(f"short models, so each was planned whole: {short.whole}")
     facts = SearchFacts(
         settings=len({each.setting for each in every}),
         candidates=len(every),
@@ -202,14 +205,15 @@ def _check(
     build: Any,
     world: Any,
     tokens: Any,
-    batches: Sequence[Any] | None,
+    lists: Mapping[str, Sequence[Any] | None],
     top: Any,
     fixed: Mapping[str, Any],
 ) -> None:
     """Raises `TuneError` for arguments of the wrong kind."""
     numbers = {"world": world, "top": top, "batch_tokens": 1 if tokens is None else tokens}
-    for i, batch in enumerate(batches or ()):
-        numbers[f"batches[{i}]"] = batch
+    numbers |= {
+        f"{name}[{i}]": each for name, found in lists.items() for i, each in enumerate(found or ())
+    }
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
             raise TuneError(f"`{name}` is a positive whole number, not {value!r}")

@@ -39,6 +39,7 @@ def test_json(command: Command) -> None:
         ((), "tune needs --limit: within how many bytes?"),
         (("--limit", "80GB", "--batch-tokens", "1T"), "--batch-tokens '1T' cannot be read: write"),
         (("--limit", "80GB", "--batches", "1,x"), "--batches '1,x' cannot be read: write 1,2,4"),
+        (("--limit", "80GB", "--tp", "2,x"), "--tp '2,x' cannot be read: write 1,2,4"),
         (("--limit", "80GB", "--passes", "fly"), "no pass `fly`"),
         (("--limit", "80GB", "--machine", "abacus"), "abacus"),
         (("--limit", "80GB", "--code", "policy.txt"), "the policy is a Python file, which ends in"),

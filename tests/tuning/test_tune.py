@@ -19,7 +19,7 @@ from functionalize.tuning.space import Space
 from functionalize.tuning.variants import device_mesh, layers_of
 from tests.ranks import run_on_ranks
 from tests.tuning import training
-from tests.tuning.training import build, inputs, step
+from tests.tuning.training import build, build_split, inputs, step
 
 LIMIT = 2_200_000
 
@@ -141,7 +141,44 @@ def test_meshes_and_batches_are_searched() -> None:
     assert [(s.batch, s.accumulate) for s in settings] == [(1, 8), (2, 4), (4, 2), (8, 1)]
     assert space.reshards_on(space.meshes[0], 32) == (True, False, 8)
     assert space.reshards_on(space.meshes[1], 32) == (True, False)
-    assert space.left_out == ()
+    assert space.left_out == ("tensor parallelism: `tp` names no sizes of it",)
+    split = Space.of((build, inputs, step), 32, MACHINES["h100"], tp=[4])
+    assert split.meshes[:3] == space.meshes and split.left_out == ()
+    assert split.meshes[3:] == (
+        (("shard", 8), ("tp", 4)),
+        (("replicate", 4), ("shard", 2), ("tp", 4)),
+        (("replicate", 2), ("shard", 4), ("tp", 4)),
+    )
+
+
+def test_tensor_parallelism_is_searched_where_the_model_splits_its_ops() -> None:
+    """A model that takes the dimension for one more to shard over is named."""
+    given = {"world": 2, "limit": LIMIT, "target": "cpu", "batches": [4], "batch_tokens": 2048}
+    found = fz.tune(build_split, step, inputs=inputs, tp=[2], pipelines=[], **given)
+    split = [each for each in found.candidates if dict(each.setting.mesh) == {"shard": 1, "tp": 2}]
+    assert {each.setting.batch * each.setting.accumulate for each in split} == {16}
+    assert {each.items for each in split} == {1024.0}  # two ranks train on the same 2,048 tokens
+    other = fz.tune(build, step, inputs=inputs, tp=[2], pipelines=[], **given)
+    assert "`build` shards parameters over the dimension `tp`" in other.text()
+    assert other.policy.mesh == {"shard": 2} and other.facts.failed.keys() == {
+        "{'shard': 1, 'tp': 2}"
+    }
+    assert "planned whole" not in other.text()
+
+
+def test_a_mesh_that_the_script_does_not_take_is_named() -> None:
+    def picky(mesh=None):
+        if len(mesh.shape) > 1:
+            raise ValueError("one dimension, please")
+        return build(mesh=mesh)
+
+    found = fz.tune(
+        picky, step, inputs=inputs, world=4, limit=LIMIT, target="cpu", batches=[4], pipelines=[]
+    )
+    assert found.facts.failed == {
+        "{'replicate': 2, 'shard': 2}": "ValueError: one dimension, please"
+    }
+    assert "planned whole" not in found.text()
 
 
 def plain_build():
@@ -191,6 +228,9 @@ def test_what_a_script_does_not_parametrise_is_named() -> None:
         ({"pipelines": "default"}, "`pipelines` is a list of pipelines, not 'default'"),
         ({"machine": "abacus"}, "no machine `abacus`"),
         ({"meshes": [{"shard": 3}]}, "the mesh {'shard': 3} is not one of 2 ranks"),
+        ({"tp": [3]}, "2 ranks have no groups of 3 for tensor parallelism"),
+        ({"tp": [0]}, r"`tp\[0\]` is a positive whole number, not 0"),
+        ({"tp": [2], "meshes": [{"shard": 2}]}, "tensor parallelism are given, and meshes are"),
         ({"flavour": 3}, "no function accepts `flavour`"),
     ],
 )
@@ -209,6 +249,7 @@ def test_axes_that_the_functions_lack_are_refused() -> None:
         ({"meshes": [{"shard": 1}]}, "meshes are given, and `build` has no parameter `mesh`"),
         ({"batches": [1]}, "batches are given, and no function has a parameter `batch`"),
         ({"batch_tokens": 64}, "no function has a parameter `batch` or `accumulate`"),
+        ({"tp": [2]}, "sizes of tensor parallelism are given, and `build` has no parameter `mesh`"),
     ):
         with pytest.raises(TuneError, match=message):
             fz.tune(plain_build, plain_step, inputs=lambda: torch.randn(1, 16), **given, **more)

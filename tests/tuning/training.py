@@ -6,6 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 WIDTH, LAYERS = 32, 4
 
@@ -53,3 +58,16 @@ def step(model, optimizer, *microbatches):
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def build_split(mesh=None):
+    """The same with the two large layers of each block split over the dimension `tp` of the mesh, if it has one."""
+    model, rest = Net(WIDTH, LAYERS), mesh
+    if "tp" in mesh.mesh_dim_names:
+        rest = mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")]
+        ways = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], ways)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=rest)
+    return model, torch.optim.AdamW(model.parameters())
