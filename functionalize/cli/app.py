@@ -21,10 +21,31 @@ from functionalize.cli import plan as plan_command
 from functionalize.cli import tune as tune_command
 from functionalize.cli.compare import compare
 from functionalize.cli.console import Out, run
-from functionalize.cli.recorded import DEFAULT_WORLD, Job
+from functionalize.cli.options import (
+    AllocConf,
+    Build,
+    Debug,
+    Inputs,
+    Json,
+    Limit,
+    Machine,
+    Mesh,
+    Passes,
+    Pipeline,
+    Price,
+    Rank,
+    Script,
+    Set,
+    Source,
+    Step,
+    Target,
+    Tokens,
+    World,
+    file_option,
+)
+from functionalize.cli.recorded import Job
 from functionalize.cli.scripts import FunctionNames, assignments, axes, nbytes, training
 from functionalize.cli.scripts import mesh as sizes
-from functionalize.cli.tape import show_tape
 from functionalize.errors import UsageError
 from functionalize.planning.machines.presets import MACHINES
 
@@ -36,102 +57,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_SCRIPT = "Of the script"
-_WORLD = "Of the world"
-_PRINTED = "What is printed"
-
-Script = Annotated[
-    str,
-    typer.Argument(
-        metavar="SCRIPT", help="path/to/file.py or package.module, with `build` and `step`."
-    ),
-]
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SCRIPT|FILE",
-        help="path/to/file.py or package.module; or a file.fzp that `capture -o` wrote.",
-    ),
-]
-Pipeline = Annotated[
-    str,
-    typer.Argument(
-        metavar="PIPELINE",
-        help="Passes by name, with options: default, or fold_views,remat{select=all}.",
-    ),
-]
-Build = Annotated[
-    str, typer.Option(metavar="NAME", help="Returns model, optimizer, ...", rich_help_panel=_SCRIPT)
-]
-Step = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="Takes what build and inputs return.", rich_help_panel=_SCRIPT
-    ),
-]
-Inputs = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Returns the batch; `inputs`, if there is one.",
-        rich_help_panel=_SCRIPT,
-    ),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="A parameter of these functions; repeatable. reshard=False and checkpoint=True work with any model.",
-        rich_help_panel=_SCRIPT,
-    ),
-]
-World = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", help=f"Ranks; {DEFAULT_WORLD} without a mesh.", rich_help_panel=_WORLD
-    ),
-]
-Mesh = Annotated[
-    str | None,
-    typer.Option(metavar="SIZES", help="dp=64,tp=8 or 64x8.", rich_help_panel=_WORLD),
-]
-Rank = Annotated[
-    int, typer.Option(min=0, metavar="N", help="The rank to look at.", rich_help_panel=_WORLD)
-]
-Target = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Whose kernels: cuda or cpu.", rich_help_panel=_WORLD),
-]
-Passes = Annotated[
-    str | None,
-    typer.Option(metavar="PIPELINE", help="Passes to run on the graph first."),
-]
-Machine = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|FILE", help="Of the modelled time and the constants: h100, ..., here.json."
-    ),
-]
-Limit = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory of the device: 80GB, 79GiB, h100.")
-]
-AllocConf = Annotated[
-    str, typer.Option(metavar="TEXT", help="As PYTORCH_ALLOC_CONF: expandable_segments:True.")
-]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="JSON on stdout, nothing else there.", rich_help_panel=_PRINTED),
-]
-Debug = Annotated[
-    bool,
-    typer.Option("--debug", help="Tracebacks, warnings and logs.", rich_help_panel=_PRINTED),
-]
-
-
-def _file(kind: str, help: str) -> typer.models.OptionInfo:
-    return typer.Option(metavar=kind, help=help)
 
 
 def _size(text: str | None) -> int | None:
@@ -249,7 +174,9 @@ def show(
     tape: Annotated[
         bool, typer.Option("--tape", help="Autograd's nodes in their order, not the graph.")
     ] = False,
-    png: Annotated[str | None, _file("FILE.png", "With --tape: a picture (or .svg, .pdf).")] = None,
+    png: Annotated[
+        str | None, file_option("FILE.png", "With --tape: a picture (or .svg, .pdf).")
+    ] = None,
     passes: Passes = None,
 ) -> None:
     """Print the graph of a step, all of it or the part of a module, a phase, a text, the backward of one op.
@@ -258,7 +185,7 @@ def show(
     """
     keep = graphs.Filter(module, phase, grep, backward_of)
     if tape:
-        show_tape(out, job, keep, png, passes)
+        graphs.show_tape(out, job, keep, png, passes)
     elif png is not None:
         raise UsageError("--png draws the tape: add --tape")
     else:
@@ -292,10 +219,14 @@ def memory(
     limit: Limit = None,
     alloc_conf: AllocConf = "",
     machine: Machine = None,
-    png: Annotated[str | None, _file("FILE.png", "A picture (or .svg, .pdf).")] = None,
-    html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
-    snapshot: Annotated[str | None, _file("FILE.pickle", "For PyTorch's memory viewer.")] = None,
-    trace: Annotated[str | None, _file("FILE.json", "For Perfetto: schedule and memory.")] = None,
+    png: Annotated[str | None, file_option("FILE.png", "A picture (or .svg, .pdf).")] = None,
+    html: Annotated[str | None, file_option("FILE.html", "A page that works offline.")] = None,
+    snapshot: Annotated[
+        str | None, file_option("FILE.pickle", "For PyTorch's memory viewer.")
+    ] = None,
+    trace: Annotated[
+        str | None, file_option("FILE.json", "For Perfetto: schedule and memory.")
+    ] = None,
     time_axis: Annotated[
         bool, typer.Option("--time-axis", help="The picture over modelled time, not over events.")
     ] = False,
@@ -329,17 +260,16 @@ def plan(
     passes: Passes = None,
     alloc_conf: AllocConf = "",
     machine: Machine = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Days of training on so many: 15T, 300B, 1e9."),
+    tokens: Tokens = None,
+    price: Price = None,
+    csv: Annotated[str | None, file_option("FILE.csv", "The table, numbers as they are.")] = None,
+    html: Annotated[str | None, file_option("FILE.html", "A page that works offline.")] = None,
+    png: Annotated[
+        str | None, file_option("FILE.png", "Memory against time (or .svg, .pdf).")
     ] = None,
-    price: Annotated[
-        float | None, typer.Option(metavar="X", help="Of a GPU for an hour: the cost of --tokens.")
+    trace: Annotated[
+        str | None, file_option("FILE.json", "For Perfetto: schedule and memory.")
     ] = None,
-    csv: Annotated[str | None, _file("FILE.csv", "The table, numbers as they are.")] = None,
-    html: Annotated[str | None, _file("FILE.html", "A page that works offline.")] = None,
-    png: Annotated[str | None, _file("FILE.png", "Memory against time (or .svg, .pdf).")] = None,
-    trace: Annotated[str | None, _file("FILE.json", "For Perfetto: schedule and memory.")] = None,
 ) -> int:
     """Plan a step at every point of a grid: memory, traffic, modelled time.
 
@@ -390,21 +320,16 @@ def tune(
     top: Annotated[int, typer.Option(min=1, metavar="K", help="Settings to plan whole.")] = 1,
     alloc_conf: AllocConf = "",
     machine: Machine = None,
-    code: Annotated[str | None, _file("FILE.py", "Write the policy, to apply to a model.")] = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    code: Annotated[
+        str | None, file_option("FILE.py", "Write the policy, to apply to a model.")
+    ] = None,
 ) -> None:
     """Search the configuration with the most tokens per second that fits in --limit, and print it as code.
 
     Example: [bold]functionalize tune train.py --world 64 --limit h100 --batch-tokens 1M --code policy.py[/]
     """
-    given = (
-        _size(limit),
-        batch_tokens,
-        batches,
-        passes,
-        top,
-        machine,
-        alloc_conf or None,
-        tp,
-        code,
-    )
+    run, size = training(tokens, price), _size(limit)
+    given = (size, batch_tokens, batches, passes, top, machine, alloc_conf or None, tp, run, code)
     tune_command.tune(out, job, tune_command.TuneOptions(*given))

@@ -10,7 +10,7 @@ import difflib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,10 +22,11 @@ from functionalize.cli.console import Out, plain, table
 from functionalize.cli.files import write_graph
 from functionalize.cli.recorded import Job, recorded
 from functionalize.cli.recorded_step import Recorded
-from functionalize.cli.scripts import as_usage, check_files
+from functionalize.cli.scripts import as_usage, check_files, check_picture
 from functionalize.errors import UsageError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import phase_of
+from functionalize.planning.pictures.tape_picture import tape_picture
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_text import signed
 from functionalize.planning.timeline.program_memory import user_line
@@ -213,6 +214,28 @@ def _show_graph(console: Console, program: Program, keep: Filter, count: int) ->
     console.print(text, soft_wrap=True)
     if keep.filters:
         plain(console, f"({count:,} of {program.nodes():,} ops)")
+
+
+def show_tape(out: Out, job: Job, keep: Filter, png: str | None, pipeline: str | None) -> None:
+    """Print the autograd nodes of a step's backwards in their order, and draw them to `png` (None: not)."""
+    if keep.filters:
+        raise UsageError(
+            "--tape shows all nodes: leave out --module, --phase, --grep and --backward-of"
+        )
+    check_pipeline(pipeline)
+    check_picture(png)
+    check_files(png)
+    with out.working() as say, recorded(job, say) as raw:
+        found = raw.after(pipeline, say)
+        tape = found.program.tape()
+        if png is not None:
+            say(f"drawing {png}")
+            tape_picture(tape, png, title=found.name)
+    names = {number: [op.name for op in ops] for number, ops in tape.ops.items()}
+    out.emit(
+        lambda: {"backwards": [asdict(each) for each in tape.backwards], "ops": names},
+        lambda console: plain(console, str(tape)),
+    )
 
 
 # -- opt -------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +15,7 @@ from functionalize.cli.console import Out, plain, table, wrapped
 from functionalize.cli.graphs import check_pipeline, headline, show_notes
 from functionalize.cli.recorded import Job, recorded
 from functionalize.cli.recorded_step import Recorded
-from functionalize.cli.scripts import as_usage, check_files, writing
+from functionalize.cli.scripts import as_usage, check_files, check_picture, writing
 from functionalize.errors import UsageError
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import fsdp2_streams
@@ -39,7 +38,6 @@ from functionalize.sweep.checks import target_on
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,6 @@ def check_alloc_conf(text: str | None) -> Settings:
     """The allocator's settings; raises `UsageError` for a text that torch refuses."""
     with as_usage():
         return Settings.parse(text or "")
-
-
-def check_picture(file: str | None) -> None:
-    """Raises `UsageError` for a picture of an unknown format, before the (slow) recording."""
-    if file is not None and Path(file).suffix not in _PICTURES:
-        raise UsageError(f"--png {file}: the file of a picture ends in {' or '.join(_PICTURES)}")
 
 
 def memory(out: Out, job: Job, options: MemoryOptions) -> int:

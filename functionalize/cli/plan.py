@@ -13,9 +13,9 @@ from rich.console import Console
 
 import functionalize as fz
 from functionalize.cli.console import Out, error_text, fits, plain, table_of
-from functionalize.cli.memory import brief, check_picture
+from functionalize.cli.memory import brief
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
-from functionalize.cli.scripts import Script, as_usage, check_files, opened, writing
+from functionalize.cli.scripts import Script, as_usage, check_files, check_picture, opened, writing
 from functionalize.errors import PlanError, UsageError
 from functionalize.planning.pictures.chrome_trace import TraceRun, write_trace
 from functionalize.planning.pictures.pictures import tradeoff_picture
@@ -146,7 +146,7 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
     if failed:
         out.note(f"{failed} of {len(sweep.plans)} points could not be planned")
     return int(
-        bool(missing) or largest is None and options.limit is not None and not _within(sweep)
+        bool(missing) or (largest is None and options.limit is not None and not _within(sweep))
     )
 
 
@@ -242,7 +242,7 @@ def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
     with writing(*files):
         if options.csv is not None:
             Path(options.csv).write_text(sweep.to_csv(), encoding="utf-8")
-        if options.png in files:
+        if options.png is not None and timed:
             title = f"{job.source}: {len(sweep.plans)} points"
             rate = f"{sweep.items}/s/rank, modelled"
             x = (
@@ -257,7 +257,7 @@ def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
             tradeoff_picture(rows, options.png, x=across, y=up, limit=options.limit, title=title)
         if options.html is not None:
             write_sweep_page(options.html, sweep, f"Plan of {job.source}")
-        if options.trace in files:
+        if options.trace is not None and timed:
             write_trace(options.trace, _runs(sweep))
     return files
 

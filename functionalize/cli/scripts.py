@@ -33,6 +33,7 @@ from functionalize.errors import FunctionalizeError, SaveError, UsageError
 from functionalize.sweep.training import Training
 
 Mesh = dict[str, int] | tuple[int, ...]
+_PICTURES = (".png", ".svg", ".pdf")
 _WORDS = {"true": True, "false": False, "none": None}
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _UNITS = {"b": 1} | {
@@ -226,6 +227,12 @@ def check_files(*files: str | None) -> None:
             raise UsageError(f"{file} cannot be written: permission denied")
 
 
+def check_picture(file: str | None) -> None:
+    """Raises `UsageError` for a picture of an unknown format, before the (slow) recording."""
+    if file is not None and Path(file).suffix not in _PICTURES:
+        raise UsageError(f"--png {file}: the file of a picture ends in {' or '.join(_PICTURES)}")
+
+
 @contextmanager
 def writing(*files: str) -> Iterator[None]:
     """Raises `SaveError` where one of these files cannot be written, as on a disk that is full."""
@@ -242,7 +249,7 @@ def nbytes(text: str) -> int:
     unit = found[2].lower() or "b" if found is not None else ""
     if found is None or unit not in _UNITS:
         raise UsageError(
-            f"the size {text!r} cannot be read: write 80GB, 74.5GiB, or a number of bytes"
+            f"the size {text!r} cannot be read: write 80GB, 74.5GiB, a number of bytes, or a machine, as h100"
         )
     size = float(found[1]) * _UNITS[unit]
     if not 1 <= size < math.inf:

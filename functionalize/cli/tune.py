@@ -17,6 +17,7 @@ from functionalize.cli.console import Out, plain
 from functionalize.cli.recorded import DEFAULT_WORLD, Job
 from functionalize.cli.scripts import as_usage, check_files, opened, writing
 from functionalize.errors import UsageError
+from functionalize.sweep.training import Training
 from functionalize.tuning.tune import asked_for
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -26,8 +27,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 class TuneOptions:
     """The options of the command.
 
-    limit: bytes of a device. tokens: of a step, as text. batches, tp: lists as text. pipelines: to run on the best's program.
-    top: settings that are planned whole. code: a file to write.
+    limit: bytes of a device. tokens: of a step, as text. batches, tp: lists as text. pipelines: to run on the best's
+    program. top: settings that are planned whole. training: a run whose days and cost are asked for. code: a file.
     """
 
     limit: int | None
@@ -38,6 +39,7 @@ class TuneOptions:
     machine: str | None = None
     alloc_conf: str | None = None
     tp: str | None = None
+    training: Training | None = None
     code: str | None = None
 
     def check(self, job: Job) -> None:
@@ -105,12 +107,14 @@ def tune(out: Out, job: Job, options: TuneOptions) -> None:
             asked_for((script.build, script.inputs, script.step), **search)
         with out.working("searching") as say:
             found = fz.tune(script.build, script.step, inputs=script.inputs, progress=say, **search)
+    if options.training is not None:
+        found = found.over(options.training)
     if options.code is not None:
         with writing(options.code):
             Path(options.code).write_text(found.policy.code(), encoding="utf-8")
 
     def show(console: Console) -> None:
-        plain(console, f"{job.source}: {found.text()}")
+        plain(console, f"{job.source}: {found.text(console.width)}")
         if options.code is not None:
             plain(console, f"wrote {options.code}")
 

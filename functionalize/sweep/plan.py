@@ -283,9 +283,9 @@ def idle_dimensions(world: World, members: Mapping[str, Sequence[int]]) -> list[
             for each in members.values()
         )
         if length > 1 and not any(spans):
+            where = f" over the dimension `{name}` of the mesh" if mesh.mesh_dim_names else ""
             found.append(
-                f"nothing is sharded or communicated over the dimension `{name}` of the mesh: its {length:,} ranks "
-                "do the same"
+                f"nothing is sharded or communicated{where}: {'its' if where else 'all'} {length:,} ranks do the same"
             )
     several = sum(length > 1 for length in mesh.shape) > 1
     if several and members and all(len(ranks) == world.size for ranks in members.values()):

@@ -6,8 +6,8 @@
     space.reshards               `reshard_after_forward`: of every layer that `fully_shard` wraps
     space.left_out               why an axis is not searched, in words
 
-A mesh is given to `build` as a `DeviceMesh` with the dimensions `shard`, or `replicate` and `shard`, and after them `tp`
-where sizes of it are asked for; meshes of your own may have others. Batches are those of one rank and microbatch.
+A mesh is given to `build` as a `DeviceMesh` with the dimensions `shard`, or `replicate` and `shard`, and after them
+`tp` where sizes of it are asked for; meshes of your own may have others. Batches are those of one rank and microbatch.
 Refuses (`TuneError`): a step that is smaller than one sample per rank; a mesh where `build` has no such parameter; a
 mesh, or a size of tensor parallelism, that the world does not have.
 """
@@ -162,7 +162,7 @@ def _parameters(function: Callable[..., Any] | None) -> frozenset[str]:
 
 
 def _meshes(world: int, node: int, tp: int = 1) -> tuple[MeshKey, ...]:
-    """Sharding over all ranks, and over one, two and four nodes with replicas of each group. tp: ranks that split ops."""
+    """Sharding over all ranks, and over one, two and four nodes with replicas of each. tp: ranks that split ops."""
     world, node = world // tp, max(node // tp, 1)
     split = ((TENSOR_PARALLEL, tp),) if tp > 1 else ()
     sizes = [node * n for n in _NODES if node * n < world and not world % (node * n)]

@@ -5,8 +5,10 @@
     found.policy.apply(model)           what to do to the model; `found.policy.code()`: as a Python file
     found.pipeline                      for `fz.capture(step, passes=...)`; None: eager is as good
     found.peak, found.program_peak      requested bytes, of plans of exactly that: eager's, and of the replayed program
+    found.over(Training(15e12, price=2.5))      the same with the days and the cost of a training run
     found.rows(), found.to_json()
 
+MFU is that of the plan of the best, by throughput: FLOPs without recomputation are the same in all candidates.
 Figures that are composed, not planned, have a `~` in the text and `"planned": false` in rows.
 """
 
@@ -14,27 +16,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM
-from functionalize.sweep.summary import Plan
+from functionalize.sweep.columns import COLUMNS, efficiencies
+from functionalize.sweep.summary import Plan, assumptions
+from functionalize.sweep.training import Training
 from functionalize.tuning.policy import EagerPolicy, counted_policies
 from functionalize.tuning.search import Candidate, frontier_of
 
 _LOST = 8  # rows that say why others lost
 _FRONTIER = 8
-_HEADS = (
-    "setting",
-    "layers",
-    "peak",
-    "device",
-    "step (modelled)",
+_SHOWN = {name: (head, show) for name, head, show in COLUMNS}
+# Columns of a row that are shown where they have a value, in their order; names of figures that have no column.
+_COLUMNS = ("peak", "device", "step", "exposed", "recomputed", "mfu", "throughput", "days", "cost")
+_OWN = {"recomputed": ("recomputed", human_seconds)}
+_OPTIONAL = (
     "exposed",
     "recomputed",
-)
+    "mfu",
+    "device",
+)  # left out in a narrow terminal, in this order
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,6 +69,7 @@ class Tuned:
 
     best: the fastest that fits. candidates: all, the fastest that fits first. programs: pipeline -> the best after it.
     limit: bytes of a device. kind: what is trained on, "tokens" or "samples". world: ranks.
+    training: a run whose days and cost are asked for.
     """
 
     best: Candidate
@@ -73,6 +79,7 @@ class Tuned:
     kind: str
     world: int
     facts: SearchFacts
+    training: Training | None = None
 
     def __repr__(self) -> str:
         rate = f"{self.best.throughput:,.0f} {self.kind}/s/rank"
@@ -80,6 +87,10 @@ class Tuned:
 
     def __str__(self) -> str:
         return self.text()
+
+    def over(self, training: Training) -> Tuned:
+        """The same answer with the days and the cost of a training run."""
+        return replace(self, training=training)
 
     @property
     def policy(self) -> EagerPolicy:
@@ -145,9 +156,10 @@ class Tuned:
         }
         whole = others.seconds / other.items - mine.seconds / best.items
         cause = max(more, key=lambda name: more[name])
+        much = f"{slower:.1%} slower" if slower < 1 else f"{slower + 1:,.1f} times as slow"
         if more[cause] * 2 < whole:
-            return f"{slower:.1%} slower: kernels and optimizer"
-        return f"{slower:.1%} slower: {cause}, {human_seconds(more[cause] * other.items)} more per step"
+            return f"{much}: kernels and optimizer"
+        return f"{much}: {cause}, {human_seconds(more[cause] * other.items)} more per step"
 
     def losers(self) -> list[Candidate]:
         """The next best of each other setting, and what is done by hand in the setting of the best."""
@@ -179,12 +191,30 @@ class Tuned:
             "step": each.seconds,
             "exposed": each.exposed,
             "recomputed": each.recompute,
+            "mfu": self._mfu(each),
             "throughput": each.throughput,
+            **self._run(each),
             "planned": each.plan is not None,
             "fits": each.fits,
             "lacks": int(each.lacks),
             "composed": {"peak": int(each.composed.peak), "step": each.composed.seconds},
         }
+
+    def _mfu(self, each: Candidate) -> float | None:
+        plan = self.best.plan
+        known = plan.figures.time.mfu if plan is not None and plan.figures is not None else None
+        if known is None or not self.best.throughput:
+            return None
+        return known * each.throughput / self.best.throughput
+
+    def _run(self, each: Candidate) -> dict[str, float | None]:
+        """The days and the cost of the training run, if there is one."""
+        if self.training is None:
+            return {}
+        days = {"days": self.training.days(each.throughput, self.world)}
+        if self.training.price is not None:
+            days["cost"] = self.training.cost(each.throughput)
+        return days
 
     def rows(self) -> list[dict[str, Any]]:
         """A dict per candidate, the fastest that fits first."""
@@ -202,27 +232,38 @@ class Tuned:
             "lost": [{**self.row(each), "why": self.why(each)} for each in self.losers()],
             "candidates": self.rows(),
             "limit": self.limit,
+            "items": self.kind,
+            "notes": self.notes(),
             "search": vars(self.facts),
         }
         return json.dumps(data, indent=2, default=str)
 
-    def text(self) -> str:
-        """The answer for people."""
+    def notes(self) -> list[str]:
+        """The efficiencies of the modelled times and the range that follows; the kernels and numbers assumed."""
+        plan = self.best.plan
+        if plan is None or plan.figures is None:
+            return []
+        figures = plan.figures
+        found = efficiencies([(figures.time, figures.time_range)])
+        return found + assumptions(plan.choices, plan.assumed, plan.remarks)
+
+    def text(self, width: int | None = None) -> str:
+        """The answer for people. width: of the terminal, in which some columns may have no room."""
         facts = self.facts
         tokens = f"{self.tokens:,.0f} {self.kind} a step"
         planned = [c for c in self.candidates if c.plan is not None and c.fits]
         lines = [
             f"{tokens} on {self.world:,} ranks of {human_bytes(self.limit)}",
-            *self._table(planned),
+            *self._table(planned, width),
             "",
             "the frontier (~ composed, not planned)",
-            *self._table(_thinned(self.frontier(), _FRONTIER)),
+            *self._table(_thinned(self.frontier(), _FRONTIER), width),
         ]
         lost = [each for each in self.losers() if each not in planned[:1]][:_LOST]
         if lost:
             lines += ["", "why the next ones lost"]
             rows = [(c.setting.text(), _layers(c), self.why(c)) for c in lost]
-            lines += _aligned(rows)
+            lines += _aligned(rows, 3)
         for text, plan in self.programs.items():
             if plan.figures is not None:
                 levels = plan.figures.memory.levels(PROGRAM)
@@ -242,30 +283,30 @@ class Tuned:
             f"the plan of the best has {off:+.1%} of the composed peak and {late:+.1%} of the composed seconds; its "
             f"layers are chosen within {self.best.assigned.gap:.0e} of the optimum of what is composed",
         ]
+        lines += self.notes()
         lines += [f"not searched: {why}" for why in facts.left_out]
         lines += [f"not searched: mesh {mesh}: {why}" for mesh, why in facts.failed.items()]
         return "\n".join(lines)
 
-    def _table(self, found: Sequence[Candidate]) -> list[str]:
-        rows = [(*_HEADS, f"{self.kind}/s/rank")]
-        for each in found:
-            row = self.row(each)
-            about = "" if each.plan is not None else "~"
-            rows.append(
-                (
-                    each.setting.text(),
-                    _layers(each),
-                    about + human_bytes(each.peak),
-                    human_bytes(row["device"]) if row["device"] is not None else "",
-                    about + human_seconds(each.seconds),
-                    about + human_seconds(each.exposed),
-                    about + human_seconds(each.recompute),
-                    f"{about}{each.throughput:,.0f}"
-                    if each.throughput >= 100
-                    else f"{about}{each.throughput:.3g}",
-                )
-            )
-        return _aligned(rows)
+    def _table(self, found: Sequence[Candidate], width: int | None) -> list[str]:
+        rows = [(self.row(each), each) for each in found]
+        names = [n for n in _COLUMNS if any(row.get(n) is not None for row, _ in rows)]
+        for optional in (None, *_OPTIONAL):
+            names = [name for name in names if name != optional]
+            heads = [(_SHOWN | _OWN)[name][0].replace("items", self.kind) for name in names]
+            cells = [self._cells(row, each, names) for row, each in rows]
+            lines = _aligned([("setting", "layers", *heads), *cells])
+            if width is None or max(map(len, lines)) <= width:
+                break
+        return lines
+
+    def _cells(self, row: Mapping[str, Any], each: Candidate, names: Sequence[str]) -> list[str]:
+        about = "" if each.plan is not None else "~"
+        figures = (
+            "" if row[name] is None else about + (_SHOWN | _OWN)[name][1](row[name])
+            for name in names
+        )
+        return [each.setting.text(), _layers(each), *figures]
 
 
 def _layers(each: Candidate) -> str:
@@ -282,12 +323,12 @@ def _layers(each: Candidate) -> str:
     return "; ".join(f"{count} {how}" for how, count in counts.items()) or "as built"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines; the first two columns are text, the others stand at the right."""
+def _aligned(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
+    """Rows as lines; the columns of text stand at the left, so many, and the others at the right."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     return [
         "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
+            cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

@@ -16,11 +16,14 @@ SCRIPT = training.__file__
 def test_the_answer(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "policy.py"
     options = ("--mesh", "shard=2", "--target", "cpu", "--limit", "1200KB", "--batches", "2")
-    tokens = ("--batch-tokens", "0.5k", "--set", "layers=2")
+    tokens = ("--batch-tokens", "0.5k", "--set", "layers=2", "--tokens", "1B", "--price", "2")
     ran = command("tune", SCRIPT, *options, *tokens, "--code", file, columns=200)
     assert ran.code == 0, ran.err
     assert ran.out.startswith(f"{SCRIPT}: 512 tokens a step on 2 ranks of 1.14 MiB")
     assert "why the next ones lost" in ran.out and f"wrote {file}" in ran.out
+    assert "modelled on cpu (every kernel at its peak)" in ran.out
+    heads = ran.out.splitlines()[1].split()
+    assert heads[-4:] == ["MFU", "tokens/s/rank", "days", "cost"] and "exposed" in heads
     assert "def apply(model: nn.Module)" in file.read_text() and "BATCH = 2" in file.read_text()
 
 
@@ -31,6 +34,7 @@ def test_json(command: Command) -> None:
     assert ran.json["best"]["fits"] and ran.json["best"]["mesh"] is None
     assert ran.json["script"] == TRAINING and ran.json["best"]["batch"] == 4
     assert any("mesh" in why for why in ran.json["search"]["left_out"])
+    assert ran.json["items"] == "samples" and ran.json["notes"]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,11 @@ def test_json(command: Command) -> None:
     [
         ((), "tune needs --limit: within how many bytes?"),
         (("--limit", "80GB", "--batch-tokens", "1T"), "--batch-tokens '1T' cannot be read: write"),
+        (
+            ("--limit", "80GB", "--price", "2"),
+            "--price needs --tokens: the cost of training on how",
+        ),
+        (("--limit", "h1000"), "the size 'h1000' cannot be read: write 80GB, 74.5GiB, a number of"),
         (("--limit", "80GB", "--batches", "1,x"), "--batches '1,x' cannot be read: write 1,2,4"),
         (("--limit", "80GB", "--tp", "2,x"), "--tp '2,x' cannot be read: write 1,2,4"),
         (("--limit", "80GB", "--passes", "fly"), "no pass `fly`"),

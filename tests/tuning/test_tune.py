@@ -14,6 +14,7 @@ from functionalize.errors import FunctionalizeError, TuneError
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.memory_figures import EAGER
 from functionalize.sweep.changes import change
+from functionalize.sweep.training import Training
 from functionalize.tuning.policy import EagerPolicy, LayerPolicy
 from functionalize.tuning.space import Space
 from functionalize.tuning.variants import device_mesh, layers_of
@@ -122,6 +123,18 @@ def test_the_text_and_the_rows(found) -> None:
     assert text.startswith("2,048 tokens a step on 2 ranks of 2.10 MiB")
     assert "why the next ones lost" in text and "does not fit" in text and "recomputation" in text
     assert "1 whole ones" in text and "captured, passes='default'" in text
+    narrow = found.text(width=90).splitlines()
+    heads = found.text().splitlines()[1]
+    assert "exposed" in heads and "recomputed" in heads and "MFU" in heads
+    assert narrow[1].split() == ["setting", "layers", "peak", "step", "(modelled)", "tokens/s/rank"]
+    run = found.over(Training(1e9, price=3.0))
+    days, cost = (run.row(run.best)[name] for name in ("days", "cost"))
+    assert days == pytest.approx(1e9 / (found.best.throughput * 2) / 86_400)
+    assert cost == pytest.approx(days * 24 * 2 * 3.0) and "days" in run.text()
+    mfu = found.best.plan.figures.time.mfu
+    assert found.row(found.best)["mfu"] == mfu
+    slow = found.candidates[-1]
+    assert found.row(slow)["mfu"] == pytest.approx(mfu * slow.throughput / found.best.throughput)
     data = json.loads(found.to_json())
     assert data["best"]["planned"] and data["best"]["peak"] == found.peak
     frontier = [(row["peak"], row["throughput"]) for row in data["frontier"]]

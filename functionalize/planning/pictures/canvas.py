@@ -41,7 +41,7 @@ _STYLE: Any = {  # matplotlib types every key of its settings
 }
 
 
-def upper_end(own: float, others: Iterable[float]) -> float:
+def upper_end(own: int, others: Iterable[int]) -> int:
     """How high an axis goes. own: of what is shown by category. others: of lines, which may leave the picture."""
     return max([own, *(each for each in others if each <= _FAR * own)])
 

@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from functionalize.ir.phases import RECOMPUTE
+from functionalize._compat.autograd import RECOMPUTE
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_figures import MemoryFigures
 from functionalize.planning.time.step_time import StepTime
