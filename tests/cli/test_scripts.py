@@ -41,7 +41,7 @@ def test_sizes(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["80G", "GB", "", "-1GB", "80 GBs", "1..2GB"])
 def test_sizes_that_could_be_two_things_or_none(text: str) -> None:
-    with pytest.raises(UsageError, match=r"write 80GB, 74\.5GiB, or a number of bytes"):
+    with pytest.raises(UsageError, match=r"write 80GB, 74\.5GiB, a number of bytes, or a machine"):
         nbytes(text)
 
 
