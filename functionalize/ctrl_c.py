@@ -12,12 +12,13 @@ Nothing of this is done where the package is imported by another program, and in
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 INTERRUPTED = 130  # the exit code of a shell's command after Ctrl-C
@@ -45,6 +46,15 @@ def leave(*_: Any) -> NoReturn:
 
 def _leave_without_a_word(*_: Any) -> NoReturn:
     os._exit(INTERRUPTED)
+
+
+def _end_as_interrupted() -> None:
+    """The last function at exit: an interrupt inside `exec`, though handled, lets Python end itself by a signal."""
+    if signal.getsignal(signal.SIGINT) is _leave_without_a_word:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(INTERRUPTED)
 
 
 def _raise(*_: Any) -> NoReturn:
@@ -123,3 +133,4 @@ def let_through() -> None:
 
 if is_command() and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, leave)
+    atexit.register(_end_as_interrupted)

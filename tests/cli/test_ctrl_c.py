@@ -57,6 +57,17 @@ def test_a_command_cleans_up_and_says_so_once() -> None:
     assert ran(code) == (130, "cleaned up\n", "interrupted True\n")
 
 
+def test_inside_of_exec_the_exit_code_is_the_same() -> None:
+    code = """
+    with ctrl_c.interruptible():
+        try:
+            exec("press()")
+        except KeyboardInterrupt:
+            print("handled")
+    """
+    assert ran(code) == (130, "handled\n", "")
+
+
 @pytest.mark.parametrize(
     "lost",
     [
